@@ -92,6 +92,7 @@ class Copier:
             spec,
             params=tuple(self.parameter(name, shift) for name in spec.params),
             grad_params=tuple(self.parameter(name, shift) for name in spec.grad_params),
+            in_place=tuple(self.parameter(name, shift) for name in spec.in_place),
         )
 
     def copied(self, chunk: Chunk, shift: int) -> Chunk:

@@ -41,8 +41,13 @@ def capture_slices(
     }
     needed = sorted(set(rows_of(graph, samples).values()))
     compiled = capturing.cache is not None
-    # Gradients that are reduced after each run of backwards are written where they are reduced from.
-    flat = [c.name for c in graph.outline.chunks if compiled and graph.policy(c.name).zero >= 2]
+    # Gradients that are reduced after each run of backwards are written where they are reduced from, and
+    # those of several microbatches are added to the sum by the backward that computes them.
+    flat = [
+        chunk.name
+        for chunk in graph.outline.chunks
+        if compiled and (graph.policy(chunk.name).zero >= 2 or parts_of(graph, chunk.name) > 1)
+    ]
     asked = (requests, ways, graph.budgets, graph.precisions, tuple(flat))
     return {rows: capturing.differentiated(rows, *asked) for rows in needed}
 

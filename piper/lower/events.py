@@ -118,7 +118,8 @@ def paces(drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[
 
     A gather for a run of uses is issued one compute node ahead: it may overlap that one, and starts when
     those before have ended and freed what they had gathered. A backward whose gradient is scattered starts
-    when the scatters issued before it have ended, so that no whole gradients pile up behind a slow link.
+    when the scatters issued before it have ended, so that no whole gradients pile up behind a slow link. One
+    that adds to a gradient takes no memory for it, and need not wait.
     A copy back from the host starts when the computes and updates issued before it have ended, and a compute
     or an update when the copies to the host issued before it have ended and freed what they copied.
     """
@@ -129,7 +130,7 @@ def paces(drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[
     copied: dict[str, int] = {}
     for place, draft in enumerate(drafts):
         if draft.op in ("compute", "update"):
-            if not scattered.isdisjoint(draft.writes):
+            if not scattered.isdisjoint(slot for slot in draft.writes if slot not in draft.reads):
                 found[place] = list(reduced.values())
             if copied:
                 found[place] = [*found.get(place, ()), *copied.values()]

@@ -147,6 +147,8 @@ def note_gradients(emission: Emission, node: Compute, draft: PendingInstr, numbe
             pieces = emission.work.buckets[slot.owner].pieces
             if any(piece.name in spec.in_place for piece in pieces):
                 emission.flat.add((number, slot))
+                if slot.kind == "grad":
+                    emission.begun.add((number, slot))
                 apart = [p for p in pieces if p.name in spec.grad_params and p.name not in spec.in_place]
                 itemsize = emission.work.buckets[slot.owner].itemsize
                 draft.workspace += sum(piece.numel for piece in apart) * itemsize

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from piper.devices import Devices, columns
 from piper.ids import Pass, SlotId
+from piper.ir.chunk import Chunk
 from piper.ir.node import Accumulate, Compute, Node, Reduce
 from piper.lower.sequence import UseRun, computes_by_set, meetings, runs, same_members, woven
 from piper.lower.state import LoweringState
@@ -17,8 +18,11 @@ class Weaving:
 
     sequence: tuple[Node, ...]
     values: dict[SlotId, Slot] = field(default_factory=dict)
+    chunks: Mapping[str, Chunk] = field(default_factory=dict)
+    buckets: Mapping[str, Bucket] = field(default_factory=dict)
     behind: dict[int, list[tuple[int, Node]]] = field(default_factory=dict)
     renamed: dict[int, dict[SlotId, SlotId]] = field(default_factory=dict)  # by place: what it writes instead
+    added: dict[int, list[SlotId]] = field(default_factory=dict)  # by place: sums that it adds to itself
 
     def put(self, place: int, node: Node, behind: int | None = None) -> None:
         """Insert a node after the place that writes what it reads, or later."""
@@ -27,6 +31,19 @@ class Weaving:
     def rename(self, place: int, value: SlotId, slot: SlotId) -> None:
         """Make a node write a value into another slot."""
         self.renamed.setdefault(place, {})[value] = slot
+
+    def add(self, place: int, value: SlotId, total: SlotId) -> None:
+        """Make a node add a value to a total, which it reads for that."""
+        self.rename(place, value, total)
+        self.added.setdefault(place, []).append(total)
+
+    def writes_flat(self, place: int, value: SlotId) -> bool:
+        """Return whether compiled code writes a gradient as one flat tensor, and can add it to one."""
+        node = self.sequence[place]
+        if value.owner not in self.buckets or not isinstance(node, Compute):
+            return False
+        written = self.chunks[node.chunk].phases[node.phase].in_place
+        return any(piece.name in written for piece in self.buckets[value.owner].pieces)
 
     def run(self, place: int) -> Pass:
         """Return the pass at a place."""
@@ -38,9 +55,9 @@ class Weaving:
         """Return the sequence with all the nodes of this weaving inserted."""
         sequence = list(self.sequence)
         for place, names in self.renamed.items():
-            sequence[place] = replace(
-                sequence[place], writes=tuple(names.get(v, v) for v in sequence[place].writes)
-            )
+            node = sequence[place]
+            reads = (*node.reads, *self.added.get(place, ()))
+            sequence[place] = replace(node, reads=reads, writes=tuple(names.get(v, v) for v in node.writes))
         return woven(sequence, {}, self.after)
 
     @property
@@ -56,9 +73,13 @@ def add_reductions(work: LoweringState) -> LoweringState:
     B[PP=0 MB=0]  B[PP=0 MB=1]
     -->
     B[PP=0 MB=0], accumulate, B[PP=0 MB=1], accumulate, reduce
+
+    Compiled backwards that write gradients flat begin the sum and add to it themselves.
     """
     givers = gradient_givers(work)
-    weaving = Weaving(sequence=work.sequence, values=dict(work.values))
+    weaving = Weaving(
+        sequence=work.sequence, values=dict(work.values), chunks=work.graph.chunks, buckets=work.buckets
+    )
     sets = {work.sequence[place].devices for given in givers.values() for place in given}
     places = computes_by_set(work.sequence, sets)
     for bucket in work.buckets.values():
@@ -117,10 +138,23 @@ def final_gradient(bucket: Bucket) -> SlotId:
 
 
 def accumulate(
-    weaving: Weaving, place: int, value: SlotId, total: SlotId, begun: dict[Devices, None]
+    weaving: Weaving, place: int, value: SlotId, total: SlotId, begun: dict[Devices, bool]
 ) -> None:
-    """Add one backward's gradients to a total, or begin it on the devices that have none yet."""
+    """Add one backward's gradients to a total, or begin it on the devices that have none yet.
+
+    begun: the sets of devices that have begun it, and whether it is one flat tensor there.
+    """
     source = weaving.sequence[place]
+    if weaving.writes_flat(place, value):
+        met = [flat for devices, flat in begun.items() if not set(devices).isdisjoint(source.devices)]
+        have = {device for devices in begun for device in devices}
+        if not met:
+            begun[source.devices] = True
+            weaving.rename(place, value, total)
+            return
+        if all(met) and have.issuperset(source.devices):
+            weaving.add(place, value, total)
+            return
     older: Devices = source.devices if source.devices in begun else ()
     fresh: Devices = () if older else source.devices
     if fresh:
@@ -128,7 +162,7 @@ def accumulate(
         if not have.isdisjoint(fresh):
             older = tuple(device for device in fresh if device in have)
             fresh = tuple(device for device in fresh if device not in have)
-        begun[source.devices] = None
+        begun[source.devices] = True
     for devices, reads in ((fresh, (value,)), (older, (value, total))):
         if devices:
             weaving.put(
@@ -169,10 +203,10 @@ def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, SlotId]) -> N
     """Accumulate all gradients on each device, then reduce once."""
     total = full_gradient(bucket)
     weaving.values[total] = Slot(nbytes=bucket.numel * bucket.itemsize)
-    begun: dict[Devices, None] = {}
+    begun: dict[Devices, bool] = {}
     for place, value in given.items():
         if not begun and not bucket.travels:  # the first gradient can be added to as it is
-            begun[weaving.sequence[place].devices] = None
+            begun[weaving.sequence[place].devices] = weaving.writes_flat(place, value)
             weaving.rename(place, value, total)
         else:
             accumulate(weaving, place, value, total, begun)
@@ -196,7 +230,7 @@ def reduce_each_run(
         if len(where) > 1:
             value = full_gradient(bucket).of_run(weaving.run(where[0]))
             weaving.values[full_gradient(bucket)] = Slot(nbytes=bucket.numel * bucket.itemsize)
-            begun: dict[Devices, None] = {}
+            begun: dict[Devices, bool] = {}
             apart = are_apart([run.devices for run in met])
             for run in met:
                 if apart and len(run.places) == 1:  # its gradient is its devices' whole contribution

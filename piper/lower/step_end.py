@@ -98,7 +98,7 @@ def add_losses(work: LoweringState) -> LoweringState:
     weaving = Weaving(sequence=work.sequence)
     for total, source in totals.items():
         result = output_slot(source.chunk, source.index)
-        begun: dict[Devices, None] = {}
+        begun: dict[Devices, bool] = {}
         for place, node in enumerate(work.sequence):
             if not isinstance(node, Compute) or node.again:  # a recomputed forward is counted already
                 continue

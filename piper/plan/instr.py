@@ -149,6 +149,13 @@ class Instr:
         return self.payload
 
     @property
+    def adds_to(self) -> tuple[SlotId, ...]:
+        """Return the sums to which a compute instruction adds the gradients that it computes."""
+        if self.op != "compute":
+            return ()
+        return tuple(slot for slot in self.writes if slot.kind == "grad" and slot in self.reads)
+
+    @property
     def collects(self) -> Collecting:
         """Return the payload of a collective inside a region."""
         assert isinstance(self.payload, Collecting), f"{self.node} is no collective"

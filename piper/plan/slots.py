@@ -80,7 +80,8 @@ class SlotProof:
         whole = ins.op == "gather" and not self.plan.slots.keys().isdisjoint(ins.writes)
         if whole or ins.op == "fetch":
             self._check_over(place, ins, "compute", mine)
-        if ins.op == "compute" and not self._scattered.isdisjoint(ins.writes):
+        fresh = (slot for slot in ins.writes if slot not in ins.reads)
+        if ins.op == "compute" and not self._scattered.isdisjoint(fresh):
             self._check_over(place, ins, "reduce_scatter", mine)
 
     def _check_over(self, place: int, ins: Instr, op: Op, mine: Reach) -> None:

@@ -64,6 +64,11 @@ class Local:
             )
             return
         self.follow(program, place, ins, expected)
+        in_place = self.spec.chunks[found[1]].phases[found[0]].in_place
+        for slot in ins.adds_to:
+            bucket = self.state.plans.buckets.get(slot.owner)
+            if bucket is None or not any(piece.name in in_place for piece in bucket.pieces):
+                self.state.complain(program, place, f"adds to {slot}, which its code cannot")
         if found[0] == "F" and ins.again and expected.mutated:
             self.state.complain(program, place, "runs a second time and writes buffers a second time")
 
@@ -145,6 +150,8 @@ class Local:
         for given in expected.weights:
             amount = self.state.expected.single(expected.chunk, part, given.suffix)
             values.append((given.thing, "whole", ((given.cover, amount),)))
+            if len(values) <= len(ins.writes) and (slot := ins.writes[len(values) - 1]) in ins.adds_to:
+                values[-1] = self._added(program, place, slot, values[-1])
         for name in expected.mutated:
             thing = self.things.number(Thing("buffer", name))
             before = self._buffer(program, ins, thing)
@@ -156,13 +163,15 @@ class Local:
         """Complain about every read of a wrong value."""
         slots, part = self.state.slots[program], ins.part
         wanted: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.reads]
-        found = [slots.get(slot) for slot in ins.reads]
+        sums = ins.adds_to
+        reads = [slot for slot in ins.reads if slot not in sums]
+        found = [slots.get(slot) for slot in reads]
         if found == wanted:
             return
         if len(found) != len(wanted):
             self.state.complain(program, place, f"reads {len(found)} slots; it should read {len(wanted)}")
             return
-        for i, (slot, value, should) in enumerate(zip(ins.reads, found, wanted, strict=True)):
+        for i, (slot, value, should) in enumerate(zip(reads, found, wanted, strict=True)):
             if value == should:
                 continue
             if value is not None and i in expected.buffers and value[0] == should[0]:
@@ -260,13 +269,17 @@ class Local:
             state.complain(program, place, f"adds {ins.reads[0]}, which holds {held}, to {ins.writes[0]}")
             return
         if again:
-            before = slots.get(again[0])
-            if before is None or before[:2] != given[:2]:
-                state.mismatch(program, place, again[0], before, given)
-                return
-            assert isinstance(before[2], tuple) and isinstance(given[2], tuple)
-            given = (*given[:2], state.merged(before[2], given[2]))
+            given = self._added(program, place, again[0], given)
         self._write(program, place, ins, (given,))
+
+    def _added(self, program: int, place: int, slot: SlotId, given: Value) -> Value:
+        """Return the sum of what a slot holds and a term, or complain that they are no terms of one sum."""
+        before = self.state.slots[program].get(slot)
+        if before is None or before[:2] != given[:2]:
+            self.state.mismatch(program, place, slot, before, given)
+            return given
+        assert isinstance(before[2], tuple) and isinstance(given[2], tuple)
+        return (*given[:2], self.state.merged(before[2], given[2]))
 
     def _accumulated(self, value: Value, slot: SlotId) -> Value | None:
         """Return a value as a term of the sum in a slot. None: it does not belong there."""

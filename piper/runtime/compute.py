@@ -1,7 +1,7 @@
 """Phases of chunks, and the batch fields they start from."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import torch
@@ -11,7 +11,7 @@ from piper.ids import Pass
 from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags, bundles
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
-from piper.runtime.bucket_layout import Layout, own_slice
+from piper.runtime.bucket_layout import Flat, Layout, own_slice
 from piper.runtime.context import Bound, Env, draw_seed
 
 Boxed = Callable[[list[object]], Sequence[Tensor]]
@@ -29,7 +29,10 @@ def compute(env: Env, ins: Instr) -> Bound:
     single, several = results(env, ins, chunk, phase, spec)
     boxed: Boxed | None = getattr(code, "boxed", None)
     if boxed is not None and spec.in_place:
-        boxed, several = with_flat_gradients(env, chunk, spec, code, several)
+        begun = {env.at(slot) for slot in ins.adds_to}
+        boxed, several = with_flat_gradients(env, chunk, spec, code, several, begun)
+    else:
+        assert not ins.adds_to, f"{ins.node} adds gradients to a sum, which its code cannot"
     ending = ends_with(env, ins) if boxed is not None else []
 
     def run() -> None:
@@ -51,19 +54,31 @@ def compute(env: Env, ins: Instr) -> Bound:
 
 
 def with_flat_gradients(
-    env: Env, chunk: Chunk, spec: PhaseSpec, code: object, several: Sequence[tuple[int, Members]]
+    env: Env,
+    chunk: Chunk,
+    spec: PhaseSpec,
+    code: object,
+    several: Sequence[tuple[int, Members]],
+    begun: Collection[int],
 ) -> tuple[Boxed, list[tuple[int, Members]]]:
-    """Return the call of a backward that writes gradients into a flat tensor for each bucket.
+    """Return the call of a backward that writes gradients into a flat tensor for each bucket, or adds them.
 
     Return also those of the slots with several results that the call does not fill.
+    begun: the slots that hold a sum already, to which it adds.
     """
-    boxed_into = cast("Callable[[list[object], list[Tensor]], Sequence[Tensor]]", code.boxed_into)  # type: ignore[attr-defined]
+    boxed_into = cast("Callable[..., Sequence[Tensor]]", code.boxed_into)  # type: ignore[attr-defined]
     layouts = given_buckets(env, chunk, spec.grad_params)
     flat = [any(name in layout.index for name in spec.in_place) for layout in layouts]
     buckets = [pair for pair, fills in zip(zip(several, layouts, strict=True), flat, strict=True) if fills]
     left = [each for each, fills in zip(several, flat, strict=True) if not fills]
     slots, device, first = env.slots, env.setup.device, len(spec.grad_inputs)
-    kinds = [(layout, layout.bucket.numel, getattr(torch, layout.bucket.dtype)) for _, layout in buckets]
+    adds = bool(begun)
+    # The code adds to all of its targets or to none. What only begins is zero then.
+    allocate = torch.zeros if adds else torch.empty
+    kinds = [
+        (slot, slot in begun, layout, layout.bucket.numel, getattr(torch, layout.bucket.dtype))
+        for (slot, _), layout in buckets
+    ]
     where = {
         piece.name: (number, index)
         for number, (_, layout) in enumerate(buckets)
@@ -75,16 +90,21 @@ def with_flat_gradients(
         for result, name in enumerate(spec.grad_params)
         if name in where and name not in spec.in_place
     ]
-    missing = [place for name, place in where.items() if name not in spec.in_place]
+    missing = [place for name, place in where.items() if name not in spec.in_place] if not adds else []
+    join = torch._foreach_add_ if adds else torch._foreach_copy_
 
     def boxed(given: list[object]) -> Sequence[Tensor]:
-        made = [layout.over(torch.empty(size, dtype=dtype, device=device)) for layout, size, dtype in kinds]
-        out = boxed_into(given, [made[number][index] for number, index in targets])
-        for number, index, result in given_apart:
-            made[number][index].copy_(out[result])
+        made = [
+            cast(Flat, slots[slot]) if held else layout.over(allocate(size, dtype=dtype, device=device))
+            for slot, held, layout, size, dtype in kinds
+        ]
+        out = boxed_into(given, [made[number][index] for number, index in targets], add=adds)
+        if given_apart:
+            apart = [made[number][index] for number, index, _ in given_apart]
+            join(apart, [out[result] for _, _, result in given_apart])
         for number, index in missing:
             made[number][index].zero_()
-        for ((slot, _), _), whole in zip(buckets, made, strict=True):
+        for (slot, *_), whole in zip(kinds, made, strict=True):
             slots[slot] = whole
         return out
 
@@ -129,7 +149,8 @@ def parts_of(plans: Plans, chunk: str) -> list[Tags]:
 
 def arguments(env: Env, ins: Instr, chunk: Chunk, spec: PhaseSpec) -> list[tuple[int, int]]:
     """Return the slot of each argument of a phase, and its index in that slot."""
-    reads = iter(env.at(slot) for slot in ins.reads)
+    sums = ins.adds_to
+    reads = iter(env.at(slot) for slot in ins.reads if slot not in sums)
     wanted = [(next(reads), ITSELF) for _ in spec.inputs]
     found: dict[str, tuple[int, int]] = {}
     for layout in env.layouts.values():

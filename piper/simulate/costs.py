@@ -43,7 +43,10 @@ class Costs(Protocol):
         """Return the cost of one phase of a chunk. chunk: None for plans without their outline."""
 
     def touch(self, op: Op, nbytes: int) -> float:
-        """Return the cost of another local instruction, which reads and writes `nbytes` bytes in all."""
+        """Return the cost of another local instruction, which reads and writes `nbytes` bytes in all.
+
+        For "compute" that of the sums of gradients which a backward reads in addition to its phase.
+        """
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
         """Return the cost of a communication in one group. nbytes: what each member sends."""
@@ -120,6 +123,8 @@ class Roofline:
 
     def touch(self, op: Op, nbytes: int) -> float:
         """Return the seconds to move these bytes through memory once, or from the device to its host."""
+        if op == "compute":  # a kernel that runs in any case moves them too
+            return nbytes / self.bandwidth
         if OPS[op].host and (copying := self.cluster.host_seconds(op, nbytes)) is not None:
             return self.cluster.launch + copying
         return self.cluster.launch + self.cluster.kernel + nbytes / self.bandwidth

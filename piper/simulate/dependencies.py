@@ -117,7 +117,12 @@ class InstructionCosts:
         key = (ins.computes.phase, ins.computes.chunk)
         if key not in self.computes:
             self.computes[key] = self.costs.compute(self.chunks.get(key[1]), key[0])
-        return self.computes[key]
+        if not ins.adds_to:
+            return self.computes[key]
+        # It writes its gradients in any case. Where it adds them to a sum, it reads that as well.
+        plan = self.web.plans.plans[self.web.program[number]]
+        read = sum(plan.slots[slot].nbytes for slot in ins.adds_to)
+        return self.computes[key] + self.costs.touch("compute", read)
 
     def talk(self, number: int) -> Talk:
         """Return the cost of a communication in the slowest of its groups."""

@@ -113,7 +113,9 @@ def swap_everywhere(rng: random.Random, plans: Plans) -> Plans | None:
 
 
 def duplicate_accumulation(rng: random.Random, plans: Plans) -> Plans | None:
-    picked = pick(rng, plans, lambda ins: ins.op == "accumulate" and len(ins.reads) > 1)
+    picked = pick(
+        rng, plans, lambda ins: bool(ins.adds_to) or (ins.op == "accumulate" and len(ins.reads) > 1)
+    )
     if picked is None:
         return None
     number, place, ins = picked
@@ -133,12 +135,15 @@ def duplicate(rng: random.Random, plans: Plans) -> Plans | None:
 
 def begin_again(rng: random.Random, plans: Plans) -> Plans | None:
     """A sum is begun instead of added to."""
-    return change(
-        rng,
-        plans,
-        lambda ins: ins.op in ("accumulate", "reduce_scatter") and len(ins.reads) > 1,
-        lambda plan, ins: replace(ins, reads=ins.reads[:1]),
-    )
+
+    def new(plan: Plan, ins: Instr) -> Instr:
+        added = ins.adds_to or ins.reads[1:]
+        return replace(ins, reads=tuple(slot for slot in ins.reads if slot not in added))
+
+    def adds(ins: Instr) -> bool:
+        return bool(ins.adds_to) or (ins.op in ("accumulate", "reduce_scatter") and len(ins.reads) > 1)
+
+    return change(rng, plans, adds, new)
 
 
 def exchange_reads(rng: random.Random, plans: Plans) -> Plans | None:

@@ -16,6 +16,7 @@ from piper.launchers.inline import launch_inline
 from piper.plan.plan import Plans
 from piper.runtime.worker import Options
 from tests.proof import models
+from tests.runtime.as_compiled import as_compiled
 
 TIMEOUT = 20.0  # seconds that a wait of a spoilt plan may take; a busy machine may stall a thread for a few
 
@@ -49,9 +50,10 @@ def program(
     samples: int = 16,
     clip: float | None = None,
     loss: models.Loss = models.mean_loss,
+    adding: bool = False,
 ) -> Program:
-    """Compile a tiny model under a strategy, in fp64."""
-    return compile(
+    """Compile a tiny model under a strategy, in fp64. adding: backwards add gradients, as compiled ones do."""
+    made = compile(
         Job(
             model=model,
             loss=loss,
@@ -62,7 +64,11 @@ def program(
             clip_norm=clip,
         ),
         device="cpu",
+        compile=adding,
     )
+    if adding:
+        as_compiled(made)
+    return made
 
 
 def stages(*sets: Sequence[int], zero: int = 0, parts: int = 2) -> list[Directive]:
@@ -117,6 +123,11 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
         models.Skipping, [*stages([0], [1, 2], [3], zero=1), *schedules.one_f_one_b(3, 2)]
     ),
     "uneven sets": lambda: program(models.Dense, stages([0, 1], [2, 3, 4]), samples=24),
+    "zero 1, added": lambda: program(models.Dense, in_pairs(zero=1), adding=True),
+    "zero 3, added": lambda: program(
+        models.Dense, [*stages([0, 1], [2, 3], zero=3), *schedules.gpipe(2, 2)], adding=True
+    ),
+    "tied on one set, added": lambda: program(models.Tied, stages([0, 1], [0, 1]), adding=True),
     "both ways": lambda: program(models.Tied, both_ways(), clip=0.1),
     "both ways, zero 3": lambda: program(models.Dense, both_ways(zero=3)),
 }

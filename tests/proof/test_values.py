@@ -74,6 +74,15 @@ def copied(source: str, target: str, before: tuple[str, str]) -> Edit:
     return edit
 
 
+def adding(instrs: list[Instr]) -> None:
+    """Let the second backward add to the sum itself, in place of the accumulation behind it."""
+    del instrs[find(instrs, "accumulate", "B[PP=1 MB=1] into")]
+    place, total = find(instrs, "compute", "B[PP=1 MB=1]"), SlotId("grad", "PP=1/0")
+    ins = instrs[place]
+    writes = tuple(total if slot.kind == "gradient" else slot for slot in ins.writes)
+    instrs[place] = replace(ins, reads=(*ins.reads, total), writes=writes)
+
+
 @pytest.mark.parametrize("make", [pipeline, tied, unequal, experts, weighted, recomputed, crossing])
 def test_what_lowering_makes_is_proven(make: Callable[[], Made]) -> None:
     plans, graph = make()
@@ -114,6 +123,12 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
         2,
         changing("accumulate", "B[PP=1 MB=1] into", reads=("PP=1/0.g[MB=1]",)),
         "reads PP=1/0.grad, which holds (PP=1 MB=1) over cells 0-1; it should hold (PP=1 MB=0 + PP=1 MB=1)",
+    ),
+    "a backward that adds to a sum, which its code cannot": (
+        pipeline,
+        2,
+        adding,
+        "B[PP=1 MB=1] adds to PP=1/0.grad, which its code cannot",
     ),
     "a gradient that is not reduced": (
         pipeline,

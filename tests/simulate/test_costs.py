@@ -250,6 +250,20 @@ def test_on_a_host_gradients_that_lie_apart_are_copied_before_they_are_reduced(
     assert (talk.latency, talk.seconds) == (latency, 6.0)
 
 
+def test_a_backward_that_adds_to_a_sum_reads_it_as_well() -> None:
+    """120 bytes at 20 bytes/s: 6 s more than the backward that begins the sum, and no kernel more."""
+    total = slot("PP=0/0.grad")
+    run = Pass(phase="B", chunk="PP=0")
+    first = Instr(op="compute", node="a", stream="compute", payload=run, writes=(total,))
+    later = replace(first, reads=(total,))
+    plan = Plan(devices=(0,), instrs=(first, later), slots={total: Slot(nbytes=120)}, residents={})
+    plans = Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False)
+    chunk = replace(chunk_of(), phases={"B": PhaseSpec(flops=10)})
+    costs = InstructionCosts(weave(plans), {"PP=0": chunk}, Roofline(SMALL))
+    assert costs.seconds(1) - costs.seconds(0) == 6.0
+    assert MEASURED.touch("compute", 120) == 0.0  # measured times hold it
+
+
 MEASURED = Measured(
     model="m", source="costs.json", chunks={"k": {"F": 5.0}}, arithmetic=0.0, traffic=0.0, gap=1.0, wake=0.25
 )

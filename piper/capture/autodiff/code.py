@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
-from piper.capture.autodiff.aliases import draws_random, is_view, memory_of, takes_joined
+from piper.capture.autodiff.aliases import draws_random, is_view, memory_of
 from piper.capture.autodiff.partition import KINDS, Kind, Partition, Section, Write
 from piper.capture.cost.estimate import Cost, cost_of
 from piper.capture.trace.blame import made_at
@@ -118,40 +118,31 @@ class GraphCode:
 def _written_in_place(section: Section, sizes: SymbolicSizes) -> tuple[int, ...]:
     """Return which of a phase's parameter gradients can be written into given memory, by their positions.
 
-    These are products and what a compiler fuses with the copy. None, if they are the smaller part in bytes:
-    the others would be copied.
+    These are products. None, if they are the smaller part in bytes: the others would be copied.
     """
     writes = section.writes[len(section.grad_inputs) :][: len(section.grad_params)]
     taken = [write.node for write in section.writes]
     found = [
         place
         for place, write in enumerate(writes)
-        if taken.count(write.node) == 1 and (_product(write, section) is not None or _fused(write))
+        if taken.count(write.node) == 1 and _is_product(write, section)
     ]
     nbytes = [sizes.nbytes(write.node.meta["val"]) for write in writes]
     return tuple(found) if 2 * sum(nbytes[place] for place in found) > sum(nbytes) else ()
 
 
-def _product(write: Write, section: Section) -> fx.Node | None:
-    """Return the product whose result a gradient is, if nothing else reads it. None: there is none."""
+def _is_product(write: Write, section: Section) -> bool:
+    """Return whether a gradient is the result of a product, in its shape, that nothing else reads."""
     body, node = set(section.body), write.node
     seen: fx.Node | None = None
     while node in body and all(user is seen or user not in body for user in node.users):
         if node.target is _aten.mm.default:
             made, wanted = node.meta["val"], write.node.meta["val"]
-            return node if made.shape == wanted.shape and made.is_contiguous() and not write.copy else None
+            return made.shape == wanted.shape and made.is_contiguous() and not write.copy
         if not is_view(node):
-            return None
+            return False
         seen, node = node, node.all_input_nodes[0]
-    return None
-
-
-def _fused(write: Write) -> bool:
-    """Return whether a compiler can fuse the copy of a gradient with what computes it."""
-    node = write.node
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return takes_joined(node)
+    return False
 
 
 def _shape_of(partition: Partition, joined: bool, flat: bool) -> Shape:

@@ -1,7 +1,8 @@
-"""Lets a compiled backward write parameter gradients into memory that its caller gives.
+"""Lets a compiled backward write parameter gradients into memory that its caller gives, or add them there.
 
 A gradient that is reduced over replicas has to lie in one flat tensor with the others of its bucket. If the
-compiled code writes it there, no copy of the gradients is made before they are reduced.
+compiled code writes it there, no copy of the gradients is made before they are reduced. The gradients of
+later microbatches are added by the products that compute them, so they never lie in memory of their own.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,44 +20,48 @@ Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 def source_in_place(source: Source) -> Source:
-    """Return a phase that writes those of its results that it can into further arguments."""
+    """Return a phase that writes those of its results that it can into further arguments, or adds to them."""
     outputs = _outputs(source.module)
     targets = [outputs[place].meta["val"] for place in source.in_place]
     module = write_in_place(source.module, source.in_place)
-    return replace(source, module=module, arguments=[*source.arguments, *targets])
+    return replace(source, module=module, arguments=[*source.arguments, *targets, torch.tensor(False)])
 
 
 def flat_phase(code: Callable[..., Sequence[Tensor]], plain: Source, source: Source) -> "FlatPhase":
     """Return a compiled phase, of a source that writes results into its last arguments."""
-    targets = source.arguments[len(plain.arguments) :]
+    targets = source.arguments[len(plain.arguments) : -1]
     like = [(target.shape, target.dtype) for target in targets]
     return FlatPhase(code, plain.in_place, like, targets[0].device, plain.module)
 
 
 def write_in_place(module: fx.GraphModule, results: Sequence[int]) -> fx.GraphModule:
-    """Return a graph that writes some of its results into further arguments, and returns the others."""
+    """Return a graph that writes some products into further arguments, and returns its other results.
+
+    Its last argument says whether it adds them to what is there.
+    """
     outputs = _outputs(module)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in inputs:
         copies[node] = graph.node_copy(node)
-    targets: dict[fx.Node, fx.Node] = {}  # by the node that is written: a product, or a result
+    targets: dict[fx.Node, fx.Node] = {}  # by product
     for number, place in enumerate(results):
         given = graph.placeholder(f"into_{number}")
         given.meta = {"val": outputs[place].meta["val"]}
-        targets[_source(outputs[place])] = given
+        targets[_product(outputs[place])] = given
+    add = graph.placeholder("add")
+    add.meta = {"val": torch.tensor(False)}
     for node in module.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         target = targets.get(node)
-        if target is not None and node.target is _aten.mm.default:
-            graph.call_function(mm_into, (*(copies[source] for source in node.all_input_nodes), target))
-            copies[node] = target  # its views are not read
+        if target is None:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        if target is not None:
-            graph.call_function(_aten.copy_.default, (target, copies[node])).meta = dict(target.meta)
+        factors = cast(tuple[fx.Node, fx.Node], node.args)
+        graph.call_function(mm_into, (*(copies[factor] for factor in factors), target, add))
+        copies[node] = target  # its views are not read
     graph.output(tuple(copies[node] for place, node in enumerate(outputs) if place not in results))
     graph.eliminate_dead_code()
     return fx.GraphModule(module, graph)
@@ -68,17 +73,16 @@ def _outputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
     return cast(tuple[fx.Node, ...], found)
 
 
-def _source(result: fx.Node) -> fx.Node:
-    """Return the product that a result only views, or the result."""
+def _product(result: fx.Node) -> fx.Node:
+    """Return the product of which a result is a view."""
     node = result
-    while node.target in (_aten.permute.default, _aten.t.default, _aten.view.default, _aten.alias.default):
+    while node.target is not _aten.mm.default:
         node = node.all_input_nodes[0]
-    same = node.target is _aten.mm.default and node.meta["val"].shape == result.meta["val"].shape
-    return node if same else result
+    return node
 
 
 class FlatPhase:
-    """A compiled phase that writes gradients into given memory, called as its `PhaseSpec` says."""
+    """A compiled phase that writes or adds gradients to given memory, called as its `PhaseSpec` says."""
 
     def __init__(
         self,
@@ -92,10 +96,16 @@ class FlatPhase:
         self.code, self.results, self.like = code, tuple(results), tuple(like)
         self.device, self.plain = device, plain
         self.inner: Boxed = code.boxed  # type: ignore[attr-defined]
+        self.flags = (torch.tensor(False), torch.tensor(True))
 
-    def boxed_into(self, arguments: list[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
-        """Call the code with arguments in a list, which it empties. Return all results, the targets too."""
-        arguments += targets
+    def boxed_into(
+        self, arguments: list[Tensor], targets: Sequence[Tensor], *, add: bool = False
+    ) -> list[Tensor]:
+        """Call the code with arguments in a list, which it empties. Return all results, the targets too.
+
+        add: the targets hold sums, to which gradients are added. Else they are overwritten.
+        """
+        arguments += (*targets, self.flags[add])
         found = list(self.inner(arguments))
         for place, target in zip(self.results, targets, strict=True):
             found.insert(place, target)

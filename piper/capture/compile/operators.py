@@ -41,16 +41,22 @@ KEPT = {torch.ops.aten.embedding_dense_backward.default: embedding_grad}  # in p
 
 # Through `Library`: `custom_op` takes several times as long to call, and there is a call for each product.
 _library = torch.library.Library("piper", "FRAGMENT")
-_library.define("mm_into(Tensor left, Tensor right, Tensor(a!) out) -> ()")
+_library.define("mm_into(Tensor left, Tensor right, Tensor(a!) out, Tensor add) -> ()")
 mm_into = torch.ops.piper.mm_into.default
 
 
-def _mm_into(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write a matrix product into given memory. Inductor would copy that of `aten.mm.out`."""
-    torch.mm(left, right, out=out)
+def _mm_into(left: Tensor, right: Tensor, out: Tensor, add: Tensor) -> None:
+    """Write a matrix product into given memory, or add it. Inductor would copy that of `aten.mm.out`.
+
+    add: on the host, so that one compiled graph does both and no device is waited for.
+    """
+    if add.item():
+        out.addmm_(left, right)
+    else:
+        torch.mm(left, right, out=out)
 
 
-def _fake_mm_into(left: Tensor, right: Tensor, out: Tensor) -> None:
+def _fake_mm_into(left: Tensor, right: Tensor, out: Tensor, add: Tensor) -> None:
     """Return what the trace needs of a product in place: nothing."""
 
 

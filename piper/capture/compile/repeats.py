@@ -64,11 +64,11 @@ def pieces_of(module: fx.GraphModule) -> list[PhasePiece]:
 def plain(node: fx.Node) -> bool:
     """Return whether an operation can move into a module of its own: a call that changes no value.
 
-    A result that is written into given memory is read by nothing else.
+    A product that is written into given memory is read by nothing else.
     """
     if node.op != "call_function":
         return False
-    if node.target in (mm_into, torch.ops.aten.copy_.default):
+    if node.target is mm_into:
         return not node.users
     return not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
 
