@@ -30,6 +30,7 @@ from piper.simulate.measured import Measured, MeasuredOn, check_model, read_cost
 from piper.tuning.bounds import State
 from piper.tuning.choice import GIVEN, Divide
 from piper.tuning.evaluate import Evaluation, verify
+from piper.tuning.front import widen_front, with_front_ahead
 from piper.tuning.given import divided_as, own_strategy
 from piper.tuning.model import BY, Model, layers_of
 from piper.tuning.result import Tuned, none_fits
@@ -47,8 +48,6 @@ TRIALS = 80
 GAP = 0.005
 SYNTHESIS_TRIALS = 60
 REFINING_TRIALS = 400
-FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the front is searched too
-FRONT_TRIALS = 4
 WORTH = 0.05  # by how much shorter a step must be able to be to try tensor and context parallelism
 DIVIDED_TRIALS = 3
 MOST_WORKERS = 8  # unless asked for: more would evaluate much that a better candidate rules out
@@ -120,7 +119,7 @@ def tune(
         try:
             if start is not None:
                 search.begin(start, limit)
-            run_all(search, limit, trials)
+            run_all(search, limit, trials, front=front)
         except KeyboardInterrupt:
             interrupted = True
             if search.best is None:
@@ -129,7 +128,10 @@ def tune(
             raise none_fits(search, limit, machine.name)
         discarded, lowest = tuple(search.discarded), search.lowest
         if front and not interrupted:
-            interrupted = widen_front(search, search.best)
+            try:
+                widen_front(search, search.best)
+            except KeyboardInterrupt:
+                interrupted = True
         chosen = verified(search, limit, measure)
     trial = None
     if measure is not None and not interrupted:
@@ -150,11 +152,11 @@ def tune(
     )
 
 
-def run_all(search: StrategySearch, limit: int, trials: int) -> None:
+def run_all(search: StrategySearch, limit: int, trials: int, *, front: bool) -> None:
     """Search without tensor and context parallelism, then with them where that may be worth it.
 
     To divide a model takes seconds for each degree, so that is done where the space asks for it, where
-    nothing else fits, or where it might shorten the best step by `WORTH`.
+    nothing else fits, or where it might shorten the best step by `WORTH`. front: is searched for after it.
     """
     best = search.run(limit, trials, further=True)
     if best is not None and best.choice.ranks > 1:
@@ -165,8 +167,11 @@ def run_all(search: StrategySearch, limit: int, trials: int) -> None:
     if not bounds or not (asked or best is None or min(bounds) < best.step * (1 - WORTH)):
         return
     before, lowest = search.discarded, search.lowest
-    few = best is not None and not asked
-    search.run(limit, min(trials, DIVIDED_TRIALS) if few else trials, divided=True, further=True)
+    if best is None or asked:
+        search.run(limit, trials, divided=True, further=True)
+    else:
+        few = partial(search.run, limit, min(trials, DIVIDED_TRIALS), divided=True, further=True)
+        with_front_ahead(search, best, few, front=front)
     search.discarded = [*before, *search.discarded]
     search.lowest = min(lowest, search.lowest)
 
@@ -314,14 +319,3 @@ def measured_here(
     search.report(search, chosen[0])
     starts = [partial(started, number) for number in range(len(chosen))]
     return run_candidates(chosen, starts, together=fit_together(chosen, machine, devices, limit))
-
-
-def widen_front(search: StrategySearch, best: Evaluation) -> bool:
-    """Look for strategies that need less memory than the best. Return whether the user interrupted that."""
-    search.wanted = 1
-    try:
-        for share in FRONT:
-            search.run(int(best.peak * share), FRONT_TRIALS)
-    except KeyboardInterrupt:
-        return True
-    return False

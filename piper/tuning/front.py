@@ -1,0 +1,65 @@
+"""The front: strategies that need less memory than the best, searched for while the search itself goes on.
+
+[Note: the front ahead] To search with tensor and context parallelism takes as long as to search for the
+front, and mostly the best stays what it was. So a forked process looks for the front of the best so far
+meanwhile. What it has evaluated and synthesised waits until the search comes to it. The decisions are taken
+in this process, from the same values, so the result does not depend on the number of processes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from piper.schedules.grid import Grid
+from piper.tuning.candidates import CandidateKey
+from piper.tuning.evaluate import Evaluation
+from piper.tuning.forked_calls import made_together
+from piper.tuning.strategy_search import Asked, StrategySearch
+
+FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the front is searched too
+FRONT_TRIALS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a search for the front has evaluated and synthesised."""
+
+    evaluated: dict[CandidateKey, Evaluation]
+    grids: dict[Asked, Grid]
+
+
+def widen_front(search: StrategySearch, best: Evaluation) -> None:
+    """Look for strategies that need less memory than the best."""
+    search.wanted = 1
+    for share in FRONT:
+        search.run(int(best.peak * share), FRONT_TRIALS)
+
+
+def with_front_ahead(
+    search: StrategySearch, best: Evaluation, call: Callable[[], object], *, front: bool
+) -> None:
+    """Make a call, and search for the front of `best` meanwhile, if it will be: [Note: the front ahead]."""
+    workers = search.workers
+    if workers == 1 or not front:
+        call()
+        return
+    calls: list[Callable[[], object]] = [call, partial(prepare_front, search, best, workers // 2)]
+    search.workers = workers - workers // 2
+    try:
+        _, found = made_together(calls)
+    finally:
+        search.workers = workers
+    if isinstance(found, Prepared):
+        search.ahead |= found.evaluated
+        search.grids |= found.grids
+
+
+def prepare_front(search: StrategySearch, best: Evaluation, workers: int) -> Prepared:
+    """Search for a front in a forked process, whose own state of the search ends with it."""
+    evaluated, grids = set(search.evaluated), set(search.grids)
+    search.workers, search.report = workers, lambda search, found: None
+    widen_front(search, best)
+    return Prepared(
+        evaluated={key: found for key, found in search.evaluated.items() if key not in evaluated},
+        grids={asked: grid for asked, grid in search.grids.items() if asked not in grids},
+    )
