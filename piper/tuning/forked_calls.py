@@ -6,8 +6,9 @@ A forked process has all that this one has recorded, and ends with its call.
 import os
 import pickle
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Generic, NoReturn, TypeVar
 
 from piper.errors import WorkerError
@@ -49,6 +50,13 @@ class ForkedCall(Generic[T]):
                 os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self.pid = 0
+
+
+def wait_for_any(calls: Iterable[ForkedCall[T]]) -> list[ForkedCall[T]]:
+    """Wait until a call has a result, and return those that have."""
+    files = {call.result_file.fileno(): call for call in calls}
+    ready = set(wait(list(files)))
+    return [call for file, call in files.items() if file in ready]
 
 
 def _make(call: Callable[[], object], writing: int) -> NoReturn:

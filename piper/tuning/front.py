@@ -50,7 +50,7 @@ def with_front_ahead(
     finally:
         search.workers = workers
     if isinstance(found, Prepared):
-        search.ahead |= found.evaluated
+        search.ahead.prepared |= found.evaluated
         search.grids |= found.grids
 
 

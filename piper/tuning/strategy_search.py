@@ -9,6 +9,7 @@ from piper.directives import Directive
 from piper.schedules.grid import Grid
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.synthesise import synthesis
+from piper.tuning.ahead import EvaluationsAhead
 from piper.tuning.bounds import (
     LeastMemory,
     any_order_bound,
@@ -31,7 +32,7 @@ from piper.tuning.candidates import (
     discarded,
 )
 from piper.tuning.choice import SYNTHESISED, StrategyChoice
-from piper.tuning.evaluate import Evaluation, attempt, evaluate_strategy
+from piper.tuning.evaluate import Evaluation, evaluate_strategy
 from piper.tuning.forked_calls import made_together
 from piper.tuning.given import given_choice
 from piper.tuning.model import Model
@@ -47,12 +48,7 @@ Asked = tuple[StageCosts, Placement, int, Memory, int]  # of a synthesis
 
 @dataclass(slots=True, kw_only=True)
 class StrategySearch:
-    """The state of a search. `run` may be called again with another limit; nothing is evaluated twice.
-
-    [Note: candidates evaluated ahead] While this process evaluates a candidate, others evaluate those that
-    come next in the queue. Their results wait in `ahead` until the search comes to them, so it takes the same
-    decisions, in the same order, with any number of processes.
-    """
+    """The state of a search. `run` may be called again with another limit; nothing is evaluated twice."""
 
     model: Model
     space: Space
@@ -61,8 +57,6 @@ class StrategySearch:
     synthesis_trials: int
     report: Callable[["StrategySearch", Evaluation], None]
     workers: int = 1  # processes that evaluate candidates
-    ahead: dict[CandidateKey, Evaluation | str] = field(default_factory=dict)
-    captured: set[tuple[object, ...]] = field(default_factory=set)  # what candidates so far were captured for
     evaluated: dict[CandidateKey, Evaluation] = field(default_factory=dict)
     discarded: list[Discard] = field(default_factory=list)
     sizes: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
@@ -74,6 +68,10 @@ class StrategySearch:
     wanted: int = 1  # how many of the shortest are searched for
     measuring: int = 0  # how many run on this machine now
     shortest: list[Evaluation] = field(default_factory=list)  # as many that fit, of the last or present run
+    ahead: EvaluationsAhead = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ahead = EvaluationsAhead(model=self.model, evaluated=self.evaluated)
 
     @property
     def best(self) -> Evaluation | None:
@@ -101,6 +99,14 @@ class StrategySearch:
         self.expanded.clear()
         queue = Queue(self.gap, self.model.capturing.recordings.recorded.__contains__)
         queue.extend(self.groups(divided=divided))
+        try:
+            self.empty(queue, limit, trials)
+        finally:
+            self.ahead.end()
+        return self.best
+
+    def empty(self, queue: Queue, limit: int, trials: int) -> None:
+        """Expand, evaluate or discard all that is in a queue."""
         syntheses = SYNTHESES * trials
         while queue.entries:
             entry = queue.pop()
@@ -127,10 +133,9 @@ class StrategySearch:
                     break
                 if found is None:
                     trials -= 1
-                    found = self.evaluate(entry, islice(self.following(queue, limit), trials))
+                    found = self.evaluate(entry, partial(self.following, queue, limit, trials))
                 if found is not None:
                     queue.extend(self.take(entry, found, limit))
-        return self.best
 
     def refine(self, limit: int, trials: int) -> None:
         """Search longer for the orders of the shortest synthesised candidates, and keep what is shorter."""
@@ -172,24 +177,16 @@ class StrategySearch:
             self.keep(found)
         self.report(self, found)
 
-    def evaluate(self, leaf: Leaf, following: Iterable[Leaf] = ()) -> Evaluation | None:
+    def evaluate(self, leaf: Leaf, following: Callable[[], Iterable[Leaf]] = tuple) -> Evaluation | None:
         """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted.
 
-        following: candidates that may be next, see [Note: candidates evaluated ahead].
+        following: returns candidates that may be next, see [Note: candidates evaluated ahead].
         """
         if leaf.choice.rows not in self.model.recorded:
             self.model.record(leaf.choice.rows)
             self.holds.clear()  # some were estimated from other sizes
             self.expanded.clear()
-        if leaf.key not in self.ahead:
-            able = (one for one in following if self.can_be_ahead(one, leaf)) if self.workers > 1 else ()
-            leaves = [leaf, *islice(able, self.workers - 1)]
-            for one in leaves if len(leaves) > 1 else ():
-                self.model.capture(one.choice)  # what a forked process captures is lost with it
-            made = made_together([partial(attempt, self.model, one.choice, one.grid) for one in leaves])
-            self.ahead |= {one.key: found for one, found in zip(leaves, made, strict=True) if found}
-            self.captured.add(leaf.choice.captured_for)
-        found = self.ahead.pop(leaf.key)
+        found = self.ahead.take(leaf, following, self.workers)
         if isinstance(found, str):
             self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=found))
             return None
@@ -197,26 +194,13 @@ class StrategySearch:
         self.report(self, found)
         return found
 
-    def following(self, queue: Queue, limit: int) -> Iterator[Leaf]:
-        """Yield the candidates that the search comes to next, unless what it finds meanwhile rules them out.
+    def following(self, queue: Queue, limit: int, most: int | None = None) -> Iterator[Leaf]:
+        """Return the candidates that the search comes to next, unless what it finds meanwhile rules them out.
 
-        Groups are expanded on the way, once for this and for the search.
+        Groups are expanded on the way, once for this and for the search. most: of them. None: all.
         """
         until = self.shortest[-1].step * (1 - self.gap) if len(self.shortest) == self.wanted else float("inf")
-        return queue.upcoming(until, lambda group: self.leaves(group, limit)[0])
-
-    def can_be_ahead(self, leaf: Leaf, first: Leaf) -> bool:
-        """Return whether a candidate that may be next can be evaluated while another, the first, is.
-
-        Its size must be recorded: that may change the order of candidates. A division of the model that is
-        not captured yet is captured in the forked process, unless it is also that of the first.
-        """
-        if leaf.open or leaf.choice.rows not in self.model.recorded:
-            return False
-        if leaf.key in self.evaluated or leaf.key in self.ahead or leaf.key == first.key:
-            return False
-        asked = leaf.choice.captured_for
-        return not leaf.choice.divided or asked in self.captured or asked != first.choice.captured_for
+        return islice(queue.upcoming(until, lambda group: self.leaves(group, limit)[0]), most)
 
     def groups(self, *, divided: bool = False) -> list[CandidateGroup]:
         """Return every group of candidates, with the time of its busiest rank."""
