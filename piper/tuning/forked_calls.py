@@ -82,3 +82,16 @@ def made_together(calls: Sequence[Callable[[], T]]) -> list[T | None]:
     finally:
         for other in others:
             other.end()
+
+
+def made_beside(call: Callable[[], object], other: Callable[[], T]) -> T | None:
+    """Make a call in this process, and another in a forked one. Return the result of the other.
+
+    None: the other raised an exception. Make it again to see which.
+    """
+    forked = ForkedCall(other)
+    try:
+        call()
+        return forked.result()
+    finally:
+        forked.end()

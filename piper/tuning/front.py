@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from piper.schedules.grid import Grid
+from piper.tuning.bounds import LeastMemory
 from piper.tuning.candidates import CandidateKey
+from piper.tuning.choice import StrategyChoice
 from piper.tuning.evaluate import Evaluation
-from piper.tuning.forked_calls import made_together
+from piper.tuning.forked_calls import made_beside
 from piper.tuning.strategy_search import Asked, StrategySearch
 
 FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the front is searched too
@@ -22,10 +24,13 @@ FRONT_TRIALS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What a search for the front has evaluated and synthesised."""
+    """What a search for the front has evaluated, synthesised and bounded."""
 
     evaluated: dict[CandidateKey, Evaluation]
     grids: dict[Asked, Grid]
+    holds: dict[StrategyChoice, LeastMemory]
+    times: dict[StrategyChoice, float]
+    recorded: frozenset[int]  # the microbatch sizes that were recorded there
 
 
 def widen_front(search: StrategySearch, best: Evaluation) -> None:
@@ -43,15 +48,18 @@ def with_front_ahead(
     if workers == 1 or not front:
         call()
         return
-    calls: list[Callable[[], object]] = [call, partial(prepare_front, search, best, workers // 2)]
     search.workers = workers - workers // 2
     try:
-        _, found = made_together(calls)
+        found = made_beside(call, partial(prepare_front, search, best, workers // 2))
     finally:
         search.workers = workers
-    if isinstance(found, Prepared):
+    if found is not None:
         search.ahead.prepared |= found.evaluated
         search.grids |= found.grids
+        search.holds |= found.holds
+        search.times |= found.times
+        for rows in found.recorded ^ frozenset(search.model.recorded):
+            search.forget(rows)  # one process has estimated its bounds, the other knows them
 
 
 def prepare_front(search: StrategySearch, best: Evaluation, workers: int) -> Prepared:
@@ -62,4 +70,7 @@ def prepare_front(search: StrategySearch, best: Evaluation, workers: int) -> Pre
     return Prepared(
         evaluated={key: found for key, found in search.evaluated.items() if key not in evaluated},
         grids={asked: grid for asked, grid in search.grids.items() if asked not in grids},
+        holds=search.holds,
+        times=search.times,
+        recorded=frozenset(search.model.recorded),
     )

@@ -43,6 +43,7 @@ FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bou
 REFINED = 2  # candidates whose orders are searched for longer at the end
 AGAIN = 3  # syntheses of a candidate whose plan does not fit, each with less memory where it lacks
 SYNTHESES = 4  # for each candidate that may be evaluated
+Boundaries = dict[tuple[object, ...], tuple[tuple[int, ...], ...]]  # sizes of stages to try
 Asked = tuple[StageCosts, Placement, int, Memory, int]  # of a synthesis
 
 
@@ -59,8 +60,9 @@ class StrategySearch:
     workers: int = 1  # processes that evaluate candidates
     evaluated: dict[CandidateKey, Evaluation] = field(default_factory=dict)
     discarded: list[Discard] = field(default_factory=list)
-    sizes: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    sizes: Boundaries = field(default_factory=dict)
     holds: dict[StrategyChoice, LeastMemory] = field(default_factory=dict)
+    times: dict[StrategyChoice, float] = field(default_factory=dict)  # of passes and transfers alone
     expanded: dict[CandidateGroup, tuple[list[Leaf], list[Discard]]] = field(default_factory=dict)
     grids: dict[Asked, Grid] = field(default_factory=dict)  # that were synthesised
     listed: dict[bool, list[CandidateGroup]] = field(default_factory=dict)  # divided or not: all groups
@@ -184,8 +186,7 @@ class StrategySearch:
         """
         if leaf.choice.rows not in self.model.recorded:
             self.model.record(leaf.choice.rows)
-            self.holds.clear()  # some were estimated from other sizes
-            self.expanded.clear()
+            self.forget(leaf.choice.rows)
         found = self.ahead.take(leaf, following, self.workers)
         if isinstance(found, str):
             self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=found))
@@ -193,6 +194,13 @@ class StrategySearch:
         self.evaluated[leaf.key] = found = replace(found, bound=leaf.bound)
         self.report(self, found)
         return found
+
+    def forget(self, rows: int) -> None:
+        """Forget the bounds for a microbatch size, which were estimated from other sizes."""
+        self.expanded.clear()
+        for known in (self.holds, self.times):
+            for choice in [choice for choice in known if choice.rows == rows]:
+                del known[choice]
 
     def following(self, queue: Queue, limit: int, most: int | None = None) -> Iterator[Leaf]:
         """Return the candidates that the search comes to next, unless what it finds meanwhile rules them out.
@@ -205,25 +213,34 @@ class StrategySearch:
     def groups(self, *, divided: bool = False) -> list[CandidateGroup]:
         """Return every group of candidates, with the time of its busiest rank."""
         if divided not in self.listed:
-            self.listed[divided] = list(self._groups(divided))
+            every = [mesh for mesh in meshes(self.space, self.shapes) if mesh.divided == divided]
+            for mesh, recompute in product(every, self.space.recompute):
+                self.layers(replace(mesh, recompute=recompute))  # what a forked process captures is lost
+            several = 1 if divided else self.workers  # stages are as without a division
+            calls = [partial(self.groups_of, every[number::several]) for number in range(several)]
+            made = [found or call() for found, call in zip(made_together(calls), calls, strict=True)]
+            for _, sizes in made:
+                self.sizes |= sizes
+            listed = [made[number % several][0][number // several] for number in range(len(every))]
+            self.listed[divided] = [group for groups in listed for group in groups]
         return self.listed[divided]
 
-    def _groups(self, divided: bool) -> Iterator[CandidateGroup]:
-        seen: set[tuple[StrategyChoice, int, str]] = set()
-        for mesh in meshes(self.space, self.shapes):
-            if mesh.divided != divided:
+    def groups_of(self, every: Sequence[StrategyChoice]) -> tuple[list[list[CandidateGroup]], Boundaries]:
+        """Return the groups of each way to arrange the devices, and the sizes of stages that were found."""
+        return [list(self._groups(mesh)) for mesh in every], self.sizes
+
+    def _groups(self, mesh: StrategyChoice) -> Iterator[CandidateGroup]:
+        kinds = dict.fromkeys((count, shape) for _, count, shape in schedules_of(self.space, mesh.ranks))
+        for count, shape in kinds:
+            if mesh.ranks * count > self.shapes.layers:
                 continue
-            for _, count, shape in schedules_of(self.space, mesh.ranks):
-                if mesh.ranks * count > self.shapes.layers or (mesh, count, shape) in seen:
-                    continue
-                seen.add((mesh, count, shape))
-                for recompute in self.space.recompute:
-                    choice = replace(mesh, recompute=recompute, shape=shape)
-                    for sizes in self.boundaries(choice, mesh.ranks * count):
-                        made = replace(choice, sizes=sizes)
-                        yield CandidateGroup(
-                            choice=made, bound=work_bound(made, self.layers(made), self.model.costs)
-                        )
+            for recompute in self.space.recompute:
+                choice = replace(mesh, recompute=recompute, shape=shape)
+                for sizes in self.boundaries(choice, mesh.ranks * count):
+                    made = replace(choice, sizes=sizes)
+                    yield CandidateGroup(
+                        choice=made, bound=work_bound(made, self.layers(made), self.model.costs)
+                    )
 
     def least(self, choice: StrategyChoice) -> float:
         """Return the time of a candidate's busiest rank."""
@@ -268,15 +285,22 @@ class StrategySearch:
 
     def leaf(self, choice: StrategyChoice, least: float, held: LeastMemory) -> Leaf:
         """Return a candidate with its bounds. least: the bound of its group."""
-        layers, grid, costs = self.layers(choice), grid_of(choice), self.model.costs
-        time = max(least, link_bound(choice, layers, costs))
+        layers, costs = self.layers(choice), self.model.costs
+        time = max(least, link_bound(choice, layers, costs), self.ordered(choice))
         if not choice.divided:
             time = max(time, work_bound(choice, layers, costs, sums=True))
-        if grid is not None:
-            time = max(time, order_bound(choice, layers, costs, grid))
-        elif choice.ranks > 1:
-            time = max(time, any_order_bound(choice, layers, costs))
-        return Leaf(choice=choice, bound=time, held=held, grid=grid)
+        return Leaf(choice=choice, bound=time, held=held, grid=grid_of(choice))
+
+    def ordered(self, choice: StrategyChoice) -> float:
+        """Return the least time of a candidate's passes and transfers, which ZeRO levels do not change."""
+        key = replace(choice, zeros=(), bucket_mb=None)
+        if key not in self.times:
+            layers, grid, costs = self.layers(choice), grid_of(choice), self.model.costs
+            if grid is not None:
+                self.times[key] = order_bound(choice, layers, costs, grid)
+            else:
+                self.times[key] = any_order_bound(choice, layers, costs) if choice.ranks > 1 else 0.0
+        return self.times[key]
 
     def held(self, choice: StrategyChoice) -> LeastMemory:
         """Return the least that a candidate holds, which does not depend on how its devices are numbered."""
