@@ -23,7 +23,7 @@ FRONT_TRIALS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedFront:
     """What a search for the front has evaluated, synthesised and bounded."""
 
     evaluated: dict[CandidateKey, Evaluation]
@@ -59,15 +59,15 @@ def with_front_ahead(
         search.holds |= found.holds
         search.times |= found.times
         for rows in found.recorded ^ frozenset(search.model.recorded):
-            search.forget(rows)  # one process has estimated its bounds, the other knows them
+            search.drop_bounds(rows)  # one process has estimated its bounds, the other knows them
 
 
-def prepare_front(search: StrategySearch, best: Evaluation, workers: int) -> Prepared:
+def prepare_front(search: StrategySearch, best: Evaluation, workers: int) -> PreparedFront:
     """Search for a front in a forked process, whose own state of the search ends with it."""
     evaluated, grids = set(search.evaluated), set(search.grids)
     search.workers, search.report = workers, lambda search, found: None
     widen_front(search, best)
-    return Prepared(
+    return PreparedFront(
         evaluated={key: found for key, found in search.evaluated.items() if key not in evaluated},
         grids={asked: grid for asked, grid in search.grids.items() if asked not in grids},
         holds=search.holds,

@@ -186,7 +186,7 @@ class StrategySearch:
         """
         if leaf.choice.rows not in self.model.recorded:
             self.model.record(leaf.choice.rows)
-            self.forget(leaf.choice.rows)
+            self.drop_bounds(leaf.choice.rows)
         found = self.ahead.take(leaf, following, self.workers)
         if isinstance(found, str):
             self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=found))
@@ -195,8 +195,8 @@ class StrategySearch:
         self.report(self, found)
         return found
 
-    def forget(self, rows: int) -> None:
-        """Forget the bounds for a microbatch size, which were estimated from other sizes."""
+    def drop_bounds(self, rows: int) -> None:
+        """Drop the bounds for a microbatch size, which were estimated from other sizes."""
         self.expanded.clear()
         for known in (self.holds, self.times):
             for choice in [choice for choice in known if choice.rows == rows]:
