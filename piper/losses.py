@@ -62,7 +62,8 @@ def huggingface(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, 
             "the batch has no labels",
             by="piper.losses.huggingface",
             facts={"fields": ", ".join(batch)},
-            hint='yield batches such as {"input_ids": ..., "attention_mask": ..., "labels": ...}',
+            hint='yield batches such as {"input_ids": ..., "attention_mask": ..., "labels": ...}. A model '
+            "that is trained on no labels needs a loss of its own: lambda model, batch: model(**batch).loss",
         )
     out, labels = outputs(model, batch), batch["labels"]
     kind = getattr(model, "loss_type", None) or "ForCausalLM"  # as transformers takes an unknown one

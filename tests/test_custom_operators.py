@@ -45,7 +45,7 @@ def graph_of(operator: Callable[..., object]) -> fx.GraphModule:
         (torch.ops.aten.relu, set()),
         (torch.relu, set()),
     ],
-    ids=str,
+    ids=["own", "own.default", "library", "library.default", "ours", "aten.default", "aten", "function"],
 )
 def test_a_module_of_an_operator(operator: Callable[..., object], module: set[str]) -> None:
     assert modules_of(graph_of(operator).graph) == module

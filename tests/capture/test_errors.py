@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from piper.capture.autodiff.differentiate import differentiate
 from piper.capture.trace.annotate import annotate
+from piper.capture.trace.repeated_layers import annotate_layers
 from piper.capture.trace.trace import trace
-from piper.errors import CaptureError
+from piper.errors import PiperError
 from piper.experts import grouped_mm, route, unroute
+from piper.losses import huggingface
 from tests import zoo
 
 HERE = Path(__file__).name
@@ -58,7 +60,7 @@ def refusal(
 ) -> str:
     """The message of the error that capturing raises, with line numbers as `:N`."""
     given = zoo.vectors(4, 0) if batch is None else batch
-    with pytest.raises(CaptureError) as raised:
+    with pytest.raises(PiperError) as raised:
         trace(model or (lambda: Small(forward)), loss, given, rows)  # type: ignore[arg-type]
     return re.sub(r"(\w+\.py):\d+", r"\1:N", str(raised.value))
 
@@ -109,6 +111,23 @@ def test_a_constructor_that_fails() -> None:
         f"capture ({HERE}:N): the model cannot be built",
         "  why:  ZeroDivisionError: integer division or modulo by zero",
         "  hint: build the model alone, without Piper, to see the whole traceback",
+    )
+
+
+def test_an_error_of_ours_passes_through() -> None:
+    """From the loss, where Dynamo cannot trace how it is made, and from the model's constructor."""
+
+    def small_layers() -> nn.Module:
+        return annotate_layers(Small())
+
+    assert refusal(loss=huggingface) == lines(
+        "piper.losses.huggingface: the batch has no labels",
+        "  fields: x, y",
+        '  hint:   yield batches such as {"input_ids": ..., "attention_mask": ..., "labels": ...}. A model '
+        "that is trained on no labels needs a loss of its own: lambda model, batch: model(**batch).loss",
+    )
+    assert refusal(model=small_layers).startswith(
+        "annotate_layers: Small has no repeated layers\n  looked for:"
     )
 
 
@@ -402,7 +421,7 @@ class SharedBias(nn.Module):
 def test_a_weight_that_cannot_be_divided_by_expert() -> None:
     traced = trace(SharedBias, zoo.regression, zoo.vectors(4, 0), 4)
     differentiate(traced)  # on one device it may stay
-    with pytest.raises(CaptureError) as raised:
+    with pytest.raises(PiperError) as raised:
         differentiate(traced, {"EP=0 #1": 2})
     assert str(raised.value) == lines(
         "EP=0 #1: bias cannot be divided by expert",

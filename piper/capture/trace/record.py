@@ -12,6 +12,7 @@ from torch.amp import autocast_mode
 from torch.fx.node import Argument
 from torch.nn.utils.parametrizations import _SpectralNorm
 
+from piper import errors
 from piper.capture.returned import FORMS, Returned, returned_by_loss
 from piper.capture.trace.annotate import Region, begin_trace, entered_regions, listed_regions
 from piper.capture.trace.blame import loss_failed, node_line, quiet
@@ -26,7 +27,7 @@ from piper.capture.trace.recording import (
     Recording,
     number_regions,
 )
-from piper.errors import CaptureError
+from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Batch, Constant
 
 LossFn = Callable[[nn.Module, dict[str, Tensor]], object]
@@ -69,7 +70,7 @@ def record(
             # Torch raises these when there is no operation, or when the loss returns no result of one.
             if "backend_input" in str(error) or isinstance(error, SyntaxError):
                 raise _not_a_loss("it returns no tensor") from error
-            raise loss_failed(error, batch) from error
+            raise _own_error(error, step, batch) or loss_failed(error, batch) from error
         _check_side_effects(model, (str(warning.message) for warning in warned))
         flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured)
@@ -77,6 +78,22 @@ def record(
     regions = [*listed_regions(model), *entered]
     recording = _GraphCopier(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
     return replace(recording, checkpoints=tuple(checkpoints))
+
+
+def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> PiperError | None:
+    """Return the error of ours that a loss raised, such as one of `piper.losses`. None: it raised none.
+
+    Dynamo cannot trace how such an error is made, and reports that instead. So the loss runs again without
+    it, on the same fakes.
+    """
+    traced = [frame.filename for frame in getattr(error, "real_stack", None) or ()]
+    if not traced or traced[-1] != errors.__file__:
+        return None
+    try:
+        step(batch)
+    except PiperError as found:
+        return found
+    return None
 
 
 def _check_side_effects(model: nn.Module, warnings: Iterable[str]) -> None:

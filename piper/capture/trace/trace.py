@@ -26,7 +26,7 @@ from piper.capture.trace.recording import Recording
 from piper.capture.trace.regions import Regions, find_regions
 from piper.capture.trace.sizes import SymbolicSizes, dtype_name
 from piper.capture.trace.uneven_means import uneven_means
-from piper.errors import CaptureError
+from piper.errors import CaptureError, PiperError
 from piper.experts import choose_experts
 from piper.gc_pause import no_collection
 from piper.ir.chunk import Buffer, CapturedModel, Output, Parameter, Tags
@@ -257,6 +257,8 @@ def build_fake(
                 model = model_fn()
         except DataDependentOutputException:
             model = _build_real(model_fn)
+        except PiperError:  # such as one of `annotate_layers`, which says all there is to say
+            raise
         except Exception as error:
             raise _not_built(error) from error
         finally:
@@ -291,6 +293,8 @@ def _build_real(model_fn: Callable[[], nn.Module]) -> nn.Module:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # the driver's random state stays as it is
         try:
             return model_fn()
+        except PiperError:
+            raise
         except Exception as error:
             raise _not_built(error) from error
 

@@ -145,7 +145,8 @@ class _Check:
         named = first_difference(
             self.program, self.launch, self.batches[: number + 1], self.tol, self.options
         )
-        return self._answer(judge, "; ".join([named or text, *unmatched[:1]]))
+        rounded = self._may_be_rounding() if named is None else []
+        return self._answer(judge, "; ".join([named or text, *unmatched[:1], *rounded]))
 
     def _all_replays(self) -> Iterator[Replay]:
         """Yield the random numbers of every shape of batches, for the whole batch and for its slices."""
@@ -218,10 +219,9 @@ class _Check:
             return None
         apart = max(self.whole.largest["loss"], self.whole.largest["grad"])
         if not found.mixing and found.narrow and apart <= found.rounding:
-            listed = "; ".join(found.narrow[:SHOWN]) + ("; ..." if len(found.narrow) > SHOWN else "")
             self.notes.append(
-                f"these operations compute in {found.type}: {listed}. Their rounding depends on the size of "
-                f"a slice. The whole batch agrees to {apart:.2g}, the same slices to {self.tol:g}"
+                f"{self._narrow()}. Their rounding depends on the size of a slice. The whole batch agrees to "
+                f"{apart:.2g}, the same slices to {self.tol:g}"
             )
             return None
         if not found.mixing:
@@ -234,6 +234,24 @@ class _Check:
             f"gradient accumulation: {'; '.join(found.mixing)}. The same slices in plain PyTorch agree"
         )
         return None
+
+    def _may_be_rounding(self) -> list[str]:
+        """Say so if a difference that no chunk explains is no larger than the rounding of a narrower type."""
+        if self.sliced is None or not self.found.narrow:
+            return []
+        apart = max(self.sliced.largest["loss"], self.sliced.largest["grad"])
+        if apart > self.found.rounding:
+            return []
+        return [
+            f"{self._narrow()}. All numbers agree to {apart:.2g}, and rounding in {self.found.type} may "
+            f"carry to {self.found.rounding:.2g}: without these casts, `piper check` can tell"
+        ]
+
+    def _narrow(self) -> str:
+        """Name the operations that compute in a narrower type than the job."""
+        found = self.found
+        listed = "; ".join(found.narrow[:SHOWN]) + ("; ..." if len(found.narrow) > SHOWN else "")
+        return f"these operations compute in {found.type}: {listed}"
 
     def _answer(self, judge: Worst, bad: str | None) -> Report:
         if bad is not None and self.whole.bad is not None:
