@@ -22,6 +22,7 @@ from torch import nn
 
 import piper
 from piper.format import seconds, size
+from piper.gc_pause import no_collection
 from piper.models import moe
 from piper.tuning.choice import Recompute
 from piper.tuning.evaluate import evaluate
@@ -150,12 +151,16 @@ def searched(name: str, case: Case, space: Space | None = None) -> Tuned:
 
 
 def again(search: StrategySearch) -> float:
-    """Evaluate candidates once more, all recorded now, and return the median CPU time of one."""
+    """Evaluate candidates once more, all recorded now, and return the median CPU time of one.
+
+    As in the search, no garbage is collected meanwhile.
+    """
     spent, known = [], list(search.evaluated)
-    for choice, grid in known[:: max(1, len(known) // REPEATED)]:
-        started = cpu_seconds()
-        evaluate(search.model, choice, grid or grid_of(choice))
-        spent.append(cpu_seconds() - started)
+    with no_collection():
+        for choice, grid in known[:: max(1, len(known) // REPEATED)]:
+            started = cpu_seconds()
+            evaluate(search.model, choice, grid or grid_of(choice))
+            spent.append(cpu_seconds() - started)
     return median(spent)
 
 

@@ -1,7 +1,7 @@
 """`order`: which nodes run before which on a device."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from piper.directives.base import (
@@ -63,7 +63,7 @@ class Order(Directive):
                     group.append(GroupMember(chunk=node.chunk, phase=node.phase, part=node.part))
                     members.append(node)
             groups.append(tuple(dict.fromkeys(group)))
-        marked = (replace(node, origin=touched(node, number)) for node in members)
+        marked = (node.changed(origin=touched(node, number)) for node in members)
         return graph.update(marked).link(Ordering(by=number, groups=tuple(groups)))
 
     def _split_backwards(self, graph: Graph, number: int, by: str) -> Graph:
@@ -79,8 +79,8 @@ class Order(Directive):
                     if node is not None:
                         origin = touched(node, number)
                         halves[node.name] = (
-                            replace(node, phase="BI", origin=origin),
-                            replace(node, phase="BW", origin=origin),
+                            node.changed(phase="BI", origin=origin),
+                            node.changed(phase="BW", origin=origin),
                         )
         return graph.splice(halves) if halves else graph
 

@@ -52,7 +52,7 @@ class Remat(Directive):
             budgets={**graph.budgets, **dict.fromkeys(names, float(self.budget))},
             reruns={**kept, **self._regions(graph, names, by)},
         )
-        return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
+        return graph.update(node.changed(origin=touched(node, number)) for node in nodes)
 
     def _regions(self, graph: Graph, names: list[str], by: str) -> dict[str, str]:
         """Return, for each chunk, the region around it that is recomputed, by the tags down to `across`."""

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from piper.devices import Devices, show
 from piper.errors import ScheduleError
@@ -186,6 +187,7 @@ def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
     )
 
 
+@lru_cache(maxsize=256)  # every bucket of a stage asks for the same
 def groups_apart(devices: Devices, apart: tuple[tuple[int, int], ...]) -> tuple[Devices, ...]:
     """Return the groups of devices that sum one gradient: those in the same place on every such axis."""
     if not apart:

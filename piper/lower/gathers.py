@@ -1,6 +1,6 @@
 """ZeRO-3: gathers parameters before each run of uses and frees them after it, also between microbatches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from piper.devices import Devices
@@ -26,10 +26,12 @@ def add_gathers(work: LoweringState) -> LoweringState:
     sequence = list(work.sequence)
     slots = {param_slot(bucket): bucket.name for bucket in sharded}
     users: dict[str, dict[Devices, None]] = {bucket.name: {} for bucket in sharded}
-    for node in sequence:
+    readers: dict[str, set[int]] = {bucket.name: set() for bucket in sharded}  # by their places
+    for place, node in enumerate(sequence):
         for value in node.reads:
             if value in slots:
                 users[slots[value]][node.devices] = None
+                readers[slots[value]].add(place)
     places = computes_by_set(sequence, {devices for sets in users.values() for devices in sets})
     reads_shards = {
         devices: [not slots.keys().isdisjoint(sequence[place].reads) for place in found]
@@ -44,7 +46,7 @@ def add_gathers(work: LoweringState) -> LoweringState:
         found = [
             run
             for alike in same_members(users[bucket.name])
-            for run in uses(bucket, sequence, alike, places[alike[0]], reads_shards[alike[0]])
+            for run in uses(readers[bucket.name], sequence, alike, places[alike[0]], reads_shards[alike[0]])
         ]
         for met in meetings(found, lambda run: run.places[0], places):
             first = sequence[met[0].places[0]]
@@ -94,7 +96,7 @@ def whole(bucket: Bucket) -> SlotId:
 
 
 def uses(
-    bucket: Bucket,
+    readers: Collection[int],
     sequence: list[Node],
     alike: list[Devices],
     places: list[int],
@@ -102,10 +104,10 @@ def uses(
 ) -> Iterator[UseRun]:
     """Yield the runs of neighbouring compute nodes on the same devices that read a bucket.
 
-    A weight-gradient node (BW) does not read parameters, so it ends a run.
+    A weight-gradient node (BW) does not read parameters, so it ends a run. readers: the places of all nodes
+    that read it.
     """
-    slot = param_slot(bucket)
-    mine = [slot in sequence[place].reads and sequence[place].devices in alike for place in places]
+    mine = [place in readers and sequence[place].devices in alike for place in places]
     for run in runs(mine):
         yield UseRun(
             devices=alike[0],

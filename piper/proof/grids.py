@@ -3,9 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from piper.devices import Devices
-from piper.ir.chunk import Parameter, ParameterSlice
+from piper.ir.chunk import ParameterSlice
 from piper.sharding import Sharding
 
 Lanes = tuple[tuple[int, int, int], ...]
@@ -63,7 +64,8 @@ def lane_of(position: int, lanes: Lanes) -> int:
     return sum(position // stride % degree * worth for stride, degree, worth in lanes)
 
 
-def groups_by(devices: Devices, apart: Sequence[tuple[int, int]]) -> tuple[Devices, ...]:
+@lru_cache(maxsize=256)  # every bucket of a stage asks for the same
+def groups_by(devices: Devices, apart: tuple[tuple[int, int], ...]) -> tuple[Devices, ...]:
     """Return the groups of devices with the same position along some axes, each a stride and a degree."""
     if not apart:
         return (devices,)
@@ -114,10 +116,10 @@ class Holding:
     experts: int  # over how many slices of the samples the experts are divided
 
     @property
-    def groups(self) -> list[tuple[int, int]]:
+    def groups(self) -> tuple[tuple[int, int], ...]:
         """Return the strides and degrees that tell the groups that add up apart."""
-        found = [(stride, degree) for stride, degree, _ in self.own]
-        return [*found, (self.shared, self.experts)] if self.experts > 1 else found
+        found = tuple((stride, degree) for stride, degree, _ in self.own)
+        return (*found, (self.shared, self.experts)) if self.experts > 1 else found
 
     @property
     def slices(self) -> int:
@@ -125,11 +127,15 @@ class Holding:
         return math.prod(held.ways for held in self.shardings)
 
 
-def holding(grid: RegionGrid, param: Parameter, experts: Sharding) -> Holding:
-    """Return how a region holds a parameter. experts: how the directives divide it by expert."""
-    summed = {held.axis for held in param.slices if held.summed and held.dim is None}
+@lru_cache(maxsize=1024)  # many parameters of a region are divided alike
+def holding(grid: RegionGrid, slices: tuple[ParameterSlice, ...], experts: Sharding) -> Holding:
+    """Return how a region holds a parameter that is divided into slices.
+
+    experts: how the directives divide it by expert.
+    """
+    summed = {held.axis for held in slices if held.summed and held.dim is None}
     lanes = dict(zip((axis for axis, _ in grid.axes), grid.lanes, strict=True))
-    shardings = list(cuts_of(grid, param.slices))
+    shardings = list(cuts_of(grid, slices))
     if experts.ways > 1:
         shardings.append(Sharding(dim=experts.dim, ways=experts.ways, stride=grid.degree))
     return Holding(

@@ -91,7 +91,7 @@ class Specification:
 
     def holding(self, chunk: str, param: Parameter) -> Holding:
         """Return how the devices of a chunk hold a parameter between them."""
-        return holding(self.grids[chunk], param, self.sharding(chunk, param.name))
+        return holding(self.grids[chunk], param.slices, self.sharding(chunk, param.name))
 
     def cuts(self, chunk: str, field: str) -> tuple[Sharding, ...]:
         """Return how the devices of a chunk divide a field of the batch beyond its samples."""

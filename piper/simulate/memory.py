@@ -7,7 +7,7 @@ from piper.plan.memory_timeline import Ledger
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Timeline
 
-START, END = 1, 0  # at the same time, ends come first
+START, END = 0, 1  # of one instruction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +75,10 @@ def moments(timeline: Timeline) -> list[tuple[float, int, int]]:
     """Return every start and end of an instruction, in order of time."""
     found: list[tuple[float, int, int, int]] = []
     for place, span in enumerate(timeline.spans):
-        if span.end > span.start:
-            found.append((span.start, 1, place, START))
-            found.append((span.end, 0, place, END))
-        else:  # in issue order, after ends and before starts of the same time
-            found.append((span.start, 0, place, START))
-            found.append((span.end, 0, place, END))
-    found.sort(key=lambda moment: moment[:3])
+        # What takes no time starts and ends in issue order, after ends and before starts of the same time.
+        found.append((span.start, 1 if span.end > span.start else 0, place, START))
+        found.append((span.end, 0, place, END))
+    found.sort()
     return [(time, kind, place) for time, _, place, kind in found]
 
 

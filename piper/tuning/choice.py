@@ -1,6 +1,7 @@
 """One candidate of the search: integers and names, from which a strategy is made."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -83,13 +84,12 @@ class StrategyChoice:
     @property
     def placement(self) -> Placement:
         """Return which rank runs each stage."""
-        kind = Placement.v if self.shape == "v" else Placement.loop
-        return kind(self.ranks, self.stages_per_rank)
+        return dealt(self.shape, self.ranks, self.stages_per_rank)
 
     @property
-    def stages(self) -> list[range]:
+    def stages(self) -> tuple[range, ...]:
         """Return the layers of each stage."""
-        return [range(first, last) for first, last in pairwise(accumulate(self.sizes, initial=0))]
+        return ranges_of(self.sizes)
 
     def devices_of(self, rank: int) -> tuple[int, ...]:
         """Return the devices of a rank: groups of `tensor * context` neighbours, one for each replica."""
@@ -98,6 +98,10 @@ class StrategyChoice:
             return tuple(range(rank * self.width, (rank + 1) * self.width))
         firsts = ((replica * self.ranks + rank) * group for replica in range(self.replicas))
         return tuple(first + place for first in firsts for place in range(group))
+
+    def first_device(self, rank: int) -> int:
+        """Return the first device of a rank."""
+        return rank * (self.width if self.neighbours == "replicas" else self.tensor * self.context)
 
     @property
     def label(self) -> str:
@@ -158,6 +162,19 @@ class StrategyChoice:
             self.neighbours == "ranks",
             self.label,
         )
+
+
+@lru_cache(maxsize=1024)  # bounds ask for those of every candidate, many times
+def dealt(shape: Shape, ranks: int, stages_per_rank: int) -> Placement:
+    """Return which rank runs each stage."""
+    kind = Placement.v if shape == "v" else Placement.loop
+    return kind(ranks, stages_per_rank)
+
+
+@lru_cache(maxsize=4096)
+def ranges_of(sizes: tuple[int, ...]) -> tuple[range, ...]:
+    """Return the layers of stages of these sizes."""
+    return tuple(range(first, last) for first, last in pairwise(accumulate(sizes, initial=0)))
 
 
 def directives_of(

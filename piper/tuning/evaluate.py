@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from piper.directives import Directive
 from piper.errors import PiperError
 from piper.gc_pause import no_collection
-from piper.plan.plan import Plan
+from piper.plan.plan import Plan, Plans
 from piper.runtime.cuda.memory_release import predicted_peak
 from piper.schedules.grid import Grid
 from piper.simulate.memory import communicators_of
@@ -102,31 +102,36 @@ def evaluate_whole(
     with no_collection():
         program = model.compile(list(strategy), prove=not model.extrapolate)
         found = simulate(program.plans, program.outline, model.costs)
-    busy, exposed = averages(found)
-    peaks = [
-        max(memory.peak, predicted_peak(plan))  # by the simulated times, and as the runtime frees
-        + int((times - 1) * loaded_bytes(plan))
-        for memory, plan in zip(found.memories, program.plans, strict=True)
-    ]
-    if choice.schedule == GIVEN:
-        groups = [plan.devices for plan in program.plans]
-    else:
-        groups = [choice.devices_of(rank) for rank in range(choice.ranks)]
-    held = dict.fromkeys(range(len(groups)), 0)
-    rank_of = {device: rank for rank, group in enumerate(groups) for device in group}
-    for peak, plan in zip(peaks, program.plans, strict=True):
-        rank = rank_of[plan.devices[0]]
-        held[rank] = max(held[rank], peak + int(model.communicator * communicators_of(plan)))
+        busy, exposed = averages(found)
+        peaks = [
+            max(memory.peak, predicted_peak(plan))  # by the simulated times, and as the runtime frees
+            + int((times - 1) * loaded_bytes(plan))
+            for memory, plan in zip(found.memories, program.plans, strict=True)
+        ]
     return Evaluation(
         choice=choice,
         strategy=tuple(strategy),
         step=found.step,
         peak=max(peaks),
-        held=tuple(held.values()),
+        held=held_by_rank(model, choice, program.plans, peaks),
         busy=busy,
         exposed=exposed,
         bound=bound,
     )
+
+
+def held_by_rank(model: Model, choice: StrategyChoice, plans: Plans, peaks: Sequence[int]) -> tuple[int, ...]:
+    """Return the bytes of the fullest device of each rank, with its communicators. peaks: of each plan."""
+    if choice.schedule == GIVEN:
+        groups = [plan.devices for plan in plans]
+    else:
+        groups = [choice.devices_of(rank) for rank in range(choice.ranks)]
+    held = dict.fromkeys(range(len(groups)), 0)
+    rank_of = {device: rank for rank, group in enumerate(groups) for device in group}
+    for peak, plan in zip(peaks, plans, strict=True):
+        rank = rank_of[plan.devices[0]]
+        held[rank] = max(held[rank], peak + int(model.communicator * communicators_of(plan)))
+    return tuple(held.values())
 
 
 def attempt(model: Model, choice: StrategyChoice, grid: Grid | None) -> Evaluation | str:

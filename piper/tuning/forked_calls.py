@@ -6,8 +6,9 @@ A forked process has all that this one has recorded, and ends with its call.
 import os
 import pickle
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Generic, NoReturn, TypeVar
 
 from piper.errors import WorkerError
@@ -51,6 +52,13 @@ class ForkedCall(Generic[T]):
             self.pid = 0
 
 
+def wait_for_any(calls: Iterable[ForkedCall[T]]) -> list[ForkedCall[T]]:
+    """Wait until a call has a result, and return those that have."""
+    files = {call.result_file.fileno(): call for call in calls}
+    ready = set(wait(list(files)))
+    return [call for file, call in files.items() if file in ready]
+
+
 def _make(call: Callable[[], object], writing: int) -> NoReturn:
     """Make a call in the forked process, write its result and exit, without any clean-up of the parent's."""
     status = 1
@@ -74,3 +82,16 @@ def made_together(calls: Sequence[Callable[[], T]]) -> list[T | None]:
     finally:
         for other in others:
             other.end()
+
+
+def made_beside(call: Callable[[], object], other: Callable[[], T]) -> T | None:
+    """Make a call in this process, and another in a forked one. Return the result of the other.
+
+    None: the other raised an exception. Make it again to see which.
+    """
+    forked = ForkedCall(other)
+    try:
+        call()
+        return forked.result()
+    finally:
+        forked.end()

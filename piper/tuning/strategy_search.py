@@ -9,6 +9,7 @@ from piper.directives import Directive
 from piper.schedules.grid import Grid
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.synthesise import synthesis
+from piper.tuning.ahead import EvaluationsAhead
 from piper.tuning.bounds import (
     LeastMemory,
     any_order_bound,
@@ -31,7 +32,7 @@ from piper.tuning.candidates import (
     discarded,
 )
 from piper.tuning.choice import SYNTHESISED, StrategyChoice
-from piper.tuning.evaluate import Evaluation, attempt, evaluate_strategy
+from piper.tuning.evaluate import Evaluation, evaluate_strategy
 from piper.tuning.forked_calls import made_together
 from piper.tuning.given import given_choice
 from piper.tuning.model import Model
@@ -42,17 +43,13 @@ FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bou
 REFINED = 2  # candidates whose orders are searched for longer at the end
 AGAIN = 3  # syntheses of a candidate whose plan does not fit, each with less memory where it lacks
 SYNTHESES = 4  # for each candidate that may be evaluated
+Boundaries = dict[tuple[object, ...], tuple[tuple[int, ...], ...]]  # sizes of stages to try
 Asked = tuple[StageCosts, Placement, int, Memory, int]  # of a synthesis
 
 
 @dataclass(slots=True, kw_only=True)
 class StrategySearch:
-    """The state of a search. `run` may be called again with another limit; nothing is evaluated twice.
-
-    [Note: candidates evaluated ahead] While this process evaluates a candidate, others evaluate those that
-    come next in the queue. Their results wait in `ahead` until the search comes to them, so it takes the same
-    decisions, in the same order, with any number of processes.
-    """
+    """The state of a search. `run` may be called again with another limit; nothing is evaluated twice."""
 
     model: Model
     space: Space
@@ -61,12 +58,11 @@ class StrategySearch:
     synthesis_trials: int
     report: Callable[["StrategySearch", Evaluation], None]
     workers: int = 1  # processes that evaluate candidates
-    ahead: dict[CandidateKey, Evaluation | str] = field(default_factory=dict)
-    captured: set[tuple[object, ...]] = field(default_factory=set)  # what candidates so far were captured for
     evaluated: dict[CandidateKey, Evaluation] = field(default_factory=dict)
     discarded: list[Discard] = field(default_factory=list)
-    sizes: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    sizes: Boundaries = field(default_factory=dict)
     holds: dict[StrategyChoice, LeastMemory] = field(default_factory=dict)
+    times: dict[StrategyChoice, float] = field(default_factory=dict)  # of passes and transfers alone
     expanded: dict[CandidateGroup, tuple[list[Leaf], list[Discard]]] = field(default_factory=dict)
     grids: dict[Asked, Grid] = field(default_factory=dict)  # that were synthesised
     listed: dict[bool, list[CandidateGroup]] = field(default_factory=dict)  # divided or not: all groups
@@ -74,6 +70,10 @@ class StrategySearch:
     wanted: int = 1  # how many of the shortest are searched for
     measuring: int = 0  # how many run on this machine now
     shortest: list[Evaluation] = field(default_factory=list)  # as many that fit, of the last or present run
+    ahead: EvaluationsAhead = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ahead = EvaluationsAhead(model=self.model, evaluated=self.evaluated)
 
     @property
     def best(self) -> Evaluation | None:
@@ -101,6 +101,14 @@ class StrategySearch:
         self.expanded.clear()
         queue = Queue(self.gap, self.model.capturing.recordings.recorded.__contains__)
         queue.extend(self.groups(divided=divided))
+        try:
+            self.empty(queue, limit, trials)
+        finally:
+            self.ahead.end()
+        return self.best
+
+    def empty(self, queue: Queue, limit: int, trials: int) -> None:
+        """Expand, evaluate or discard all that is in a queue."""
         syntheses = SYNTHESES * trials
         while queue.entries:
             entry = queue.pop()
@@ -127,10 +135,9 @@ class StrategySearch:
                     break
                 if found is None:
                     trials -= 1
-                    found = self.evaluate(entry, islice(self.following(queue, limit), trials))
+                    found = self.evaluate(entry, partial(self.following, queue, limit, trials))
                 if found is not None:
                     queue.extend(self.take(entry, found, limit))
-        return self.best
 
     def refine(self, limit: int, trials: int) -> None:
         """Search longer for the orders of the shortest synthesised candidates, and keep what is shorter."""
@@ -172,24 +179,15 @@ class StrategySearch:
             self.keep(found)
         self.report(self, found)
 
-    def evaluate(self, leaf: Leaf, following: Iterable[Leaf] = ()) -> Evaluation | None:
+    def evaluate(self, leaf: Leaf, following: Callable[[], Iterable[Leaf]] = tuple) -> Evaluation | None:
         """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted.
 
-        following: candidates that may be next, see [Note: candidates evaluated ahead].
+        following: returns candidates that may be next, see [Note: candidates evaluated ahead].
         """
         if leaf.choice.rows not in self.model.recorded:
             self.model.record(leaf.choice.rows)
-            self.holds.clear()  # some were estimated from other sizes
-            self.expanded.clear()
-        if leaf.key not in self.ahead:
-            able = (one for one in following if self.can_be_ahead(one, leaf)) if self.workers > 1 else ()
-            leaves = [leaf, *islice(able, self.workers - 1)]
-            for one in leaves if len(leaves) > 1 else ():
-                self.model.capture(one.choice)  # what a forked process captures is lost with it
-            made = made_together([partial(attempt, self.model, one.choice, one.grid) for one in leaves])
-            self.ahead |= {one.key: found for one, found in zip(leaves, made, strict=True) if found}
-            self.captured.add(leaf.choice.captured_for)
-        found = self.ahead.pop(leaf.key)
+            self.drop_bounds(leaf.choice.rows)
+        found = self.ahead.take(leaf, following, self.workers)
         if isinstance(found, str):
             self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=found))
             return None
@@ -197,49 +195,52 @@ class StrategySearch:
         self.report(self, found)
         return found
 
-    def following(self, queue: Queue, limit: int) -> Iterator[Leaf]:
-        """Yield the candidates that the search comes to next, unless what it finds meanwhile rules them out.
+    def drop_bounds(self, rows: int) -> None:
+        """Drop the bounds for a microbatch size, which were estimated from other sizes."""
+        self.expanded.clear()
+        for known in (self.holds, self.times):
+            for choice in [choice for choice in known if choice.rows == rows]:
+                del known[choice]
 
-        Groups are expanded on the way, once for this and for the search.
+    def following(self, queue: Queue, limit: int, most: int | None = None) -> Iterator[Leaf]:
+        """Return the candidates that the search comes to next, unless what it finds meanwhile rules them out.
+
+        Groups are expanded on the way, once for this and for the search. most: of them. None: all.
         """
         until = self.shortest[-1].step * (1 - self.gap) if len(self.shortest) == self.wanted else float("inf")
-        return queue.upcoming(until, lambda group: self.leaves(group, limit)[0])
-
-    def can_be_ahead(self, leaf: Leaf, first: Leaf) -> bool:
-        """Return whether a candidate that may be next can be evaluated while another, the first, is.
-
-        Its size must be recorded: that may change the order of candidates. A division of the model that is
-        not captured yet is captured in the forked process, unless it is also that of the first.
-        """
-        if leaf.open or leaf.choice.rows not in self.model.recorded:
-            return False
-        if leaf.key in self.evaluated or leaf.key in self.ahead or leaf.key == first.key:
-            return False
-        asked = leaf.choice.captured_for
-        return not leaf.choice.divided or asked in self.captured or asked != first.choice.captured_for
+        return islice(queue.upcoming(until, lambda group: self.leaves(group, limit)[0]), most)
 
     def groups(self, *, divided: bool = False) -> list[CandidateGroup]:
         """Return every group of candidates, with the time of its busiest rank."""
         if divided not in self.listed:
-            self.listed[divided] = list(self._groups(divided))
+            every = [mesh for mesh in meshes(self.space, self.shapes) if mesh.divided == divided]
+            for mesh, recompute in product(every, self.space.recompute):
+                self.layers(replace(mesh, recompute=recompute))  # what a forked process captures is lost
+            several = 1 if divided else self.workers  # stages are as without a division
+            calls = [partial(self.groups_of, every[number::several]) for number in range(several)]
+            made = [found or call() for found, call in zip(made_together(calls), calls, strict=True)]
+            for _, sizes in made:
+                self.sizes |= sizes
+            listed = [made[number % several][0][number // several] for number in range(len(every))]
+            self.listed[divided] = [group for groups in listed for group in groups]
         return self.listed[divided]
 
-    def _groups(self, divided: bool) -> Iterator[CandidateGroup]:
-        seen: set[tuple[StrategyChoice, int, str]] = set()
-        for mesh in meshes(self.space, self.shapes):
-            if mesh.divided != divided:
+    def groups_of(self, every: Sequence[StrategyChoice]) -> tuple[list[list[CandidateGroup]], Boundaries]:
+        """Return the groups of each way to arrange the devices, and the sizes of stages that were found."""
+        return [list(self._groups(mesh)) for mesh in every], self.sizes
+
+    def _groups(self, mesh: StrategyChoice) -> Iterator[CandidateGroup]:
+        kinds = dict.fromkeys((count, shape) for _, count, shape in schedules_of(self.space, mesh.ranks))
+        for count, shape in kinds:
+            if mesh.ranks * count > self.shapes.layers:
                 continue
-            for _, count, shape in schedules_of(self.space, mesh.ranks):
-                if mesh.ranks * count > self.shapes.layers or (mesh, count, shape) in seen:
-                    continue
-                seen.add((mesh, count, shape))
-                for recompute in self.space.recompute:
-                    choice = replace(mesh, recompute=recompute, shape=shape)
-                    for sizes in self.boundaries(choice, mesh.ranks * count):
-                        made = replace(choice, sizes=sizes)
-                        yield CandidateGroup(
-                            choice=made, bound=work_bound(made, self.layers(made), self.model.costs)
-                        )
+            for recompute in self.space.recompute:
+                choice = replace(mesh, recompute=recompute, shape=shape)
+                for sizes in self.boundaries(choice, mesh.ranks * count):
+                    made = replace(choice, sizes=sizes)
+                    yield CandidateGroup(
+                        choice=made, bound=work_bound(made, self.layers(made), self.model.costs)
+                    )
 
     def least(self, choice: StrategyChoice) -> float:
         """Return the time of a candidate's busiest rank."""
@@ -284,15 +285,22 @@ class StrategySearch:
 
     def leaf(self, choice: StrategyChoice, least: float, held: LeastMemory) -> Leaf:
         """Return a candidate with its bounds. least: the bound of its group."""
-        layers, grid, costs = self.layers(choice), grid_of(choice), self.model.costs
-        time = max(least, link_bound(choice, layers, costs))
+        layers, costs = self.layers(choice), self.model.costs
+        time = max(least, link_bound(choice, layers, costs), self.ordered(choice))
         if not choice.divided:
             time = max(time, work_bound(choice, layers, costs, sums=True))
-        if grid is not None:
-            time = max(time, order_bound(choice, layers, costs, grid))
-        elif choice.ranks > 1:
-            time = max(time, any_order_bound(choice, layers, costs))
-        return Leaf(choice=choice, bound=time, held=held, grid=grid)
+        return Leaf(choice=choice, bound=time, held=held, grid=grid_of(choice))
+
+    def ordered(self, choice: StrategyChoice) -> float:
+        """Return the least time of a candidate's passes and transfers, which ZeRO levels do not change."""
+        key = replace(choice, zeros=(), bucket_mb=None)
+        if key not in self.times:
+            layers, grid, costs = self.layers(choice), grid_of(choice), self.model.costs
+            if grid is not None:
+                self.times[key] = order_bound(choice, layers, costs, grid)
+            else:
+                self.times[key] = any_order_bound(choice, layers, costs) if choice.ranks > 1 else 0.0
+        return self.times[key]
 
     def held(self, choice: StrategyChoice) -> LeastMemory:
         """Return the least that a candidate holds, which does not depend on how its devices are numbered."""

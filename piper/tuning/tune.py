@@ -30,6 +30,8 @@ from piper.simulate.measured import Measured, MeasuredOn, check_model, read_cost
 from piper.tuning.bounds import State
 from piper.tuning.choice import GIVEN, Divide
 from piper.tuning.evaluate import Evaluation, verify
+from piper.tuning.forked_calls import made_beside
+from piper.tuning.front import widen_front, with_front_ahead
 from piper.tuning.given import divided_as, own_strategy
 from piper.tuning.model import BY, Model, layers_of
 from piper.tuning.result import Tuned, none_fits
@@ -47,8 +49,6 @@ TRIALS = 80
 GAP = 0.005
 SYNTHESIS_TRIALS = 60
 REFINING_TRIALS = 400
-FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the front is searched too
-FRONT_TRIALS = 4
 WORTH = 0.05  # by how much shorter a step must be able to be to try tensor and context parallelism
 DIVIDED_TRIALS = 3
 MOST_WORKERS = 8  # unless asked for: more would evaluate much that a better candidate rules out
@@ -101,7 +101,10 @@ def tune(
     priced: Costs = Roofline(machine) if measured is None else MeasuredOn(measured, machine)
     wanted = space or Space()
     with no_collection():
-        model = captured_model(job, priced, wanted, devices, captured, measured, compile=compile)
+        several = workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+        model = captured_model(
+            job, priced, wanted, devices, captured, measured, compile=compile, workers=several
+        )
         if memory is None:
             reserve = machine.communicator * (1 - machine.fragmentation)
             model = replace(model, communicator=reserve)
@@ -113,14 +116,14 @@ def tune(
             gap=gap,
             synthesis_trials=SYNTHESIS_TRIALS,
             report=progress or (lambda search, found: None),
-            workers=workers or min(MOST_WORKERS, len(os.sched_getaffinity(0))),
+            workers=several,
             wanted=measure or 1,
         )
         interrupted = False
         try:
             if start is not None:
                 search.begin(start, limit)
-            run_all(search, limit, trials)
+            run_all(search, limit, trials, front=front)
         except KeyboardInterrupt:
             interrupted = True
             if search.best is None:
@@ -128,9 +131,13 @@ def tune(
         if search.best is None:
             raise none_fits(search, limit, machine.name)
         discarded, lowest = tuple(search.discarded), search.lowest
+        proven: tuple[Directive, ...] | None = None
         if front and not interrupted:
-            interrupted = widen_front(search, search.best)
-        chosen = verified(search, limit, measure)
+            try:
+                proven = verify_and_widen(search, search.best)
+            except KeyboardInterrupt:
+                interrupted = True
+        chosen = verified(search, limit, measure, proven)
     trial = None
     if measure is not None and not interrupted:
         trial = measured_here(search, chosen, machine, devices, limit)
@@ -150,11 +157,11 @@ def tune(
     )
 
 
-def run_all(search: StrategySearch, limit: int, trials: int) -> None:
+def run_all(search: StrategySearch, limit: int, trials: int, *, front: bool) -> None:
     """Search without tensor and context parallelism, then with them where that may be worth it.
 
     To divide a model takes seconds for each degree, so that is done where the space asks for it, where
-    nothing else fits, or where it might shorten the best step by `WORTH`.
+    nothing else fits, or where it might shorten the best step by `WORTH`. front: is searched for after it.
     """
     best = search.run(limit, trials, further=True)
     if best is not None and best.choice.ranks > 1:
@@ -165,8 +172,11 @@ def run_all(search: StrategySearch, limit: int, trials: int) -> None:
     if not bounds or not (asked or best is None or min(bounds) < best.step * (1 - WORTH)):
         return
     before, lowest = search.discarded, search.lowest
-    few = best is not None and not asked
-    search.run(limit, min(trials, DIVIDED_TRIALS) if few else trials, divided=True, further=True)
+    if best is None or asked:
+        search.run(limit, trials, divided=True, further=True)
+    else:
+        few = partial(search.run, limit, min(trials, DIVIDED_TRIALS), divided=True, further=True)
+        with_front_ahead(search, best, few, front=front)
     search.discarded = [*before, *search.discarded]
     search.lowest = min(lowest, search.lowest)
 
@@ -187,6 +197,7 @@ def captured_model(
     measured: Measured | None = None,
     *,
     compile: bool = False,
+    workers: int = 1,
 ) -> Model:
     """Record a job's model for the two smallest microbatch sizes, and find what it is made of."""
     batch = first_batch(job)
@@ -198,8 +209,6 @@ def captured_model(
     if measured is not None:
         check_model(measured, outline)
     tag, count = layers_of(outline)
-    for rows in sizes[1:2]:
-        capturing.traced(rows)
     first = Model(
         job=replace(job, strategy=[], elastic=None),
         capturing=capturing,
@@ -207,11 +216,30 @@ def captured_model(
         tag=tag,
         count=count,
         experts=max(chunk.experts for chunk in outline.chunks),
-        divide=Divide(weights=weights_of(job, recordings), fields=fields_of(batch)),
+        divide=Divide(fields=fields_of(batch)),
         state=State(optimizer=0),
         samples=samples,
     )
-    return replace(first, state=State(optimizer=optimizer_bytes(first, sizes[0])))
+    facts = partial(facts_of, first, recordings, sizes[0])
+    second = partial(record_sizes, first, sizes[1:2])
+    if workers > 1:
+        found = made_beside(second, facts)
+    else:
+        second()
+        found = None
+    weights, optimizer = found or facts()
+    return replace(first, divide=replace(first.divide, weights=weights), state=State(optimizer=optimizer))
+
+
+def record_sizes(model: Model, sizes: Sequence[int]) -> None:
+    """Record a model for microbatch sizes."""
+    for rows in sizes:
+        model.record(rows)
+
+
+def facts_of(model: Model, recordings: Recordings, rows: int) -> tuple[tuple[tuple[str, int], ...], int]:
+    """Return the weights that can be divided, and the bytes of the optimizer for each element."""
+    return weights_of(recordings), optimizer_bytes(model, rows)
 
 
 def optimizer_bytes(model: Model, rows: int) -> int:
@@ -235,7 +263,7 @@ def possible_rows(space: Space, samples: int, devices: int) -> list[int]:
     return sorted(found)
 
 
-def weights_of(job: Job, recordings: Recordings) -> tuple[tuple[str, int], ...]:
+def weights_of(recordings: Recordings) -> tuple[tuple[str, int], ...]:
     """Return the weights that tensor parallelism would divide. Empty: the model does not say."""
     try:
         return tuple(tensor_plan(recordings.built()).items())
@@ -268,10 +296,28 @@ def shapes_of(model: Model, devices: int) -> Shapes:
     )
 
 
-def verified(search: StrategySearch, limit: int, measure: int | None) -> list[Evaluation]:
+def verify_and_widen(search: StrategySearch, best: Evaluation) -> tuple[Directive, ...] | None:
+    """Look for the front, and verify the best meanwhile. Return its strategy if that is done and it holds."""
+    widen = partial(widen_front, search, best)
+    if search.workers == 1:
+        widen()
+        return None
+    proven = made_beside(widen, partial(verified_strategy, search.model, best.strategy))
+    return best.strategy if proven else None
+
+
+def verified_strategy(model: Model, strategy: Sequence[Directive]) -> bool:
+    """Verify a strategy; raise an exception if it does not hold."""
+    verify(model, strategy)
+    return True
+
+
+def verified(
+    search: StrategySearch, limit: int, measure: int | None, proven: tuple[Directive, ...] | None = None
+) -> list[Evaluation]:
     """Return the shortest strategies that the job's optimizer can train, their plans proven once more.
 
-    measure: how many, and a given strategy that fits besides. None: one.
+    measure: how many, and a given strategy that fits besides. None: one. proven: one for which that is done.
     """
     fitting = [found for found in search.evaluated.values() if found.needs <= limit]
     fitting.sort(key=lambda found: found.step)  # of equal ones the first that was evaluated
@@ -283,7 +329,8 @@ def verified(search: StrategySearch, limit: int, measure: int | None) -> list[Ev
         if (enough and not besides) or any(found.strategy == one.strategy for one in chosen):
             continue
         try:
-            verify(search.model, found.strategy)
+            if found.strategy != proven:
+                verify(search.model, found.strategy)
         except PiperError as error:
             refused = refused or error
             continue
@@ -314,14 +361,3 @@ def measured_here(
     search.report(search, chosen[0])
     starts = [partial(started, number) for number in range(len(chosen))]
     return run_candidates(chosen, starts, together=fit_together(chosen, machine, devices, limit))
-
-
-def widen_front(search: StrategySearch, best: Evaluation) -> bool:
-    """Look for strategies that need less memory than the best. Return whether the user interrupted that."""
-    search.wanted = 1
-    try:
-        for share in FRONT:
-            search.run(int(best.peak * share), FRONT_TRIALS)
-    except KeyboardInterrupt:
-        return True
-    return False

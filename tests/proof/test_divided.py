@@ -10,7 +10,7 @@ import pytest
 
 from piper.directives import Directive, shard
 from piper.ids import Pass, SlotId, read_slot
-from piper.ir.chunk import Output, Parameter, ParameterSlice
+from piper.ir.chunk import Output, ParameterSlice
 from piper.ir.graph import Graph
 from piper.ir.select import at
 from piper.lower import validate
@@ -478,8 +478,8 @@ def test_a_grid_of_devices() -> None:
     assert groups_along(GRID, 1, 2) == ((8, 9), (10, 11), (12, 13), (14, 15))
     assert groups_along(GRID, 2, 2) == ((8, 10), (9, 11), (12, 14), (13, 15))
     assert groups_along(GRID, 4, 2) == ((8, 12), (9, 13), (10, 14), (11, 15))
-    assert groups_by(GRID.devices, [(1, 2)]) == ((8, 10, 12, 14), (9, 11, 13, 15))
-    assert groups_by(GRID.devices, []) == (GRID.devices,)
+    assert groups_by(GRID.devices, ((1, 2),)) == ((8, 10, 12, 14), (9, 11, 13, 15))
+    assert groups_by(GRID.devices, ()) == (GRID.devices,)
 
 
 def test_lanes_between_regions_with_the_axes_in_another_order() -> None:
@@ -492,7 +492,7 @@ def test_lanes_between_regions_with_the_axes_in_another_order() -> None:
 
 def test_how_a_region_holds_a_parameter() -> None:
     def held(*slices: ParameterSlice, experts: Sharding = WHOLE) -> tuple[object, ...]:
-        found = holding(GRID, Parameter(name="w", shape=(8, 8), dtype="float32", slices=slices), experts)
+        found = holding(GRID, slices, experts)
         return found.shardings, groups_by(GRID.devices, found.groups), found.slices
 
     along_tp = ParameterSlice(axis="TP", degree=2, dim=1)

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -68,7 +68,7 @@ def test_ctrl_c_prints_the_best_so_far(recipe: str, monkeypatch: pytest.MonkeyPa
     evaluate = StrategySearch.evaluate
 
     def until_the_second(
-        search: StrategySearch, leaf: Leaf, following: Iterable[Leaf] = ()
+        search: StrategySearch, leaf: Leaf, following: Callable[[], Iterable[Leaf]] = tuple
     ) -> Evaluation | None:
         found = evaluate(search, leaf, following)
         if len(search.evaluated) == 2:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from piper.errors import WorkerError
-from piper.tuning.forked_calls import made_together
+from piper.tuning.forked_calls import ForkedCall, made_beside, made_together, wait_for_any
 
 
 def none_is_left() -> bool:
@@ -66,4 +66,28 @@ def test_a_process_that_is_killed() -> None:
         "tune: a process that evaluated a candidate was killed by SIGKILL\n"
         "  hint: often for want of memory: try --workers 1, or tune(..., workers=1)"
     )
+    assert none_is_left()
+
+
+def test_a_call_beside_another() -> None:
+    here: list[int] = []
+    other = made_beside(lambda: here.append(os.getpid()), os.getpid)
+    assert here == [os.getpid()]
+    assert other not in (None, os.getpid())
+    assert made_beside(lambda: None, raises) is None
+    with pytest.raises(ValueError, match="no"):
+        made_beside(raises, lambda: time.sleep(600))
+    assert none_is_left()
+
+
+def test_the_first_call_that_has_a_result() -> None:
+    def sleep() -> int:
+        time.sleep(600)
+        return 1
+
+    slow, quick = ForkedCall(sleep), ForkedCall(lambda: 2)
+    assert wait_for_any([slow, quick]) == [quick]
+    assert quick.result() == 2
+    for call in (slow, quick):
+        call.end()
     assert none_is_left()

@@ -16,10 +16,11 @@ from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.measured import Measured, write_costs
 from piper.simulate.simulate import simulate
+from piper.tuning.ahead import EvaluationsAhead
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.candidates import CandidateGroup, Leaf, Queue
 from piper.tuning.choice import Recompute, StrategyChoice
-from piper.tuning.evaluate import Evaluation, attempt
+from piper.tuning.evaluate import Evaluation
 from piper.tuning.forked_calls import made_together
 from piper.tuning.space import even
 from piper.tuning.strategy_search import StrategySearch, grid_found
@@ -106,23 +107,27 @@ def test_the_same_inputs_give_the_same_file_with_any_number_of_processes(
 ) -> None:
     captured = search.model.capturing.recordings
     alone = tune(JOB, "h100", 4, space=SMALL, trials=12, captured=captured, workers=1)
-    rounds: dict[object, list[int]] = {attempt: [], grid_found: []}
+    orders: list[int] = []
+    forked: list[object] = []
+    most = 0
 
     def counted(calls: Sequence[partial[object]]) -> list[object]:
-        rounds[calls[0].func].append(len(calls))
+        orders.extend(len(calls) for call in calls[:1] if call.func is grid_found)
         return made_together(calls)
 
+    def started(ahead: EvaluationsAhead, leaf: Leaf) -> None:
+        nonlocal most
+        begin(ahead, leaf)
+        forked.append(leaf.key)
+        most = max(most, len(ahead.running))
+
+    begin = EvaluationsAhead.start
     monkeypatch.setattr("piper.tuning.strategy_search.made_together", counted)
+    monkeypatch.setattr(EvaluationsAhead, "start", started)
     several = tune(JOB, "h100", 4, space=SMALL, trials=12, captured=captured, workers=3)
-    assert sorted(rounds[attempt]) == [
-        1,
-        1,
-        1,
-        3,
-        3,
-        3,
-    ]  # of the 12 candidates, in spite of unexpanded groups
-    assert rounds[grid_found] == [3, 3]
+    assert most == 3  # in spite of unexpanded groups
+    assert len(forked) == len(set(forked)) > 6  # none is evaluated twice
+    assert orders == [3, 3]
     assert several.json == alone.json
     assert several.evaluated == alone.evaluated
     assert several.discarded == alone.discarded
