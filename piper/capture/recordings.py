@@ -209,8 +209,10 @@ class Capturing:
                 forward_only=known.forward_only,
                 built=self._start_compilers,
             )
-            first = next(iter(known.recorded.values()), found)
-            known.recorded[rows] = replace(found, library=first.library)  # equal chunks have the same code
+            first = next(iter(known.recorded.values()), None)
+            if first is not None:
+                found = replace(found, library=first.library)  # equal chunks have the same code
+            known.recorded[rows] = found
         if not requests:
             return known.recorded[rows]
         requests = merged(requests)
