@@ -53,14 +53,17 @@ def assert_together(
     got: Mapping[str, Tensor], single: Mapping[str, Tensor], exact: Mapping[str, Tensor]
 ) -> None:
     """All tensors, as one vector, are no further off than on one device."""
-    mine, theirs = (
-        sum(error**2 for error in errors(found, exact).values()) ** 0.5 for found in (got, single)
-    )
+    mine, theirs = error_together(got, exact), error_together(single, exact)
     assert mine <= TOGETHER * theirs, (mine, theirs)
 
 
-def assert_number(got: float, single: float, exact: float) -> None:
-    assert abs(got - exact) <= EACH * max(abs(single - exact), ROUNDING * abs(exact)), (got, single, exact)
+def error_together(got: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """How far all tensors are from the exact ones, as one vector."""
+    return float(sum(error**2 for error in errors(got, exact).values()) ** 0.5)
+
+
+def assert_number(got: float, exact: float, usual: float) -> None:
+    assert abs(got - exact) <= EACH * max(usual, ROUNDING * abs(exact)), (got, exact, usual)
 
 
 def in_fp64(program: Program, shared: Shared, cell: Cell) -> Program:
@@ -78,8 +81,11 @@ def assert_rounds_alike(cell: Cell) -> None:
     with launch_inline(program, Options(keep_gradients=True)) as run:
         for step, (batch, one, true) in enumerate(zip(given, single, exact, strict=True)):
             result, gradients, state = run.step(batch), run.gradients(), run.state_dict()
-            assert_number(result.loss, one.loss, true.loss)
-            assert_number(result.grad_norm, one.grad_norm, true.grad_norm)
+            assert_number(result.loss, true.loss, abs(one.loss - true.loss))
+            # Errors of gradients may cancel in their norm on one device and not on several, or the reverse.
+            assert_number(result.grad_norm, true.grad_norm, error_together(one.gradients, true.gradients))
+            held = sum(gradient.double().square().sum().item() for gradient in gradients.values()) ** 0.5
+            assert result.grad_norm == pytest.approx(held, rel=1e-4)  # what is kept is rounded once more
             if step == 0:  # later ones begin from other parameters, and a router may choose other experts
                 assert_each(gradients, one.gradients, true.gradients)
             assert_together(gradients, one.gradients, true.gradients)
