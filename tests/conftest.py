@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,16 @@ def pytest_configure() -> None:
     """Prepare this process, before torch is imported."""
     for name, value in COMPILER.items():
         os.environ.setdefault(name, value)
+    heed_signals()
     one_core_for_each_worker()
+
+
+def heed_signals() -> None:
+    """Heed Ctrl-C and a terminal that closes, also where the tests were started in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def one_core_for_each_worker() -> None:
