@@ -30,7 +30,10 @@ class EvaluationsAhead:
     captured: set[tuple[object, ...]] = field(default_factory=set)  # what candidates so far were captured for
 
     def take(self, leaf: Leaf, following: Callable[[], Iterable[Leaf]], workers: int) -> Attempt:
-        """Return what comes of a candidate. following: returns those that may be next."""
+        """Return the evaluation of a candidate, or why the compiler refuses it.
+
+        following: returns the candidates that may be next.
+        """
         made = self.waiting.pop(leaf.key, None) or self.prepared.pop(leaf.key, None)
         if made is None and leaf.key not in self.running:
             asked = leaf.choice.captured_for

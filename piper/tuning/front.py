@@ -43,7 +43,10 @@ def widen_front(search: StrategySearch, best: Evaluation) -> None:
 def with_front_ahead(
     search: StrategySearch, best: Evaluation, call: Callable[[], object], *, front: bool
 ) -> None:
-    """Make a call, and search for the front of `best` meanwhile, if it will be: [Note: the front ahead]."""
+    """Make a call while another process searches for the front of `best`: [Note: the front ahead].
+
+    front: the front will be asked for. Else only the call is made.
+    """
     workers = search.workers
     if workers == 1 or not front:
         call()

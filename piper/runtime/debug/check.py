@@ -236,7 +236,7 @@ class _Check:
         return None
 
     def _may_be_rounding(self) -> list[str]:
-        """Say so if a difference that no chunk explains is no larger than the rounding of a narrower type."""
+        """Return a note if rounding in a narrower type could explain a difference. Else nothing."""
         if self.sliced is None or not self.found.narrow:
             return []
         apart = max(self.sliced.largest["loss"], self.sliced.largest["grad"])
