@@ -34,9 +34,9 @@ def module_of(name: str) -> str | None:
     """
     if name in OPDEFS:
         return str(OPDEFS[name]._init_fn.__module__)
-    entry = singleton.get(name)
-    if entry is not None and entry.fake_impl.kernel is not None:
-        file = entry.fake_impl.kernel.source.rpartition(":")[0]  # torch wraps the function, and notes where
+    kernel = singleton.find(name).fake_impl.kernel
+    if kernel is not None:
+        file = kernel.source.rpartition(":")[0]  # torch wraps the function, and notes where
         module = next((n for n, m in [*sys.modules.items()] if getattr(m, "__file__", None) == file), None)
         return None if module is None or module.partition(".")[0] == "torch" else module
     package = name.partition("::")[0]
