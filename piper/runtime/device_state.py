@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +17,9 @@ from piper.runtime.host_memory import HostMemory
 from piper.runtime.host_state import HostState
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trainers import build_optimizer
+
+if TYPE_CHECKING:
+    from piper.runtime.cuda.adam import CastingAdam
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 # ^ whose fused kernels divide gradients by `grad_scale`
@@ -116,6 +121,7 @@ class DeviceState:
         self.scheduler: LRScheduler | None = (
             setup.scheduler(self.optimizer) if setup.scheduler and self.optimizer else None
         )
+        self.kernel = self._kernel()
 
     def _copies(self) -> dict[Tensor, Tensor]:
         """Return the tensors that chunks read, by those that the optimizer updates, where the two differ."""
@@ -143,7 +149,10 @@ class DeviceState:
         if self.optimizer is None:
             return  # the device's shards are padding only
         divisor = self._divisor(sums, weight)
-        for portion in self._portions(self.optimizer, gradients):
+        pairs = [*self._pairs(gradients)]
+        if self.kernel is not None:
+            pairs = self.kernel.step(pairs, divisor)
+        for portion in portions(self.optimizer, pairs):
             give_gradients(portion)
             with divided(self.optimizer, [tensor for tensor, _ in portion], divisor):
                 self.optimizer.step()
@@ -206,26 +215,41 @@ class DeviceState:
         excess = (sums[0].sqrt() / divisor + 1e-6) / self.setup.clip_norm
         return divisor * excess.clamp(min=1.0)
 
-    def _portions(
-        self, optimizer: Optimizer, gradients: Mapping[str, list[Tensor]]
-    ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Yield parameters with their gradients: all at once, or as many as casts may take memory for.
-
-        Only one of torch's own fused optimizers is stepped several times: each parameter's state is its own.
-        """
-        casts = any(self.holdings[name].master is not None for name in gradients)
-        apart = casts and all(group.get("fused") for group in optimizer.param_groups)
-        portion: list[tuple[Tensor, Tensor]] = []
+    def _pairs(self, gradients: Mapping[str, list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield what the optimizer updates, with its gradient."""
         for name, gradient in gradients.items():
             given = self.holdings[name].layout.apart(gradient)
             for piece, tensor in self.segments[name]:
                 if piece in self.reached:  # the others have no gradient at all, as in plain PyTorch
-                    portion.append((tensor, given[piece]))
-                    if apart and sum(tensor.numel() for tensor, _ in portion) >= PORTION:
-                        yield portion
-                        portion = []
-        if portion or not apart:
+                    yield tensor, given[piece]
+
+    def _kernel(self) -> "CastingAdam | None":
+        """Return the kernel that casts and updates at once. None: there is nothing to cast, or no Triton."""
+        here = self.setup.device.type == "cuda" and find_spec("triton") is not None
+        if self.optimizer is None or not self.copies or not here:
+            return None
+        from piper.runtime.cuda.adam import CastingAdam  # imports Triton, which only a GPU's torch has
+
+        return CastingAdam(self.optimizer, self.copies)
+
+
+def portions(
+    optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield parameters with their gradients: all at once, or as many as casts may take memory for.
+
+    Only one of torch's own fused optimizers is stepped several times: each parameter's state is its own.
+    """
+    casts = any(tensor.dtype != gradient.dtype for tensor, gradient in pairs)
+    apart = casts and all(group.get("fused") for group in optimizer.param_groups)
+    portion: list[tuple[Tensor, Tensor]] = []
+    for pair in pairs:
+        portion.append(pair)
+        if apart and sum(tensor.numel() for tensor, _ in portion) >= PORTION:
             yield portion
+            portion = []
+    if portion or not apart:
+        yield portion
 
 
 def plain(value: object) -> object:
