@@ -1,7 +1,7 @@
 """What copies of the state cost on one GPU: steps without copies and with `protect`, in turns.
 
-The 0.94B model of `gpu.py` on one device, with masters and both moments in float32. A copy of them goes to shared
-memory of the host in every step, while the step runs.
+The 0.94B model of `gpu.py` on one device, with masters and both moments in float32. A copy of them goes to
+shared memory of the host in every step, while the step runs.
 
 python benchmarks/gpu_protect.py [--parts 16] [--rounds 8] [--commit HASH] [--out FILE]
 """
@@ -56,9 +56,6 @@ def main() -> None:
         take_turns([plain, kept], asked.rounds, 2)
         versions = runs["protect"].versions[0]
         assert not versions.refused, "nothing was copied"
-        held = max(
-            memory.__len__() for writer in versions.writers.values() for memory in writer.memories.values()
-        )
         total = sum(
             max(map(len, writer.memories.values()), default=0) for writer in versions.writers.values()
         )
@@ -66,7 +63,7 @@ def main() -> None:
         line = Line(
             what=f"protect(at()), one device, {asked.parts} x 4 x 2048",
             got=f"{kept.median * 1e3:.1f} ms, without {plain.median * 1e3:.1f} ms: {100 * cost:+.2f} %; "
-            f"{total / GIB:.2f} GiB copied in a step, at most {held / GIB:.2f} GiB at once",
+            f"{total / GIB:.2f} GiB copied",
             bar=f"at most {100 * LIMIT:.0f} %",
             holds=cost <= LIMIT,
         )

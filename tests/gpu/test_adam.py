@@ -1,4 +1,4 @@
-"""The kernel that casts gradients, steps Adam and casts parameters gives the numbers of torch's own Adam."""
+"""The kernel that casts gradients, steps Adam and casts parameters is as close to float64 as torch's own."""
 
 from collections.abc import Callable
 
@@ -21,20 +21,25 @@ MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("divisor", [None, 3.0])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_several_steps_are_those_of_float64(kind: str, divisor: float | None) -> None:
+def test_several_steps_are_as_close_to_float64_as_those_of_torch(kind: str, divisor: float | None) -> None:
     from piper.runtime.cuda.adam import CastingAdam
 
+    torch.manual_seed(0)
     values = torch.randn(SIZE, device="cuda")
     trained, exact = values.clone().requires_grad_(), values.double().requires_grad_()
+    plain = values.clone().requires_grad_()
     small = torch.ones(16, device="cuda", requires_grad=True)
     copy = values.bfloat16()
     optimizer, wanted = MAKERS[kind]([trained, small], fused=True), MAKERS[kind]([exact])
+    of_torch = MAKERS[kind]([plain], fused=True)
     kernel = CastingAdam(optimizer, {trained: copy})
     taken = []
     for _ in range(5):
         gradient = torch.randn(SIZE, device="cuda").bfloat16()
         exact.grad = gradient.double() / (divisor or 1)
         wanted.step()
+        plain.grad = gradient.float() / (divisor or 1)
+        of_torch.step()
         by = None if divisor is None else torch.tensor(divisor, dtype=torch.float64, device="cuda")
         with torch.no_grad():
             left = kernel.step([(trained, gradient), (small, torch.ones_like(small))], by)
@@ -44,7 +49,10 @@ def test_several_steps_are_those_of_float64(kind: str, divisor: float | None) ->
         optimizer.step()
         trained.grad = None
     assert taken == [2, 1, 1, 1, 1]  # torch makes the state in the first step, and steps what is small
-    torch.testing.assert_close(trained.double(), exact, rtol=1e-6, atol=2e-6)
+    # Adam divides by what may be nearly nothing, so that single elements are far off with either.
+    ours, theirs = ((found.double() - exact).abs() for found in (trained, plain))
+    assert ours.mean() <= 1.5 * theirs.mean()
+    assert ours.max() <= 4 * theirs.max()
     assert torch.equal(copy, trained.detach().bfloat16())
     assert optimizer.state[trained]["step"].item() == 5
 
