@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from piper.cli import main
+from piper.cli.application import called_as
 from piper.plan.prove import prove
 from piper.plan.text import read_plans
 
@@ -257,3 +258,22 @@ def test_a_recipe_compiles_from_a_shell(recipe: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["devices"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("started", "path", "named"),
+    [
+        (".venv/bin/piper", "", ".venv/bin/piper"),  # as `make demo` does, in a shell that does not find it
+        (".venv/bin/piper", "bin", "piper"),
+        ("/somewhere/piper/__main__.py", "", "piper"),
+    ],
+)
+def test_a_command_to_go_on_with_is_one_that_the_shell_finds(
+    started: str, path: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "piper"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.setattr("sys.argv", [started])
+    monkeypatch.setenv("PATH", str(tmp_path / path) if path else str(tmp_path))
+    assert called_as() == named

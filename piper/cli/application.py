@@ -6,6 +6,7 @@ import warnings
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from shutil import which
 from typing import Annotated, NoReturn, TextIO
 
 import typer
@@ -79,6 +80,12 @@ def interrupted(message: str, code: int = INTERRUPTED) -> NoReturn:
     """End because of Ctrl-C or another signal, with one message."""
     sys.stderr.write(message + "\n")
     sys.exit(code)
+
+
+def called_as() -> str:
+    """Return how the user calls Piper: by the path of its program where the shell would not find it."""
+    program = Path(sys.argv[0])
+    return str(program) if program.name == "piper" and which("piper") is None else "piper"
 
 
 def show_version(asked: bool) -> None:
@@ -259,6 +266,6 @@ def train(
         interrupted("stopped before the step was done; --resume goes on from the newest checkpoint, if any")
     if outcome.stopped:
         same = f"{recipe} --on {on}" + (f" --strategy {strategy}" if strategy is not None else "")
-        again = f"piper train {same} --steps {outcome.steps} --out {outcome.folder} --resume"
+        again = f"{called_as()} train {same} --steps {outcome.steps} --out {outcome.folder} --resume"
         interrupted(stopping(outcome, again), PREEMPTED if outcome.preempted else INTERRUPTED)
-    sys.stdout.write(ending(outcome) + "\n")
+    sys.stdout.write(ending(outcome, called_as()) + "\n")

@@ -4,8 +4,8 @@ from piper.train.outcome import Outcome
 from piper.train.run_folder import METRICS
 
 
-def ending(outcome: Outcome) -> str:
-    """Return the closing message of a run that reached its last step."""
+def ending(outcome: Outcome, program: str = "piper") -> str:
+    """Return the closing message of a run that reached its last step. program: how the user calls Piper."""
     folder, first, last = outcome.folder, outcome.first, outcome.last
     if first is None or last is None:
         return f"The run is at step {outcome.done} already: --steps asks for more"
@@ -17,7 +17,7 @@ def ending(outcome: Outcome) -> str:
         f"  run      {folder}",
         f"  metrics  {folder / METRICS}",
         f"  plan     {folder / 'plan.txt'}",
-        f"  look     piper view {folder}",
+        f"  look     {program} view {folder}",
     ]
     return "\n".join(rows)
 
