@@ -5,10 +5,10 @@
 Measures the links of the machine, and the costs of the model in two profiled runs with microbatches of 8 and
 2 samples, tunes with them as `piper tune --measure 5` does, and then runs the tuned strategy and others that
 were written by hand in turns: one step each in every round, in an order that changes, with new processes
-after every five rounds. A tuned strategy that is one of those written by hand runs once. It refuses to judge
-where a loop of fixed work takes more than 1.1 times its best: other work on the machine would decide. Prints
-the median step of each, how the tuned one compares with the best of the others (at most 1.02), and on how
-many of the pairs more than 5 % apart the predicted order agrees (at least 90 %).
+after every three rounds, as in the search. A tuned strategy that is one of those written by hand runs once.
+It refuses to judge where a loop of fixed work takes more than 1.1 times its best: other work on the machine
+would decide. Prints the median step of each, how the tuned one compares with the best of the others (at most
+1.02), and on how many of the pairs more than 5 % apart the predicted order agrees (at least 90 %).
 
 `--cpu-time` is for a machine with other work on it, and the tuned strategy is then the best by prediction. It
 compares the CPU time of the workers in a step with the time for which they occupy a core by the same costs.
@@ -24,7 +24,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from random import Random
 
@@ -34,6 +34,8 @@ import piper
 from piper import strategies
 from piper.compiler import Program, compile
 from piper.directives import Directive
+from piper.launchers.local import launch_local
+from piper.launchers.transport.fork_server import fork_server
 from piper.models import decoder
 from piper.schedules.grid import orders
 from piper.schedules.names import grid_for
@@ -44,10 +46,9 @@ from piper.simulate.measured import MeasuredOn, read_costs
 from piper.simulate.simulate import simulate
 from piper.tuning.result import Tuned
 from piper.tuning.space import Space
-from piper.tuning.trial_runs import LOADED, stretch
+from piper.tuning.trial_runs import LOADED, ROUNDS, margin_of, stretch
 
 LAYERS, SAMPLES, LENGTH = 8, 16, 64
-ROUNDS_OF_A_START = 5  # equal processes differ by some percent for as long as they live
 CONFIG = decoder.Config(
     vocab=512, dim=128, layers=LAYERS, heads=4, kv_heads=4, head_dim=32, hidden=384, stages=LAYERS
 )
@@ -187,20 +188,27 @@ def main() -> None:
     clock = workers_clock if asked.cpu_time else time.perf_counter
     priced_by = core_seconds if asked.cpu_time else step_seconds
     predicted = {label: priced_by(program, priced) for label, program in programs.items()}
-    spent: dict[str, list[float]] = {label: [] for label in programs}
-    for begun in range(0, asked.rounds, ROUNDS_OF_A_START):
+    spent: dict[str, list[list[float]]] = {label: [] for label in programs}  # in each start
+    for begun in range(0, asked.rounds, ROUNDS):
         with ExitStack() as held:
-            runs = {label: held.enter_context(piper.launch(p, on="local")) for label, p in programs.items()}
-            for run in runs.values():
+            forks = held.enter_context(fork_server())
+            runs = {
+                label: held.enter_context(launch_local(program, forks=forks))
+                for label, program in programs.items()
+            }
+            for label, run in runs.items():
                 run.step(batch)
-            for number in range(begun, min(begun + ROUNDS_OF_A_START, asked.rounds)):
+                spent[label].append([])
+            for number in range(begun, min(begun + ROUNDS, asked.rounds)):
                 for label in Random(number).sample(list(runs), len(runs)):
                     begin = clock()
                     runs[label].step(batch)
-                    spent[label].append(clock() - begin)
+                    spent[label][-1].append(clock() - begin)
     if not asked.cpu_time:
         refuse_load("became")
-    judge({label: statistics.median(times) for label, times in spent.items()}, predicted, same or "tuned")
+    print(f"equal strategies would differ by {margin_of(list(spent.values())):.3f}, as starts do")
+    medians = {label: statistics.median(chain.from_iterable(starts)) for label, starts in spent.items()}
+    judge(medians, predicted, same or "tuned")
 
 
 def print_search(found: Tuned) -> None:
@@ -209,6 +217,8 @@ def print_search(found: Tuned) -> None:
         took = found.measured(one)
         text = "" if took is None else f"{took * 1e3:8.1f} ms measured "
         print(f"{text}{one.step * 1e3:8.1f} ms predicted  {one.choice.label}: {found.reason(one)}")
+    if found.trial is not None:
+        print(f"equal strategies would differ by {found.trial.margin:.3f}, as starts do. {found.trial.note}")
     print()
 
 

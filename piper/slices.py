@@ -40,7 +40,7 @@ def capture_slices(
         chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
     }
     needed = sorted(set(rows_of(graph, samples).values()))
-    compiled = capturing.cache is not None
+    compiled = capturing.recordings.compiled
     # Gradients that are reduced after each run of backwards are written where they are reduced from, and
     # those of several microbatches are added to the sum by the backward that computes them.
     flat = [

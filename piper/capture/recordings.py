@@ -233,7 +233,8 @@ class Capturing:
         """Return the model's code for slices of `rows` samples."""
         requests = merged(requests)
         said = (tuple(each.items()) for each in (ways, budgets, precisions))
-        key = (rows, division_of(requests), *said, flat)
+        # The code remembers its cache: one without compiles nothing, as where strategies are only simulated.
+        key = (rows, division_of(requests), *said, flat, self.cache)
         if key not in self.recordings.differentiated:
             log.debug("Tracing its backward")
             found = differentiate(self.traced(rows, requests), ways, budgets, self.cache, precisions, flat)

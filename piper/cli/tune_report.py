@@ -71,6 +71,8 @@ def print_tuned(found: "Tuned", console: Console, recipe: str, out: Path | None)
     )
     console.print(f"  {best.choice.label}")
     console.print(f"  {verdict(found)}")
+    if found.trial is not None and found.trial.note:
+        console.print(f"  {found.trial.note}")
     if found.trial is not None and found.trial.warning:
         console.print(f"  Warning: {found.trial.warning}")
     console.print()
@@ -164,6 +166,7 @@ def tuned_report(found: "Tuned") -> dict[str, object]:
         "interrupted": found.interrupted,
         "limit_bytes": found.limit,
         "load": None if found.trial is None else found.trial.load,
+        "margin": None if found.trial is None else found.trial.margin,
         "traced": list(found.recorded),
         "ranked": [
             {

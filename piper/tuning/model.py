@@ -1,14 +1,15 @@
 """The model that is tuned: its layers, what can be divided, and tables of costs for every microbatch size."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from piper.capture.recordings import Capturing
 from piper.capture.trace.repeated_layers import TAG
 from piper.compiler import MASTER_BYTES, Program, build
 from piper.directives import Directive
 from piper.errors import ConfigError
-from piper.ir.chunk import CapturedModel
+from piper.ir.chunk import CapturedModel, Chunk
 from piper.job import Job
 from piper.simulate.costs import Costs
 from piper.tuning.bounds import State
@@ -17,7 +18,7 @@ from piper.tuning.model_layers import ModelLayers
 from piper.tuning.scaling import scaled
 
 BY = "tune"
-Key = tuple[int, Recompute, int, int, int]
+Key = tuple[int, Recompute, int, int, int, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,11 @@ class Model:
     tables: dict[Key, ModelLayers] = field(default_factory=dict, repr=False)
 
     @property
+    def compiled(self) -> bool:
+        """Return whether the job will be compiled."""
+        return self.capturing.recordings.compiled
+
+    @property
     def recorded(self) -> list[int]:
         """Return the microbatch sizes that were recorded, in order."""
         return sorted(self.capturing.recordings.recorded)
@@ -50,46 +56,74 @@ class Model:
                 del self.tables[key]  # was estimated from other sizes
 
     def layers(
-        self, rows: int, recompute: Recompute, experts: int = 1, tensor: int = 1, context: int = 1
+        self,
+        rows: int,
+        recompute: Recompute,
+        experts: int = 1,
+        tensor: int = 1,
+        context: int = 1,
+        *,
+        several: bool = False,
     ) -> ModelLayers:
         """Return the costs of the layers for one microbatch size.
 
         experts: devices that divide the experts. tensor, context: devices that divide every layer.
+        several: a device has several microbatches. Compiled backwards then add up their gradients.
         """
-        key = (rows, recompute, experts, tensor, context)
+        flat = several and self.compiled
+        key = (rows, recompute, experts, tensor, context, flat)
         if key not in self.tables and tensor * context > 1:
-            self.tables[key] = self.layers(rows, recompute, experts).divided(tensor, context)
+            whole = self.layers(rows, recompute, experts, several=several)
+            self.tables[key] = whole.divided(tensor, context)
         elif key not in self.tables:
             # Fewer experts on a device have less weights to read, and the same rows: the fewest give a bound.
-            outline = self.outline(rows, recompute, self.experts if experts > 1 else 1)
+            outline = self.outline(rows, recompute, self.experts if experts > 1 else 1, flat=flat)
             shares = {chunk.name: experts for chunk in outline.chunks if chunk.kind == "expert"}
             self.tables[key] = ModelLayers(
                 outline, self.costs, self.tag, across=recompute.across, shares=shares
             )
         return self.tables[key]
 
-    def outline(self, rows: int, recompute: Recompute, experts: int) -> CapturedModel:
-        """Return the differentiated model: as recorded, or from two sizes that were."""
+    def outline(self, rows: int, recompute: Recompute, experts: int, *, flat: bool = False) -> CapturedModel:
+        """Return the differentiated model: as recorded, or from two sizes that were.
+
+        flat: its compiled backwards write gradients into given memory, and can add to it.
+        """
         if rows not in self.recorded and len(self.recorded) > 1:
-            one, other = (self._differentiated(size, recompute, experts) for size in self.recorded[:2])
+            one, other = (
+                self._differentiated(size, recompute, experts, lambda chunk: flat)
+                for size in self.recorded[:2]
+            )
             made = scaled(one, other, rows)
             if made is not None:
                 return made
         self.record(rows)
-        return self._differentiated(rows, recompute, experts)
+        return self._differentiated(rows, recompute, experts, lambda chunk: flat)
 
-    def _differentiated(self, rows: int, recompute: Recompute, experts: int) -> CapturedModel:
+    def _differentiated(
+        self, rows: int, recompute: Recompute, experts: int, flat: Callable[[Chunk], bool]
+    ) -> CapturedModel:
         chunks = self.capturing.traced(rows).outline.chunks
         ways = {chunk.name: experts for chunk in chunks if chunk.kind == "expert"}
         budgets: Mapping[str, float] = {}
         if recompute != Recompute():
             budgets = {c.name: recompute.budget for c in chunks if c.kind in ("compute", "expert")}
-        return self.capturing.differentiated(rows, (), ways, budgets).outline
+        named = tuple(chunk.name for chunk in chunks if flat(chunk))
+        return self.capturing.differentiated(rows, (), ways, budgets, flat=named).outline
 
     def capture(self, choice: StrategyChoice) -> None:
         """Capture the model as a candidate needs it, if it was not and nothing divides its layers."""
         if not choice.divided:
-            self._differentiated(choice.rows, choice.recompute, choice.experts)
+            flat = partial(self._writes_flat, choice)
+            self._differentiated(choice.rows, choice.recompute, choice.experts, flat)
+
+    def _writes_flat(self, choice: StrategyChoice, chunk: Chunk) -> bool:
+        """Return whether the compiler has the backward of a chunk write gradients into given memory."""
+        if not self.compiled:
+            return False
+        layer = dict(chunk.tags)[self.tag]
+        stage = next(number for number, layers in enumerate(choice.stages) if layer in layers)
+        return choice.microbatches > 1 or choice.zeros[choice.placement.ranks[stage]] >= 2
 
     def shortened(self, samples: int) -> "Model":
         """Return the model with the first samples of its batch."""

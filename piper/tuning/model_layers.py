@@ -251,8 +251,17 @@ class ModelLayers:
         return found
 
     def _adds(self, chunks: Sequence[Chunk]) -> float:
-        found = self._parameters(chunks).values()
-        return self.costs.touch("accumulate", 3 * sum(one.trained_bytes for one in found))
+        """Return the seconds to add gradients to those of other microbatches.
+
+        A compiled backward that adds them itself only reads the sum in addition.
+        """
+        adding = [chunk for chunk in chunks if adds_gradients(chunk)]
+        flat = self._parameters(adding)
+        read = sum(one.trained_bytes for one in flat.values())
+        every = self._parameters(chunks).items()
+        apart = sum(one.trained_bytes for name, one in every if name not in flat)
+        added = self.costs.touch("accumulate", 3 * apart) if apart else 0.0
+        return added + (self.costs.touch("compute", read) if read else 0.0)
 
     def _parameters(self, chunks: Sequence[Chunk]) -> dict[str, LayerParameters]:
         found: dict[str, LayerParameters] = {}
@@ -335,6 +344,12 @@ def union(found: Iterable[Mapping[K, V]]) -> dict[K, V]:
 def differentiates(chunk: Chunk, place: int) -> bool:
     """Return whether a chunk's backward gives the gradient of one of its inputs."""
     return "B" in chunk.phases and place in chunk.phases["B"].grad_inputs
+
+
+def adds_gradients(chunk: Chunk) -> bool:
+    """Return whether a backward of a chunk, whole or of its weights, can add gradients to a sum."""
+    halves: tuple[Phase, ...] = ("B", "BW")
+    return any(chunk.phases[phase].in_place for phase in halves if phase in chunk.phases)
 
 
 def itemsize(dtype: str) -> int:

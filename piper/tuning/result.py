@@ -73,11 +73,17 @@ class Tuned:
 
     @property
     def ranked(self) -> list[Evaluation]:
-        """Return what was evaluated: those that fit first, then those measured, the shortest step first."""
+        """Return what was evaluated: those that fit first, then those measured, the shortest step first.
+
+        Those that were measured are in the order of `trial`.
+        """
+
+        runs = () if self.trial is None else self.trial.runs
+        places = {id(run.found): place for place, run in enumerate(runs) if run.times}
 
         def rank(one: Evaluation) -> tuple[object, ...]:
-            measured = self.measured(one)
-            by = (True, one.step) if measured is None else (False, measured)
+            place = places.get(id(one))
+            by = (True, one.step) if place is None else (False, place)
             return (one.needs > self.limit, *by, one.choice.label)
 
         return sorted(self.evaluated, key=rank)
@@ -94,12 +100,16 @@ class Tuned:
     def reason(self, loser: Evaluation) -> str:
         """Return why a candidate that was evaluated lost."""
         run, shortest = (None if self.trial is None else self.trial.of(loser)), self.measured(self.best)
+        equals = () if self.trial is None else self.trial.equals
         if loser is self.best:
+            if len(equals) > 1:
+                return f"best by prediction of {len(equals)} that are equally fast"
             return "best" if shortest is None else "best, measured"
         if run is not None and run.failed:
             return f"failed when it was measured: {run.failed}"
         if run is not None and run.times and shortest:
-            return f"measured {run.step / shortest:.3f} of the best"
+            equal = ": equally fast, as far as starts tell" if run in equals else ""
+            return f"measured {run.step / shortest:.3f} of the best{equal}"
         if loser.needs > self.limit:
             return f"does not fit: {size(loser.needs)} of {size(self.limit)}"
         if self.trial is not None and loser.step <= self.best.step:

@@ -253,7 +253,8 @@ class StrategySearch:
     def layers(self, choice: StrategyChoice) -> ModelLayers:
         """Return the costs of the layers under a candidate."""
         degrees = choice.experts, choice.tensor, choice.context
-        return self.model.layers(choice.rows, choice.recompute, *degrees)
+        several = choice.microbatches > 1
+        return self.model.layers(choice.rows, choice.recompute, *degrees, several=several)
 
     def boundaries(self, choice: StrategyChoice, stages: int) -> list[tuple[int, ...]]:
         """Return the sizes of stages to try: even, balanced by cost, and balanced with more layers late."""

@@ -1,30 +1,40 @@
-"""Runs the best candidates of a search on this machine, in turns, to choose the one that is fastest here."""
+"""Runs the best candidates of a search on this machine, in turns, to choose the one that is fastest here.
+
+[Note: what starts differ by] Processes that run the same program differ by some percent for as long as they
+live: they have other cores and other memory. So every candidate is started several times. The processes of
+one start come from one fork server, which costs most of the time of a start, and have its libraries at the
+same addresses. Medians that differ by less than starts explain do not order candidates: of those, the one
+with the shortest predicted step comes first.
+"""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from math import sqrt
 from random import Random
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 
 import torch
 
 from piper.errors import ConfigError, PiperError
-from piper.format import count
+from piper.format import count, percent
 from piper.launchers.processes import rank_environment
+from piper.launchers.transport.fork_server import ForkConnection, fork_server
 from piper.runtime.setup import device_kind
 from piper.simulate.cluster import Cluster
 from piper.tuning.evaluate import Evaluation
 
-ROUNDS, FEWEST = 15, 3  # of turns: all, and those that are taken however long they are
-LONGEST = 120.0  # seconds after which no further round begins
+STARTS, FEWEST = 5, 3  # of each run: all, and those that are made however long they take
+ROUNDS = 3  # of turns in a start
+LONGEST = 120.0  # seconds after which nothing is started again, and an equal part of them for each start
 WARM = 2  # steps of a run before its first turn, which build what later steps use again
 APART = 4  # steps of a turn where a run is started for each of its turns
 LOADED = 1.1  # how much longer fixed work may take on an idle machine
 BY = "tune --measure"
 Step = Callable[[], object]
-Start = Callable[[], AbstractContextManager[Step]]
+Start = Callable[[ForkConnection], AbstractContextManager[Step]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +42,13 @@ class TrialRun:
     """A candidate that ran on this machine."""
 
     found: Evaluation
-    times: tuple[float, ...]  # seconds of its steps. Empty: it failed, or no round was complete
+    starts: tuple[tuple[float, ...], ...]  # seconds of steps. Empty: it failed, or no round was complete
     failed: str = ""  # why
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Return the seconds of all its steps."""
+        return tuple(spent for start in self.starts for spent in start)
 
     @property
     def step(self) -> float:
@@ -43,15 +58,32 @@ class TrialRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRuns:
-    """The candidates that ran on this machine, the fastest first."""
+    """The candidates that ran on this machine, the chosen one first: see [Note: what starts differ by]."""
 
     runs: tuple[TrialRun, ...]
     load: float  # how many times its best a fixed loop took before or after, the larger: see `stretch`
+    margin: float = 0.0  # medians that differ by at most this fraction are equal, as far as starts tell
     interrupted: bool = False
 
     def of(self, found: Evaluation) -> TrialRun | None:
         """Return the run of a candidate. None: it did not run."""
         return next((run for run in self.runs if run.found is found), None)
+
+    @property
+    def equals(self) -> tuple[TrialRun, ...]:
+        """Return the runs that are as fast as the fastest, as far as starts tell."""
+        return equal_runs(self.runs, self.margin)
+
+    @property
+    def note(self) -> str:
+        """Return what decided between runs that are equally fast. Empty: there was only one."""
+        if len(self.equals) < 2:
+            return ""
+        within = percent(self.margin, 1)
+        return (
+            f"{len(self.equals)} are equally fast: their medians lie within {within}, and starts of one "
+            "strategy differ by as much. The shortest by prediction is the best"
+        )
 
     @property
     def warning(self) -> str:
@@ -69,56 +101,80 @@ class Turns:
     """Runs that take turns, and the seconds of their steps so far."""
 
     starts: Sequence[Start]
-    together: bool  # all are started once. False: each is started and ended for each of its turns
+    together: bool  # all run at the same time. False: one after another
     clock: Callable[[], float] = perf_counter
-    times: list[list[float]] = field(default_factory=list)
+    serve: Callable[[], AbstractContextManager[ForkConnection]] = fork_server  # for each start
+    times: list[list[list[float]]] = field(default_factory=list)  # of each run in each of its starts
     failed: dict[int, PiperError] = field(default_factory=dict)
 
     def take(self) -> None:
-        """Take turns, in another order in each round, so that none always follows the same one."""
+        """Start all runs several times, and let them take turns in each start.
+
+        The order is another one in each start and in each round, so that none always follows the same one.
+        """
         self.times[:] = [[] for _ in self.starts]
-        everyone = range(len(self.starts))
-        with ExitStack() as held:
-            steps = {one: self._kept(one, held) for one in everyone} if self.together else {}
-            began = self.clock()
-            for number in range(ROUNDS if self.together else FEWEST):
-                if number >= FEWEST and self.clock() - began > LONGEST:
-                    return
-                for one in Random(number).sample(everyone, len(everyone)):
-                    self._turn(one, steps.get(one))
+        began = self.clock()
+        for number in range(STARTS if self.together else FEWEST):
+            if number >= FEWEST and self.clock() - began > LONGEST:
+                return
+            for times in self.times:
+                times.append([])
+            with ExitStack() as held:
+                self._rounds(number, held)
 
-    def _kept(self, one: int, held: ExitStack) -> Step | None:
-        try:
-            return held.enter_context(self._warm(one))
-        except PiperError as error:
-            self.failed[one] = error
-            return None
+    def _rotated(self, number: int) -> list[int]:
+        """Return all runs in the order of a start: each comes first in one of as many starts as runs."""
+        everyone = list(range(len(self.starts)))
+        first = number % len(everyone)
+        return everyone[first:] + everyone[:first]
 
-    def _turn(self, one: int, step: Step | None) -> None:
+    def _rounds(self, number: int, held: ExitStack) -> None:
+        """Start all runs once, and let them take turns until the time of this start is over."""
+        until = self.clock() + LONGEST / STARTS
+        forks = held.enter_context(self.serve())
+        order = self._rotated(number)
+        if not self.together:
+            for one in order:
+                with ExitStack() as alone:
+                    step = self._started(one, forks, alone)
+                    for _ in range(APART):
+                        self._turn(one, step)
+            return
+        steps = {one: self._started(one, forks, held) for one in order}
+        for turn in range(ROUNDS):
+            if turn and self.clock() > until:
+                return
+            for one in Random(number * ROUNDS + turn).sample(range(len(steps)), len(steps)):
+                self._turn(one, steps[one])
+
+    def _started(self, one: int, forks: ForkConnection, held: ExitStack) -> Step:
+        """Start a run, unless it has failed, and take the steps that do not count. Return its step."""
+        step: Step = lambda: None  # noqa: E731  of a run that has failed
+        if one not in self.failed:
+            try:
+                step = held.enter_context(self.starts[one](forks))
+                for _ in range(WARM):
+                    step()
+            except PiperError as error:
+                self.failed[one] = error
+        return step
+
+    def _turn(self, one: int, step: Step) -> None:
+        """Take a step of a run, unless it has failed."""
         if one in self.failed:
             return
         try:
-            with self._warm(one) if step is None else nullcontext(step) as taken:
-                for _ in range(APART if step is None else 1):
-                    begin = self.clock()
-                    taken()
-                    self.times[one].append(self.clock() - begin)
+            begin = self.clock()
+            step()
+            self.times[one][-1].append(self.clock() - begin)
         except PiperError as error:
             self.failed[one] = error
-            self.times[one].clear()
-
-    @contextmanager
-    def _warm(self, one: int) -> Iterator[Step]:
-        with self.starts[one]() as step:
-            for _ in range(WARM):
-                step()
-            yield step
 
 
 def run_candidates(candidates: Sequence[Evaluation], starts: Sequence[Start], *, together: bool) -> TrialRuns:
     """Run candidates in turns. Ctrl-C ends that with the rounds so far. If all fail, raise the first error.
 
-    starts: starts the run of each candidate, and gives its step.
+    starts: start the run of each candidate on processes of a fork server, and give its step.
     """
     before = stretch()
     turns = Turns(starts=starts, together=together)
@@ -129,18 +185,55 @@ def run_candidates(candidates: Sequence[Evaluation], starts: Sequence[Start], *,
         interrupted = True
     if len(turns.failed) == len(candidates):
         raise turns.failed[0]
-    unknown = any(not times for one, times in enumerate(turns.times) if one not in turns.failed)
+    known = [
+        () if one in turns.failed else tuple(tuple(start) for start in starts if start)
+        for one, starts in enumerate(turns.times)
+    ]
+    unknown = any(not starts for one, starts in enumerate(known) if one not in turns.failed)
     runs = [
         TrialRun(
             found=found,
-            times=() if unknown else tuple(turns.times[one]),
+            starts=() if unknown else known[one],
             failed=str(turns.failed.get(one, "")).partition("\n")[0],
         )
         for one, found in enumerate(candidates)
     ]
-    runs.sort(key=lambda run: (bool(run.failed), run.step))
     load = before if interrupted else max(before, stretch())
-    return TrialRuns(runs=tuple(runs), load=load, interrupted=interrupted)
+    margin = margin_of([run.starts for run in runs if run.times])
+    return TrialRuns(runs=ordered(runs, margin), load=load, margin=margin, interrupted=interrupted)
+
+
+def ordered(runs: Sequence[TrialRun], margin: float) -> tuple[TrialRun, ...]:
+    """Return the runs that are as fast as the fastest in the order of their predictions, then the others."""
+    by_time = sorted(runs, key=lambda run: (bool(run.failed), run.step))
+    equal = equal_runs(by_time, margin)
+    first = sorted(equal, key=lambda run: (run.found.step, run.step))
+    return (*first, *by_time[len(equal) :])
+
+
+def equal_runs(runs: Sequence[TrialRun], margin: float) -> tuple[TrialRun, ...]:
+    """Return the runs whose medians exceed the shortest by at most a fraction. Empty: none was measured."""
+    fastest = min((run.step for run in runs if run.times), default=0.0)
+    return tuple(run for run in runs if run.times and run.step <= fastest * (1 + margin))
+
+
+def margin_of(runs: Sequence[Sequence[Sequence[float]]]) -> float:
+    """Return the fraction by which the times of two equal runs differ, as a standard error. 0: unknown.
+
+    runs: seconds of the steps of each run in each of its starts. What all runs of a start have in common, as
+    where the machine has other work, does not count: it says nothing about their order.
+    """
+    starts = min(map(len, runs), default=0)
+    if len(runs) < 2 or starts < 2:
+        return 0.0
+    medians = [[median(start) for start in run[:starts]] for run in runs]
+    relative = [[spent / fmean(run) for spent in run] for run in medians]
+    common = [fmean(start) for start in zip(*relative, strict=True)]
+    squares = sum(
+        (spent / usual - 1) ** 2 for run in relative for spent, usual in zip(run, common, strict=True)
+    )
+    freedom = (len(runs) - 1) * (starts - 1)
+    return sqrt(squares / freedom * 2 / starts)
 
 
 def check_runs_here(cluster: Cluster, devices: int) -> None:

@@ -20,7 +20,8 @@ from piper.gc_pause import no_collection
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.job import Batch, Job
-from piper.launchers.launch import launch
+from piper.launchers.local import launch_local
+from piper.launchers.transport.fork_server import ForkConnection
 from piper.lower.state import Settings
 from piper.models.tensor_plan import tensor_plan
 from piper.runtime.setup import device_kind
@@ -353,8 +354,8 @@ def measured_here(
         return compile_job(job, compile=recordings.compiled, captured=recordings)
 
     @contextmanager
-    def started(number: int) -> Iterator[Step]:
-        with launch(program(number), on="local") as run:
+    def started(number: int, forks: ForkConnection) -> Iterator[Step]:
+        with launch_local(program(number), forks=forks) as run:
             yield lambda: run.step(model.capturing.batch)
 
     search.measuring = len(chosen)
