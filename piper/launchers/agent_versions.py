@@ -7,10 +7,11 @@ an agent that cannot be reached are missing. Sections go from agent to agent whe
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
-from piper.errors import LaunchError
+from piper.errors import ConfigError, LaunchError
 from piper.launchers.agent_calls import REACH, Agent, AgentCalls
 from piper.launchers.machine_agent import Bytes, Place
 from piper.launchers.messages import PATIENCE
@@ -21,11 +22,20 @@ from piper.plan.plan import Plans
 from piper.plan.protected import GENERATIONS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortMachine:
+    """A machine that has too little shared memory for the versions of its devices."""
+
+    address: str
+    needs: int  # bytes
+    has: int
+
+
 class AgentVersions(Versions):
     """The driver's side of versions that agents hold."""
 
     def __init__(self, plans: Plans, calls: AgentCalls) -> None:
-        """Prepare for agents. Each is refused if its machine has too little memory."""
+        """Prepare for agents. A machine that has too little memory is found by `short`."""
         super().__init__(plans, checked=False)
         self.calls = calls
         self.needs = {device: version_bytes(plans, device) for device in self.devices}
@@ -41,8 +51,34 @@ class AgentVersions(Versions):
         """Return memory for another program, with the same agents' machines."""
         return AgentVersions(plans, self.calls)
 
+    def short(self, agents: Mapping[int, Agent], others: Iterable[Agent] = ()) -> dict[str, ShortMachine]:
+        """Return the machines that have too little memory for devices that would come to them, by node.
+
+        agents: those of all devices. others: agents that would have no device, and hold nothing then.
+        """
+        found: dict[str, ShortMachine] = {}
+        coming = {d: agent for d, agent in agents.items() if self.agents.get(d) != agent}
+        known = [*agents.values(), *others]
+        for node in {agent.node: None for agent in coming.values()}:
+            here = [agent for agent in known if agent.node == node]
+            free = cast("int | None", self.calls.answers({0: here[0].actor.room.remote()}, REACH).get(0))
+            needs = sum(self.needs[device] for device, agent in coming.items() if agent.node == node)
+            if free is None or needs <= free:  # one that does not answer is found when its worker starts
+                continue
+            old = self.calls.answers(
+                {n: agent.actor.held.remote(self.owner) for n, agent in enumerate(here)}, REACH
+            )
+            has = free + sum(cast("dict[int, int]", old).values())
+            if needs > has:
+                found[node] = ShortMachine(address=here[0].address, needs=needs, has=has)
+        return found
+
+    def refusal(self, machine: ShortMachine) -> ConfigError:
+        """Return the error of a machine that is short of memory, where no other one is left."""
+        return too_little(machine.needs, machine.has, self.protection, f" of {machine.address}")
+
     def place(self, agents: Mapping[int, Agent]) -> None:
-        """Let agents hold the memory of their devices from now on."""
+        """Let agents hold the memory of their devices from now on. `short` has found none."""
         new = {d: agent for d, agent in agents.items() if self.agents.get(d) != agent}
         before = {d: self.agents[d] for d in new if d in self.agents and d not in self.lost}
         if before:
@@ -51,12 +87,6 @@ class AgentVersions(Versions):
         by_node = {
             agent.node: [d for d in agents if agents[d].node == agent.node] for agent in agents.values()
         }
-        for devices in by_node.values():
-            if any(device in new for device in devices):
-                free = self.calls.get(agents[devices[0]].actor.room.remote(), PATIENCE)
-                needs = sum(self.needs[device] for device in devices if device in new)
-                if free is not None and needs > free:
-                    raise too_little(needs, free, self.protection, f" of {agents[devices[0]].address}")
         calls = {}
         for devices in by_node.values():
             for device in devices:

@@ -231,10 +231,12 @@ class ElasticRun(RecoveringRun):
         if self.fewer is not None:
             self._go_on_with(*self.fewer)
         room = None if self.failed_at is None else self.starter.room()
-        if room is not None and room < len(self.places):
+        while room is not None and room < len(self.places):
             size = self._largest(room)
-            if size is not None and self._has_state():
-                self._go_on_with(self.places[:size], f"there is room for {room}")
+            if size is None or not self._has_state():
+                break
+            self._go_on_with(self.places[:size], f"there is room for {room}")
+            room = self.starter.room()  # each of fewer devices needs more memory
         super()._start()
 
     def _has_state(self) -> bool:

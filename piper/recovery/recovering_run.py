@@ -24,7 +24,7 @@ from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
 from piper.recovery.retried_calls import RetriedCalls
 from piper.recovery.retrying import Disk, Failed, Phases, Saving, StepTimes, failed, first_intact, no_version
-from piper.recovery.run_events import Notify, failure, mismatch, recovery, warm
+from piper.recovery.run_events import Notify, failure, mismatch, recovery, skipped, warm
 from piper.recovery.starters import Kept, Recoverable, Starter, starter_of, versions_of
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.setup import ProgramLike
@@ -208,8 +208,12 @@ class RecoveringRun(RetriedCalls):
 
     def _launch(self, options: Options) -> Recoverable:
         """Start all workers."""
-        with self.phases.timed("start"):
-            run = self.starter.start(options)
+        try:
+            with self.phases.timed("start"):
+                run = self.starter.start(options)
+        finally:
+            for machine in self.starter.passed_over():
+                self.notify(skipped(machine, self.at))
         self.phases.part("start", "warm", self.starter.waited)
         return run
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from piper.errors import LaunchError
-from piper.launchers.agent_versions import AgentVersions
+from piper.launchers.agent_versions import AgentVersions, ShortMachine
 from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import Resumed, Run
 from piper.launchers.driver import RemoteRun
@@ -70,6 +70,9 @@ class Starter(Protocol):
     def warmed(self) -> Sequence[WarmAgent]:
         """Return the spares whose agents have become warm since the last call."""
 
+    def passed_over(self) -> Sequence[ShortMachine]:
+        """Return the spares that were not used since the last call, because they are short of memory."""
+
     def close(self) -> None:
         """End what outlives workers."""
 
@@ -110,6 +113,10 @@ class InlineStarter:
         """Do nothing: every start makes new threads."""
 
     def warmed(self) -> Sequence[WarmAgent]:
+        """Return nothing: there are no spares."""
+        return ()
+
+    def passed_over(self) -> Sequence[ShortMachine]:
         """Return nothing: there are no spares."""
         return ()
 
@@ -174,6 +181,10 @@ class LocalStarter:
         """Do nothing: every start forks new processes."""
 
     def warmed(self) -> Sequence[WarmAgent]:
+        """Return nothing: there are no spares."""
+        return ()
+
+    def passed_over(self) -> Sequence[ShortMachine]:
         """Return nothing: there are no spares."""
         return ()
 

@@ -251,7 +251,7 @@ def test_a_machine_that_is_lost_and_one_that_comes(
     monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
     events: list[Event] = []
     with running(program, sizes, events) as run:
-        narrow = Narrow(cast(InlineStarter, run.starter), rooms=[3, 3, 4, 4])
+        narrow = Narrow(cast(InlineStarter, run.starter), rooms=[3, 3, 3, 4, 4])
         run.starter, run.run = cast(Starter, narrow), None
         with pytest.raises(ConfigError) as caught:
             run.resize(2)

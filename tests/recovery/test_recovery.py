@@ -23,6 +23,7 @@ from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import UnwrittenError
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, WorkerError
+from piper.launchers.agent_versions import ShortMachine
 from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.inline import launch_inline
@@ -62,6 +63,7 @@ class Script:
     near: bool = True
     waited: float = 0.0  # until agents are warm, at each start
     warm: list[WarmAgent] = field(default_factory=list)  # agents that become warm before the next step ends
+    short: list[ShortMachine] = field(default_factory=list)  # spares that the next start passes over
     unheard: list[int] = field(default_factory=list)  # steps that end, and whose answer is lost
 
     def do(self, what: str) -> None:
@@ -87,6 +89,10 @@ class Script:
 
     def warmed(self) -> list[WarmAgent]:
         found, self.warm = self.warm, []
+        return found
+
+    def passed_over(self) -> list[ShortMachine]:
+        found, self.short = self.short, []
         return found
 
     def close(self) -> None:
@@ -200,6 +206,21 @@ def test_an_agent_that_becomes_warm_and_one_that_is_waited_for_are_in_the_events
     shown = described(replace(events[2], seconds=7.0))
     assert shown.startswith(
         "Step 3: recovered in 7.0 s, of which 5.0 s until agents were warm, from the state"
+    )
+
+
+def test_a_spare_that_is_passed_over_is_in_the_events() -> None:
+    """Also where the start fails: it says why."""
+    script = Script(fails={"step 2": [lost()]})
+    run, events = scripted(script)
+    train(run, 1, 1)
+    script.short = [ShortMachine(address="10.0.0.3", needs=3 * 2**20, has=2**20)]
+    script.fails["start blank"] = [LaunchError("too few", by="launch", hint="none")]
+    assert train(run, 2, 2) == [2.0]
+    assert [event.event for event in events] == ["failure", "skipped", "failure", "recovery"]
+    assert described(events[1]) == (
+        "Step 2: machine 10.0.0.3 is passed over: it has 1.0 MiB of shared memory, "
+        "and versions of its devices need 3.0 MiB"
     )
 
 
