@@ -107,7 +107,7 @@ class AgentStarter(ABC):
     def near(self) -> bool:
         """Return whether all workers are on the driver's machine wherever they start, and see its memory."""
         with self.lock:
-            with suppress(self.calls.lost):  # the cluster does not answer now: those that are known count
+            with suppress(*self.calls.lost):  # the cluster does not answer now: those that are known count
                 self._hire()
             return {agent.address for agents in self.agents.values() for agent in agents} <= {self.calls.own}
 
@@ -233,7 +233,7 @@ class AgentStarter(ABC):
         until = monotonic() + (0.0 if warm else SETTLE)
         while True:
             with self.lock:
-                with suppress(self.calls.lost):
+                with suppress(*self.calls.lost):
                     self._hire()
                 found = self._ranks(len(self.agents))
                 chosen = self._chosen(found)

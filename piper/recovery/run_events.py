@@ -89,5 +89,6 @@ def warm(agent: WarmAgent, step: int) -> Event:
 
 def skipped(machine: ShortMachine, step: int) -> Event:
     """Return the event of a spare that was not used, because its machine is short of memory."""
-    what = f"it has {size(machine.has)} of shared memory, and versions of its devices need {size(machine.needs)}"
+    has, needs = size(machine.has), size(machine.needs)
+    what = f"it has {has} of shared memory, and versions of its devices need {needs}"
     return Event(event="skipped", step=step, who=f"machine {machine.address}", what=what)

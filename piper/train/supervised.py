@@ -25,8 +25,9 @@ from piper.launchers.processes import gone
 from piper.launchers.transport.fork_server import ForkConnection, ForkServer
 from piper.launchers.transport.serialize import Codec
 from piper.launchers.transport.versions import Versions
-from piper.recovery.elastic import ElasticRun, clear
+from piper.recovery.elastic import ElasticRun
 from piper.recovery.journal import Journal, Progress, states_of
+from piper.recovery.moving_states import MovingStates
 from piper.recovery.recovering_run import RecoveringRun
 from piper.recovery.retrying import Saving
 from piper.recovery.run_events import failure
@@ -48,6 +49,7 @@ class Driver:
     left: int  # retries
     failed_at: float | None = None  # when the driver before it was killed. None: it is the first
     progress: Progress | None = None  # of the driver before it. None: no step was complete
+    states: MovingStates | None = None  # the folder of states that move. None: the job is not elastic
 
     def kept(self, feed: Feed, positions: dict[int, object]) -> Kept:
         """Return what outlives this driver. positions: of the data by step, which are filled in."""
@@ -61,7 +63,7 @@ class Driver:
         run.left, run.failed_at = self.left, self.failed_at
         progress = self.progress
         if isinstance(run, ElasticRun):
-            run.memory = self.memory
+            run.memory, run.states = self.memory, self.states
             if progress is not None and progress.layout is not None:
                 run.take(progress.layout)
         if progress is None:
@@ -176,8 +178,9 @@ def supervise(
             held.callback(versions.close)
         held.callback(journal.close)
         held.callback(lambda: servers[0].close())
-        killed: list[int] = []
-        held.callback(clear, killed, None)
+        states = None if program.job.elastic is None else MovingStates()
+        if states is not None:
+            held.callback(states.close)
         while True:
             if gone(servers[0].server):
                 servers[0].close()
@@ -190,6 +193,7 @@ def supervise(
                 left=left,
                 failed_at=failed_at,
                 progress=progress,
+                states=states,
             )
             ended = supervisor.run(partial(answered, act, driver))
             forks.close()
@@ -198,8 +202,8 @@ def supervise(
             if supervisor.asked:
                 raise PreemptedError if supervisor.preempted else KeyboardInterrupt
             progress, failed_at = journal.progress(), monotonic()
-            killed.append(ended.process)
-            clear(killed, moved(progress))
+            if states is not None:
+                states.clear(moved(progress))
             done = 0 if progress is None else progress.done
             if progress is not None and (before is None or before[1] != done):
                 left = progress.left

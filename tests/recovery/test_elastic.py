@@ -256,7 +256,6 @@ def test_a_machine_that_is_lost_and_one_that_comes(
         with pytest.raises(ConfigError) as caught:
             run.resize(2)
         run.disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
-        (tmp_path / "piper-resize-1-left").mkdir()
         assert_plain([run.step(batch).loss for batch in batches(12)], run.state_dict())
         assert narrow.starts == [4, 2, 4] and narrow.rooms == []
     assert [(e.step, e.what) for e in events if e.event == "resize"] == [
@@ -303,6 +302,17 @@ def test_programs_of_fewer_devices_are_compiled_in_another_process(programs: Pro
     assert isinstance(found, SentProgram) and [*devices_of(found.plans)] == [0, 1]
     assert [directive.devices for directive in strategy_of(found.job)[:2]] == [(0,), (1,)]  # type: ignore[attr-defined]
     assert found.evaluation(batches(1)[0]).plans.buckets.keys() == found.plans.buckets.keys()
+
+
+def test_a_state_that_a_killed_run_has_left_beside_its_checkpoints_goes(
+    program: Program, sizes: ElasticRange, tmp_path: Path
+) -> None:
+    for name in ("piper-resize-left", "step-00000001"):
+        (tmp_path / name).mkdir()
+    disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
+    make = partial(ElasticRun, sizes=sizes)
+    with recovering(program, "inline", Options(), retries=1, disk=disk, make=make):
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_a_file_asks_for_a_number_of_devices(program: Program, sizes: ElasticRange, tmp_path: Path) -> None:

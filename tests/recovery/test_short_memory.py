@@ -55,7 +55,9 @@ class Machines:
         nodes = self.nodes or [*range(len(self.free))]
         return {
             n: Agent(
-                actor=RemoteAgent(one.answer, one.close), node=f"node {nodes[n]}", address=f"10.0.0.{nodes[n]}"
+                actor=RemoteAgent(one.answer, one.close),
+                node=f"node {nodes[n]}",
+                address=f"10.0.0.{nodes[n]}",
             )
             for n, one in enumerate(self.made)
         }

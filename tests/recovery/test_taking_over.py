@@ -24,8 +24,9 @@ from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.transport.fork_server import FORKED, NOTICE, ForkConnection, ForkServer
 from piper.launchers.transport.versions import Versions
-from piper.recovery.elastic import ElasticRange, ElasticRun, clear
+from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.journal import Journal
+from piper.recovery.moving_states import MovingStates
 from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -59,6 +60,7 @@ class Drivers:
     killed: int = 0
 
     def __post_init__(self) -> None:
+        self.states = None if self.sizes is None else MovingStates()
         self.memory = (Versions(self.program.plans), Versions(self.program.plans))
 
     @contextmanager
@@ -73,6 +75,7 @@ class Drivers:
             left=3,
             failed_at=monotonic() if self.killed else None,
             progress=progress,
+            states=self.states,
         )
         made = self.program.job
         feed, positions = Feed(made.data, made.seed), dict[int, object]()
@@ -88,8 +91,10 @@ class Drivers:
             yield Driven(run=run, driver=driver, feed=feed, positions=positions)
             if isinstance(run, ElasticRun):
                 run.folders.clear()  # a killed process removes nothing
+                run.states = None
         self.killed += 1
-        clear([os.getpid()], moved(self.journal.progress()))
+        if self.states is not None:
+            self.states.clear(moved(self.journal.progress()))
 
     def _lent(self, versions: Versions) -> Versions:
         """Return the same memory, as a forked process has it."""
@@ -101,6 +106,9 @@ class Drivers:
         for versions in self.memory:
             versions.close()
         self.journal.close()
+        if self.states is not None:
+            assert [*self.states.path.iterdir()] == []
+            self.states.close()
 
 
 @dataclass
