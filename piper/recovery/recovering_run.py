@@ -377,6 +377,7 @@ def recovering(
     options: Options,
     *,
     spares: int = 0,
+    joining: bool = False,
     kept: Kept | None = None,
     make: Callable[..., RecoveringRun] = RecoveringRun,
     **asked: Any,  # noqa: ANN401  as the run has them: retries, stall, notify, disk, replace_stragglers
@@ -384,12 +385,14 @@ def recovering(
     """Start a program on workers that are replaced when they are lost, and end them with the block.
 
     on: inline, local or ray. spares: workers more than devices, for which resources are claimed.
+    joining: whether machines that join later are claimed as spares, where that can be.
     kept: the part of a supervisor. None: there is none.
     """
     with ExitStack() as held:
         versions = versions_of(program.plans, on) if kept is None else kept.versions
         held.callback(versions.close)
-        starter = starter_of(program, on, versions, spares, None if kept is None else kept.forks)
+        forks = None if kept is None else kept.forks
+        starter = starter_of(program, on, versions, spares, forks, joining=joining)
         held.callback(starter.close)
         run = make(program, options, starter, versions, **asked)
         held.callback(run.close)

@@ -219,9 +219,18 @@ def ranks_of(on: str) -> RankEnvironment | None:
 
 
 def starter_of(
-    program: ProgramLike, on: str, versions: Versions, spares: int, forks: ForkConnection | None = None
+    program: ProgramLike,
+    on: str,
+    versions: Versions,
+    spares: int,
+    forks: ForkConnection | None = None,
+    *,
+    joining: bool = False,
 ) -> Starter:
-    """Return what starts the workers of a launcher, without importing the others."""
+    """Return what starts the workers of a launcher, without importing the others.
+
+    joining: whether machines that join later are claimed as spares, where that can be.
+    """
     match on:
         case "inline":
             return InlineStarter(program, versions)
@@ -234,5 +243,5 @@ def starter_of(
         case "ray":
             from piper.launchers.ray import RayStarter
 
-            return RayStarter(program, versions, spares)
+            return RayStarter(program, versions, spares, joining=joining)
     raise AssertionError(f"{on} is checked")

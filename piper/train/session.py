@@ -280,6 +280,7 @@ def started(
                 notify=notify,
                 disk=disk_of(folder, program.job),
                 spares=asked.spares,
+                joining=joining_asked(asked, program.job),
                 replace_stragglers=asked.replace_stragglers,
                 kept=kept,
                 make=programs.run,
@@ -292,6 +293,14 @@ def started(
 def recovering_asked(asked: TrainOptions) -> bool:
     """Return whether a run is to recover from failures, and can."""
     return asked.retries > 0 and not asked.profile and recovers(asked.on, asked.spares)
+
+
+def joining_asked(asked: TrainOptions, job: Job) -> bool:
+    """Return whether machines that join later are to be spares: the job has spares, or can change its size.
+
+    The state of an elastic job moves between machines only through the folder of its checkpoints.
+    """
+    return asked.spares > 0 if job.elastic is None else job.checkpoint is not None
 
 
 def stopping(run: Run, interrupted: Interrupts) -> bool:
