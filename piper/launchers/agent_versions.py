@@ -78,12 +78,15 @@ class AgentVersions(Versions):
         return too_little(machine.needs, machine.has, self.protection, f" of {machine.address}")
 
     def place(self, agents: Mapping[int, Agent]) -> None:
-        """Let agents hold the memory of their devices from now on. `short` has found none."""
+        """Let agents hold the memory of their devices from now on. `short` has found none.
+
+        An agent that is lost meanwhile raises an error, and devices have the agents that they had before:
+        these may still hold versions that are to be moved.
+        """
         new = {d: agent for d, agent in agents.items() if self.agents.get(d) != agent}
         before = {d: self.agents[d] for d in new if d in self.agents and d not in self.lost}
         if before:
             self._look()
-        self.agents, self.lost = dict(agents), set()
         by_node = {
             agent.node: [d for d in agents if agents[d].node == agent.node] for agent in agents.values()
         }
@@ -93,18 +96,21 @@ class AgentVersions(Versions):
                 kept = [device]
                 if device == devices[0]:  # it also holds what comes from other machines
                     kept += [d for d in self.devices if d not in devices]
+                if device in new and agents[device] not in before.values():
+                    agents[device].actor.keep.remote("", (), 0)  # of a time that this job no longer knows
                 calls[device] = agents[device].actor.keep.remote(self.owner, kept, GENERATIONS)
         files = {
             d: cast("dict[int, tuple[SharedFile, ...]]", self.calls.get(c, PATIENCE))
             for d, c in calls.items()
         }
+        self._move(before, agents)
+        self.agents, self.lost = dict(agents), set()
         for devices in by_node.values():
             near = {device: files[device][device] for device in devices}
             far = {d: found for d, found in files[devices[0]].items() if d not in devices}
             self.found |= {device: far | near for device in devices}
-        self._move(before)
 
-    def _move(self, before: Mapping[int, Agent]) -> None:
+    def _move(self, before: Mapping[int, Agent], agents: Mapping[int, Agent]) -> None:
         """Bring the versions of devices from the agents that they had before, where these still answer."""
         moved = []
         for device, agent in before.items():
@@ -114,8 +120,9 @@ class AgentVersions(Versions):
                 )
                 if step:
                     image = agent.actor.image.remote(place, nbytes)
-                    moved.append(self.agents[device].actor.take.remote(place, image, HEAD.size))
-        self.calls.answers(dict(enumerate(moved)), PATIENCE)
+                    moved.append(agents[device].actor.take.remote(place, image, HEAD.size))
+        for call in moved:
+            self.calls.get(call, PATIENCE)
 
     def files_of(self, device: int) -> dict[int, tuple[SharedFile, ...]]:
         """Return where the worker of a device finds the memory of all devices."""

@@ -245,7 +245,7 @@ class RayStarter(AgentStarter):
             self._claim([node for node in alive if node not in self.first])
 
     def _kept_claims(self, alive: Container[str]) -> dict[int, Claim]:
-        """Return the claims that have their node. Give up those whose node is lost, or has no room any more."""
+        """Return the claims that have their node. Give up those whose node is lost or full."""
         found: dict[int, Claim] = {}
         for bundle, claim in [*self.claims.items()]:
             about = placement_group_table(claim.group)
@@ -275,7 +275,7 @@ class RayStarter(AgentStarter):
                 return
 
     def _excludes(self, bundle: int) -> bool:
-        """Return whether no other bundle may be claimed on the node of one, or would be lost with its workers."""
+        """Return whether the node of a bundle is no place for another one that outlives its loss."""
         return self.apart or bundle in self.used.values() or bundle in self.unfit
 
     def _arrange(self, plans: Plans) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from piper.checkpoint.folder import step_path, whole
+from piper.checkpoint.folder import discard, step_path, whole
 from piper.checkpoint.target import UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult
@@ -23,7 +23,17 @@ from piper.launchers.checkpointing import states_of, with_states
 from piper.launchers.transport.versions import Versions
 from piper.recovery.flushing import write_version
 from piper.recovery.retried_calls import RetriedCalls
-from piper.recovery.retrying import Disk, Failed, Phases, Saving, StepTimes, failed, first_intact, no_version
+from piper.recovery.retrying import (
+    Disk,
+    Failed,
+    Phases,
+    Saving,
+    StepTimes,
+    failed,
+    first_intact,
+    lost_save,
+    no_version,
+)
 from piper.recovery.run_events import Notify, failure, mismatch, recovery, skipped, warm
 from piper.recovery.starters import Kept, Recoverable, Starter, starter_of, versions_of
 from piper.recovery.stragglers import Stragglers
@@ -240,6 +250,7 @@ class RecoveringRun(RetriedCalls):
     def _replay(self, run: Recoverable, version: int, batch: Callable[[int], Mapping[str, Tensor]]) -> None:
         """Repeat the steps after a version, and the save that was under way."""
         under_way = self.at  # steps that are repeated are named by their own numbers
+        self._give_up_saving(version)
         with self.phases.timed("replay"):
             for step in range(version, self.done + 1):
                 if step > version:
@@ -252,6 +263,15 @@ class RecoveringRun(RetriedCalls):
                     except UnwrittenError as error:
                         self.unsaved = error
         self.at = under_way
+
+    def _give_up_saving(self, version: int) -> None:
+        """Discard the save that was under way if its state is gone: only that of a later step is held."""
+        saving = self.saving
+        if saving is not None and saving.step < version:
+            self.saving = None
+            if not whole(saving.path):
+                discard(saving.path)
+                self.unsaved = lost_save(saving, version)
 
     def _repeat(self, run: Recoverable, step: int, batch: Mapping[str, Tensor]) -> None:
         """Repeat a step, and compare its result with the one that was reported."""

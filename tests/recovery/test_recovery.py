@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from piper.callbacks import Callback, Running
-from piper.checkpoint.folder import verify
+from piper.checkpoint.folder import begin, verify
 from piper.checkpoint.json_state import decode
 from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import UnwrittenError
@@ -563,6 +563,41 @@ def test_a_save_that_was_under_way_is_made_again(tmp_path: Path) -> None:
     train(run, 3, 3)
     saves = [entry for entry in script.log if entry.startswith("save")]
     assert saves == [f"save {tmp_path / 'saved'} after 2"] * 2
+
+
+def test_a_save_whose_state_is_gone_is_not_forgotten(tmp_path: Path) -> None:
+    """It takes longer than versions are held, and then workers are lost: the next call that waits says so."""
+    script = Script(fails={"step 5": [lost()]})
+    run, _ = scripted(script)
+    train(run, 1, 2)
+    saved = tmp_path / "step-00000002"
+    run.save(saved, wait=False)
+    begin(saved)
+    train(run, 3, 5)
+    assert run.saving is None and [*tmp_path.iterdir()] == [], "what was begun is removed"
+    with pytest.raises(UnwrittenError) as caught:
+        run.settle()
+    assert str(caught.value) == cleandoc(f"""
+        save: the checkpoint of step 2 was not complete when workers were lost
+          path:    {saved}
+          goes on: from the state after step 4, which is newer
+          hint:    nothing is lost but this checkpoint; the next save is complete again
+    """)
+    run.settle()
+
+
+def test_a_save_that_was_complete_is_not_lost(programs: dict[str, Program], tmp_path: Path) -> None:
+    """The driver has not heard so when workers are lost."""
+    saved = tmp_path / "step-00000002"
+    with launch_inline(programs[str(PAIR)]) as whole:
+        whole.save(saved)
+    script = Script(fails={"step 5": [lost()]})
+    run, _ = scripted(script)
+    train(run, 1, 2)
+    run.save(saved, wait=False)
+    train(run, 3, 5)
+    run.settle()
+    assert verify(saved).step == 0, "it is not touched"
 
 
 def test_a_stall_is_judged_by_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
