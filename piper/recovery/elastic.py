@@ -22,11 +22,13 @@ from typing import Any
 
 from torch import Tensor
 
+from piper.checkpoint.folder import step_path, whole
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
+from piper.launchers.checkpointing import states_of, with_states
 from piper.launchers.driver import devices_of
 from piper.launchers.transport.versions import Versions
-from piper.recovery.flushing import write_version
+from piper.recovery.flushing import copy_moved, write_version
 from piper.recovery.moving_states import MOVED, MovingStates
 from piper.recovery.recovering_run import REFILL, RecoveringRun
 from piper.recovery.retrying import Phases
@@ -171,8 +173,8 @@ class ElasticRun(RecoveringRun):
 
     def _move(self, state: Path, step: int, program: ProgramLike, places: Sequence[int]) -> None:
         """Take another program from a state after a step on. No worker may run."""
+        self.folders.add(state.parent)  # first: an interrupt between the two must not remove what is needed
         self.moved = (state, step)
-        self.folders.add(state.parent)
         if not self.memory:
             self._drop(state)
         self._switch(program, places)
@@ -279,6 +281,23 @@ class ElasticRun(RecoveringRun):
             if needed is None or folder != needed.parent:
                 rmtree(folder)
                 self.folders.discard(folder)
+
+    def flush(self, folder: Path, positions: Mapping[int, object]) -> int | None:
+        """End all workers, and write the newest state as a checkpoint. Return its step.
+
+        A state that has just moved has no version yet. If it moved before all callbacks of its step had run,
+        the checkpoint has them as they are.
+        """
+        moved = self.moved
+        step = super().flush(folder, positions) if self.versions.descriptors else None
+        if step is not None or moved is None:
+            return step
+        state, step = moved
+        if not whole(path := step_path(folder, step)):
+            states = self.completed.get(step) or states_of(self.program.job.callbacks)
+            data, options = with_states(states, positions.get(step)), self.set_after.get(step, ())
+            copy_moved(state, path, data=data, options=options)
+        return step
 
     def close(self) -> None:
         """End every worker. Idempotent."""

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import piper
+from piper.checkpoint.folder import verify
+from piper.checkpoint.json_state import decode
 from piper.compiler import Program, compile, strategy_of
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.driver import devices_of
-from piper.launchers.inline import InlineRun
+from piper.launchers.inline import InlineRun, launch_inline
 from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.flushing import write_version
 from piper.recovery.recovering_run import recovering
@@ -295,6 +297,64 @@ def test_a_protected_job_changes_its_size(copies: int, monkeypatch: pytest.Monke
         assert 2 in broken.starts
     half.close()
     assert not [event for event in events if event.event == "mismatch"]
+
+
+@pytest.mark.parametrize("when", ["use", "start", "step"])
+def test_a_preemption_whose_time_is_over_while_the_state_moves(
+    program: Program, sizes: ElasticRange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """There is no version of the new layout. The state that has moved is saved, and goes on in any layout."""
+    given = batches(4)
+    with running(program, sizes, []) as run:
+        for number in (0, 1):
+            run.step(given[number])
+            run.complete()
+        run.set_optimizer_option(0, "lr", 0.02)
+
+        def over(*given: object) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        if when == "step":  # as where instructions of the next step copy the state
+            monkeypatch.setattr(InlineRun, "protect", lambda run: None)
+            run.resize(2)
+            run.versions.forget(lambda step: True)
+            monkeypatch.setattr(InlineRun, "step", over)
+        else:
+            monkeypatch.setattr(run.starter, when, over)
+        with pytest.raises(KeyboardInterrupt):
+            run.resize(2) if when != "step" else run.step(given[2])
+        assert run.flush(tmp_path, {2: "here"}) == 2
+        assert run.flush(tmp_path, {}) == 2, "once"
+    saved = tmp_path / "step-00000002"
+    record = verify(saved)
+    assert record.step == 2 and decode(record.data) == "here"
+    with launch_inline(program) as whole, launch_inline(program) as resumed:
+        whole.step(given[0])
+        whole.step(given[1])
+        whole.set_optimizer_option(0, "lr", 0.02)
+        resumed.read(saved)
+        assert [resumed.step(batch) for batch in given[2:]] == [whole.step(batch) for batch in given[2:]]
+
+
+def test_a_preemption_whose_time_is_over_before_the_state_has_moved(
+    program: Program, sizes: ElasticRange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version of the old layout is saved, and what has moved half is removed."""
+    before = memory()
+    with running(program, sizes, []) as run:
+        run.step(batches(1)[0])
+        run.complete()
+
+        def over(*given: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(run, "_switch", over)
+        with pytest.raises(KeyboardInterrupt):
+            run.resize(2)
+        assert run.flush(tmp_path, {1: "here"}) == 1
+    assert verify(tmp_path / "step-00000001").step == 1
+    assert memory() == before
 
 
 def test_programs_of_fewer_devices_are_compiled_in_another_process(programs: Programs) -> None:
