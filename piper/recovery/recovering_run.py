@@ -418,5 +418,6 @@ def recovering(
         held.callback(run.close)
         if kept is not None:
             kept.take_over(run)
-        run.begin()
+        if kept is None or kept.begins:
+            run.begin()
         yield run

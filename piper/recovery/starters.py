@@ -84,6 +84,7 @@ class Kept:
     versions: Versions
     forks: ForkConnection
     take_over: Callable[..., None]  # is given the run before it starts
+    begins: bool  # whether workers start at once, or with the first step: then it can be flushed before
 
 
 class InlineStarter:

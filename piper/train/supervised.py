@@ -51,10 +51,15 @@ class Driver:
     progress: Progress | None = None  # of the driver before it. None: no step was complete
     states: MovingStates | None = None  # the folder of states that move. None: the job is not elastic
 
+    @property
+    def takes_over(self) -> bool:
+        """Return whether an earlier driver has left a state, which is saved if a signal ends this one."""
+        return self.progress is not None
+
     def kept(self, feed: Feed, positions: dict[int, object]) -> Kept:
         """Return what outlives this driver. positions: of the data by step, which are filled in."""
         take = partial(self.take_over, feed=feed, positions=positions)
-        return Kept(versions=self.memory[0], forks=self.forks, take_over=take)
+        return Kept(versions=self.memory[0], forks=self.forks, take_over=take, begins=not self.takes_over)
 
     def take_over(self, run: RecoveringRun, feed: Feed, positions: dict[int, object]) -> None:
         """Let a run and its data go on where the driver before it was."""
@@ -69,7 +74,7 @@ class Driver:
         if progress is None:
             run.versions.forget(lambda step: True)
             return
-        found, callbacks, data = states_of(progress)
+        found, completed, data = states_of(progress)
         positions |= found
         run.versions.forget(lambda step: step > progress.done)
         begun = self.journal.beginning()
@@ -82,7 +87,8 @@ class Driver:
         if progress.saving is not None:
             step, path, keep = progress.saving
             run.saving = Saving(step=step, path=Path(path), data=data, keep=keep)
-        run.resumed(Resumed(step=progress.done, callbacks=callbacks))
+        run.resumed(Resumed(step=progress.done, callbacks=completed[progress.done]))
+        run.completed = {**completed, **run.completed}  # a version may be of an earlier step
         version = run.versions.newest(progress.done)
         first = version if version in positions else progress.done
         assert first is not None
@@ -172,6 +178,7 @@ def supervise(
     supervisor, left, failed_at, progress = Supervisor(), retries, None, None
     before: tuple[int, int] | None = None  # how and after which step the last driver ended
     with ExitStack() as held:
+        held.enter_context(supervisor.passing())  # between two drivers too: the next one saves
         memory = (Versions(program.plans), Versions(program.plans))
         journal, servers = Journal(), [ForkServer()]
         for versions in memory:
@@ -195,7 +202,7 @@ def supervise(
                 progress=progress,
                 states=states,
             )
-            ended = supervisor.run(partial(answered, act, driver))
+            ended = supervisor.run(partial(answered, act, driver), held=driver.takes_over)
             forks.close()
             if ended.code >= 0:
                 return result(ended, folder)

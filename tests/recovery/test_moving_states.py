@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -113,15 +114,15 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run takes it for one that was left."""
-    make, made = moving_states.tempfile.mkdtemp, list[str]()
+    make, made = tempfile.mkdtemp, list[str]()
 
-    def slowly(**given: object) -> str:
-        made.append(make(**given))  # type: ignore[call-overload]
+    def slowly(*, prefix: str, dir: Path) -> str:
+        made.append(make(prefix=prefix, dir=dir))
         if len(made) == 1:
             remove_left(tmp_path)
         return made[-1]
 
-    monkeypatch.setattr(moving_states.tempfile, "mkdtemp", slowly)
+    monkeypatch.setattr(tempfile, "mkdtemp", slowly)
     path, lock = locked_folder(tmp_path)
     assert [str(path)] == made[1:] and locked(path)
     os.close(lock)

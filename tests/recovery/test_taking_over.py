@@ -15,6 +15,8 @@ from typing import cast
 import pytest
 from torch import Tensor
 
+from piper.checkpoint.folder import verify
+from piper.checkpoint.json_state import decode
 from piper.compiler import Program, compile
 from piper.data.feed import Feed
 from piper.directives import protect
@@ -33,7 +35,8 @@ from piper.runtime.worker import Options
 from piper.train.elastic_programs import Programs
 from piper.train.supervised import Driver, moved
 from tests.recovery import test_elastic as elastic
-from tests.runtime.grid import Cell, batches, job
+from tests.recovery.test_recovery import Counter
+from tests.runtime.grid import Cell, batches, job, strategy
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
 
@@ -186,6 +189,26 @@ def test_a_version_that_the_journal_does_not_cover_is_not_taken(
             if number < 7:
                 assert one.step(commit=False) == wanted[number + 1]
     assert got == wanted
+    drivers.close()
+
+
+def test_a_driver_that_is_preempted_before_it_has_begun(tmp_path: Path) -> None:
+    """The newest version is of a step before the last one, and is saved with the callbacks of that step."""
+    counter, asked = Counter(), protect(at())
+    made = job(PAIR, strategy=[*strategy(PAIR), asked], data=lambda: batches(PAIR, 8), callbacks=[counter])
+    drivers = Drivers(compile(made))
+    with drivers.drive() as first:
+        first.begin()
+        for _ in range(3):
+            result = first.step(commit=False)
+            counter.on_step(first.run, first.run.done, result)
+            first.commit()
+    with drivers.drive() as second:
+        assert second.run.run is None, "no worker has started"
+        assert second.run.flush(tmp_path, second.positions) == 2
+    record = verify(tmp_path / "step-00000002")
+    assert record.step == 2
+    assert decode(record.data)["piper callbacks"] == {"Counter": {"steps": 2}}  # type: ignore[index, call-overload]
     drivers.close()
 
 
