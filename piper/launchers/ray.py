@@ -263,7 +263,7 @@ class RayStarter(AgentStarter):
         if any(bundle not in self.agents for bundle in self.claims) or self._wanting() < 1:
             return  # Ray has not placed the last one yet, or there are enough
         ours = {agents[0].node for bundle, agents in self.agents.items() if self._excludes(bundle)}
-        free = available_resources_per_node()
+        free = available_resources_per_node()  # type: ignore[no-untyped-call]
         for node in joined:
             has = free.get(node, {})
             if node not in ours and all(has.get(name, 0) >= amount for name, amount in self.bundle.items()):

@@ -27,7 +27,7 @@ from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.checkpointing import states_of, with_states
 from piper.launchers.driver import devices_of
-from piper.launchers.transport.versions import Versions
+from piper.launchers.transport.versions import Versions, check_versions
 from piper.recovery.flushing import copy_moved, write_version
 from piper.recovery.moving_states import MOVED, MovingStates
 from piper.recovery.recovering_run import REFILL, RecoveringRun
@@ -180,20 +180,28 @@ class ElasticRun(RecoveringRun):
         self._switch(program, places)
 
     def _switch(self, program: ProgramLike, places: Sequence[int]) -> None:
-        """Take another program, and memory without versions that no other driver needs. No worker may run."""
-        self._use(program, places, 1 - self.safe)
+        """Take another program, and memory without versions that no other driver needs. No worker may run.
+
+        Where there is too little memory, the run can go on as it was, from the state that has moved.
+        """
+        turn = 1 - self.safe
+        (self.memory[turn] if self.memory else self.versions).empty()  # what it takes is free for the next
+        if self.memory:
+            check_versions(program.plans)
+        self._use(program, places, turn)
         self.versions.forget(lambda step: True)
         self.protected = False
 
     def _use(self, program: ProgramLike, places: Sequence[int], turn: int) -> None:
         """Take another program and the memory of its versions. No worker may run."""
-        if self.versions not in self.memory:
-            self.versions.close()
-        self.versions, self.turn = self.versions.of(program.plans), turn
+        made = self.versions.of(program.plans, checked=not self.memory)
         if self.memory:
             files = self.memory[turn].descriptors
-            self.versions.close()
-            self.versions.descriptors = {d: [*map(os.dup, files[d])] for d in devices_of(program.plans)}
+            made.close()
+            made.descriptors = {d: [*map(os.dup, files[d])] for d in devices_of(program.plans)}
+        before, self.versions, self.turn = self.versions, made, turn
+        if before not in self.memory:
+            before.close()
         self.starter.use(program, self.versions, places)
         self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
         self.results.clear()  # sums in another order have other bits

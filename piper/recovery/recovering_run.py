@@ -21,6 +21,7 @@ from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.checkpointing import states_of, with_states
 from piper.launchers.transport.versions import Versions
+from piper.plan.protected import GENERATIONS
 from piper.recovery.flushing import write_version
 from piper.recovery.retried_calls import RetriedCalls
 from piper.recovery.retrying import (
@@ -372,12 +373,18 @@ class RecoveringRun(RetriedCalls):
         None: there is no version in memory.
         """
         self._end()
-        step = self.versions.newest(max(self.completed))
-        if step is not None and not whole(path := step_path(folder, step)):
+        for _ in range(GENERATIONS):
+            step = self.versions.newest(max(self.completed))
+            if step is None or whole(path := step_path(folder, step)):
+                return step
             data = with_states(self.completed.get(step, {}), positions.get(step))
             unread, options = self.unread, self.set_after.get(step, ())
-            write_version(self.program, self.versions, step, path, unread=unread, data=data, options=options)
-        return step
+            with suppress(LaunchError):  # a machine that held it was lost: is another version complete?
+                write_version(
+                    self.program, self.versions, step, path, unread=unread, data=data, options=options
+                )
+                return step
+        return None
 
     def leaving(self) -> bool:
         """Return whether the system has asked a worker to end, by SIGTERM."""

@@ -25,6 +25,7 @@ from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.driver import devices_of
 from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.transport.versions import too_little
 from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.flushing import write_version
 from piper.recovery.recovering_run import recovering
@@ -297,6 +298,30 @@ def test_a_protected_job_changes_its_size(copies: int, monkeypatch: pytest.Monke
         assert 2 in broken.starts
     half.close()
     assert not [event for event in events if event.event == "mismatch"]
+
+
+def test_a_size_for_which_there_is_too_little_memory(
+    program: Program, sizes: ElasticRange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on as it was, also if it has changed its size before, and later it can change."""
+    with running(program, sizes, []) as run:
+        losses, given = list[float](), iter(batches(8))
+        for size, other in ((4, 2), (2, 4)):
+            run.resize(size)
+            losses.append(run.step(next(given)).loss)
+            with monkeypatch.context() as patched:
+                patched.setattr("piper.launchers.transport.versions.check_memory", refuse)
+                with pytest.raises(ConfigError):
+                    run.resize(other)
+                assert len(run.places) == size
+                losses += [run.step(next(given)).loss for _ in range(2)]
+            run._end()
+            losses.append(run.step(next(given)).loss)
+        assert_plain(losses, run.state_dict())
+
+
+def refuse(wanted: int, asked: object) -> None:
+    raise too_little(wanted, 0, None)
 
 
 @pytest.mark.parametrize("when", ["use", "start", "step"])

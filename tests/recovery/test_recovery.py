@@ -534,6 +534,28 @@ def test_what_is_flushed_holds_complete_steps_only(programs: dict[str, Program],
         assert resumed.step(third) == whole.step(third)
 
 
+@pytest.mark.parametrize("left", [1, 0])
+def test_a_version_that_is_lost_while_it_is_flushed(
+    programs: dict[str, Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """With a machine that held it. The one before it is written, if it is complete."""
+    write = recovering_run.write_version
+
+    def lose(*given: object, **more: object) -> None:
+        if given[2] == 2:
+            run.versions.forget(lambda step: step > 1 or not left)
+            raise LaunchError("the state after step 2 is lost", by="recovery", hint="none")
+        write(*given, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recovering_run, "write_version", lose)
+    with recovering(programs[str(PAIR)], "inline", Options(), retries=1) as run:
+        for given in batches(PAIR, 2):
+            run.step(given)
+            run.complete()
+        assert run.flush(tmp_path, {}) == (1 if left else None)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"] * left
+
+
 def test_a_repeated_step_that_differs_is_an_alarm() -> None:
     script = Script(fails={"step 3": [lost()]})
     run, events = scripted(script)

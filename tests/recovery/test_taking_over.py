@@ -208,7 +208,7 @@ def test_a_driver_that_is_preempted_before_it_has_begun(tmp_path: Path) -> None:
         assert second.run.flush(tmp_path, second.positions) == 2
     record = verify(tmp_path / "step-00000002")
     assert record.step == 2
-    assert decode(record.data)["piper callbacks"] == {"Counter": {"steps": 2}}  # type: ignore[index, call-overload]
+    assert decode(record.data)["piper callbacks"] == {"Counter": {"steps": 2}}  # type: ignore[index]
     drivers.close()
 
 
@@ -268,6 +268,37 @@ def test_a_driver_that_is_killed_while_the_state_moves(sized: tuple[Program, Ela
         elastic.assert_plain(losses, one.run.state_dict())
     drivers.close()
     assert elastic.memory() == before
+
+
+def test_versions_that_are_written_over_count_as_free(
+    sized: tuple[Program, ElasticRange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two memories one is needed by the next driver, and the other has the layout before this one."""
+    drivers, taken = Drivers(*sized), list[int]()
+
+    def note(wanted: int, asked: object) -> None:
+        assert isinstance(one.run, ElasticRun)
+        files = drivers.memory[1 - one.run.safe].descriptors.values()
+        taken.append(sum(os.fstat(file).st_blocks for pair in files for file in pair))
+
+    with drivers.drive() as one:
+        one.begin()
+        losses = [one.step().loss]
+        with monkeypatch.context() as patched:
+            patched.setattr("piper.launchers.transport.versions.check_memory", note)
+            for size in (2, 4, 2):
+                one.run.resize(size)
+                losses += [one.step().loss, one.step().loss]
+            patched.setattr("piper.launchers.transport.versions.check_memory", elastic.refuse)
+            with pytest.raises(ConfigError):
+                one.run.resize(4)
+            losses.append(one.step().loss)
+        assert taken == [0, 0, 0]
+    with drivers.drive() as one:
+        assert isinstance(one.run, ElasticRun) and len(one.run.places) == 2
+        losses.append(one.step().loss)
+        elastic.assert_plain(losses, one.run.state_dict())
+    drivers.close()
 
 
 def test_workers_of_an_earlier_connection_are_gone_when_it_is_cleared() -> None:
