@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from piper.errors import ConfigError, LaunchError
+from piper.format import size
 from piper.launchers.agent_calls import REACH, Agent, AgentCalls
 from piper.launchers.machine_agent import Bytes, Place
 from piper.launchers.messages import PATIENCE
@@ -29,6 +30,13 @@ class ShortMachine:
     address: str
     needs: int  # bytes
     has: int
+
+    @property
+    def why(self) -> str:
+        """Return why it cannot be used, in words."""
+        return (
+            f"it has {size(self.has)} of shared memory, and versions of its devices need {size(self.needs)}"
+        )
 
 
 class AgentVersions(Versions):

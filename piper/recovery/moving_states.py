@@ -4,7 +4,7 @@ Workers write and read a checkpoint there, so it has a name, and would outlive a
 supervisor makes it, or the driver where there is none, and holds a lock on it. The drivers are forked from
 the supervisor, so they hold the same lock. A process of its own waits for the lock: it is free when all of
 them are gone, and the folder is removed. What is left if that process is killed too is removed when the next
-elastic run of this machine starts, because nobody holds its lock.
+elastic run of this machine starts, because no process holds its lock.
 """
 
 import fcntl
@@ -73,7 +73,7 @@ def locked_folder(where: Path) -> tuple[Path, int]:
 
 
 def remove_left(where: Path) -> None:
-    """Remove the folders of runs that were killed: nobody holds their locks."""
+    """Remove the folders of runs that were killed: no process holds their locks."""
     for path in where.glob(f"{MOVED}*"):
         with try_lock(path) as lock:
             if lock is not None:

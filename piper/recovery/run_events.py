@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from piper.errors import LaunchError, WorkerError
-from piper.format import size
 from piper.launchers.agent_versions import ShortMachine
 from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import StepResult
@@ -89,6 +88,4 @@ def warm(agent: WarmAgent, step: int) -> Event:
 
 def skipped(machine: ShortMachine, step: int) -> Event:
     """Return the event of a spare that was not used, because its machine is short of memory."""
-    has, needs = size(machine.has), size(machine.needs)
-    what = f"it has {has} of shared memory, and versions of its devices need {needs}"
-    return Event(event="skipped", step=step, who=f"machine {machine.address}", what=what)
+    return Event(event="skipped", step=step, who=f"machine {machine.address}", what=machine.why)

@@ -29,6 +29,7 @@ from piper.launchers.base import Resumed, StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.transport.versions import Versions
 from piper.recovery import recovering_run
+from piper.recovery.flushing import write_version
 from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
@@ -539,13 +540,12 @@ def test_a_version_that_is_lost_while_it_is_flushed(
     programs: dict[str, Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
     """With a machine that held it. The one before it is written, if it is complete."""
-    write = recovering_run.write_version
 
     def lose(*given: object, **more: object) -> None:
         if given[2] == 2:
             run.versions.forget(lambda step: step > 1 or not left)
             raise LaunchError("the state after step 2 is lost", by="recovery", hint="none")
-        write(*given, **more)  # type: ignore[arg-type]
+        write_version(*given, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(recovering_run, "write_version", lose)
     with recovering(programs[str(PAIR)], "inline", Options(), retries=1) as run:
