@@ -1,11 +1,11 @@
 """The folder of a state that moves: nothing of it stays, whoever is killed."""
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -110,21 +110,24 @@ def test_what_is_left_when_all_are_killed_goes_with_the_next_start(both: Killed)
         assert not made.path.exists() and not command(made.remover.pid)
 
 
+@pytest.mark.parametrize("when", ["open", "flock"])
 def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """Another run takes it for one that was left."""
-    make, made = tempfile.mkdtemp, list[str]()
+    """Another run takes it for one that was left: before it is opened, or between that and the lock."""
+    removed: list[Path] = []
+    owner: object = {"open": os, "flock": fcntl}[when]
+    act = getattr(owner, when)
 
-    def slowly(*, prefix: str, dir: Path) -> str:
-        made.append(make(prefix=prefix, dir=dir))
-        if len(made) == 1:
-            remove_left(tmp_path)
-        return made[-1]
+    def late(*given: object) -> object:
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            removed[0].rmdir()
+        return act(*given)
 
-    monkeypatch.setattr(tempfile, "mkdtemp", slowly)
+    monkeypatch.setattr(owner, when, late)
     path, lock = locked_folder(tmp_path)
-    assert [str(path)] == made[1:] and locked(path)
+    assert [*tmp_path.iterdir()] == [path] != removed and locked(path)
     os.close(lock)
     assert not locked(path)
 
