@@ -1,13 +1,15 @@
 """Starts the workers of a program on several machines, through agents that outlive workers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from threading import RLock
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, cast
 
 from piper.launchers.agent_calls import REACH, Agent, AgentCalls
-from piper.launchers.agent_versions import AgentVersions
+from piper.launchers.agent_versions import AgentVersions, ShortMachine
 from piper.launchers.agent_watch import AgentWatch, WarmAgent
 from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.base import Run
@@ -49,6 +51,8 @@ class AgentStarter(ABC):
         self.lock = RLock()
         self.taken: dict[int, float] = {}  # since when the agents of a spare bundle start
         self.fresh: list[WarmAgent] = []  # those that have become warm and are not reported
+        self.unfit: dict[int, ShortMachine] = {}  # bundles on machines that are short of memory
+        self.skipped: list[ShortMachine] = []  # those that were passed over and are not reported
         self.watch = AgentWatch(self._notice)
 
     @abstractmethod
@@ -60,6 +64,7 @@ class AgentStarter(ABC):
         self.agents[bundle] = agents
         self.warm[bundle] = [agent.actor.warm.remote() for agent in agents]
         self.taken[bundle] = monotonic()
+        self.unfit.pop(bundle, None)
         self.used = {machine: used for machine, used in self.used.items() if used != bundle}
 
     def _notice(self) -> bool:
@@ -83,10 +88,26 @@ class AgentStarter(ABC):
         if len(answered) == len(self.warm[bundle]):
             self.fresh.append(WarmAgent(address=self.agents[bundle][0].address, seconds=seconds))
 
+    def _wanting(self) -> int:
+        """Return how many bundles are missing, so that the loss of any one machine leaves enough of them.
+
+        A spare on a machine that has workers is lost with them, and one that is short of memory is none.
+        """
+        where = {bundle: agents[0].node for bundle, agents in self.agents.items()}
+        busy = Counter(where[bundle] for bundle in self.used.values() if bundle in where)
+        spares = [b for b, node in where.items() if node not in busy and b not in self.unfit]
+        return max(busy.values(), default=0) - len(spares)
+
     def warmed(self) -> list[WarmAgent]:
         """Return the spares that have become warm since the last call, one for each machine."""
         with self.lock:
             found, self.fresh = self.fresh, []
+        return found
+
+    def passed_over(self) -> list[ShortMachine]:
+        """Return the machines that were passed over since the last call, because they are short of memory."""
+        with self.lock:
+            found, self.skipped = self.skipped, []
         return found
 
     @abstractmethod
@@ -97,7 +118,8 @@ class AgentStarter(ABC):
     def near(self) -> bool:
         """Return whether all workers are on the driver's machine wherever they start, and see its memory."""
         with self.lock:
-            self._hire()
+            with suppress(*self.calls.lost):  # the cluster does not answer now: those that are known count
+                self._hire()
             return {agent.address for agents in self.agents.values() for agent in agents} <= {self.calls.own}
 
     def start(self, options: Options) -> RemoteRun:
@@ -106,6 +128,7 @@ class AgentStarter(ABC):
             agents = self._agents()
             if self.versions is not None:
                 self.versions.place(agents)
+                self._empty(agents.values())
             group = AgentWorkerGroup(self.program, options, agents, self.calls, self.versions)
             self.group, group.packed = group, self.packed
             try:
@@ -145,16 +168,18 @@ class AgentStarter(ABC):
             with self.lock:
                 self._hire()
                 ranks = self._ranks(len(self.machines))
-                usable = sorted(
-                    ranks, key=lambda b: (b in self.avoided, b not in self.used.values(), ranks[b], b)
-                )
-                chosen, late = usable[: len(self.machines)], monotonic() > began + GROUP
+                chosen, late = self._chosen(ranks), monotonic() > began + GROUP
                 starting = [call for bundle in chosen if ranks[bundle] for call in self.warm[bundle]]
                 enough = len(chosen) == len(self.machines)
                 if enough and (late or not starting):
+                    if self._pass_over(chosen):
+                        continue
                     return self._use(chosen)
                 for bundle in chosen:
                     self.taken.pop(bundle, None)  # no spare any more
+                if self.unfit and not enough and (late or self.group is None):
+                    assert self.versions is not None
+                    raise self.versions.refusal(max(self.unfit.values(), key=lambda machine: machine.has))
             if late:
                 raise self._lacking()
             waits = monotonic()
@@ -164,25 +189,67 @@ class AgentStarter(ABC):
                 sleep(LOOK)
             self.waited += monotonic() - waits
 
-    def _use(self, chosen: Sequence[int]) -> dict[int, Agent]:
-        """Return the agents of chosen bundles by device. A machine stays in its bundle if that is chosen."""
+    def _chosen(self, ranks: Mapping[int, int]) -> list[int]:
+        """Return the bundles to use of those that live: first those in use, then warm ones."""
+        usable = sorted(ranks, key=lambda b: (b in self.avoided, b not in self.used.values(), ranks[b], b))
+        return usable[: len(self.machines)]
+
+    def _placed(self, chosen: Sequence[int]) -> dict[int, int]:
+        """Return the bundle of each machine. A machine stays in its bundle if that is chosen."""
         kept = {m: b for m, b in self.used.items() if b in chosen and m < len(self.machines)}
         free = iter(bundle for bundle in chosen if bundle not in kept.values())
-        self.used = {m: kept[m] if m in kept else next(free) for m in range(len(self.machines))}
-        self.taken = {b: since for b, since in self.taken.items() if b not in chosen}
+        return {m: kept[m] if m in kept else next(free) for m in range(len(self.machines))}
+
+    def _by_device(self, placed: Mapping[int, int]) -> dict[int, Agent]:
         return {
             device: agent
-            for machine, bundle in self.used.items()
+            for machine, bundle in placed.items()
             for device, agent in zip(self.machines[machine], self.agents[bundle], strict=False)
         }
+
+    def _use(self, chosen: Sequence[int]) -> dict[int, Agent]:
+        """Return the agents of chosen bundles by device."""
+        self.used = self._placed(chosen)
+        self.taken = {b: since for b, since in self.taken.items() if b not in chosen}
+        return self._by_device(self.used)
+
+    def _pass_over(self, chosen: Sequence[int]) -> bool:
+        """Return whether chosen bundles are on machines that are short of memory, and note these."""
+        if self.versions is None:
+            return False
+        placed = self._placed(chosen)
+        agents = self._by_device(placed)
+        short = self.versions.short(agents, self._without(agents.values()))
+        for node, machine in short.items():
+            there = [b for b in placed.values() if self.agents[b][0].node == node]
+            new = [b for b in there if b not in self.used.values()] or there
+            self.unfit[new[-1]] = machine  # one at a time: the others may fit without it
+            self.skipped.append(machine)
+        return bool(short)
+
+    def _without(self, used: Iterable[Agent]) -> list[Agent]:
+        """Return the agents that have no device."""
+        busy = [*used]
+        return [agent for agents in self.agents.values() for agent in agents if agent not in busy]
+
+    def _empty(self, used: Iterable[Agent]) -> None:
+        """Let agents that have no device any more give back the memory of the one that they had."""
+        assert self.versions is not None
+        with self.lock:
+            for agent in self._without(used):
+                agent.actor.keep.remote(self.versions.owner, (), 0)
 
     def room(self, *, warm: bool = False) -> int | None:
         """Return for how many devices workers can be started now; `warm`: by agents that have torch."""
         until = monotonic() + (0.0 if warm else SETTLE)
         while True:
             with self.lock:
-                self._hire()
+                with suppress(*self.calls.lost):
+                    self._hire()
                 found = self._ranks(len(self.agents))
+                chosen = self._chosen(found)
+                if not warm and len(chosen) == len(self.machines) and self._pass_over(chosen):
+                    continue
             count = sum(not (warm and starting) for starting in found.values())
             if count >= len(self.machines) or monotonic() > until:
                 return self.width * count
@@ -211,7 +278,15 @@ class AgentStarter(ABC):
                     found[bundle] = 0
             except self.calls.lost:
                 del self.agents[bundle]  # others take their place, if the machine lives
-        return found
+        return self._fit(found)
+
+    def _fit(self, ranks: dict[int, int]) -> dict[int, int]:
+        """Return the bundles of machines that have enough memory, as far as is known: it may be free now."""
+        asked = {b: self.agents[b][0].actor.room.remote() for b in self.unfit if b in ranks}
+        for bundle, free in self.calls.answers(asked, REACH).items():
+            if free is None or cast(int, free) >= self.unfit[bundle].needs:
+                del self.unfit[bundle]
+        return {bundle: rank for bundle, rank in ranks.items() if bundle not in self.unfit}
 
     def expect(self, run: Run, stall: float) -> None:
         """Let a run end when nothing has moved for so many seconds; a look at all machines takes some."""

@@ -7,10 +7,12 @@ an agent that cannot be reached are missing. Sections go from agent to agent whe
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
-from piper.errors import LaunchError
+from piper.errors import ConfigError, LaunchError
+from piper.format import size
 from piper.launchers.agent_calls import REACH, Agent, AgentCalls
 from piper.launchers.machine_agent import Bytes, Place
 from piper.launchers.messages import PATIENCE
@@ -21,11 +23,27 @@ from piper.plan.plan import Plans
 from piper.plan.protected import GENERATIONS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortMachine:
+    """A machine that has too little shared memory for the versions of its devices."""
+
+    address: str
+    needs: int  # bytes
+    has: int
+
+    @property
+    def why(self) -> str:
+        """Return why it cannot be used, in words."""
+        return (
+            f"it has {size(self.has)} of shared memory, and versions of its devices need {size(self.needs)}"
+        )
+
+
 class AgentVersions(Versions):
     """The driver's side of versions that agents hold."""
 
     def __init__(self, plans: Plans, calls: AgentCalls) -> None:
-        """Prepare for agents. Each is refused if its machine has too little memory."""
+        """Prepare for agents. A machine that has too little memory is found by `short`."""
         super().__init__(plans, checked=False)
         self.calls = calls
         self.needs = {device: version_bytes(plans, device) for device in self.devices}
@@ -37,44 +55,70 @@ class AgentVersions(Versions):
             int, dict[int, tuple[SharedFile, ...]]
         ] = {}  # files, as the worker of a device sees them
 
-    def of(self, plans: Plans) -> "AgentVersions":
+    def of(self, plans: Plans, *, checked: bool = True) -> "AgentVersions":
         """Return memory for another program, with the same agents' machines."""
         return AgentVersions(plans, self.calls)
 
+    def short(self, agents: Mapping[int, Agent], others: Iterable[Agent] = ()) -> dict[str, ShortMachine]:
+        """Return the machines that have too little memory for devices that would come to them, by node.
+
+        agents: those of all devices. others: agents that would have no device, and hold nothing then.
+        """
+        found: dict[str, ShortMachine] = {}
+        coming = {d: agent for d, agent in agents.items() if self.agents.get(d) != agent}
+        known = [*agents.values(), *others]
+        for node in {agent.node: None for agent in coming.values()}:
+            here = [agent for agent in known if agent.node == node]
+            free = cast("int | None", self.calls.answers({0: here[0].actor.room.remote()}, REACH).get(0))
+            needs = sum(self.needs[device] for device, agent in coming.items() if agent.node == node)
+            if free is None or needs <= free:  # one that does not answer is found when its worker starts
+                continue
+            old = self.calls.answers(
+                {n: agent.actor.held.remote(self.owner) for n, agent in enumerate(here)}, REACH
+            )
+            has = free + sum(cast("dict[int, int]", old).values())
+            if needs > has:
+                found[node] = ShortMachine(address=here[0].address, needs=needs, has=has)
+        return found
+
+    def refusal(self, machine: ShortMachine) -> ConfigError:
+        """Return the error of a machine that is short of memory, where no other one is left."""
+        return too_little(machine.needs, machine.has, self.protection, f" of {machine.address}")
+
     def place(self, agents: Mapping[int, Agent]) -> None:
-        """Let agents hold the memory of their devices from now on."""
+        """Let agents hold the memory of their devices from now on. `short` has found none.
+
+        An agent that is lost meanwhile raises an error, and devices have the agents that they had before:
+        these may still hold versions that are to be moved.
+        """
         new = {d: agent for d, agent in agents.items() if self.agents.get(d) != agent}
         before = {d: self.agents[d] for d in new if d in self.agents and d not in self.lost}
         if before:
             self._look()
-        self.agents, self.lost = dict(agents), set()
         by_node = {
             agent.node: [d for d in agents if agents[d].node == agent.node] for agent in agents.values()
         }
-        for devices in by_node.values():
-            if any(device in new for device in devices):
-                free = self.calls.get(agents[devices[0]].actor.room.remote(), PATIENCE)
-                needs = sum(self.needs[device] for device in devices if device in new)
-                if free is not None and needs > free:
-                    raise too_little(needs, free, self.protection, f" of {agents[devices[0]].address}")
         calls = {}
         for devices in by_node.values():
             for device in devices:
                 kept = [device]
                 if device == devices[0]:  # it also holds what comes from other machines
                     kept += [d for d in self.devices if d not in devices]
+                if device in new and agents[device] not in before.values():
+                    agents[device].actor.keep.remote("", (), 0)  # of a time that this job no longer knows
                 calls[device] = agents[device].actor.keep.remote(self.owner, kept, GENERATIONS)
         files = {
             d: cast("dict[int, tuple[SharedFile, ...]]", self.calls.get(c, PATIENCE))
             for d, c in calls.items()
         }
+        self._move(before, agents)
+        self.agents, self.lost = dict(agents), set()
         for devices in by_node.values():
             near = {device: files[device][device] for device in devices}
             far = {d: found for d, found in files[devices[0]].items() if d not in devices}
             self.found |= {device: far | near for device in devices}
-        self._move(before)
 
-    def _move(self, before: Mapping[int, Agent]) -> None:
+    def _move(self, before: Mapping[int, Agent], agents: Mapping[int, Agent]) -> None:
         """Bring the versions of devices from the agents that they had before, where these still answer."""
         moved = []
         for device, agent in before.items():
@@ -84,8 +128,9 @@ class AgentVersions(Versions):
                 )
                 if step:
                     image = agent.actor.image.remote(place, nbytes)
-                    moved.append(self.agents[device].actor.take.remote(place, image, HEAD.size))
-        self.calls.answers(dict(enumerate(moved)), PATIENCE)
+                    moved.append(agents[device].actor.take.remote(place, image, HEAD.size))
+        for call in moved:
+            self.calls.get(call, PATIENCE)
 
     def files_of(self, device: int) -> dict[int, tuple[SharedFile, ...]]:
         """Return where the worker of a device finds the memory of all devices."""

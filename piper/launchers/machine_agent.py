@@ -21,6 +21,7 @@ from piper.launchers.transport.nameless_files import MEMORY, map_marks, nameless
 
 WORKER = "piper.launchers.remote_worker"  # the module whose `main` a worker runs
 END = 10.0  # seconds that a killed worker may take to end
+BLOCK = 512  # bytes in which the system counts what a file takes
 Bytes = npt.NDArray[np.uint8]
 Place = tuple[int, int, int]  # in the memory of versions: a device, a generation, and where
 
@@ -104,6 +105,11 @@ class MachineAgent:
             return None
         found = os.statvfs(MEMORY)
         return found.f_bavail * found.f_frsize
+
+    def held(self, owner: str) -> int:
+        """Return the bytes of versions that are held for another owner, which `keep` gives back."""
+        files = [file for files in self.memory.values() for file in files] if owner != self.owner else []
+        return sum(os.fstat(file).st_blocks * BLOCK for file in files)
 
     def keep(self, owner: str, devices: Iterable[int], count: int) -> dict[int, tuple[SharedFile, ...]]:
         """Hold `count` files for each of these devices, and no others. Return where workers find them."""

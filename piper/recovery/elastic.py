@@ -12,7 +12,7 @@ checkpoints reads any layout.
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,20 +22,20 @@ from typing import Any
 
 from torch import Tensor
 
+from piper.checkpoint.folder import step_path, whole
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
+from piper.launchers.checkpointing import states_of, with_states
 from piper.launchers.driver import devices_of
-from piper.launchers.transport.nameless_files import MEMORY
-from piper.launchers.transport.versions import Versions
-from piper.recovery.flushing import write_version
+from piper.launchers.transport.versions import Versions, check_versions
+from piper.recovery.flushing import copy_moved, write_version
+from piper.recovery.moving_states import MOVED, MovingStates
 from piper.recovery.recovering_run import REFILL, RecoveringRun
 from piper.recovery.retrying import Phases
 from piper.recovery.run_events import Event, failure
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-
-MOVED = "piper-resize-"  # begins the names of folders in which a state moves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,11 @@ class ElasticRun(RecoveringRun):
         self.places: Sequence[int] = range(sizes.most)  # the accelerators of its devices
         self.memory: Sequence[Versions] = ()  # two, in turn, whose files outlive this process. None: its own
         self.turn = 0
+        self.states: MovingStates | None = None  # of a supervisor, or made when the first state moves
         self.folders: set[Path] = set()  # of states that have moved
+        if self.disk is not None:
+            for left in self.disk.folder.glob(f"{MOVED}*"):  # by a run that was killed
+                rmtree(left)
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch. Try all devices first, if it is time to."""
@@ -94,7 +98,8 @@ class ElasticRun(RecoveringRun):
                 facts={"elastic": f"{self.sizes.fewest} to {self.sizes.most} devices"},
                 hint="choose a number in this range, or widen it: piper.Job(elastic=...)",
             )
-        if not self._can_move():
+        where = self._where()
+        if where is None:
             raise ConfigError(
                 "the number of devices cannot change on several machines without checkpoints",
                 by="resize",
@@ -105,7 +110,7 @@ class ElasticRun(RecoveringRun):
             self.settle()
         except ConfigError as error:
             self.unsaved = error  # of a checkpoint, which this change does not need
-        with self._folder() as state:
+        with self._folder(where) as state:
             self._call(lambda run: run.write(state, None, wait=True, keep=None))
             self._end()
             self.failed_at, self.phases = monotonic(), Phases()
@@ -146,24 +151,20 @@ class ElasticRun(RecoveringRun):
         self.safe = layout.turn
         self._drop(None if layout.moved is None else Path(layout.moved[0]))
 
-    def _can_move(self) -> bool:
-        """Return whether there is a folder that all workers see, to move the state in."""
-        return self.starter.near or self.disk is not None
+    def _where(self) -> Path | None:
+        """Return the folder in which the state can move: all workers see it. None: there is none."""
+        if not self.starter.near:
+            return None if self.disk is None else self.disk.folder
+        self.states = self.states or MovingStates()
+        return self.states.path
 
     @contextmanager
-    def _folder(self) -> Iterator[Path]:
-        """Yield the path for a state that moves, in memory or where all machines see it.
+    def _folder(self, where: Path) -> Iterator[Path]:
+        """Yield the path for a state that moves.
 
         It is removed if it does not become the state that the run goes on from.
         """
-        where = MEMORY if MEMORY.is_dir() else None
-        if not self.starter.near:
-            assert self.disk is not None
-            where = self.disk.folder
-            for old in where.glob(f"{MOVED}*"):  # of a driver that was killed
-                if old not in self.folders:
-                    rmtree(old)
-        made = Path(tempfile.mkdtemp(prefix=f"{MOVED}{os.getpid()}-", dir=where))
+        made = Path(tempfile.mkdtemp(prefix=MOVED, dir=where))
         try:
             yield made / "state"
         finally:
@@ -172,27 +173,35 @@ class ElasticRun(RecoveringRun):
 
     def _move(self, state: Path, step: int, program: ProgramLike, places: Sequence[int]) -> None:
         """Take another program from a state after a step on. No worker may run."""
+        self.folders.add(state.parent)  # first: an interrupt between the two must not remove what is needed
         self.moved = (state, step)
-        self.folders.add(state.parent)
         if not self.memory:
             self._drop(state)
         self._switch(program, places)
 
     def _switch(self, program: ProgramLike, places: Sequence[int]) -> None:
-        """Take another program, and memory without versions that no other driver needs. No worker may run."""
-        self._use(program, places, 1 - self.safe)
+        """Take another program, and memory without versions that no other driver needs. No worker may run.
+
+        Where there is too little memory, the run can go on as it was, from the state that has moved.
+        """
+        turn = 1 - self.safe
+        (self.memory[turn] if self.memory else self.versions).empty()  # what it takes is free for the next
+        if self.memory:
+            check_versions(program.plans)
+        self._use(program, places, turn)
         self.versions.forget(lambda step: True)
         self.protected = False
 
     def _use(self, program: ProgramLike, places: Sequence[int], turn: int) -> None:
         """Take another program and the memory of its versions. No worker may run."""
-        if self.versions not in self.memory:
-            self.versions.close()
-        self.versions, self.turn = self.versions.of(program.plans), turn
+        made = self.versions.of(program.plans, checked=not self.memory)
         if self.memory:
             files = self.memory[turn].descriptors
-            self.versions.close()
-            self.versions.descriptors = {d: [*map(os.dup, files[d])] for d in devices_of(program.plans)}
+            made.close()
+            made.descriptors = {d: [*map(os.dup, files[d])] for d in devices_of(program.plans)}
+        before, self.versions, self.turn = self.versions, made, turn
+        if before not in self.memory:
+            before.close()
         self.starter.use(program, self.versions, places)
         self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
         self.results.clear()  # sums in another order have other bits
@@ -231,28 +240,31 @@ class ElasticRun(RecoveringRun):
         if self.fewer is not None:
             self._go_on_with(*self.fewer)
         room = None if self.failed_at is None else self.starter.room()
-        if room is not None and room < len(self.places):
+        while room is not None and room < len(self.places):
             size = self._largest(room)
-            if size is not None and self._has_state():
-                self._go_on_with(self.places[:size], f"there is room for {room}")
+            if size is None or not self._has_state():
+                break
+            self._go_on_with(self.places[:size], f"there is room for {room}")
+            room = self.starter.room()  # each of fewer devices needs more memory
         super()._start()
 
     def _has_state(self) -> bool:
         """Return whether there is a state that workers of another layout can take."""
         moved = self.moved is not None and self._held(self.moved[1])
-        return moved or self._movable() is not None or bool(self._past())
+        movable = self._movable() is not None and self._where() is not None
+        return moved or movable or bool(self._past())
 
     def _movable(self) -> int | None:
         """Return the step of the newest version that another layout can take. None: there is none."""
         version = self._newest()
-        can = version is not None and self._held(version) and self.versions.whole and self._can_move()
+        can = version is not None and self._held(version) and self.versions.whole
         return version if can else None
 
     def _go_on_with(self, places: Sequence[int], why: str) -> None:
         """Take fewer devices and the newest state there is, in memory or on a disk. No worker may run."""
         before, version, program = len(self.places), self._movable(), self.sizes.program(len(places))
-        if version is not None:
-            with self._folder() as state:
+        if version is not None and (where := self._where()) is not None:
+            with self._folder(where) as state:
                 write_version(self.program, self.versions, version, state, unread=self.unread, data=None)
                 self._move(state, version, program, places)
         else:  # what has moved already stays, else it comes from the disk
@@ -278,21 +290,33 @@ class ElasticRun(RecoveringRun):
                 rmtree(folder)
                 self.folders.discard(folder)
 
+    def flush(self, folder: Path, positions: Mapping[int, object]) -> int | None:
+        """End all workers, and write the newest state as a checkpoint. Return its step.
+
+        A state that has just moved has no version yet. If it moved before all callbacks of its step had run,
+        the checkpoint has them as they are.
+        """
+        moved = self.moved
+        step = super().flush(folder, positions) if self.versions.descriptors else None
+        if step is not None or moved is None:
+            return step
+        state, step = moved
+        if not whole(path := step_path(folder, step)):
+            states = self.completed.get(step) or states_of(self.program.job.callbacks)
+            data, options = with_states(states, positions.get(step)), self.set_after.get(step, ())
+            copy_moved(state, path, data=data, options=options)
+        return step
+
     def close(self) -> None:
         """End every worker. Idempotent."""
         super().close()
         self._drop(None)
         self.versions.close()
+        if self.states is not None:
+            self.states.close()
 
 
 def resized(step: int, before: int, after: int, why: str) -> Event:
     """Return the event of a run that goes on with another number of devices."""
     what = f"going on with {after} {'device' if after == 1 else 'devices'} instead of {before}: {why}"
     return Event(event="resize", step=step, what=what)
-
-
-def clear(processes: Iterable[int], kept: Path | None) -> None:
-    """Remove the states that processes were moving when they were killed, but for one that is `kept`."""
-    for folder in (folder for process in processes for folder in MEMORY.glob(f"{MOVED}{process}-*")):
-        if kept is None or folder != kept.parent:
-            rmtree(folder, ignore_errors=True)

@@ -1,8 +1,9 @@
-"""Writes a version of the state from memory to a disk, when no worker is left to do so."""
+"""Writes a state that is in memory to a disk, when no worker is left to do so."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from shutil import copyfile
 from typing import cast
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from piper.checkpoint.folder import begin, commit, discard
 from piper.checkpoint.json_state import Plain, decode, encode
-from piper.checkpoint.storage import TensorRange, index_of, write_parts
+from piper.checkpoint.metadata import read_record
+from piper.checkpoint.storage import TensorRange, index_of, sync, write_parts
 from piper.checkpoint.target import target_of, unwritten
 from piper.checkpoint.verified_files import StorageError
 from piper.launchers.checkpointing import model_of, unread_kept, whole_parts
@@ -54,6 +56,26 @@ def write_version(
         files={name: file for one in written for name, file in one.files.items()},
     )
     commit(target, record)
+
+
+def copy_moved(
+    state: Path, path: Path, *, data: object, options: Iterable[tuple[int, str, float]] = ()
+) -> None:
+    """Write a state that has moved to another layout as a checkpoint.
+
+    options: of the optimizer, which were set after its step.
+    """
+    target, plain, found = target_of(path), encode(data, "data"), read_record(state)
+    partial = begin(target)
+    try:
+        for name in found.files:
+            copyfile(state / name, partial / name)
+            sync(partial / name)
+    except OSError as error:
+        discard(target)
+        raise unwritten(target, str(error)) from error
+    groups = with_options(found.trainer.groups, options)
+    commit(target, replace(found, trainer=replace(found.trainer, groups=groups), data=plain))
 
 
 def with_options(groups: Plain, options: Iterable[tuple[int, str, float]]) -> Plain:

@@ -24,6 +24,7 @@ from piper.recovery.recovering_run import RecoveringRun
 HEAD = struct.Struct("=qq")  # the number of the note, or 0 while it is written, and its bytes
 FILES = 2
 KEPT = 3  # steps whose results are noted
+States = dict[str, dict[str, object]]  # of callbacks, by their names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Progress:
     options: Mapping[int, list[tuple[int, str, float]]]  # of the optimizer, that were set, by step
     layout: ElasticLayout | None  # of an elastic run
     saving: tuple[int, str, int | None] | None  # the step, the path and the `keep` of a save under way
-    states: object  # encoded: positions of the data by step, states of callbacks, the data of the save
+    states: object  # encoded: positions of the data and states of callbacks by step, the data of the save
 
 
 CODEC = Codec((Beginning, Progress))
@@ -98,7 +99,7 @@ class Journal:
     def commit(self, run: RecoveringRun, positions: Mapping[int, object], *, ended: bool) -> None:
         """Note that a step is complete: reported, evaluated, and saved where it is due."""
         saving = run.saving
-        states = (dict(positions), run.completed[run.done], None if saving is None else saving.data)
+        states = (dict(positions), dict(run.completed), None if saving is None else saving.data)
         try:
             encoded = encode(states, "state")
         except ConfigError:
@@ -137,6 +138,7 @@ class Journal:
         self.last.close()
 
 
-def states_of(progress: Progress) -> tuple[dict[int, object], dict[str, object], object]:
-    """Return the positions of the data by step, the states of callbacks, and the data of a save under way."""
-    return cast("tuple[dict[int, object], dict[str, object], object]", decode(cast(Plain, progress.states)))
+def states_of(progress: Progress) -> tuple[dict[int, object], dict[int, States], object]:
+    """Return the positions of the data and the states of callbacks by step, and the data of a save."""
+    found = decode(cast(Plain, progress.states))
+    return cast("tuple[dict[int, object], dict[int, States], object]", found)

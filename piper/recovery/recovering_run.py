@@ -15,16 +15,27 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from piper.checkpoint.folder import step_path, whole
+from piper.checkpoint.folder import discard, step_path, whole
 from piper.checkpoint.target import UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.checkpointing import states_of, with_states
 from piper.launchers.transport.versions import Versions
+from piper.plan.protected import GENERATIONS
 from piper.recovery.flushing import write_version
 from piper.recovery.retried_calls import RetriedCalls
-from piper.recovery.retrying import Disk, Failed, Phases, Saving, StepTimes, failed, first_intact, no_version
-from piper.recovery.run_events import Notify, failure, mismatch, recovery, warm
+from piper.recovery.retrying import (
+    Disk,
+    Failed,
+    Phases,
+    Saving,
+    StepTimes,
+    failed,
+    first_intact,
+    lost_save,
+    no_version,
+)
+from piper.recovery.run_events import Notify, failure, mismatch, recovery, skipped, warm
 from piper.recovery.starters import Kept, Recoverable, Starter, starter_of, versions_of
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.setup import ProgramLike
@@ -208,8 +219,12 @@ class RecoveringRun(RetriedCalls):
 
     def _launch(self, options: Options) -> Recoverable:
         """Start all workers."""
-        with self.phases.timed("start"):
-            run = self.starter.start(options)
+        try:
+            with self.phases.timed("start"):
+                run = self.starter.start(options)
+        finally:
+            for machine in self.starter.passed_over():
+                self.notify(skipped(machine, self.at))
         self.phases.part("start", "warm", self.starter.waited)
         return run
 
@@ -236,6 +251,7 @@ class RecoveringRun(RetriedCalls):
     def _replay(self, run: Recoverable, version: int, batch: Callable[[int], Mapping[str, Tensor]]) -> None:
         """Repeat the steps after a version, and the save that was under way."""
         under_way = self.at  # steps that are repeated are named by their own numbers
+        self._give_up_saving(version)
         with self.phases.timed("replay"):
             for step in range(version, self.done + 1):
                 if step > version:
@@ -248,6 +264,15 @@ class RecoveringRun(RetriedCalls):
                     except UnwrittenError as error:
                         self.unsaved = error
         self.at = under_way
+
+    def _give_up_saving(self, version: int) -> None:
+        """Discard the save that was under way if its state is gone: only that of a later step is held."""
+        saving = self.saving
+        if saving is not None and saving.step < version:
+            self.saving = None
+            if not whole(saving.path):
+                discard(saving.path)
+                self.unsaved = lost_save(saving, version)
 
     def _repeat(self, run: Recoverable, step: int, batch: Mapping[str, Tensor]) -> None:
         """Repeat a step, and compare its result with the one that was reported."""
@@ -348,12 +373,18 @@ class RecoveringRun(RetriedCalls):
         None: there is no version in memory.
         """
         self._end()
-        step = self.versions.newest(max(self.completed))
-        if step is not None and not whole(path := step_path(folder, step)):
+        for _ in range(GENERATIONS):
+            step = self.versions.newest(max(self.completed))
+            if step is None or whole(path := step_path(folder, step)):
+                return step
             data = with_states(self.completed.get(step, {}), positions.get(step))
             unread, options = self.unread, self.set_after.get(step, ())
-            write_version(self.program, self.versions, step, path, unread=unread, data=data, options=options)
-        return step
+            with suppress(LaunchError):  # a machine that held it was lost: is another version complete?
+                write_version(
+                    self.program, self.versions, step, path, unread=unread, data=data, options=options
+                )
+                return step
+        return None
 
     def leaving(self) -> bool:
         """Return whether the system has asked a worker to end, by SIGTERM."""
@@ -373,6 +404,7 @@ def recovering(
     options: Options,
     *,
     spares: int = 0,
+    joining: bool = False,
     kept: Kept | None = None,
     make: Callable[..., RecoveringRun] = RecoveringRun,
     **asked: Any,  # noqa: ANN401  as the run has them: retries, stall, notify, disk, replace_stragglers
@@ -380,16 +412,19 @@ def recovering(
     """Start a program on workers that are replaced when they are lost, and end them with the block.
 
     on: inline, local or ray. spares: workers more than devices, for which resources are claimed.
+    joining: whether machines that join later are claimed as spares, where that can be.
     kept: the part of a supervisor. None: there is none.
     """
     with ExitStack() as held:
         versions = versions_of(program.plans, on) if kept is None else kept.versions
         held.callback(versions.close)
-        starter = starter_of(program, on, versions, spares, None if kept is None else kept.forks)
+        forks = None if kept is None else kept.forks
+        starter = starter_of(program, on, versions, spares, forks, joining=joining)
         held.callback(starter.close)
         run = make(program, options, starter, versions, **asked)
         held.callback(run.close)
         if kept is not None:
             kept.take_over(run)
-        run.begin()
+        if kept is None or kept.begins:
+            run.begin()
         yield run

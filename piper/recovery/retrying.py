@@ -10,6 +10,7 @@ from time import monotonic
 
 from torch import Tensor
 
+from piper.checkpoint.target import UnwrittenError
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.base import Resumed
 
@@ -116,4 +117,14 @@ def no_version(step: int) -> WorkerError:
         "no version of the state is complete in memory",
         by=f"recovery, after step {step}",
         hint="--resume goes on from the newest checkpoint",
+    )
+
+
+def lost_save(saving: Saving, version: int) -> UnwrittenError:
+    """Return the error of a save whose workers were lost, and the state that they wrote with them."""
+    return UnwrittenError(
+        f"the checkpoint of step {saving.step} was not complete when workers were lost",
+        by="save",
+        facts={"path": str(saving.path), "goes on": f"from the state after step {version}, which is newer"},
+        hint="nothing is lost but this checkpoint; the next save is complete again",
     )

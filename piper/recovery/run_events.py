@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from piper.errors import LaunchError, WorkerError
+from piper.launchers.agent_versions import ShortMachine
 from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import StepResult
 
@@ -15,10 +16,10 @@ class Event:
 
     failure: a worker was lost, and the step ended. recovery: all workers run again. mismatch: a repeated step
     gave another result than before. resize: the run goes on with another number of devices. warm: the agent
-    of a spare can start a worker at once.
+    of a spare can start a worker at once. skipped: a spare could not be used.
     """
 
-    event: Literal["failure", "recovery", "mismatch", "straggler", "preemption", "resize", "warm"]
+    event: Literal["failure", "recovery", "mismatch", "straggler", "preemption", "resize", "warm", "skipped"]
     step: int
     device: int | None = None
     who: str | None = None
@@ -83,3 +84,8 @@ def recovery(
 def warm(agent: WarmAgent, step: int) -> Event:
     """Return the event of an agent that can start a worker at once."""
     return Event(event="warm", step=step, who=f"agent on {agent.address}", seconds=round(agent.seconds, 3))
+
+
+def skipped(machine: ShortMachine, step: int) -> Event:
+    """Return the event of a spare that was not used, because its machine is short of memory."""
+    return Event(event="skipped", step=step, who=f"machine {machine.address}", what=machine.why)

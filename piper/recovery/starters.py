@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from piper.errors import LaunchError
-from piper.launchers.agent_versions import AgentVersions
+from piper.launchers.agent_versions import AgentVersions, ShortMachine
 from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import Resumed, Run
 from piper.launchers.driver import RemoteRun
@@ -70,6 +70,9 @@ class Starter(Protocol):
     def warmed(self) -> Sequence[WarmAgent]:
         """Return the spares whose agents have become warm since the last call."""
 
+    def passed_over(self) -> Sequence[ShortMachine]:
+        """Return the spares that were not used since the last call, because they are short of memory."""
+
     def close(self) -> None:
         """End what outlives workers."""
 
@@ -81,6 +84,7 @@ class Kept:
     versions: Versions
     forks: ForkConnection
     take_over: Callable[..., None]  # is given the run before it starts
+    begins: bool  # whether workers start at once, or with the first step: then it can be flushed before
 
 
 class InlineStarter:
@@ -110,6 +114,10 @@ class InlineStarter:
         """Do nothing: every start makes new threads."""
 
     def warmed(self) -> Sequence[WarmAgent]:
+        """Return nothing: there are no spares."""
+        return ()
+
+    def passed_over(self) -> Sequence[ShortMachine]:
         """Return nothing: there are no spares."""
         return ()
 
@@ -177,6 +185,10 @@ class LocalStarter:
         """Return nothing: there are no spares."""
         return ()
 
+    def passed_over(self) -> Sequence[ShortMachine]:
+        """Return nothing: there are no spares."""
+        return ()
+
     def _drop(self, *, broken: bool = False) -> None:
         if self.forks is not None:
             if broken:
@@ -208,9 +220,18 @@ def ranks_of(on: str) -> RankEnvironment | None:
 
 
 def starter_of(
-    program: ProgramLike, on: str, versions: Versions, spares: int, forks: ForkConnection | None = None
+    program: ProgramLike,
+    on: str,
+    versions: Versions,
+    spares: int,
+    forks: ForkConnection | None = None,
+    *,
+    joining: bool = False,
 ) -> Starter:
-    """Return what starts the workers of a launcher, without importing the others."""
+    """Return what starts the workers of a launcher, without importing the others.
+
+    joining: whether machines that join later are claimed as spares, where that can be.
+    """
     match on:
         case "inline":
             return InlineStarter(program, versions)
@@ -223,5 +244,5 @@ def starter_of(
         case "ray":
             from piper.launchers.ray import RayStarter
 
-            return RayStarter(program, versions, spares)
+            return RayStarter(program, versions, spares, joining=joining)
     raise AssertionError(f"{on} is checked")

@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, NoReturn
 
+from piper.launchers.processes import gone
 from piper.launchers.transport.fork_server import die_with
 from piper.launchers.transport.nameless_files import nameless_file
 
@@ -48,48 +49,58 @@ class Supervisor:
 
     def __init__(self) -> None:
         self.process: int | None = None  # the driver
-        self.asked = self.preempted = False  # it was asked to end, by SIGTERM
+        self.asked = self.preempted = False  # a driver was asked to end, by SIGTERM
         self.pending: list[int] = []  # signals to pass on
+        self.handlers: Handlers | None = None  # those before signals are passed on
 
-    def run(self, act: Callable[[], bytes]) -> Ended:
-        """Return how a process ended that calls a function and returns its bytes."""
+    def run(self, act: Callable[[], bytes], *, held: bool = False) -> Ended:
+        """Return how a process ended that calls a function and returns its bytes.
+
+        held: signals that come to it wait until it unblocks them, when it has handlers of its own.
+        """
         sys.stdout.flush()  # else what is left to write there is written by both
         sys.stderr.flush()
-        with self._passing() as handlers:
-            found = self.start(act, handlers).get()
+        with self.passing() as handlers:
+            found = self.start(act, handlers, held=held).get()
         if isinstance(found, BaseException):
             raise found
         return found
 
-    def start(self, act: Callable[[], bytes], handlers: Handlers) -> Ends:
+    def start(self, act: Callable[[], bytes], handlers: Handlers, *, held: bool = False) -> Ends:
         """Start a process that calls a function, with these handlers of signals. Its end comes in a queue."""
         ends: Ends = SimpleQueue()
-        args = (act, handlers, ends)
+        args = (act, handlers, held, ends)
         threading.Thread(target=self._fork, args=args, name="driver", daemon=True).start()
         return ends
 
     @contextmanager
-    def _passing(self) -> Iterator[Handlers]:
-        """Pass signals on inside the block. Yield the handlers that were there before."""
+    def passing(self) -> Iterator[Handlers]:
+        """Pass signals on inside the block, to the next driver if none runs. Yield the handlers before it."""
+        if self.handlers is not None:
+            yield self.handlers  # a block outside of this one does so
+            return
         numbers = [n for n in PASSED if signal.getsignal(n) != signal.SIG_IGN]  # as `nohup` leaves them
         before = {number: signal.signal(number, self._pass) for number in numbers}
         if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
             before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._stop)
+        self.handlers = before
         try:
             yield before
         finally:
+            self.handlers = None
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _pass(self, number: int, frame: FrameType | None) -> None:
-        self.asked, self.preempted = True, self.preempted or number == signal.SIGTERM
         self.pending.append(number)
         self._flush()
 
     def _flush(self) -> None:
-        """Pass on the signals that came, once there is a driver."""
-        while self.process is not None and self.pending:
-            os.kill(self.process, self.pending.pop(0))
+        """Pass on the signals that came, once there is a driver. One that has ended does not get them."""
+        while self.pending and (process := self.process) is not None and not gone(process):
+            number = self.pending.pop(0)
+            self.asked, self.preempted = True, self.preempted or number == signal.SIGTERM
+            os.kill(process, number)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Stop with the driver on Ctrl-Z, and go on with it."""
@@ -105,6 +116,7 @@ class Supervisor:
         self,
         act: Callable[[], bytes],
         handlers: Handlers,
+        held: bool,
         ends: Ends,
     ) -> None:
         """Fork a driver and wait for its end."""
@@ -119,7 +131,7 @@ class Supervisor:
             ends.put(error)
             return
         if not process:
-            drive(act, handlers, mask, file, supervisor)
+            drive(act, handlers, {*mask, *PASSED} if held else mask, file, supervisor)
         self.process = process
         self._flush()
         os.waitid(
@@ -139,7 +151,10 @@ def drive(
     file: int,
     supervisor: int,
 ) -> NoReturn:
-    """Call a function in a process that was forked for it, write what it returns into a file, and end."""
+    """Call a function in a process that was forked for it, write what it returns into a file, and end.
+
+    mask: the signals that stay blocked.
+    """
     code = 1
     try:
         die_with(supervisor)

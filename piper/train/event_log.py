@@ -62,6 +62,8 @@ def described(event: Event) -> str:
             return f"Warning: step {event.step} gave another result when it was repeated: {event.what}"
         case "straggler":
             return f"Step {event.step}: {event.who} is a straggler: {event.what}"
+        case "skipped":
+            return f"Step {event.step}: {event.who} is passed over: {event.what}"
         case "preemption" | "resize":
             return f"Step {event.step}: {event.what}"
     assert_never(event.event)

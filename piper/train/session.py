@@ -141,8 +141,7 @@ def train_program(
     driver: Driver | None,
 ) -> Outcome:
     """Train a compiled job. driver: the place of this process under a supervisor. None: there is none."""
-    job = program.job
-    feed, positions, memory = Feed(job.data, job.seed), dict[int, object](), RunSummary()
+    job, positions, memory = program.job, dict[int, object](), RunSummary()
     options = Options(
         keep_outputs=asked.detect_nan,
         profile=asked.profile,
@@ -150,55 +149,70 @@ def train_program(
         blank=bool(past),
     )
     events = EventLog(folder, console.print)
-    kept = None if driver is None else driver.kept(feed, positions)
-    with watched_start(console, started(program, folder, asked, options, events, kept)) as run:
-        begun = begin(run, driver, past, feed, positions, console)
-        done = begun.done
-        check_profile(asked.profile, job.steps - done)
-        for measure in measures(folder, begun.first, done):
-            memory(measure)
-        preempting = partial(stopping_now, console, events, memory, asked.grace)
+    so_far = 0 if driver is None or driver.progress is None else driver.progress.done
+    preempting = partial(stopping_now, console, events, memory, asked.grace, so_far)
+    heeding = partial(interrupts, preempting, asked.grace - reserve(asked))
+    with ExitStack() as early:
+        takes_over = driver is not None and driver.takes_over  # then there is a state to save from now on
+        heard = early.enter_context(heeding()) if takes_over else None
+        feed = Feed(job.data, job.seed)
+        kept = None if driver is None else driver.kept(feed, positions)
+        with watched_start(console, started(program, folder, asked, options, events, kept)) as run:
+            begun = begin(run, driver, past, feed, positions, console)
+            done = begun.done
+            check_profile(asked.profile, job.steps - done)
+            for measure in measures(folder, begun.first, done):
+                memory(measure)
 
-        def culprit() -> str | None:
-            return first_bad(program.outline, run.trails(), run.state_dict())
+            def culprit() -> str | None:
+                return first_bad(program.outline, run.trails(), run.state_dict())
 
-        with (
-            ExitStack() as held,
-            watching(console, folder, program, done, memory) as tell,
-            interrupts(preempting, asked.grace - reserve(asked, run)) as interrupted,
-        ):
-            evaluations = held.enter_context(Evaluations(folder, done))
-            size_file = SizeFile(folder, console.print)
+            with (
+                ExitStack() as held,
+                watching(console, folder, program, done, memory) as tell,
+                ExitStack() as heeded,
+            ):
+                if heard is None:
+                    interrupted = heeded.enter_context(heeding())
+                else:
+                    interrupted = heard
+                    heeded.enter_context(early.pop_all())
+                evaluations = held.enter_context(Evaluations(folder, done))
+                size_file = SizeFile(folder, console.print)
 
-            def after(step: int, result: Result) -> None:
-                evaluated = run.after_step(step, cast(StepResult, result), job.steps)
-                if evaluated is not None:
-                    evaluations.write(step, evaluated)
-                    console.print(evaluation_line(step, evaluated))
-                size_file.obey(run)
+                def after(step: int, result: Result) -> None:
+                    evaluated = run.after_step(step, cast(StepResult, result), job.steps)
+                    if evaluated is not None:
+                        evaluations.write(step, evaluated)
+                        console.print(evaluation_line(step, evaluated))
+                    size_file.obey(run)
 
-            course = Course(
-                done=done,
-                steps=done if begun.ended else job.steps,
-                tell=partial(noting, tell, feed, positions, kept_positions(program.plans)),
-                saves=saves_of(run, folder, job, feed, console.print, run.after_saving),
-                stopping=lambda: stopping(run, interrupted) or run.stopping,
-                culprit=culprit if asked.detect_nan else None,
-                after=after,
-                complete=partial(completed, run, driver, positions),
-            )
-            sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
-            rate = Rate(job, program.plans.buckets.values(), begun.trainer, sizes)
-            for step in range(begun.first + 1, done + 1):
-                rate.advance(step)
-            batches = checked(feed, wanted_batch(setup_of(program)))
-            try:
-                done = train(run, batches, rate, course)
-                run.after_training(done)
-            except PreemptedError:
-                done = flushed(run, folder, job, positions)
-        if asked.profile:
-            console.print(save_profile(profile_of(run, program, asked.recipe, asked.on, begun.first), folder))
+                course = Course(
+                    done=done,
+                    steps=done if begun.ended else job.steps,
+                    tell=partial(noting, tell, feed, positions, kept_positions(program.plans)),
+                    saves=saves_of(run, folder, job, feed, console.print, run.after_saving),
+                    stopping=lambda: stopping(run, interrupted) or run.stopping,
+                    culprit=culprit if asked.detect_nan else None,
+                    after=after,
+                    complete=partial(completed, run, driver, positions),
+                )
+                sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
+                rate = Rate(job, program.plans.buckets.values(), begun.trainer, sizes)
+                for step in range(begun.first + 1, done + 1):
+                    rate.advance(step)
+                batches = checked(feed, wanted_batch(setup_of(program)))
+                try:
+                    if isinstance(run, RecoveringRun):
+                        run.begin()  # if it has not: what it takes over can be flushed by now
+                    done = train(run, batches, rate, course)
+                    run.after_training(done)
+                except PreemptedError:
+                    done = flushed(run, folder, job, positions)
+            if asked.profile:
+                console.print(
+                    save_profile(profile_of(run, program, asked.recipe, asked.on, begun.first), folder)
+                )
     return Outcome(
         folder=folder,
         done=done,
@@ -280,6 +294,7 @@ def started(
                 notify=notify,
                 disk=disk_of(folder, program.job),
                 spares=asked.spares,
+                joining=joining_asked(asked, program.job),
                 replace_stragglers=asked.replace_stragglers,
                 kept=kept,
                 make=programs.run,
@@ -294,6 +309,14 @@ def recovering_asked(asked: TrainOptions) -> bool:
     return asked.retries > 0 and not asked.profile and recovers(asked.on, asked.spares)
 
 
+def joining_asked(asked: TrainOptions, job: Job) -> bool:
+    """Return whether machines that join later are to be spares: the job has spares, or can change its size.
+
+    The state of an elastic job moves between machines only through the folder of its checkpoints.
+    """
+    return asked.spares > 0 if job.elastic is None else job.checkpoint is not None
+
+
 def stopping(run: Run, interrupted: Interrupts) -> bool:
     """Return whether a run is to end after this step: a signal came to this process, or to a worker."""
     if run.leaving() and not interrupted.preempted:
@@ -301,9 +324,9 @@ def stopping(run: Run, interrupted: Interrupts) -> bool:
     return interrupted()
 
 
-def reserve(asked: TrainOptions, run: Run) -> float:
+def reserve(asked: TrainOptions) -> float:
     """Return the seconds of the grace that are for writing a version, if a step does not end."""
-    return min(asked.grace / 2, RESERVE) if isinstance(run, RecoveringRun) else 0.0
+    return min(asked.grace / 2, RESERVE) if recovering_asked(asked) else 0.0
 
 
 def kept_positions(plans: Plans) -> int:
@@ -335,14 +358,20 @@ def flushed(run: Run, folder: Path, job: Job, positions: Mapping[int, object]) -
     return step
 
 
-def stopping_now(console: Console, events: EventLog, memory: RunSummary, grace: float, number: int) -> None:
-    """Say that the run ends after this step. A terminal that hung up is not written to any more."""
+def stopping_now(
+    console: Console, events: EventLog, memory: RunSummary, grace: float, so_far: int, number: int
+) -> None:
+    """Say that the run ends after this step. A terminal that hung up is not written to any more.
+
+    so_far: the steps of the drivers before this one.
+    """
     if number == signal.SIGHUP and console.is_terminal:
         console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
     if number == signal.SIGTERM:
         last = memory.last
         what = f"preempted: saving after this step, within {grace:g} s"
-        events(Event(event="preemption", step=1 if last is None else last.step + 1, what=what))
+        done = so_far if last is None else last.step
+        events(Event(event="preemption", step=done + 1, what=what))
     else:
         console.print("Stopping after this step; once more to stop now")
 

@@ -25,8 +25,9 @@ from piper.launchers.processes import gone
 from piper.launchers.transport.fork_server import ForkConnection, ForkServer
 from piper.launchers.transport.serialize import Codec
 from piper.launchers.transport.versions import Versions
-from piper.recovery.elastic import ElasticRun, clear
+from piper.recovery.elastic import ElasticRun
 from piper.recovery.journal import Journal, Progress, states_of
+from piper.recovery.moving_states import MovingStates
 from piper.recovery.recovering_run import RecoveringRun
 from piper.recovery.retrying import Saving
 from piper.recovery.run_events import failure
@@ -48,11 +49,17 @@ class Driver:
     left: int  # retries
     failed_at: float | None = None  # when the driver before it was killed. None: it is the first
     progress: Progress | None = None  # of the driver before it. None: no step was complete
+    states: MovingStates | None = None  # the folder of states that move. None: the job is not elastic
+
+    @property
+    def takes_over(self) -> bool:
+        """Return whether an earlier driver has left a state, which is saved if a signal ends this one."""
+        return self.progress is not None
 
     def kept(self, feed: Feed, positions: dict[int, object]) -> Kept:
         """Return what outlives this driver. positions: of the data by step, which are filled in."""
         take = partial(self.take_over, feed=feed, positions=positions)
-        return Kept(versions=self.memory[0], forks=self.forks, take_over=take)
+        return Kept(versions=self.memory[0], forks=self.forks, take_over=take, begins=not self.takes_over)
 
     def take_over(self, run: RecoveringRun, feed: Feed, positions: dict[int, object]) -> None:
         """Let a run and its data go on where the driver before it was."""
@@ -61,13 +68,13 @@ class Driver:
         run.left, run.failed_at = self.left, self.failed_at
         progress = self.progress
         if isinstance(run, ElasticRun):
-            run.memory = self.memory
+            run.memory, run.states = self.memory, self.states
             if progress is not None and progress.layout is not None:
                 run.take(progress.layout)
         if progress is None:
             run.versions.forget(lambda step: True)
             return
-        found, callbacks, data = states_of(progress)
+        found, completed, data = states_of(progress)
         positions |= found
         run.versions.forget(lambda step: step > progress.done)
         begun = self.journal.beginning()
@@ -80,7 +87,8 @@ class Driver:
         if progress.saving is not None:
             step, path, keep = progress.saving
             run.saving = Saving(step=step, path=Path(path), data=data, keep=keep)
-        run.resumed(Resumed(step=progress.done, callbacks=callbacks))
+        run.resumed(Resumed(step=progress.done, callbacks=completed[progress.done]))
+        run.completed = {**completed, **run.completed}  # a version may be of an earlier step
         version = run.versions.newest(progress.done)
         first = version if version in positions else progress.done
         assert first is not None
@@ -170,14 +178,16 @@ def supervise(
     supervisor, left, failed_at, progress = Supervisor(), retries, None, None
     before: tuple[int, int] | None = None  # how and after which step the last driver ended
     with ExitStack() as held:
+        held.enter_context(supervisor.passing())  # between two drivers too: the next one saves
         memory = (Versions(program.plans), Versions(program.plans))
         journal, servers = Journal(), [ForkServer()]
         for versions in memory:
             held.callback(versions.close)
         held.callback(journal.close)
         held.callback(lambda: servers[0].close())
-        killed: list[int] = []
-        held.callback(clear, killed, None)
+        states = None if program.job.elastic is None else MovingStates()
+        if states is not None:
+            held.callback(states.close)
         while True:
             if gone(servers[0].server):
                 servers[0].close()
@@ -190,16 +200,17 @@ def supervise(
                 left=left,
                 failed_at=failed_at,
                 progress=progress,
+                states=states,
             )
-            ended = supervisor.run(partial(answered, act, driver))
+            ended = supervisor.run(partial(answered, act, driver), held=driver.takes_over)
             forks.close()
             if ended.code >= 0:
                 return result(ended, folder)
             if supervisor.asked:
                 raise PreemptedError if supervisor.preempted else KeyboardInterrupt
             progress, failed_at = journal.progress(), monotonic()
-            killed.append(ended.process)
-            clear(killed, moved(progress))
+            if states is not None:
+                states.clear(moved(progress))
             done = 0 if progress is None else progress.done
             if progress is not None and (before is None or before[1] != done):
                 left = progress.left

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 import piper
+from piper.checkpoint.folder import verify
+from piper.checkpoint.json_state import decode
 from piper.compiler import Program, compile, strategy_of
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.driver import devices_of
-from piper.launchers.inline import InlineRun
+from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.transport.versions import too_little
 from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.flushing import write_version
 from piper.recovery.recovering_run import recovering
@@ -251,12 +254,11 @@ def test_a_machine_that_is_lost_and_one_that_comes(
     monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
     events: list[Event] = []
     with running(program, sizes, events) as run:
-        narrow = Narrow(cast(InlineStarter, run.starter), rooms=[3, 3, 4, 4])
+        narrow = Narrow(cast(InlineStarter, run.starter), rooms=[3, 3, 3, 4, 4])
         run.starter, run.run = cast(Starter, narrow), None
         with pytest.raises(ConfigError) as caught:
             run.resize(2)
         run.disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
-        (tmp_path / "piper-resize-1-left").mkdir()
         assert_plain([run.step(batch).loss for batch in batches(12)], run.state_dict())
         assert narrow.starts == [4, 2, 4] and narrow.rooms == []
     assert [(e.step, e.what) for e in events if e.event == "resize"] == [
@@ -298,11 +300,104 @@ def test_a_protected_job_changes_its_size(copies: int, monkeypatch: pytest.Monke
     assert not [event for event in events if event.event == "mismatch"]
 
 
+def test_a_size_for_which_there_is_too_little_memory(
+    program: Program, sizes: ElasticRange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on as it was, also if it has changed its size before, and later it can change."""
+    with running(program, sizes, []) as run:
+        losses, given = list[float](), iter(batches(8))
+        for size, other in ((4, 2), (2, 4)):
+            run.resize(size)
+            losses.append(run.step(next(given)).loss)
+            with monkeypatch.context() as patched:
+                patched.setattr("piper.launchers.transport.versions.check_memory", refuse)
+                with pytest.raises(ConfigError):
+                    run.resize(other)
+                assert len(run.places) == size
+                losses += [run.step(next(given)).loss for _ in range(2)]
+            run._end()
+            losses.append(run.step(next(given)).loss)
+        assert_plain(losses, run.state_dict())
+
+
+def refuse(wanted: int, asked: object) -> None:
+    raise too_little(wanted, 0, None)
+
+
+@pytest.mark.parametrize("when", ["use", "start", "step"])
+def test_a_preemption_whose_time_is_over_while_the_state_moves(
+    program: Program, sizes: ElasticRange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """There is no version of the new layout. The state that has moved is saved, and goes on in any layout."""
+    given = batches(4)
+    with running(program, sizes, []) as run:
+        for number in (0, 1):
+            run.step(given[number])
+            run.complete()
+        run.set_optimizer_option(0, "lr", 0.02)
+
+        def over(*given: object) -> None:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        if when == "step":  # as where instructions of the next step copy the state
+            monkeypatch.setattr(InlineRun, "protect", lambda run: None)
+            run.resize(2)
+            run.versions.forget(lambda step: True)
+            monkeypatch.setattr(InlineRun, "step", over)
+        else:
+            monkeypatch.setattr(run.starter, when, over)
+        with pytest.raises(KeyboardInterrupt):
+            run.resize(2) if when != "step" else run.step(given[2])
+        assert run.flush(tmp_path, {2: "here"}) == 2
+        assert run.flush(tmp_path, {}) == 2, "once"
+    saved = tmp_path / "step-00000002"
+    record = verify(saved)
+    assert record.step == 2 and decode(record.data) == "here"
+    with launch_inline(program) as whole, launch_inline(program) as resumed:
+        whole.step(given[0])
+        whole.step(given[1])
+        whole.set_optimizer_option(0, "lr", 0.02)
+        resumed.read(saved)
+        assert [resumed.step(batch) for batch in given[2:]] == [whole.step(batch) for batch in given[2:]]
+
+
+def test_a_preemption_whose_time_is_over_before_the_state_has_moved(
+    program: Program, sizes: ElasticRange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version of the old layout is saved, and what has moved half is removed."""
+    before = memory()
+    with running(program, sizes, []) as run:
+        run.step(batches(1)[0])
+        run.complete()
+
+        def over(*given: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(run, "_switch", over)
+        with pytest.raises(KeyboardInterrupt):
+            run.resize(2)
+        assert run.flush(tmp_path, {1: "here"}) == 1
+    assert verify(tmp_path / "step-00000001").step == 1
+    assert memory() == before
+
+
 def test_programs_of_fewer_devices_are_compiled_in_another_process(programs: Programs) -> None:
     found = programs.program(2)
     assert isinstance(found, SentProgram) and [*devices_of(found.plans)] == [0, 1]
     assert [directive.devices for directive in strategy_of(found.job)[:2]] == [(0,), (1,)]  # type: ignore[attr-defined]
     assert found.evaluation(batches(1)[0]).plans.buckets.keys() == found.plans.buckets.keys()
+
+
+def test_a_state_that_a_killed_run_has_left_beside_its_checkpoints_goes(
+    program: Program, sizes: ElasticRange, tmp_path: Path
+) -> None:
+    for name in ("piper-resize-left", "step-00000001"):
+        (tmp_path / name).mkdir()
+    disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
+    make = partial(ElasticRun, sizes=sizes)
+    with recovering(program, "inline", Options(), retries=1, disk=disk, make=make):
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_a_file_asks_for_a_number_of_devices(program: Program, sizes: ElasticRange, tmp_path: Path) -> None:

@@ -17,17 +17,19 @@ import torch
 from torch import Tensor
 
 from piper.callbacks import Callback, Running
-from piper.checkpoint.folder import verify
+from piper.checkpoint.folder import begin, verify
 from piper.checkpoint.json_state import decode
 from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import UnwrittenError
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, WorkerError
+from piper.launchers.agent_versions import ShortMachine
 from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.transport.versions import Versions
 from piper.recovery import recovering_run
+from piper.recovery.flushing import write_version
 from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
@@ -62,6 +64,7 @@ class Script:
     near: bool = True
     waited: float = 0.0  # until agents are warm, at each start
     warm: list[WarmAgent] = field(default_factory=list)  # agents that become warm before the next step ends
+    short: list[ShortMachine] = field(default_factory=list)  # spares that the next start passes over
     unheard: list[int] = field(default_factory=list)  # steps that end, and whose answer is lost
 
     def do(self, what: str) -> None:
@@ -87,6 +90,10 @@ class Script:
 
     def warmed(self) -> list[WarmAgent]:
         found, self.warm = self.warm, []
+        return found
+
+    def passed_over(self) -> list[ShortMachine]:
+        found, self.short = self.short, []
         return found
 
     def close(self) -> None:
@@ -200,6 +207,21 @@ def test_an_agent_that_becomes_warm_and_one_that_is_waited_for_are_in_the_events
     shown = described(replace(events[2], seconds=7.0))
     assert shown.startswith(
         "Step 3: recovered in 7.0 s, of which 5.0 s until agents were warm, from the state"
+    )
+
+
+def test_a_spare_that_is_passed_over_is_in_the_events() -> None:
+    """Also where the start fails: it says why."""
+    script = Script(fails={"step 2": [lost()]})
+    run, events = scripted(script)
+    train(run, 1, 1)
+    script.short = [ShortMachine(address="10.0.0.3", needs=3 * 2**20, has=2**20)]
+    script.fails["start blank"] = [LaunchError("too few", by="launch", hint="none")]
+    assert train(run, 2, 2) == [2.0]
+    assert [event.event for event in events] == ["failure", "skipped", "failure", "recovery"]
+    assert described(events[1]) == (
+        "Step 2: machine 10.0.0.3 is passed over: it has 1.0 MiB of shared memory, "
+        "and versions of its devices need 3.0 MiB"
     )
 
 
@@ -513,6 +535,27 @@ def test_what_is_flushed_holds_complete_steps_only(programs: dict[str, Program],
         assert resumed.step(third) == whole.step(third)
 
 
+@pytest.mark.parametrize("left", [1, 0])
+def test_a_version_that_is_lost_while_it_is_flushed(
+    programs: dict[str, Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    """With a machine that held it. The one before it is written, if it is complete."""
+
+    def lose(*given: object, **more: object) -> None:
+        if given[2] == 2:
+            run.versions.forget(lambda step: step > 1 or not left)
+            raise LaunchError("the state after step 2 is lost", by="recovery", hint="none")
+        write_version(*given, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(recovering_run, "write_version", lose)
+    with recovering(programs[str(PAIR)], "inline", Options(), retries=1) as run:
+        for given in batches(PAIR, 2):
+            run.step(given)
+            run.complete()
+        assert run.flush(tmp_path, {}) == (1 if left else None)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"] * left
+
+
 def test_a_repeated_step_that_differs_is_an_alarm() -> None:
     script = Script(fails={"step 3": [lost()]})
     run, events = scripted(script)
@@ -542,6 +585,41 @@ def test_a_save_that_was_under_way_is_made_again(tmp_path: Path) -> None:
     train(run, 3, 3)
     saves = [entry for entry in script.log if entry.startswith("save")]
     assert saves == [f"save {tmp_path / 'saved'} after 2"] * 2
+
+
+def test_a_save_whose_state_is_gone_is_not_forgotten(tmp_path: Path) -> None:
+    """It takes longer than versions are held, and then workers are lost: the next call that waits says so."""
+    script = Script(fails={"step 5": [lost()]})
+    run, _ = scripted(script)
+    train(run, 1, 2)
+    saved = tmp_path / "step-00000002"
+    run.save(saved, wait=False)
+    begin(saved)
+    train(run, 3, 5)
+    assert run.saving is None and [*tmp_path.iterdir()] == [], "what was begun is removed"
+    with pytest.raises(UnwrittenError) as caught:
+        run.settle()
+    assert str(caught.value) == cleandoc(f"""
+        save: the checkpoint of step 2 was not complete when workers were lost
+          path:    {saved}
+          goes on: from the state after step 4, which is newer
+          hint:    nothing is lost but this checkpoint; the next save is complete again
+    """)
+    run.settle()
+
+
+def test_a_save_that_was_complete_is_not_lost(programs: dict[str, Program], tmp_path: Path) -> None:
+    """The driver has not heard so when workers are lost."""
+    saved = tmp_path / "step-00000002"
+    with launch_inline(programs[str(PAIR)]) as whole:
+        whole.save(saved)
+    script = Script(fails={"step 5": [lost()]})
+    run, _ = scripted(script)
+    train(run, 1, 2)
+    run.save(saved, wait=False)
+    train(run, 3, 5)
+    run.settle()
+    assert verify(saved).step == 0, "it is not touched"
 
 
 def test_a_stall_is_judged_by_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from piper.compiler import Program
+from piper.launchers.processes import gone
 from piper.recovery.journal import Note, Progress
 from piper.recovery.supervisor import Supervisor
 from piper.train.supervised import supervises
@@ -72,6 +73,41 @@ def test_signals_are_passed_on_and_the_handlers_are_those_before(number: signal.
         assert supervisor.preempted == (number == signal.SIGTERM)
     finally:
         signal.signal(number, before)
+
+
+def test_a_signal_between_two_drivers_is_for_the_next_one() -> None:
+    """Which gets it when it is ready. One that has ended does not, even if nobody has seen that yet."""
+    seen: list[int] = []
+
+    def wait() -> bytes:
+        assert seen == []
+        signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        while not seen:
+            time.sleep(0.01)
+        return b"heard"
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: pytest.fail("it is not passed on"))
+    ended = os.fork()
+    if not ended:
+        os._exit(0)
+    try:
+        supervisor = Supervisor()
+        with supervisor.passing():
+            assert supervisor.run(crash).code == -signal.SIGUSR1
+            until = time.monotonic() + 60
+            while not gone(ended):
+                assert time.monotonic() < until
+            supervisor.process = ended
+            signal.raise_signal(signal.SIGTERM)
+            supervisor.process = None
+            assert supervisor.pending == [signal.SIGTERM] and not supervisor.asked
+            found = supervisor.run(wait, held=True)
+        assert (found.code, found.answer) == (0, b"heard")
+        assert supervisor.asked and supervisor.preempted and supervisor.pending == []
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.waitpid(ended, 0)
 
 
 def test_a_driver_may_compute_on_several_threads() -> None:

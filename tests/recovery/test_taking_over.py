@@ -15,6 +15,8 @@ from typing import cast
 import pytest
 from torch import Tensor
 
+from piper.checkpoint.folder import verify
+from piper.checkpoint.json_state import decode
 from piper.compiler import Program, compile
 from piper.data.feed import Feed
 from piper.directives import protect
@@ -24,15 +26,17 @@ from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.transport.fork_server import FORKED, NOTICE, ForkConnection, ForkServer
 from piper.launchers.transport.versions import Versions
-from piper.recovery.elastic import ElasticRange, ElasticRun, clear
+from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.journal import Journal
+from piper.recovery.moving_states import MovingStates
 from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.train.elastic_programs import Programs
 from piper.train.supervised import Driver, moved
 from tests.recovery import test_elastic as elastic
-from tests.runtime.grid import Cell, batches, job
+from tests.recovery.test_recovery import Counter
+from tests.runtime.grid import Cell, batches, job, strategy
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
 
@@ -59,6 +63,7 @@ class Drivers:
     killed: int = 0
 
     def __post_init__(self) -> None:
+        self.states = None if self.sizes is None else MovingStates()
         self.memory = (Versions(self.program.plans), Versions(self.program.plans))
 
     @contextmanager
@@ -73,6 +78,7 @@ class Drivers:
             left=3,
             failed_at=monotonic() if self.killed else None,
             progress=progress,
+            states=self.states,
         )
         made = self.program.job
         feed, positions = Feed(made.data, made.seed), dict[int, object]()
@@ -88,8 +94,10 @@ class Drivers:
             yield Driven(run=run, driver=driver, feed=feed, positions=positions)
             if isinstance(run, ElasticRun):
                 run.folders.clear()  # a killed process removes nothing
+                run.states = None
         self.killed += 1
-        clear([os.getpid()], moved(self.journal.progress()))
+        if self.states is not None:
+            self.states.clear(moved(self.journal.progress()))
 
     def _lent(self, versions: Versions) -> Versions:
         """Return the same memory, as a forked process has it."""
@@ -101,6 +109,9 @@ class Drivers:
         for versions in self.memory:
             versions.close()
         self.journal.close()
+        if self.states is not None:
+            assert [*self.states.path.iterdir()] == []
+            self.states.close()
 
 
 @dataclass
@@ -181,6 +192,26 @@ def test_a_version_that_the_journal_does_not_cover_is_not_taken(
     drivers.close()
 
 
+def test_a_driver_that_is_preempted_before_it_has_begun(tmp_path: Path) -> None:
+    """The newest version is of a step before the last one, and is saved with the callbacks of that step."""
+    counter, asked = Counter(), protect(at())
+    made = job(PAIR, strategy=[*strategy(PAIR), asked], data=lambda: batches(PAIR, 8), callbacks=[counter])
+    drivers = Drivers(compile(made))
+    with drivers.drive() as first:
+        first.begin()
+        for _ in range(3):
+            result = first.step(commit=False)
+            counter.on_step(first.run, first.run.done, result)
+            first.commit()
+    with drivers.drive() as second:
+        assert second.run.run is None, "no worker has started"
+        assert second.run.flush(tmp_path, second.positions) == 2
+    record = verify(tmp_path / "step-00000002")
+    assert record.step == 2
+    assert decode(record.data)["piper callbacks"] == {"Counter": {"steps": 2}}  # type: ignore[index]
+    drivers.close()
+
+
 def find(made: Programs, size: int) -> ProgramLike:
     if size == 3:
         raise ConfigError("no", by="test", hint="none")
@@ -237,6 +268,37 @@ def test_a_driver_that_is_killed_while_the_state_moves(sized: tuple[Program, Ela
         elastic.assert_plain(losses, one.run.state_dict())
     drivers.close()
     assert elastic.memory() == before
+
+
+def test_versions_that_are_written_over_count_as_free(
+    sized: tuple[Program, ElasticRange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two memories one is needed by the next driver, and the other has the layout before this one."""
+    drivers, taken = Drivers(*sized), list[int]()
+
+    def note(wanted: int, asked: object) -> None:
+        assert isinstance(one.run, ElasticRun)
+        files = drivers.memory[1 - one.run.safe].descriptors.values()
+        taken.append(sum(os.fstat(file).st_blocks for pair in files for file in pair))
+
+    with drivers.drive() as one:
+        one.begin()
+        losses = [one.step().loss]
+        with monkeypatch.context() as patched:
+            patched.setattr("piper.launchers.transport.versions.check_memory", note)
+            for size in (2, 4, 2):
+                one.run.resize(size)
+                losses += [one.step().loss, one.step().loss]
+            patched.setattr("piper.launchers.transport.versions.check_memory", elastic.refuse)
+            with pytest.raises(ConfigError):
+                one.run.resize(4)
+            losses.append(one.step().loss)
+        assert taken == [0, 0, 0]
+    with drivers.drive() as one:
+        assert isinstance(one.run, ElasticRun) and len(one.run.places) == 2
+        losses.append(one.step().loss)
+        elastic.assert_plain(losses, one.run.state_dict())
+    drivers.close()
 
 
 def test_workers_of_an_earlier_connection_are_gone_when_it_is_cleared() -> None:

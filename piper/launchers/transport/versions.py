@@ -228,12 +228,18 @@ class Versions:
         self.devices = self.holders.devices
         self.every = 1 if plans.protection is None else plans.protection.every
         if checked:
-            check_memory(sum(version_bytes(plans, device) for device in self.devices), plans.protection)
+            check_versions(plans)
         self.descriptors = {d: [nameless_file(HEAD.size) for _ in range(GENERATIONS)] for d in self.devices}
 
-    def of(self, plans: Plans) -> "Versions":
+    def of(self, plans: Plans, *, checked: bool = True) -> "Versions":
         """Return memory for another program, of the same kind."""
-        return Versions(plans)
+        return Versions(plans, checked=checked)
+
+    def empty(self) -> None:
+        """Drop all versions, and give back the memory that they take. No worker may live."""
+        for descriptor in (descriptor for pair in self.descriptors.values() for descriptor in pair):
+            os.ftruncate(descriptor, 0)
+            os.ftruncate(descriptor, HEAD.size)
 
     @property
     def files(self) -> dict[int, tuple[SharedFile, ...]]:
@@ -331,6 +337,12 @@ def rest_of(plans: Plans, device: int) -> tuple[list[Bucket], list[str]]:
 def copied_slots(plans: Plans) -> set[SlotId]:
     """Return the slots that instructions copy, on any device."""
     return {slot for plan in plans for ins in plan.instrs if ins.op == "protect" for slot in ins.reads}
+
+
+def check_versions(plans: Plans) -> None:
+    """Refuse to train if the versions of a program do not fit into the shared memory of this machine."""
+    wanted = sum(version_bytes(plans, device) for plan in plans for device in plan.devices)
+    check_memory(wanted, plans.protection)
 
 
 def check_memory(wanted: int, asked: Protection | None = None) -> None:
