@@ -1,16 +1,22 @@
 # Every target does what it needs: on a fresh machine `make test` also makes the virtual environment.
 PYTHON ?= python3
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 # Files with a test that has a marker: reading all the others takes half a minute on each worker.
 MATRIX = $(shell grep -rlE --include='test_*.py' 'mark\.matrix|covering import .*selected' tests)
 RAY = $(shell grep -rl --include='test_*.py' 'mark\.ray' tests)
+# The oldest torch that pyproject.toml allows, in an environment of its own, and the tests that reach furthest into torch.
+OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+OLDEST := build/oldest
+OLDEST_TESTS ?= tests/capture tests/launchers/test_conformance.py tests/runtime/test_comm.py \
+	tests/test_custom_operators.py tests/test_torch_names.py
 # Every process of a test would compile piper/ and the tests again where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup test mutate matrix matrix-full ray demo lint format bench gallery pictures
+.PHONY: help setup test mutate matrix matrix-full ray demo lint format setup-oldest oldest torch-names bench gallery pictures
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
@@ -20,19 +26,21 @@ help:
 	@echo "make ray      the tests on Ray: a cluster of our own, two nodes of it, on this machine only"
 	@echo "make demo     train a small mixture of experts on four local workers, for about a minute"
 	@echo "make lint     ruff and mypy; make format: let ruff write"
+	@echo "make oldest   types and some tests with the oldest supported torch, in build/oldest (downloads gigabytes)"
+	@echo "make torch-names  tests/torch_names.txt: the private names of torch that piper/ reads, verified with the oldest"
 	@echo "make bench    how compile time grows with the job"
 	@echo "make gallery  docs/gallery.md: every schedule and the papers' figures, drawn"
 	@echo "make pictures the other pictures of the documentation"
 
 setup: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "make: $(PYTHON) is older than Python 3.11; name another one: make setup PYTHON=python3.11" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -c 'import ensurepip' 2>/dev/null || \
 		{ echo "make: $(PYTHON) cannot make virtual environments; install its venv package (Debian: apt install python3-venv)" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@# On all cores, which pip does not do. Some packages hold templates that are not Python: those are left out.
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
@@ -64,6 +72,22 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# With these two variables every other target runs with the oldest torch as well.
+setup-oldest: $(OLDEST).txt
+	@$(MAKE) --no-print-directory setup VENV=$(OLDEST) CONSTRAINTS=$(OLDEST).txt
+
+$(OLDEST).txt: pyproject.toml constraints.txt
+	@mkdir -p $(@D)
+	sed 's/^torch==.*/torch==$(OLDEST_TORCH)/' constraints.txt > $@
+
+oldest: setup-oldest
+	$(OLDEST)/bin/python -m tests.torch_names
+	$(OLDEST)/bin/python -m mypy --cache-dir $(OLDEST)/.mypy_cache
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(OLDEST_TESTS)
+
+torch-names: setup-oldest
+	$(OLDEST)/bin/python -m tests.torch_names --write
 
 bench: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/compile_scale.py

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from piper.capture.autodiff.differentiate import differentiate
 from piper.capture.trace.annotate import annotate
+from piper.capture.trace.blame import reason, without_result
 from piper.capture.trace.repeated_layers import annotate_layers
 from piper.capture.trace.trace import trace
 from piper.errors import PiperError
@@ -167,6 +168,44 @@ def test_a_loss_that_is_no_loss(result: Callable[[Tensor], object], got: str) ->
         return result(zoo.regression(model, batch))
 
     assert refusal(loss=loss) == lines("loss: the loss is not a loss", f"  got:  {got}", f"  hint: {A_LOSS}")
+
+
+def test_a_loss_without_an_operation() -> None:
+    assert refusal(loss=lambda model, batch: 0.5) == lines(
+        "loss: the loss is not a loss", "  got:  it returns no tensor", f"  hint: {A_LOSS}"
+    )
+
+
+@pytest.mark.parametrize("message", ["", "out.backend_input must not be None"])  # torch 2.11, torch 2.13
+def test_torch_says_in_two_ways_that_there_is_no_operation(message: str) -> None:
+    backend_input = None
+    with pytest.raises(AssertionError) as found:
+        if message:
+            raise AssertionError(message)
+        else:
+            assert backend_input is not None
+    assert without_result(found.value)
+
+
+@pytest.mark.parametrize(
+    ("debug", "shown"),
+    [
+        ("KeyError('y')", "KeyError('y')"),  # torch 2.13; the others 2.11
+        (
+            "KeyError([ConstantVariable(str: 'Dict key lookup failed for ConstantVariable(str: \\'y\\'). "
+            "Debug representation of the key is \"\\'y\\'\"')])",
+            "KeyError('y')",
+        ),
+        (
+            'KeyError([ConstantVariable(str: "Dict key lookup failed for ConstantVariable(int: 3). '
+            "Debug representation of the key is '3'\")])",
+            "KeyError(3)",
+        ),
+    ],
+)
+def test_the_reason_of_a_failed_lookup_is_its_key(debug: str, shown: str) -> None:
+    text = f"Observed exception\n  Explanation: none\n\n  Developer debug context: raised exception {debug}\n"
+    assert reason(RuntimeError(text)) == shown
 
 
 @pytest.mark.parametrize("weight", ["parameter", "output"])

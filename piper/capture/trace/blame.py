@@ -24,6 +24,10 @@ RAISED = (
     r"got (\w+)\(.*\)\s*$",
     r"(Argument mismatch) when attempting to trace",
 )
+# The argument of a KeyError as torch 2.11 has it; plain Python and torch 2.13 have the key alone
+_FAILED_LOOKUP = re.compile(
+    r"([\"'])Dict key lookup failed for ConstantVariable\(\w+: (?P<key>.+?)\)\. Debug .*\1"
+)
 
 
 @contextmanager
@@ -68,6 +72,13 @@ def loss_failed(error: Exception, fields: Iterable[str]) -> CaptureError:
     return refused("the loss, or the model in it, raised an exception", error, hint=hint, kind=LossError)
 
 
+def without_result(error: Exception) -> bool:
+    """Return whether a trace failed because there is no operation, or the loss returns no result of one."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    raised_by = last.line or ""  # the assertion of torch 2.11 has no message
+    return isinstance(error, SyntaxError) or "backend_input" in str(error) or "backend_input" in raised_by
+
+
 def user_line(error: Exception) -> str | None:
     """Return the line of the user's code that raised an error, as `llama.py:41`. None: there is none."""
     frames = [*(getattr(error, "real_stack", None) or ()), *traceback.extract_tb(error.__traceback__)]
@@ -85,7 +96,8 @@ def reason(error: Exception) -> str:
     text = str(error)
     for pattern in (r"raised exception (.+)", r"got (\w+\(.+\))\s*$", r"Explanation: (.+)"):
         if found := re.search(pattern, text, re.MULTILINE):
-            return _one_line(re.sub(r"\[ConstantVariable\(\w+: (.*?)\)\]", r"\1", found.group(1)))
+            raised = re.sub(r"\[ConstantVariable\(\w+: (.*?)\)\]", r"\1", found.group(1))
+            return _one_line(_FAILED_LOOKUP.sub(lambda found: found["key"].replace("\\'", "'"), raised))
     return _one_line(f"{type(error).__name__}: {text}")
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from piper import errors
 from piper.capture.returned import FORMS, Returned, returned_by_loss
 from piper.capture.trace.annotate import Region, begin_trace, entered_regions, listed_regions
-from piper.capture.trace.blame import loss_failed, node_line, quiet
+from piper.capture.trace.blame import loss_failed, node_line, quiet, without_result
 from piper.capture.trace.hooks import no_tensor_hooks
 from piper.capture.trace.layerdrop import no_layer_dropped
 from piper.capture.trace.passed_over import passing_over
@@ -67,8 +67,7 @@ def record(
         except CaptureError:
             raise
         except Exception as error:
-            # Torch raises these when there is no operation, or when the loss returns no result of one.
-            if "backend_input" in str(error) or isinstance(error, SyntaxError):
+            if without_result(error):
                 raise _not_a_loss("it returns no tensor") from error
             raise _own_error(error, step, batch) or loss_failed(error, batch) from error
         _check_side_effects(model, (str(warning.message) for warning in warned))
