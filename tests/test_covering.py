@@ -76,7 +76,12 @@ def meet(cells: Sequence[Any], choices: Callable[[Any], Choices], together: int)
     ("cells", "chosen", "choices", "together"),
     [
         (compositions.every(), compositions.pairwise(), compositions.choices, 2),
-        (compositions.every(), compositions.by_threes(), compositions.choices, 3),
+        (
+            compositions.every(),
+            [*compositions.pairwise(), *compositions.by_threes()],
+            compositions.choices,
+            3,
+        ),
         ([*matrix.cells(), *matrix.both_ways()], matrix.chosen(), matrix.choices, 2),
         ([*divided.FEW, *divided.ALL], [*divided.FEW, *divided.CHOSEN], divided.division, 2),
         ([*divided.FEW, *divided.ALL], [*divided.FEW, *divided.CHOSEN], divided.composition, 2),

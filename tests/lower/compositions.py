@@ -107,5 +107,5 @@ def pairwise() -> list[Composition]:
 
 @cache
 def by_threes() -> list[Composition]:
-    """A selection in which every three values of three different axes meet at least once."""
-    return covering(every(), choices, 3)
+    """A selection in which every three values of three different axes meet that do not meet in `pairwise`."""
+    return covering(every(), choices, 3, given=pairwise())
