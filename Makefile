@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
 # Files with a test that has a marker: reading all the others takes half a minute on each worker.
-MATRIX = $(shell grep -rlE --include='test_*.py' 'mark\.matrix|covering import .*selected' tests)
+# Sorted so that the chains of tests/lower, many and short, come last and let the workers end together.
+MATRIX = $(shell grep -rlE --include='test_*.py' 'mark\.matrix|covering import .*selected' tests | sort -r)
 RAY = $(shell grep -rl --include='test_*.py' 'mark\.ray' tests)
 # The oldest torch that pyproject.toml allows, in an environment of its own, and the tests that reach furthest into torch.
 OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST := build/oldest
 OLDEST_TESTS ?= tests/capture tests/launchers/test_conformance.py tests/runtime/test_comm.py \
 	tests/test_custom_operators.py tests/test_torch_names.py
+# What hardly a test imports: four in ten modules. Python compiles what is left out when it is imported after all.
+UNUSED := /(tests|transformers/models|mypy|mypyc|pip|ray/(data|llm|rllib|serve|train|tune))/
 # Every process of a test would compile piper/ and the tests again where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -42,7 +45,7 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@# On all cores, which pip does not do. Some packages hold templates that are not Python: those are left out.
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(UNUSED)' $(VENV)/lib piper || true
 	@touch $@
 
 # Each worker takes one half of the files and then helps the other: what the tests of a file share is made once.
