@@ -282,6 +282,7 @@ class AgentStarter(ABC):
 
     def _fit(self, ranks: dict[int, int]) -> dict[int, int]:
         """Return the bundles of machines that have enough memory, as far as is known: it may be free now."""
+        self.unfit = {b: machine for b, machine in self.unfit.items() if b in self.agents}
         asked = {b: self.agents[b][0].actor.room.remote() for b in self.unfit if b in ranks}
         for bundle, free in self.calls.answers(asked, REACH).items():
             if free is None or cast(int, free) >= self.unfit[bundle].needs:

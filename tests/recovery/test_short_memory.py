@@ -155,6 +155,9 @@ def test_where_no_other_spare_is_left_one_message_says_so(cluster: Make) -> None
     """)
     machines.made[2].free = PLENTY
     assert made.placed() == ["10.0.0.0", "10.0.0.2"], "it is asked again"
+    made.lose(3)
+    made.room()
+    assert made.unfit == {}, "one that is lost is not what is lacking"
 
 
 def test_a_job_that_never_ran_is_refused_at_once(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
