@@ -65,7 +65,7 @@ class MovingStates:
 def locked_folder(where: Path) -> tuple[Path, int]:
     """Return a new folder, and a descriptor that holds a lock on it."""
     while True:
-        path = Path(tempfile.mkdtemp(prefix=MOVED, dir=where))
+        path = Path(tempfile.mkdtemp(prefix=f"{MOVED}{os.getpid()}-", dir=where))
         with try_lock(path) as lock:
             if lock is not None:
                 return path, os.dup(lock)  # the lock stays with its last descriptor

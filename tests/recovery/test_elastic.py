@@ -28,6 +28,7 @@ from piper.launchers.inline import InlineRun, launch_inline
 from piper.launchers.transport.versions import too_little
 from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.flushing import write_version
+from piper.recovery.moving_states import MOVED, try_lock
 from piper.recovery.recovering_run import recovering
 from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
@@ -134,7 +135,13 @@ def assert_plain(losses: list[float], state: Mapping[str, Tensor]) -> None:
 
 
 def memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("piper-resize-*")}
+    """Return the folders of states that are left: by this process, or by processes that have ended."""
+    found: set[str] = set()
+    for path in Path("/dev/shm").glob(f"{MOVED}*"):
+        with try_lock(path) as lock:
+            if lock is not None or path.name.startswith(f"{MOVED}{os.getpid()}-"):
+                found.add(path.name)
+    return found
 
 
 def test_four_devices_two_and_four_again(program: Program, sizes: ElasticRange) -> None:

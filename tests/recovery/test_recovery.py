@@ -30,6 +30,7 @@ from piper.launchers.inline import launch_inline
 from piper.launchers.transport.versions import Versions
 from piper.recovery import recovering_run
 from piper.recovery.flushing import write_version
+from piper.recovery.moving_states import MOVED
 from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
@@ -769,7 +770,9 @@ class Killer:
 
 
 def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("piper", "tmp"))}
+    """Return what is in shared memory, but for the states of elastic runs, which other tests may have."""
+    names = {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("piper", "tmp"))}
+    return {name for name in names if not name.startswith(MOVED)}
 
 
 @pytest.fixture(scope="module")
