@@ -4,9 +4,10 @@
     gx = g w        the same rounded w; its scales are multiplied into g, which is rounded row by row to e4m3
     gw = g^T x      g rounded to e5m2 and x to e4m3, each by one scale for all rows of the slice
 
-A scale is the largest magnitude divided by the largest number of the type. The first two depend on single
-rows, so they are the same however samples are sliced; the third is a sum over rows, and sees the slice that
-it is given. Sums are wide, and the result has the type of x.
+A scale is the largest magnitude divided by the largest number of the type. Values are multiplied by the
+inverse before they are rounded. The first two depend on single rows, so they are the same however samples
+are sliced; the third is a sum over rows, and sees the slice that it is given. Sums are wide, and the result
+has the type of x.
 """
 
 from dataclasses import replace
@@ -41,7 +42,8 @@ class _Product(torch.autograd.Function):
         peaks, weight_peaks = x.abs().amax(1, keepdim=True), weight.abs().amax(1, keepdim=True)
         ctx.save_for_backward(x, weight, peaks, weight_peaks)
         scales, rows = scale_of(peaks, E4M3), scale_of(weight_peaks, E4M3)
-        return product(rounded(x, scales, E4M3), rounded(weight, rows, E4M3), scales, rows, x.dtype)
+        narrow = rounded(weight, weight_peaks, E4M3)
+        return product(rounded(x, peaks, E4M3), narrow, scales, rows, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
@@ -50,15 +52,19 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             rows = scale_of(weight_peaks, E4M3)
             folded = grad.to(rows.dtype) * rows.t()
-            scales = scale_of(folded.abs().amax(1, keepdim=True), E4M3)
+            folded_peaks = folded.abs().amax(1, keepdim=True)
+            scales = scale_of(folded_peaks, E4M3)
             ones = scales.new_ones((x.shape[1], 1))
-            narrow = rounded(weight, rows, E4M3).t()
-            of_x = product(rounded(folded, scales, E4M3), narrow, scales, ones, x.dtype)
+            narrow = rounded(weight, weight_peaks, E4M3).t()
+            of_x = product(rounded(folded, folded_peaks, E4M3), narrow, scales, ones, x.dtype)
         if ctx.needs_input_grad[1]:
-            largest = grad.abs().amax(1).amax()
-            one, other = scale_of(largest, E5M2), scale_of(peaks.amax(), E4M3)
+            peak, other = grad.abs().amax(1).amax(), peaks.amax()
             of_weight = product(
-                rounded(grad, one, E5M2).t(), rounded(x, other, E4M3).t(), one, other, x.dtype
+                rounded(grad, peak, E5M2).t(),
+                rounded(x, other, E4M3).t(),
+                scale_of(peak, E5M2),
+                scale_of(other, E4M3),
+                x.dtype,
             )
         return of_x, of_weight
 
@@ -68,12 +74,16 @@ def scale_of(peaks: Tensor, kind: torch.dtype) -> Tensor:
     return (peaks.to(wide(peaks.dtype)) / LARGEST[kind]).clamp(min=LEAST)
 
 
-def rounded(values: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
-    """Divide values by their scales and round them to an fp8 type.
+def rounded(values: Tensor, peaks: Tensor, kind: torch.dtype) -> Tensor:
+    """Divide values by the scales of their largest magnitudes and round them to an fp8 type.
 
-    Quotients in float64 are rounded to float32 before, as torch does by itself and Triton does not.
+    The kernels that do this are bound by their arithmetic, so they multiply, and clamp nothing: the largest
+    value becomes the type's largest number, to a rounding that the fp8 type does not see.
+    Products in float64 are rounded to float32 before, as torch does by itself and Triton does not.
     """
-    return (values.to(scale.dtype) / scale).clamp(-LARGEST[kind], LARGEST[kind]).float().to(kind)
+    largest = LARGEST[kind]
+    inverse = largest / peaks.to(wide(peaks.dtype)).clamp(min=largest * LEAST)
+    return (values.to(inverse.dtype) * inverse).float().to(kind)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from piper.plan.divided import buffer_shares
 from piper.plan.plan import Bucket
 from piper.runtime.bucket_layout import Flat, Layout
+from piper.runtime.cuda.triton_kernels import runs_triton
 from piper.runtime.host_memory import HostMemory
 from piper.runtime.host_state import HostState
 from piper.runtime.setup import Initial, Setup
@@ -225,8 +225,7 @@ class DeviceState:
 
     def _kernel(self) -> "CastingAdam | None":
         """Return the kernel that casts and updates at once. None: there is nothing to cast, or no Triton."""
-        here = self.setup.device.type == "cuda" and find_spec("triton") is not None
-        if self.optimizer is None or not self.copies or not here:
+        if self.optimizer is None or not self.copies or not runs_triton(self.setup.device):
             return None
         from piper.runtime.cuda.adam import CastingAdam  # imports Triton, which only a GPU's torch has
 

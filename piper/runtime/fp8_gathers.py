@@ -4,17 +4,74 @@ Each row of a weight is rounded to e4m3 by a scale of its own, as products in fp
 (docs/directives/precision.md). Those products round what arrives once more, to the very same numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from piper.plan.weight_rows import rows_of_shards, runs_of_rows
+from piper.plan.weight_rows import RowRun, rows_of_shards, runs_of_rows
 from piper.runtime.bucket_layout import Layout
 from piper.runtime.comm.base import Group
+from piper.runtime.cuda.triton_kernels import runs_triton
 
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-LEAST = 1e-30  # a scale: rows of zeros have one too
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+LEAST = LARGEST * 1e-30  # of a row's largest magnitude: rows of zeros have a scale too
+
+
+class RoundedRows(Protocol):
+    """The rows of a bucket that lie in a flat tensor, each whole or a part of it.
+
+    peaks: the largest magnitude of every row of the bucket.
+    """
+
+    def find_peaks(self, values: Tensor, peaks: Tensor) -> None:
+        """Write the largest magnitudes of these rows into those of the bucket."""
+
+    def narrow(self, values: Tensor, peaks: Tensor, out: Tensor) -> None:
+        """Round values to fp8."""
+
+    def widen(self, values: Tensor, peaks: Tensor, out: Tensor) -> None:
+        """Write what fp8 numbers stand for."""
+
+
+class RowsByOperations:
+    """The rows of a flat tensor, rounded by operations of torch's on each run of them."""
+
+    def __init__(self, runs: Sequence[RowRun], start: int) -> None:
+        """Keep runs of rows. start: the element of the bucket at which the tensor begins."""
+        self.runs = [(slice(r.start - start, r.stop - start), slice(r.row, r.row + r.count)) for r in runs]
+
+    def find_peaks(self, values: Tensor, peaks: Tensor) -> None:
+        """Write the largest magnitudes of these rows into those of the bucket."""
+        for here, rows in self.runs:
+            part = values[here].view(rows.stop - rows.start, -1)
+            peaks[rows] = torch.linalg.vector_norm(part, torch.inf, dim=1)
+
+    def narrow(self, values: Tensor, peaks: Tensor, out: Tensor) -> None:
+        """Round values to fp8."""
+        inverse = LARGEST / peaks.clamp(min=LEAST)
+        for here, rows in self.runs:
+            part = values[here].view(rows.stop - rows.start, -1)
+            out[here] = (part * inverse[rows, None]).view(-1)  # which casts: none is larger than its peak
+
+    def widen(self, values: Tensor, peaks: Tensor, out: Tensor) -> None:
+        """Write what fp8 numbers stand for."""
+        scale = peaks.clamp(min=LEAST) / LARGEST
+        for here, rows in self.runs:
+            there = out[here].view(rows.stop - rows.start, -1)
+            there.copy_(values[here].view(there.shape))
+            torch.mul(there, scale[rows, None], out=there)
+
+
+def rows_within(runs: Sequence[RowRun], start: int, values: Tensor) -> RoundedRows:
+    """Return what rounds rows of flat tensors like these values. start: as in `RowsByOperations`."""
+    if runs and runs_triton(values.device) and values.dtype is not torch.float64:
+        from piper.runtime.cuda.fp8_rows import RowsByKernels  # imports Triton
+
+        return RowsByKernels(runs, start, values.device, smallest=LEAST, largest=LARGEST)
+    return RowsByOperations(runs, start)
 
 
 def gather_in_fp8(layout: Layout, group: Group, own: Tensor) -> Callable[[Tensor], None]:
@@ -22,41 +79,32 @@ def gather_in_fp8(layout: Layout, group: Group, own: Tensor) -> Callable[[Tensor
     bucket = layout.bucket
     spans = rows_of_shards(bucket)
     most, (first, _) = max(last - first for first, last in spans), spans[layout.rank]
-    mine = list(runs_of_rows(bucket, layout.start, layout.stop))
-    pieces = list(runs_of_rows(bucket, 0, bucket.numel))
+    mine = rows_within([*runs_of_rows(bucket, layout.start, layout.stop)], layout.start, own)
+    whole = rows_within([*runs_of_rows(bucket, 0, bucket.numel)], 0, own)
     rows = sum(piece.shape[0] for piece in bucket.pieces)
     wide = torch.float64 if own.dtype is torch.float64 else torch.float32
 
-    def scales() -> Tensor:
-        """Return the scale of every row; a row in two shards has the larger of its two magnitudes."""
-        peaks = torch.zeros(most, dtype=wide, device=own.device)
-        for run in mine:
-            part = own[run.start - layout.start : run.stop - layout.start].view(run.count, -1)
-            largest = torch.linalg.vector_norm(part, torch.inf, dim=1)
-            peaks[run.row - first : run.row - first + run.count] = largest
-        everyone = peaks.new_empty(most * group.size)
-        group.all_gather(peaks, everyone)
-        found = peaks.new_zeros(rows)
+    def all_peaks() -> Tensor:
+        """Return the largest magnitude of every row; a row in two shards has the larger of its two."""
+        local = torch.zeros(rows + most, dtype=wide, device=own.device)
+        mine.find_peaks(own, local)
+        everyone = local.new_empty(most * group.size)
+        group.all_gather(local[first : first + most], everyone)
+        found = local.new_zeros(rows)
         for (low, high), part in zip(spans, everyone.split(most), strict=True):
             torch.maximum(found[low:high], part[: high - low], out=found[low:high])
-        return (found / LARGEST).clamp(min=LEAST)
+        return found
 
     def gather_into(out: Tensor) -> None:
-        scale = scales()
-        narrow = torch.zeros(len(own), dtype=torch.float8_e4m3fn, device=own.device)
-        for run in mine:
-            here = slice(run.start - layout.start, run.stop - layout.start)
-            part = own[here].view(run.count, -1) / scale[run.row : run.row + run.count, None]
-            narrow[here] = part.view(-1)  # which casts: nothing is larger than its row's largest
+        peaks = all_peaks()
+        narrow = torch.zeros(len(own), dtype=E4M3, device=own.device)
+        mine.narrow(own, peaks, narrow)
         arrived = torch.empty(layout.length, dtype=torch.uint8, device=own.device)
         if layout.shards is None:
             group.all_gather(narrow.view(torch.uint8), arrived)
         else:
             group.all_gather_uneven(narrow.view(torch.uint8), arrived, layout.shards)
-        for run in pieces:
-            there = out[run.start : run.stop].view(run.count, -1)
-            there.copy_(arrived[run.start : run.stop].view(narrow.dtype).view(run.count, -1))
-            torch.mul(there, scale[run.row : run.row + run.count, None], out=there)
+        whole.widen(arrived.view(E4M3), peaks, out)
         out[bucket.numel :] = 0
 
     return gather_into

@@ -11,8 +11,12 @@ from torch import Tensor
 from piper.capture.fp8 import CAPABLE, fp8_linear
 from piper.compiler import compile
 from piper.launchers.inline import launch_inline
+from piper.plan.plan import Piece
+from piper.plan.weight_rows import runs_of_rows
+from piper.runtime.fp8_gathers import E4M3, LARGEST, LEAST, RowsByOperations
 from piper.runtime.worker import Options
-from tests.runtime.test_fp8 import FP8, checked, data, job, pairs
+from tests.plan.test_weight_rows import TWO
+from tests.runtime.test_fp8 import FP8, GATHERED, checked, data, job, pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # each kernel is compiled
 Pair = tuple[Tensor, Tensor]
@@ -69,6 +73,43 @@ def test_tensor_cores_round_as_the_emulation_does(sizes: tuple[int, int, int]) -
 
     for got, wanted in pairs_of(sizes, normal):
         assert (got - wanted).norm() <= FLIPPED * wanted.norm()
+
+
+@pytest.mark.parametrize("width", [64, 5000, 4096])
+@pytest.mark.parametrize(("start", "stop"), [(0, None), (37, -11)])
+def test_kernels_round_rows_as_operations_do(width: int, start: int, stop: int | None) -> None:
+    from piper.runtime.cuda.fp8_rows import RowsByKernels
+
+    shapes = ((7, width), (3, 48))
+    offsets = (0, 7 * width)
+    pieces = tuple(
+        Piece(name=f"{offset}", shape=shape, offset=offset)
+        for shape, offset in zip(shapes, offsets, strict=True)
+    )
+    bucket = replace(TWO, pieces=pieces)
+    end = bucket.numel + (stop or 0)
+    runs = [*runs_of_rows(bucket, start, end)]
+    values = torch.randn(end - start, device="cuda").bfloat16()
+    values[: runs[0].stop - start] = 0  # a row of zeros has a scale too
+    found = []
+    plain = RowsByOperations(runs, start)
+    for rows in (RowsByKernels(runs, start, values.device, smallest=LEAST, largest=LARGEST), plain):
+        peaks, narrow, wide = (
+            torch.zeros(10, device="cuda"),
+            torch.zeros(len(values), dtype=E4M3, device="cuda"),
+            torch.zeros_like(values),
+        )
+        rows.find_peaks(values, peaks)
+        rows.narrow(values, peaks, narrow)
+        rows.widen(narrow, peaks, wide)
+        found.append((peaks, narrow.view(torch.uint8), wide))
+    for ours, wanted in zip(*found, strict=True):
+        assert torch.equal(ours, wanted)
+    assert (found[0][2] - values).abs().max() <= 2**-4 * values.abs().max()
+
+
+def test_gathers_in_fp8_have_the_numbers_of_one_device() -> None:
+    assert checked(compile(job(*pairs(3), GATHERED), device="cuda")).ok
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -119,5 +119,5 @@ def nearest(values: Tensor, kind: torch.dtype, dim: int | None = None) -> tuple[
     """
     most = torch.finfo(kind).max
     size = values.abs().max() if dim is None else values.abs().max(dim, keepdim=True).values
-    scale = torch.where(size > 0, size / most, torch.ones_like(size))
-    return (values / scale).clamp(-most, most).to(kind).to(values.dtype), scale
+    size = torch.where(size > 0, size, torch.ones_like(size))
+    return (values * (most / size)).clamp(-most, most).to(kind).to(values.dtype), size / most
