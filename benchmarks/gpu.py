@@ -569,7 +569,7 @@ ROWS: dict[str, Callable[[str], Iterator[Line]]] = {
         tuned=(Choices(budget=0.25, table=2),),
         rounds=3,
     ),
-    "zeros": functools.partial(ranks, stages=(0, 4), sizes=(1,), zeros=(0, 1, 2)),
+    "zeros": functools.partial(ranks, stages=(0, 4), sizes=(1,), zeros=(0, 1, 2), rounds=2),
     "rank4": functools.partial(ranks, stages=(0, 4), sizes=(4, 8), zeros=(3,), rounds=2),
     "fit": fits,
     "overlap": overlap,

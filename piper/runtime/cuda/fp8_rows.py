@@ -54,8 +54,8 @@ def _scale(  # type: ignore[no-untyped-def]  # as above
     if aligned:
         start, stop = tl.multiple_of(start, 16), tl.multiple_of(stop, 16)
     peak = tl.maximum(tl.load(peaks + tl.load(rows + run)), smallest)
-    # As precise as torch divides: the quotient of `/` may be off by two units in its last place.
-    factor = tl.div_rn(largest, peak) if narrow else tl.div_rn(peak, largest)
+    # As torch computes `largest / peak` and `peak / largest`, so that ties fall to the same side.
+    factor = tl.div_rn(1.0, peak) * largest if narrow else tl.div_rn(peak, largest)
     places = start + tl.program_id(1) * size + tl.arange(0, size)
     inside = places < stop
     value = tl.load(values + places, inside, other=0.0).to(tl.float32) * factor
