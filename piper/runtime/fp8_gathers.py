@@ -58,7 +58,7 @@ class RowsByOperations:
 
     def widen(self, values: Tensor, peaks: Tensor, out: Tensor) -> None:
         """Write what fp8 numbers stand for."""
-        scale = peaks.clamp(min=LEAST) / LARGEST
+        scale = peaks.clamp(min=LEAST) * (1 / LARGEST)  # a quotient would be rounded otherwise on a GPU
         for here, rows in self.runs:
             there = out[here].view(rows.stop - rows.start, -1)
             there.copy_(values[here].view(there.shape))

@@ -44,6 +44,7 @@ def _scale(  # type: ignore[no-untyped-def]  # as above
     out,
     smallest,
     largest,
+    unit,
     narrow: tl.constexpr,
     aligned: tl.constexpr,
     size: tl.constexpr,
@@ -54,8 +55,8 @@ def _scale(  # type: ignore[no-untyped-def]  # as above
     if aligned:
         start, stop = tl.multiple_of(start, 16), tl.multiple_of(stop, 16)
     peak = tl.maximum(tl.load(peaks + tl.load(rows + run)), smallest)
-    # As torch computes `largest / peak` and `peak / largest`, so that ties fall to the same side.
-    factor = tl.div_rn(1.0, peak) * largest if narrow else tl.div_rn(peak, largest)
+    # As torch computes `largest / peak`, so that ties fall to the same side.
+    factor = tl.div_rn(1.0, peak) * largest if narrow else peak * unit
     places = start + tl.program_id(1) * size + tl.arange(0, size)
     inside = places < stop
     value = tl.load(values + places, inside, other=0.0).to(tl.float32) * factor
@@ -113,6 +114,7 @@ class RowsByKernels:
             out,
             self.smallest,
             self.largest,
+            1 / self.largest,
             narrow=narrow,
             aligned=self.aligned,
             size=BLOCK,
