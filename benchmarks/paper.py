@@ -546,7 +546,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif part in ("batch", "peer"):
             import paper_peer
 
-            rows = paper_peer.batch() if part == "batch" else paper_peer.peer()
+            rows = paper_peer.batch(workers=2) if part == "batch" else paper_peer.peer()
         else:
             rows = {"schedules": schedules, "streams": streams, "scale": scale, "buckets": buckets}[part]()
         made[part] = table(rows)

@@ -1,15 +1,23 @@
 """The benchmark of the paper's results runs at toy size, and its page holds the figures of the results."""
 
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import piper
+from piper.launchers.inline import launch_inline
 from piper.models import decoder, moe
 from piper.recipe import import_file
+from piper.runtime.debug.check import check
 
 ROOT = Path(__file__).parents[2]
+VOCAB = 4096
 TINY = moe.Config.tiny(layers=4, stages=1, experts=4)
 
 
@@ -68,17 +76,88 @@ def test_results_are_read_as_they_are_written(paper: ModuleType) -> None:
     assert dict(paper.kept_notes(both)) == {"scale": "made so", "buckets": "made later"}
 
 
-@pytest.mark.slow
-def test_the_peer_of_the_memory_comparison_runs_without_data(paper: ModuleType) -> None:
-    """Both sides need more for larger microbatches, and every level, limit and stage has its row."""
+@pytest.fixture(scope="module")
+def peer() -> ModuleType:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        peer = import_file(ROOT / "benchmarks" / "paper_peer.py")
+        return import_file(ROOT / "benchmarks" / "paper_peer.py")
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
-    grid = peer.Grid(config=decoder.Config.tiny(layers=4, stages=2), dp=2, length=16, microbatches=4)
+
+
+def tiny_grid(peer: ModuleType) -> object:
+    """Return a job with a vocabulary that makes logits the largest values of its last stage."""
+    config = replace(decoder.Config.tiny(layers=4, stages=2), vocab=VOCAB)
+    return peer.Grid(config=config, dp=2, length=16, microbatches=4, least_mb=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_peer_of_the_memory_comparison_runs_without_data(peer: ModuleType) -> None:
+    """The peer needs more for larger microbatches, and every level, limit and way to recompute has a row."""
+    grid = tiny_grid(peer)
     small, large = (peer.peer_bytes(grid, 0, size, 3) for size in (2, 8))
     assert large > small > 0
-    rows = peer.batch(grid, sizes=(1, 2))
-    assert len(rows) == 18
+    rows = peer.batch(grid, sizes={4: (1, 2)}, peer_sizes=(1, 2))
+    assert len(rows) == 3 * 2 * 4
     assert {row["zero"] for row in rows} == {"1", "2", "3"}
+    assert len({row["saved"] for row in rows}) == 4
+
+
+def test_the_largest_microbatch_lies_between_the_sizes_that_were_tried(peer: ModuleType) -> None:
+    """Of three sizes, the two around the limit count; outside of them, the nearest two."""
+    assert peer.largest([10, 20, 60], (1, 2, 4), 40) == 3
+    assert peer.largest([10, 20, 60], (1, 2, 4), 15) == 1
+    assert peer.largest([10, 20, 60], (1, 2, 4), 5) == 0
+    assert peer.largest([10, 20, 60], (1, 2, 4), 80) == 5
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_peer_has_the_loss_and_gradients_of_the_plain_stage(peer: ModuleType, index: int) -> None:
+    """In whatever pieces it computes the head, and whatever it saves to recompute from."""
+    config = decoder.Config.tiny(layers=4, stages=2)
+    torch.manual_seed(0)
+    plain = peer.Stage(config, index).double()
+    labels = torch.randint(config.vocab, (4, 12))
+    came = torch.randn(4, 12, config.dim, dtype=torch.float64) if index else labels
+
+    def of_logits(out: Tensor) -> Tensor:
+        total: Tensor = peer.cross_entropy(out, labels) if index else out.square().sum()
+        return total
+
+    wanted = gradients(plain, came, of_logits)
+    for saved in peer.WAYS:
+        for pieces in (1, 3) if index else (1,):
+            stage = peer.PeerStage(config, index, saved, pieces, peer.LiveBytes()).double()
+            stage.load_state_dict(plain.state_dict())
+            if pieces == 1:
+                found = gradients(stage, came, of_logits)
+            else:
+                found = gradients(stage, came, lambda out: peer.mean_of_pieces(out, labels), labels=labels)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-8)  # the plain loss is in float32
+
+
+def gradients(
+    module: nn.Module, came: Tensor, loss: Callable[[Tensor], Tensor], **given: Tensor
+) -> dict[str, Tensor]:
+    """Return the loss in float32, and the gradients of the input and of all parameters."""
+    x = came.clone().requires_grad_(came.is_floating_point())
+    total = loss(module(x, **given))
+    total.backward()
+    found = {name: parameter.grad for name, parameter in module.named_parameters()} | {"x": x.grad}
+    return {name: value for name, value in found.items() if value is not None} | {"loss": total.float()}
+
+
+@pytest.mark.parametrize("way", range(4))
+def test_our_head_in_pieces_gives_the_numbers_of_one_device(peer: ModuleType, way: int) -> None:
+    """And holds the logits of one piece at a time: the last stage needs less."""
+    grid, saved = tiny_grid(peer), peer.WAYS[way]
+    programs = [
+        piper.compile(replace(peer.our_job(grid, 2, 3, saved, pieces), precision="fp64"), device="cpu")
+        for pieces in (1, 4)
+    ]
+    report = check(programs[1], launch_inline, list(programs[1].job.data()))
+    assert report.ok, report
+    whole, pieced = (peer.predicted_peak(program.plans.of(2)) for program in programs)
+    logits = 2 * 16 * VOCAB * 8  # bytes of a microbatch
+    assert whole - pieced > logits
