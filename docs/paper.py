@@ -16,6 +16,7 @@ OVERLAP = DOCS.parent / "benchmarks" / "results" / "gpu_overlap.txt"
 FITS = DOCS.parent / "benchmarks" / "results" / "gpu_fits.txt"
 TEMPLATE = DOCS / "paper.template"
 NAMES = {"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B", "dualpipe-v": "DualPipe-V"}
+WHOLE = "whole"  # how a row computes the head, if not in pieces
 Row = dict[str, str]
 Tables = dict[str, list[Row]]
 
@@ -98,17 +99,18 @@ def pictures(found: Tables) -> dict[str, str]:
         "paper-batch.svg": bars(
             [
                 Group(
-                    name=f"ZeRO-{row['zero']}, {row['memory GiB']} GiB, {where_of(row)}",
+                    name=f"ZeRO-{row['zero']}, head {in_parts(row)}; {row['saved']}",
                     bars=[
                         Bar(series=side, value=number(row[side]), text=row[side] + extra)
                         for side, extra in (("PipelineStage + FSDP2", ""), ("Piper", f", {row['ratio']}"))
                     ],
                 )
                 for row in found["batch"]
-                if row["stage"] != "last"
+                if row["zero"] != "1" and row["memory GiB"] == "80"
+                if row["head"] != WHOLE or row["saved"] == "layer inputs"  # the others differ little
             ],
-            title="The largest microbatch that fits, in samples of 1,024 tokens",
-            about="8B decoder, PP8 x DP4, recomputed on both sides; bytes counted without a GPU",
+            title="The largest microbatch of the job that fits in 80 GiB, in samples of 1,024 tokens",
+            about="8B decoder, PP8 x DP4, both sides recompute from the same values; counted without a GPU",
         ),
         "paper-scale.svg": bars(
             grouped(
@@ -142,9 +144,9 @@ def pictures(found: Tables) -> dict[str, str]:
     }
 
 
-def where_of(row: Row) -> str:
-    """Return the name of a row's stage."""
-    return "whole job" if row["stage"] == "job" else "first stage"
+def in_parts(row: Row) -> str:
+    """Return how a row computes the head."""
+    return row["head"] if row["head"] == WHOLE else f"in {row['head']}"
 
 
 def chosen(rows: list[Row], **wanted: str) -> Row:
@@ -168,10 +170,7 @@ def values(found: Tables) -> dict[str, str]:
     by_gain = sorted(plain, key=lambda row: number(row["over one stream"]))
     for name, row in (("least", by_gain[0]), ("best", by_gain[-1])):
         made |= {f"streams_{name}": row["over one stream"], f"streams_{name}_tokens": row["tokens"]}
-    for zero in "23":
-        for stage in ("first", "job"):
-            row = chosen(found["batch"], zero=zero, stage=stage, **{"memory GiB": "80"})
-            made[f"{stage}_{zero}"] = row["ratio"]
+    made |= batches(found)
     (peer,) = found["peer"]
     made |= {"peer_counted": peer["counted GiB"], "peer_measured": peer["measured on an H200 GiB"]}
     made["peer_samples"] = peer["samples"]
@@ -187,6 +186,38 @@ def values(found: Tables) -> dict[str, str]:
     made |= overlap() | fits()
     parts = ("schedules", "measured", "streams", "batch", "scale", "buckets")
     return made | {part: shown(found, part) for part in parts}
+
+
+def batches(found: Tables) -> dict[str, str]:
+    """Return the figures of the largest microbatches in 80 GiB, by the level of ZeRO."""
+    made: dict[str, str] = {}
+    for zero in "23":
+        rows = [row for row in found["batch"] if (row["zero"], row["memory GiB"]) == (zero, "80")]
+        whole, pieced = ([row for row in rows if (row["head"] == WHOLE) == one] for one in (True, False))
+        made[f"whole_{zero}"] = best(whole)["to layer inputs"]
+        row = best(pieced)
+        made |= {
+            f"pieced_{zero}": row["to layer inputs"],
+            f"pieced_same_{zero}": row["ratio"],
+            f"pieced_samples_{zero}": row["Piper"],
+            f"pieced_saved_{zero}": row["saved"],
+        }
+        for row in pieced:
+            name = row["saved"].replace(" inputs", "").replace(", on the host", "_host")
+            made |= {
+                f"{name}_to_{zero}": row["to layer inputs"],
+                f"{name}_ms_{zero}": row["ms a sample"],
+                f"{name}_at_host_{zero}": row["host GiB"],
+            }
+    return made
+
+
+def best(rows: list[Row]) -> Row:
+    """Return the row with our largest microbatch, which must also be the peer's largest."""
+    found = max(rows, key=lambda row: number(row["Piper"]))
+    peer = "PipelineStage + FSDP2"
+    assert number(found[peer]) == max(number(row[peer]) for row in rows), "the page compares the two best"
+    return found
 
 
 def overlap() -> dict[str, str]:
