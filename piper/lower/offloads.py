@@ -185,7 +185,8 @@ class _Weaving:
         if not found:
             self.stayed.setdefault(family.chunk, {})["they are read again too soon"] = None
             return
-        sizes = host_sizes(found[0].values, work.values)
+        longest_first = sorted(found[0].values, key=lambda value: family.uses[value][-1], reverse=True)
+        sizes = host_sizes(longest_first, work.values)
         if sum(sizes.values()) < max(1, family.asked.least):
             self.stayed.setdefault(family.chunk, {})["they are too small"] = None
             return
@@ -250,7 +251,10 @@ def in_turn(found: dict[int, list[tuple[int, Node]]]) -> dict[int, list[Node]]:
 
 
 def host_sizes(values: Sequence[SlotId], slots: Mapping[SlotId, Slot]) -> dict[SlotId, int]:
-    """Return the bytes of each value on the host. A storage that several share counts for the first."""
+    """Return the bytes of each value on the host. A storage that several share counts for the first.
+
+    values: the one that is used last comes first, because its copy holds the storage until then.
+    """
     seen: set[tuple[SlotId, Tags]] = set()
     sizes: dict[SlotId, int] = {}
     for value in values:

@@ -29,6 +29,11 @@ class HostCopy:
     items: list[object]
     several: bool
 
+    def buffers(self) -> list[HostBuffer]:
+        """Return the buffers that the value lies in, each once."""
+        found = (item.buffer for item in self.items if isinstance(item, TensorCopy))
+        return list({id(buffer): buffer for buffer in found}.values())
+
 
 def offload(env: Env, ins: Instr) -> Bound:
     """Copy values to memory of the host, each storage once, or the state of a bucket."""
@@ -54,7 +59,10 @@ def offload(env: Env, ins: Instr) -> Bound:
         for source, target in pairs:
             value = slots[source]
             items = value if isinstance(value, list) else [value]
-            slots[target] = HostCopy([copied(item) for item in items], isinstance(value, list))
+            copy = HostCopy([copied(item) for item in items], isinstance(value, list))
+            for buffer in copy.buffers():
+                buffer.users += 1
+            slots[target] = copy
 
     return run
 
@@ -71,7 +79,7 @@ def fetch(env: Env, ins: Instr) -> Bound:
     def run() -> None:
         empty = allocator(env, maker)
         storages: dict[int, torch.UntypedStorage] = {}  # by the buffers that they are copied from
-        read: dict[int, HostBuffer] = {}
+        ended: list[HostBuffer] = []
 
         def restored(item: object) -> object:
             if not isinstance(item, TensorCopy):
@@ -90,10 +98,11 @@ def fetch(env: Env, ins: Instr) -> Bound:
             items = [restored(item) for item in copy.items]
             slots[target] = items if copy.several else items[0]
             if source in ending:
-                held = (item.buffer for item in copy.items if isinstance(item, TensorCopy))
-                read |= {id(buffer): buffer for buffer in held}
-        for buffer in read.values():
-            memory.give(buffer, device)
+                ended += copy.buffers()
+        for buffer in ended:
+            buffer.users -= 1
+            if not buffer.users:
+                memory.give(buffer, device)
 
     return run
 

@@ -13,6 +13,7 @@ class HostBuffer:
     """Bytes of the host's memory, and the copy back after which they may be overwritten."""
 
     data: Tensor
+    users: int = 0  # slots whose values share the storage that it is a copy of
     free: torch.cuda.Event | None = None  # None: they may be at once
 
 

@@ -131,7 +131,7 @@ def test_values_that_share_a_storage_go_together_and_count_once() -> None:
     back = next(ins for ins in plan.instrs if ins.op == "fetch" and out.writes[0] in ins.reads)
     assert out.reads == slots("PP=0.out0[MB=0]", "PP=0.saved[MB=0]", "PP=1.saved[MB=0]")
     assert out.nbytes == back.nbytes == 2 * 16
-    assert [plan.slots[name].host for name in out.writes] == [16, 0, 16]
+    assert [plan.slots[name].host for name in out.writes] == [0, 16, 16]  # the one that is read last
     shared = slot("PP=0.storage0.fetched0[MB=0]")
     assert [plan.slots[name].shares for name in back.writes] == [((shared, 16),), ((shared, 16),), ()]
 
