@@ -101,6 +101,11 @@ def test_the_numbers_are_not_those_without_fp8() -> None:
     assert own[0].loss != wanted[0].loss
 
 
+def test_a_difference_is_reported() -> None:
+    report = checked(compile(job(*pairs(3), FP8)), tol=0)
+    assert not report.ok and "differs by" in str(report.first_bad)
+
+
 LAYOUTS: dict[str, Sequence[Directive]] = {
     "one device": (),
     "microbatches": (split(at(), parts=4),),
