@@ -106,6 +106,17 @@ def test_a_difference_is_reported() -> None:
     assert not report.ok and "differs by" in str(report.first_bad)
 
 
+def test_a_batch_of_another_size_is_compared_slice_by_slice() -> None:
+    """Samples are repeated to fill the slices, so no whole batch has their rounding."""
+    program = compile(job(replicate(at(), [0, 1], zero=3), GATHERED))
+    short = {name: field[:3] for name, field in data()[0].items()}
+    report = check(program, lambda started, options: launcher(started, "inline", options), [short])
+    assert report.ok and report.notes == (
+        "gradients cannot be rounded to fp8 for the whole batch (workers get a batch that is padded, or whose "
+        "samples are repeated); compared with the same slices in plain PyTorch",
+    )
+
+
 LAYOUTS: dict[str, Sequence[Directive]] = {
     "one device": (),
     "microbatches": (split(at(), parts=4),),

@@ -178,13 +178,12 @@ class _Check:
         return None
 
     def _next(self, wanted: Iterator[ComparedNumbers]) -> ComparedNumbers | None:
-        """Return the next numbers of the whole batch; None: its random numbers cannot be put together."""
+        """Return the next numbers of the whole batch; None: it cannot be put together from its slices."""
         try:
             return next(wanted)
         except ReplayError as error:
             self.notes.append(
-                f"random numbers cannot be drawn for the whole batch ({error}); compared with the same "
-                "slices in plain PyTorch"
+                f"{error.what} for the whole batch ({error}); compared with the same slices in plain PyTorch"
             )
             return None
 

@@ -140,9 +140,10 @@ class Reference:
     def _whole(self, batch: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> float:
         """Run the job's loss on all samples at once, and its backward. given: the batch as workers get it."""
         same = all(batch[name].shape == field.shape for name, field in given.items()) and self.counts is None
-        sliced = self.fp8 is not None or any(chunk.random for chunk in self.replay.chunks.values())
-        if not same and sliced:
-            raise ReplayError("workers get a batch that is padded, or whose samples are repeated")
+        random = any(chunk.random for chunk in self.replay.chunks.values())
+        if not same and (random or self.fp8 is not None):
+            why = "workers get a batch that is padded, or whose samples are repeated"
+            raise ReplayError(why) if random else ReplayError(why, "gradients cannot be rounded to fp8")
         with self.replay.whole(self.steps, samples_in(batch)) if same else nullcontext():
             result = self.loss(batch)
         loss = result[0] / result[1] if isinstance(result, tuple) else result

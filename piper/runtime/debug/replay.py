@@ -44,7 +44,14 @@ Shape = tuple[int, ...]
 
 
 class ReplayError(RuntimeError):
-    """The random numbers of a plan cannot be drawn in plain PyTorch; the text says why."""
+    """Plain PyTorch cannot do what a plan does slice by slice; the text says why.
+
+    what: which part of it: draw its random numbers, or round to fp8 as it does.
+    """
+
+    def __init__(self, why: str, what: str = "random numbers cannot be drawn") -> None:
+        super().__init__(why)
+        self.what = what
 
 
 class Replay:
