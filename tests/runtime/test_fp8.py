@@ -117,6 +117,20 @@ def test_a_batch_of_another_size_is_compared_slice_by_slice() -> None:
     )
 
 
+class Tied(Net):
+    """Two layers of different stages have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages[0].weight = self.stages[3].weight
+
+
+def test_a_tied_weight_is_rounded_by_the_slices_of_each_stage() -> None:
+    wider = (place(at(PP=0), [0]), place(at(PP=1), [1, 2]), split(at(), parts=2))
+    report = checked(compile(job(*wider, FP8, model=Tied)))
+    assert report.ok and report.notes == (), report
+
+
 LAYOUTS: dict[str, Sequence[Directive]] = {
     "one device": (),
     "microbatches": (split(at(), parts=4),),

@@ -4,6 +4,7 @@ The reference of `piper check` uses this module. It shares no code with the capt
 the calls that the model makes, and rounded values are turned back into wide ones before they are multiplied.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,23 +23,26 @@ MATMULS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 class Fp8Products(TorchFunctionMode):
     """Runs the products with some weights in fp8.
 
-    chunks: by weight, the chunk that reads it. The gradient of a weight is the sum over the slices of the
-    samples that this chunk's devices see at a time, and each of them is rounded by its own scales.
+    chunks: by weight, the chunks that read it, in order. The gradient of a weight is the sum over the slices
+    of the samples that a chunk's devices see at a time, and each of them is rounded by its own scales. Where
+    several chunks read a tied weight, each is taken to multiply by it once.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], chunks: Mapping[str, str], slicing: BatchSlicing
+        self, weights: Mapping[str, Tensor], chunks: Mapping[str, Sequence[str]], slicing: BatchSlicing
     ) -> None:
         super().__init__()
         self.weights = {weight.untyped_storage().data_ptr(): name for name, weight in weights.items()}
         self.chunks, self.slicing = chunks, slicing
         self.total = 0  # samples of the global batch
         self.samples: Sequence[int] = ()  # those of the forward that is watched
+        self.calls: Counter[str] = Counter()  # its products so far, by weight
 
     @contextmanager
     def on(self, samples: Sequence[int]) -> Iterator[None]:
         """Watch a forward of these samples of the global batch."""
         self.samples = samples
+        self.calls.clear()
         with self:
             yield
 
@@ -48,12 +52,15 @@ class Fp8Products(TorchFunctionMode):
             x, weight, bias = found
             name = self.weights.get(weight.untyped_storage().data_ptr())
             if name is not None:
-                y: Tensor = _Rounded.apply(x, weight, self.groups(name, x))  # type: ignore[no-untyped-call]
+                chunks = self.chunks[name]
+                chunk = chunks[min(self.calls[name], len(chunks) - 1)]
+                self.calls[name] += 1
+                y: Tensor = _Rounded.apply(x, weight, self.groups(chunk, x))  # type: ignore[no-untyped-call]
                 return y if bias is None else y + bias
         return func(*args, **(kwargs or {}))
 
-    def groups(self, name: str, x: Tensor) -> list[Tensor]:
-        """Return the rows of x that belong to each slice of the samples, by a weight's devices."""
+    def groups(self, chunk: str, x: Tensor) -> list[Tensor]:
+        """Return the rows of x that belong to each slice of the samples, by a chunk's devices."""
         shape, count = x.shape[:-1], len(self.samples)
         axis = next((i for i, size in enumerate(shape) if size == count), 0)
         if shape[axis] % count:  # rows that are no longer the samples': all are one slice
@@ -61,7 +68,7 @@ class Fp8Products(TorchFunctionMode):
         sizes = [-1 if i == axis else 1 for i in range(len(shape))]
         numbers = torch.tensor(self.samples, device=x.device).repeat_interleave(shape[axis] // count)
         sample = numbers.reshape(sizes).expand(shape).reshape(-1)
-        parts = self.slicing.slices(self.chunks[name], self.total)
+        parts = self.slicing.slices(chunk, self.total)
         wanted = (torch.tensor(part.samples, device=x.device) for part in parts)
         rows = [torch.isin(sample, part).nonzero().squeeze(1) for part in wanted]
         return [found for found in rows if len(found)]

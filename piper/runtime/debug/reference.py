@@ -117,7 +117,10 @@ class Reference:
 
     def _fp8_products(self) -> Fp8Products | None:
         """Return how products run whose regions the strategy puts in fp8. None: there are none."""
-        chunks = {name: c.name for c in self.program.outline.chunks if c.precision for name in c.products}
+        chunks: dict[str, list[str]] = {}
+        for chunk in self.program.outline.chunks:
+            for name in chunk.products if chunk.precision else ():
+                chunks.setdefault(name, []).append(chunk.name)
         if not chunks:
             return None
         return Fp8Products({name: self.params[name] for name in chunks}, chunks, self.slicing)
