@@ -117,6 +117,14 @@ def test_a_batch_of_another_size_is_compared_slice_by_slice() -> None:
     )
 
 
+def test_as_many_tokens_as_samples_are_compared_slice_by_slice() -> None:
+    """The second stage has its samples on the second axis, which plain PyTorch cannot tell from the first."""
+    square = [{name: field[:TOKENS] for name, field in batch.items()} for batch in data()]
+    program = compile(job(replicate(at(), [0, 1, 2]), FP8, data=lambda: square))
+    report = check(program, lambda started, options: launcher(started, "inline", options), square)
+    assert report.ok and "two axes as long as the batch" in report.notes[0], report
+
+
 class Tied(Net):
     """Two layers of different stages have one weight."""
 

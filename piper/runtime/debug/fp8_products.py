@@ -37,6 +37,7 @@ class Fp8Products(TorchFunctionMode):
         self.total = 0  # samples of the global batch
         self.samples: Sequence[int] = ()  # those of the forward that is watched
         self.calls: Counter[str] = Counter()  # its products so far, by weight
+        self.unsure = False  # rows had two axes as long as there are samples: the first was taken
 
     @contextmanager
     def on(self, samples: Sequence[int]) -> Iterator[None]:
@@ -62,7 +63,9 @@ class Fp8Products(TorchFunctionMode):
     def groups(self, chunk: str, x: Tensor) -> list[Tensor]:
         """Return the rows of x that belong to each slice of the samples, by a chunk's devices."""
         shape, count = x.shape[:-1], len(self.samples)
-        axis = next((i for i, size in enumerate(shape) if size == count), 0)
+        fitting = [axis for axis, size in enumerate(shape) if size == count]
+        axis = fitting[0] if fitting else 0
+        self.unsure |= len(fitting) > 1
         if shape[axis] % count:  # rows that are no longer the samples': all are one slice
             return [torch.arange(shape.numel(), device=x.device)]
         sizes = [-1 if i == axis else 1 for i in range(len(shape))]
