@@ -27,6 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.nn.parallel import DistributedDataParallel
@@ -115,6 +116,8 @@ def peer_fsdp(rank: int, compiled: bool) -> Step:
 
 
 def peer_pipeline(rank: int, compiled: bool, *, zero_bubble: bool) -> Step:
+    if zero_bubble:  # which goes through the graph of a compiled block twice, as torch's own message says
+        functorch_config.donated_buffer = False
     module = Stage(build(compiled=compiled), rank, WORLD)
     rows = BATCH // MICROBATCHES
     example = torch.zeros(rows, LENGTH, dtype=torch.long)
