@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.capture.autodiff.differentiate import differentiate
-from piper.capture.fp8 import check_machine, fp8_linear
+from piper.capture.fp8 import check_machine, fp8_linear, peaks_of
 from piper.capture.trace.trace import Traced, trace
 from piper.errors import ScheduleError
 from piper.ir.chunk import Kernel
@@ -58,6 +58,15 @@ def test_zeros_and_what_is_no_number() -> None:
     assert y.tolist() == [[0.0, 0.0], [0.0, pytest.approx(2.0, rel=1e-15)]]
     for bad in (float("nan"), float("inf")):
         assert not fp8_linear(wide([[bad, 1.0]]), weight).isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_peak_of_a_row_is_its_largest_magnitude(dtype: torch.dtype) -> None:
+    tiny, nan, inf = torch.finfo(dtype).tiny, float("nan"), float("inf")
+    rows = [[0.0, -0.0, 0.0], [1.0, -3.5, 2.0], [tiny, -tiny / 2, 0.0], [inf, -2.0, 1.0], [-inf, -nan, 1.0]]
+    values = torch.tensor(rows, dtype=dtype)
+    found, wanted = peaks_of(values), values.abs().amax(1, keepdim=True)
+    torch.testing.assert_close(found, wanted.to(found.dtype), rtol=0, atol=0, equal_nan=True)
 
 
 class Routed(nn.Module):

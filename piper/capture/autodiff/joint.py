@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piper.capture.autodiff.aliases import label_memory
-from piper.capture.compile.operators import KEPT
+from piper.capture.compile.operators import DECOMPOSITIONS
 from piper.capture.fp8 import fp8_linear, merge_rounding
 from piper.capture.trace.blame import quiet, reason
 from piper.capture.trace.effects import name_of
@@ -91,12 +91,12 @@ def _copied(place: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
 
 @functools.cache
 def decompositions() -> Mapping[torch._ops.OpOverload, Callable[..., object]]:
-    """Return Inductor's decompositions, without those of random operations. `KEPT` ones stay whole."""
+    """Return Inductor's decompositions, without those of random operations and with our own."""
     from torch._inductor import config  # takes a second to import, and only compiled code needs it
     from torch._inductor.decomposition import select_decomp_table
 
     with config.patch(fallback_random=True):
-        return {**select_decomp_table(), **KEPT}
+        return {**select_decomp_table(), **DECOMPOSITIONS}
 
 
 def _without_aliases(graph: fx.Graph) -> None:
