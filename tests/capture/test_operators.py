@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from piper.capture.autodiff.joint import decompositions
+from piper.capture.compile.flat_gradients import write_in_place
 from piper.capture.compile.operators import embedding_grad, silu, silu_grad, through_table
 
 aten = torch.ops.aten.embedding_dense_backward.default
@@ -67,3 +68,31 @@ def test_silu_is_computed_from_the_sigmoid_that_its_gradient_reads() -> None:
     called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
     assert called.count(torch.ops.aten.sigmoid.default) == 2
     assert not {torch.ops.aten.exp.default, torch.ops.aten.div.Tensor} & {*called}
+
+
+def test_products_are_written_whatever_their_factors_are_views_of() -> None:
+    def products(x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        rows = torch.sigmoid(x)  # [2, 4, 4]
+        flat, weighed = rows.reshape(8, 4), grad.reshape(8, 3)
+        return (
+            weighed.t() @ flat,  # of a linear layer
+            flat[:3] @ rows[0],  # no factor is transposed
+            rows[0].t() @ rows.reshape(4, 8),  # the view does not keep rows
+            rows.transpose(0, 1).reshape(8, 4).t() @ weighed,  # nor does this one, which is copied
+        )
+
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(2, 4, width, generator=generator, dtype=torch.float64) for width in (4, 3)]
+    wanted = products(*given)
+    traced = make_fx(products, decomposition_table=decompositions(), tracing_mode="fake")(*given)
+    written = write_in_place(traced, range(4))
+    called = [node for node in written.graph.nodes if node.target is torch.ops.piper.mm_into.default]
+    assert len(called) == 4 and not written.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.mm.default
+    )
+    assert [str(factor) for factor in called[0].args[:2]] == ["grad_1", "sigmoid"], "views are computed again"
+    targets = [torch.zeros_like(each) for each in wanted]
+    for times in (1, 2):
+        assert written(*given, *targets, torch.tensor(times > 1)) == ()
+        for found, each in zip(targets, wanted, strict=True):
+            torch.testing.assert_close(found, times * each, rtol=1e-14, atol=1e-14)

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch._inductor.runtime.benchmarking import InductorBenchmarker
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
+from piper.capture.compile import tuning
 from piper.capture.compile.cache import Cache, CacheEntry
-from piper.capture.compile.tuning import keep_measured, tuning_in
+from piper.capture.compile.tuning import keep_measured, measuring_kernels, tuning_in
 
 FORMS = [SimpleNamespace(kwargs={"XBLOCK": size}, num_warps=4, num_stages=1) for size in (64, 128)]
 
@@ -84,3 +86,21 @@ def test_a_cache_that_cannot_be_written_does_not_end_the_step(
     assert caplog.messages == [
         "Which kernels are the fastest is not kept for the next run: the cache cannot be written"
     ]
+
+
+def test_kernels_are_measured_by_our_clock_while_code_first_runs(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "milliseconds", lambda call: call())
+    monkeypatch.setattr(CachingAutotuner, "benchmark_all_configs", lambda kernel, ran: ran())
+    plain = InductorBenchmarker.benchmark_gpu
+    benchmarker = InductorBenchmarker()
+
+    def measure() -> float:
+        assert (cache.working_folder().parent / "benchmark.lock").exists()
+        found: float = benchmarker.benchmark_gpu(lambda: 0.25, rep=40)
+        return found
+
+    with measuring_kernels(cache):
+        assert CachingAutotuner.benchmark_all_configs(kernel(), measure) == 0.25
+    assert InductorBenchmarker.benchmark_gpu is plain

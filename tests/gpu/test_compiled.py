@@ -1,5 +1,6 @@
 """Compiled chunks on a CUDA device: the numbers of plain PyTorch, whatever is kept and however often compiled."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 import piper
 from piper.capture.compile.operators import embedding_grad
+from piper.capture.compile.tuning import milliseconds
 from piper.compiler import compile
 from piper.launchers.launch import launcher
 from piper.runtime.debug.check import check
@@ -58,3 +60,13 @@ def test_the_gradient_of_a_table_is_exact_to_a_rounding(length: int, dtype: torc
     found = embedding_grad(grad, rows, length, 5, False)
     exact = torch.ops.aten.embedding_dense_backward.default(grad.double(), rows, length, 5, False)
     torch.testing.assert_close(found.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+def test_the_time_of_a_kernel_leaves_out_that_of_its_launch() -> None:
+    values = torch.zeros(2**20, device="cuda")
+
+    def launch() -> None:
+        time.sleep(0.002)  # a slow host
+        values.add_(1)
+
+    assert 0 < milliseconds(launch) < 1

@@ -59,8 +59,13 @@ def write_in_place(module: fx.GraphModule, results: Sequence[int]) -> fx.GraphMo
         if target is None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
-        factors = cast(tuple[fx.Node, fx.Node], node.args)
-        graph.call_function(mm_into, (*(copies[factor] for factor in factors), target, add))
+        first, second = cast(tuple[fx.Node, fx.Node], node.args)
+        columns = _transposed(first)
+        if columns is None:
+            left = graph.call_function(_aten.t.default, (copies[first],))
+        else:
+            left = copies[_rows(columns)]
+        graph.call_function(mm_into, (left, copies[_rows(second)], target, add))
         copies[node] = target  # its views are not read
     graph.output(tuple(copies[node] for place, node in enumerate(outputs) if place not in results))
     graph.eliminate_dead_code()
@@ -79,6 +84,24 @@ def _product(result: fx.Node) -> fx.Node:
     while node.target is not _aten.mm.default:
         node = node.all_input_nodes[0]
     return node
+
+
+def _transposed(matrix: fx.Node) -> fx.Node | None:
+    """Return the matrix that a node transposes. None: it transposes none."""
+    permuted = matrix.target is _aten.permute.default and [*cast(list[int], matrix.args[1])] == [1, 0]
+    return matrix.all_input_nodes[0] if permuted or matrix.target is _aten.t.default else None
+
+
+def _rows(matrix: fx.Node) -> fx.Node:
+    """Return the value of which a matrix is a view that joins all axes but the last."""
+    value = matrix
+    while value.target in (_aten.view.default, _aten.reshape.default):
+        source = value.all_input_nodes[0]
+        shape = source.meta["val"].shape
+        if not source.meta["val"].is_contiguous() or shape[-1:] != matrix.meta["val"].shape[-1:]:
+            break
+        value = source
+    return value
 
 
 class FlatPhase:

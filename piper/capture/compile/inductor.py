@@ -4,7 +4,6 @@ Inductor unpickles the files of its own cache. So it works in a folder of this p
 files that this process wrote or that our cache has verified; see `capture/compile/cache.py`.
 """
 
-import fcntl
 import functools
 import importlib
 import inspect
@@ -29,10 +28,9 @@ from torch._inductor.standalone_compile import CompiledArtifact
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from piper.attributes import replaced
 from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.hashing import digest_of, graph_lines
-from piper.capture.compile.tuning import keep_measured, tuning_in
+from piper.capture.compile.tuning import keep_measured, measuring_kernels, tuning_in
 from piper.capture.trace.blame import quiet, reason
 from piper.custom_operators import check_importable, modules_of
 from piper.errors import CaptureError, PiperError
@@ -88,7 +86,8 @@ class Compiled:
         """Return code whose first call, in which Inductor measures kernels, adds the fastest to the cache."""
 
         def measuring(arguments: list[Tensor]) -> Sequence[Tensor]:
-            results = code(arguments)
+            with measuring_kernels(self.cache):
+                results = code(arguments)
             if self.boxed is measuring:
                 self.boxed = code
                 keep_measured(self.name, self.cache, unmeasured)
@@ -160,28 +159,7 @@ def _working(cache: Cache) -> Iterator[None]:
     """Let Inductor work quietly, in this process's folder, and keep this thread's gradient mode."""
     private_folder(Path(default_cache_dir()), "cache")  # precompiled headers are here in any case
     folder = str(cache.working_folder())
-    with (
-        quiet(),
-        torch.set_grad_enabled(torch.is_grad_enabled()),
-        temporary_cache_dir(folder),
-        _benchmarking_alone(Path(folder).parent / "benchmark.lock"),
-    ):
-        yield
-
-
-@contextmanager
-def _benchmarking_alone(lock: Path) -> Iterator[None]:
-    """Let one process at a time measure kernels on the accelerator: the fastest is chosen by its time."""
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    plain: Callable[..., object] = CachingAutotuner.benchmark_all_configs
-
-    def alone(*args: object, **kwargs: object) -> object:
-        with lock.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            return plain(*args, **kwargs)
-
-    with replaced(CachingAutotuner, "benchmark_all_configs", alone):
+    with quiet(), torch.set_grad_enabled(torch.is_grad_enabled()), temporary_cache_dir(folder):
         yield
 
 

@@ -70,14 +70,17 @@ mm_into = torch.ops.piper.mm_into.default
 
 
 def _mm_into(left: Tensor, right: Tensor, out: Tensor, add: Tensor) -> None:
-    """Write a matrix product into given memory, or add it. Inductor would copy that of `aten.mm.out`.
+    """Write left^T right into given memory, or add it. Inductor would copy that of `aten.mm.out`.
 
+    Both have rows in their last axis. They become matrices here, because for a view of a fused result
+    Inductor computes that result once more.
     add: on the host, so that one compiled graph does both and no device is waited for.
     """
+    columns, rows = left.flatten(0, -2).t(), right.flatten(0, -2)
     if add.item():
-        out.addmm_(left, right)
+        out.addmm_(columns, rows)
     else:
-        torch.mm(left, right, out=out)
+        torch.mm(columns, rows, out=out)
 
 
 def _fake_mm_into(left: Tensor, right: Tensor, out: Tensor, add: Tensor) -> None:

@@ -1,15 +1,19 @@
-"""Keeps which form of each kernel was the fastest, so that a later process need not measure them again.
+"""Measures which form of each kernel is the fastest, and keeps it for later processes.
 
 Inductor measures the forms of a kernel when it first runs, and writes the fastest into the folder in which
 the kernel was compiled. That is the working folder of one process, and it ends with the process.
 """
 
+import fcntl
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch._inductor.runtime.benchmarking import InductorBenchmarker
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, check_autotune_cache
 
 from piper.attributes import replaced
@@ -17,6 +21,10 @@ from piper.capture.compile.cache import Cache
 from piper.errors import ConfigError
 
 log = logging.getLogger("piper")
+REPEATS = 10  # runs of a kernel, of which the fastest counts
+AHEAD = 2**23  # cycles that a GPU waits while they are queued: about 5 ms
+TRIES = 3
+_one_at_a_time = threading.RLock()
 
 
 @contextmanager
@@ -59,3 +67,55 @@ def keep_measured(name: str, cache: Cache, files: list[Path]) -> None:
         cache.keep(name, replace(entry, files={**entry.files, **found}))
     except ConfigError as error:  # the step that measured them goes on
         log.warning("Which kernels are the fastest is not kept for the next run: %s", error.what)
+
+
+@contextmanager
+def measuring_kernels(cache: Cache) -> Iterator[None]:
+    """Let the kernels that first run inside be measured by one thread of one process at a time."""
+    plain: Callable[..., object] = CachingAutotuner.benchmark_all_configs
+
+    def alone(*args: object, **kwargs: object) -> object:
+        with (cache.working_folder().parent / "benchmark.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return plain(*args, **kwargs)
+
+    with (
+        _one_at_a_time,
+        replaced(CachingAutotuner, "benchmark_all_configs", alone),
+        replaced(InductorBenchmarker, "benchmark_gpu", lambda _, call, **settings: milliseconds(call)),
+    ):
+        yield
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Return how long a GPU takes for a call that launches kernels, on the current stream.
+
+    Inductor begins its clock while the GPU has nothing to do, and so counts the time in which the host
+    launches the kernel. Forms of a kernel that takes less seem equal, and any is chosen. Here the GPU waits
+    until all launches are queued.
+    """
+    call()  # what is done once is not measured
+    cache = torch.empty(torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int8, device="cuda")
+    pairs = [(_event(), _event()) for _ in range(REPEATS)]
+    cycles = AHEAD
+    for _ in range(TRIES):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        woken = torch.cuda.Event()
+        woken.record()
+        for begin, end in pairs:
+            cache.zero_()  # no call reads what the one before it has left in the cache
+            begin.record()
+            call()
+            end.record()
+        queued = not woken.query()
+        torch.cuda.synchronize()
+        if queued:
+            break
+        cycles *= 4
+    times: list[float] = [begin.elapsed_time(end) for begin, end in pairs]
+    return min(times)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
