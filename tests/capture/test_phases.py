@@ -228,6 +228,23 @@ def test_what_compiled_code_makes_in_one_go_is_there_at_once() -> None:
     assert 5.9 * wide < chunk.phases["B"].workspace < 6.1 * wide
 
 
+def test_a_compiled_loss_makes_neither_its_log_probabilities_nor_its_one_hot_labels() -> None:
+    rows, classes = 256, 512
+
+    def loss(model: nn.Module, batch: zoo.Batch) -> Tensor:
+        return nn.functional.cross_entropy(model(batch["x"]).float(), batch["y"])
+
+    sample = {"x": torch.randn(rows, 16), "y": torch.randint(classes, (rows,))}
+    found = trace(
+        lambda: nn.Linear(16, classes), loss, sample, rows, "bf16", torch.device("cpu"), compiled=True
+    )
+    chunk = differentiate(found).outline.chunks[-1]
+    logits = rows * classes * 2
+    assert [spec.nbytes for spec in chunk.saved].count(logits) == 1
+    assert chunk.phases["F"].workspace < 0.1 * logits
+    assert 0.9 * logits < chunk.phases["B"].workspace < logits  # their gradient, which products read
+
+
 class Tower(nn.Module):
     """Wide layers one after another."""
 

@@ -16,6 +16,8 @@ from piper.capture.cost.workspace import workspace_of
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.ir.chunk import Kernel
 
+_aten = torch.ops.aten
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
@@ -62,10 +64,30 @@ def _fleeting(section: Section) -> set[int]:
     body = set(section.body)
     written = {memory for write in section.writes for memory in memories(write.node)}
     found: set[int] = set()
+
+    def in_memory(reader: fx.Node) -> bool:
+        return reader in body and reader.target is not _aten.gather.default and not _one_hot(reader)
+
     for node in section.body:
-        if cheap(node) and not read_from_memory(node, body.__contains__):
+        fusible = cheap(node) or _one_hot(node) or any(map(_one_hot, node.users))
+        if fusible and not read_from_memory(node, in_memory):
             found |= set(memories(node)) - written
     return found
+
+
+def _one_hot(node: fx.Node) -> bool:
+    """Return whether a node writes one number into each row of a constant, as the gradient of a loss does.
+
+    Inductor computes such a result from the places, where it is read.
+    """
+    if node.target is not _aten.scatter.value:
+        return False
+    start, axis, places = node.args[:3]
+    assert isinstance(start, fx.Node) and isinstance(axis, int) and isinstance(places, fx.Node)
+    shape = [*start.meta["val"].shape]
+    shape[axis] = 1
+    constant = start.target is _aten.full.default and len(start.users) == 1
+    return constant and [*places.meta["val"].shape] == shape
 
 
 def traffic_of(node: fx.Node, sizes: SymbolicSizes, fleeting: Collection[int] = ()) -> int:
