@@ -15,7 +15,6 @@ from piper.tuning.choice import SYNTHESISED, Neighbours, Recompute, Shape, Strat
 
 Sizes = npt.NDArray[np.int64]  # a row for each division into stages
 MOST_ROWS = 16  # samples of a microbatch
-LEAST_ROWS = 1
 V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v")
 NAMED = ("1f1b", "interleaved-1f1b", "zero-bubble", "interleaved-zero-bubble", "zbv", "v-half", "dualpipe-v")
 

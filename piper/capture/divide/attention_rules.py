@@ -82,7 +82,7 @@ def _by_queries(
 ) -> None:
     """Attend from a device's own queries to the keys and values of all devices."""
     own = d.to(query, have, varies=True)
-    if not is_causal(d, node):
+    if not is_causal(node):
         local = [own, d.to(key, WHOLE, varies=True), d.to(value, WHOLE, varies=True)]
         d.done(node, _attend(d, node, local, have), have)
         return

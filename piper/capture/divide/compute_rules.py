@@ -129,7 +129,7 @@ def linear(d: Divider, node: fx.Node) -> None:
     x, weight = node.args[0], node.args[1]
     bias = argument(node, 2, "bias")
     assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
-    _product(d, node, x, weight, bias if isinstance(bias, fx.Node) else None, out_dim=0, in_dim=1)
+    _product(d, node, x, weight, bias if isinstance(bias, fx.Node) else None, out_dim=0)
 
 
 def addmm(d: Divider, node: fx.Node) -> None:
@@ -138,11 +138,11 @@ def addmm(d: Divider, node: fx.Node) -> None:
     assert isinstance(x, fx.Node) and isinstance(weight, fx.Node) and isinstance(bias, fx.Node)
     if node.kwargs or len(d.shape(bias)) != 1:
         raise NoRuleError("only a bias of one dimension is added, unscaled")
-    _product(d, node, x, weight, bias, out_dim=1, in_dim=0)
+    _product(d, node, x, weight, bias, out_dim=1)
 
 
 def _product(
-    d: Divider, node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None, out_dim: int, in_dim: int
+    d: Divider, node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None, out_dim: int
 ) -> None:
     d.settle(x)
     held, given = d.layout(weight), d.layout(x)
@@ -152,7 +152,7 @@ def _product(
     if held == WHOLE:
         out: Layout = given if isinstance(given, Divided) and given.dim != last else WHOLE
         divided = isinstance(out, Divided)
-        varies = divided or d._varies([x, weight])
+        varies = divided or d.varies([x, weight])
         args = [d.to(x, out, varies=varies), d.to(weight, WHOLE, varies=varies)]
         args += [d.to(bias, WHOLE, varies=varies)] if bias is not None else []
         d.done(node, _multiply(d, node, args), out)
@@ -281,13 +281,13 @@ def gather(d: Divider, node: fx.Node) -> None:
 
 def norm(d: Divider, node: fx.Node) -> None:
     """Normalise over the last dimensions, which must be whole."""
-    x = operand(d, node)
+    x = operand(node)
     layout = d.settle(x)
     sizes = node.args[1]
     assert isinstance(sizes, list | tuple)
     if isinstance(layout, Divided) and layout.dim >= len(d.shape(x)) - len(sizes):
         raise NoRuleError("it normalises over the divided dimension")
-    varies = isinstance(layout, Divided) or d._varies(node.all_input_nodes)
+    varies = isinstance(layout, Divided) or d.varies(node.all_input_nodes)
     local = {s: d.local[s] if s is x else d.to(s, WHOLE, varies=varies) for s in node.all_input_nodes}
     made = d.emit(node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__))
     d.done(node, made, layout)
@@ -295,7 +295,7 @@ def norm(d: Divider, node: fx.Node) -> None:
 
 def dims_of(d: Divider, node: fx.Node) -> tuple[int, ...]:
     """Return the dimensions that a reduction goes over."""
-    rank = len(d.shape(operand(d, node)))
+    rank = len(d.shape(operand(node)))
     dims: Argument = argument(node, 1, "dim")
     if isinstance(dims, int):
         dims = [dims]
@@ -306,7 +306,7 @@ def dims_of(d: Divider, node: fx.Node) -> tuple[int, ...]:
 
 def reduction(d: Divider, node: fx.Node) -> None:
     """Reduce other dimensions locally; over the divided one every device has a term."""
-    x = operand(d, node)
+    x = operand(node)
     if isinstance(d.layout(x), Sum):
         if (
             node.target in (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)

@@ -132,7 +132,7 @@ class Divider:
 
     def plain(self, node: fx.Node) -> None:
         """Write an operation as it stands, over whole operands."""
-        varies = self._varies(node.all_input_nodes)
+        varies = self.varies(node.all_input_nodes)
         local = {
             source: self.local[source]
             if isinstance(self.layouts[source], list)
@@ -145,7 +145,7 @@ class Divider:
         value = made.meta["example_value"]
         self.done(node, made, [WHOLE for _ in value] if isinstance(value, tuple | list) else WHOLE)
 
-    def _varies(self, sources: list[fx.Node]) -> bool:
+    def varies(self, sources: list[fx.Node]) -> bool:
         """Return whether work on whole values is part of divided work: one of them varies."""
         return any(self.local[source] in self.varying for source in sources if self._is_whole(source))
 
@@ -378,7 +378,7 @@ class Divider:
 
     def _count_uses(self, node: fx.Node) -> None:
         """Note the parameters that work which every device does alike reads."""
-        if self._varies(node.all_input_nodes):
+        if self.varies(node.all_input_nodes):
             return
         for source in node.all_input_nodes:
             self.used_alike(source)

@@ -19,7 +19,7 @@ ATTENTION_RANK = 4  # [batch, heads, queries, keys]
 
 def alike(d: Divider, node: fx.Node) -> None:
     """Draw a value of the shape of another: for the whole shape, of which a device takes its part."""
-    x = operand(d, node)
+    x = operand(node)
     have = d.settle(x)
     if not isinstance(have, Divided):
         d.plain(node)

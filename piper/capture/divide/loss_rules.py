@@ -12,14 +12,14 @@ from piper.capture.divide.shape_rules import argument, number, operand
 
 def softmax(d: Divider, node: fx.Node) -> None:
     """Normalise exponentials over a dimension that is whole; over a divided one in two sums."""
-    x = operand(d, node)
+    x = operand(node)
     have = d.settle(x)
     dim = number(node.args[1]) % len(d.shape(x))
     if not isinstance(have, Divided) or dim != have.dim:
         made = d.emit(node.target, (d.local[x], *node.args[1:]), node.kwargs)
         d.done(node, made, have)
         return
-    local, total = _exponentials(d, x, have, dim, varies=True)
+    local, total = _exponentials(d, x, dim, varies=True)
     logarithm = node.target in (aten.log_softmax.int, aten._log_softmax.default)
     if logarithm:
         made = d.emit(aten.sub.Tensor, (local, d.emit(aten.log.default, (total,))))
@@ -31,9 +31,7 @@ def softmax(d: Divider, node: fx.Node) -> None:
     d.done(node, made, have)
 
 
-def _exponentials(
-    d: Divider, x: fx.Node, have: Divided, dim: int, *, varies: bool
-) -> tuple[fx.Node, fx.Node]:
+def _exponentials(d: Divider, x: fx.Node, dim: int, *, varies: bool) -> tuple[fx.Node, fx.Node]:
     """Return x less its maximum over a divided dimension, and the sum of the exponentials of that.
 
     varies: divided work reads the sum.
@@ -91,7 +89,7 @@ def cross_entropy(d: Divider, node: fx.Node) -> None:
 
 def _over_vocabulary(d: Divider, logits: fx.Node, labels: fx.Node, have: Divided, ignored: int) -> fx.Node:
     """Return the loss of every label: log of the sum of exponentials, less the label's own logit."""
-    shifted, total = _exponentials(d, logits, have, have.dim, varies=False)
+    shifted, total = _exponentials(d, logits, have.dim, varies=False)
     whole = d.to(labels, WHOLE, varies=True)
     counts = d.emit(aten.ne.Scalar, (whole, ignored))
     safe = d.emit(aten.where.ScalarOther, (counts, whole, 0))

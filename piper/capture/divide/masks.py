@@ -13,7 +13,7 @@ CAUSAL = "piper_causal"  # under which a mask's meta keeps the answer
 HEADS = 1  # dimension of [batch, heads, sequence, head size]
 
 
-def is_causal(d: Divider, node: fx.Node) -> bool:
+def is_causal(node: fx.Node) -> bool:
     """Return whether each query sees the keys up to its own place, by a flag or by a mask that says so."""
     mask = argument(node, 3, "attn_mask")
     if not isinstance(mask, fx.Node):

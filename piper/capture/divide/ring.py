@@ -73,7 +73,7 @@ def by_ring(d: Divider, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.N
     if len(set(lengths)) > 1:
         what = f"a ring passes on as many keys as there are queries, not {lengths[1]} for {lengths[0]}"
         raise NoRuleError(what, OTHERWISE)
-    causal, mask = is_causal(d, node), None
+    causal, mask = is_causal(node), None
     given = argument(node, 3, "attn_mask")
     if isinstance(given, fx.Node) and not causal:
         if d.trains(d.local[given]):

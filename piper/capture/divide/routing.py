@@ -14,7 +14,7 @@ from piper.capture.divide.shape_rules import argument, number, operand
 
 def topk(d: Divider, node: fx.Node) -> None:
     """Take the largest elements along a dimension that is whole."""
-    x = operand(d, node)
+    x = operand(node)
     have = d.settle(x)
     if not isinstance(have, Divided):
         d.plain(node)

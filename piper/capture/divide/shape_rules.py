@@ -11,7 +11,7 @@ from piper.capture.divide.layout import Divided, Sum, local_shape, reshaped
 from piper.capture.divide.reshapes import RESHAPES, value_of
 
 
-def operand(d: Divider, node: fx.Node) -> fx.Node:
+def operand(node: fx.Node) -> fx.Node:
     """Return the one tensor that an operation reads."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -33,9 +33,9 @@ def argument(node: fx.Node, position: int, name: str, default: Argument = None) 
 
 def linear_map(d: Divider, node: fx.Node) -> bool:
     """Pass a pending sum through an operation that only moves elements."""
-    if not isinstance(d.layout(operand(d, node)), Sum):
+    if not isinstance(d.layout(operand(node)), Sum):
         return False
-    source = operand(d, node)
+    source = operand(node)
     local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
     made = local.meta["example_value"]
     layout = d.layout(source)
@@ -53,7 +53,7 @@ def reshape(d: Divider, node: fx.Node) -> None:
     """Divide the dimension of the result that holds the divided one."""
     if linear_map(d, node):
         return
-    source = operand(d, node)
+    source = operand(node)
     have = d.layout(source)
     assert isinstance(have, Divided)
     new = d.shape(node)
@@ -72,7 +72,7 @@ def _permuted(d: Divider, node: fx.Node, order: list[int]) -> None:
     """Write a permutation; `order` holds the old dimension of each new one."""
     if linear_map(d, node):
         return
-    source = operand(d, node)
+    source = operand(node)
     have = d.layout(source)
     assert isinstance(have, Divided)
     local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
@@ -81,7 +81,7 @@ def _permuted(d: Divider, node: fx.Node, order: list[int]) -> None:
 
 def transpose(d: Divider, node: fx.Node) -> None:
     """Swap two dimensions."""
-    rank = len(d.shape(operand(d, node)))
+    rank = len(d.shape(operand(node)))
     order = list(range(rank))
     a, b = (
         (-2, -1)
@@ -97,7 +97,7 @@ def permute(d: Divider, node: fx.Node) -> None:
     """Put dimensions into another order."""
     dims = node.args[1]
     assert isinstance(dims, list | tuple)
-    rank = len(d.shape(operand(d, node)))
+    rank = len(d.shape(operand(node)))
     _permuted(d, node, [number(dim) % rank for dim in dims])
 
 
@@ -105,14 +105,14 @@ def same_shape(d: Divider, node: fx.Node) -> None:
     """Copy or view a value: its layout stays."""
     if linear_map(d, node):
         return
-    source = operand(d, node)
+    source = operand(node)
     local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
     d.done(node, local, d.layout(source))
 
 
 def expand(d: Divider, node: fx.Node) -> None:
     """Repeat along dimensions of size one; the divided one is not among them."""
-    source = operand(d, node)
+    source = operand(node)
     have = d.settle(source)
     if not isinstance(have, Divided):
         d.plain(node)
@@ -139,7 +139,7 @@ def slice_(d: Divider, node: fx.Node) -> None:
     """Take a run of elements of one dimension."""
     if linear_map(d, node):
         return
-    source = operand(d, node)
+    source = operand(node)
     have = d.layout(source)
     assert isinstance(have, Divided)
     shape = d.shape(source)
@@ -162,7 +162,7 @@ def select(d: Divider, node: fx.Node) -> None:
     """Take one index of a dimension that is not divided."""
     if linear_map(d, node):
         return
-    source = operand(d, node)
+    source = operand(node)
     have = d.layout(source)
     assert isinstance(have, Divided)
     dim = number(node.args[1]) % len(d.shape(source))
@@ -176,7 +176,7 @@ def split(d: Divider, node: fx.Node) -> None:
     """Split into several values: along another dimension, or into whole blocks of the divided one."""
     if linear_map(d, node):
         return
-    source = operand(d, node)
+    source = operand(node)
     have = d.layout(source)
     assert isinstance(have, Divided)
     shape = d.shape(source)
@@ -201,7 +201,7 @@ def unbind(d: Divider, node: fx.Node) -> None:
     """Split into the indices of a dimension that is not divided."""
     if linear_map(d, node):
         return
-    source = operand(d, node)
+    source = operand(node)
     have = d.layout(source)
     assert isinstance(have, Divided)
     dim = number(argument(node, 1, "dim", 0)) % len(d.shape(source))
@@ -262,7 +262,7 @@ def inner_collective(d: Divider, node: fx.Node) -> None:
     It may join and cut the dimension that is divided here: the devices of an inner group then hold this
     device's slice between them, and positions within it are only compared once they are joined.
     """
-    source, how = operand(d, node), how_of(node)
+    source, how = operand(node), how_of(node)
     have = d.layout(source)
     if isinstance(have, Sum) and how.op == "max":
         have = d.settle(source)
