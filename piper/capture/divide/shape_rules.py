@@ -1,5 +1,8 @@
 """Rules for operations that move elements without computing: reshapes, transposes, slices, joins."""
 
+from collections.abc import Callable
+from functools import wraps
+
 import torch
 from torch import fx
 from torch.fx.node import Argument
@@ -31,16 +34,30 @@ def argument(node: fx.Node, position: int, name: str, default: Argument = None) 
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def linear_map(d: Divider, node: fx.Node) -> bool:
-    """Pass a pending sum through an operation that only moves elements."""
-    if not isinstance(d.layout(operand(node)), Sum):
-        return False
-    source = operand(node)
-    local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
-    made = local.meta["example_value"]
-    layout = d.layout(source)
-    d.done(node, local, layout if isinstance(made, torch.Tensor) else [layout for _ in made])
-    return True
+def moves(rule: Callable[[Divider, fx.Node, fx.Node, Divided], None]) -> Rule:
+    """Make a rule for an operation that only moves elements from one that is for a divided operand.
+
+    `rule` gets that operand and its layout. A pending sum passes through the operation as it is.
+    """
+
+    @wraps(rule)
+    def apply(d: Divider, node: fx.Node) -> None:
+        source = operand(node)
+        have = d.layout(source)
+        if isinstance(have, Divided):
+            rule(d, node, source, have)
+            return
+        assert isinstance(have, Sum), "an operation on whole values needs no rule"
+        local = unchanged(d, node)
+        made = local.meta["example_value"]
+        d.done(node, local, have if isinstance(made, torch.Tensor) else [have for _ in made])
+
+    return apply
+
+
+def unchanged(d: Divider, node: fx.Node) -> fx.Node:
+    """Write an operation with its own arguments over the local value of its operand."""
+    return d.emit(node.target, (d.local[operand(node)], *node.args[1:]), node.kwargs)
 
 
 def heads_of(old: tuple[int, ...], new: tuple[int, ...], have: Divided) -> int:
@@ -49,13 +66,9 @@ def heads_of(old: tuple[int, ...], new: tuple[int, ...], have: Divided) -> int:
     return new[-2] if apart and new[:-2] == old[:-1] else 0
 
 
-def reshape(d: Divider, node: fx.Node) -> None:
+@moves
+def reshape(d: Divider, node: fx.Node, source: fx.Node, have: Divided) -> None:
     """Divide the dimension of the result that holds the divided one."""
-    if linear_map(d, node):
-        return
-    source = operand(node)
-    have = d.layout(source)
-    assert isinstance(have, Divided)
     new = d.shape(node)
     found = reshaped(d.shape(source), new, have, d.degree)
     if found is None:
@@ -68,20 +81,15 @@ def reshape(d: Divider, node: fx.Node) -> None:
     d.done(node, local, found)
 
 
-def _permuted(d: Divider, node: fx.Node, order: list[int]) -> None:
+def _permuted(d: Divider, node: fx.Node, have: Divided, order: list[int]) -> None:
     """Write a permutation; `order` holds the old dimension of each new one."""
-    if linear_map(d, node):
-        return
-    source = operand(node)
-    have = d.layout(source)
-    assert isinstance(have, Divided)
-    local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
-    d.done(node, local, have.at(order.index(have.dim)))
+    d.done(node, unchanged(d, node), have.at(order.index(have.dim)))
 
 
-def transpose(d: Divider, node: fx.Node) -> None:
+@moves
+def transpose(d: Divider, node: fx.Node, source: fx.Node, have: Divided) -> None:
     """Swap two dimensions."""
-    rank = len(d.shape(operand(node)))
+    rank = len(d.shape(source))
     order = list(range(rank))
     a, b = (
         (-2, -1)
@@ -90,24 +98,22 @@ def transpose(d: Divider, node: fx.Node) -> None:
     )
     if rank > 1:
         order[a], order[b] = order[b], order[a]
-    _permuted(d, node, order)
+    _permuted(d, node, have, order)
 
 
-def permute(d: Divider, node: fx.Node) -> None:
+@moves
+def permute(d: Divider, node: fx.Node, source: fx.Node, have: Divided) -> None:
     """Put dimensions into another order."""
     dims = node.args[1]
     assert isinstance(dims, list | tuple)
-    rank = len(d.shape(operand(node)))
-    _permuted(d, node, [number(dim) % rank for dim in dims])
+    rank = len(d.shape(source))
+    _permuted(d, node, have, [number(dim) % rank for dim in dims])
 
 
-def same_shape(d: Divider, node: fx.Node) -> None:
+@moves
+def same_shape(d: Divider, node: fx.Node, _: fx.Node, have: Divided) -> None:
     """Copy or view a value: its layout stays."""
-    if linear_map(d, node):
-        return
-    source = operand(node)
-    local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
-    d.done(node, local, d.layout(source))
+    d.done(node, unchanged(d, node), have)
 
 
 def expand(d: Divider, node: fx.Node) -> None:
@@ -135,18 +141,13 @@ def piece(d: Divider, size: int, have: Divided, start: int, length: int) -> tupl
     return Divided(have.dim, length // block), start // d.degree, length // d.degree
 
 
-def slice_(d: Divider, node: fx.Node) -> None:
+@moves
+def slice_(d: Divider, node: fx.Node, source: fx.Node, have: Divided) -> None:
     """Take a run of elements of one dimension."""
-    if linear_map(d, node):
-        return
-    source = operand(node)
-    have = d.layout(source)
-    assert isinstance(have, Divided)
     shape = d.shape(source)
     dim = number(argument(node, 1, "dim", 0)) % len(shape)
     if dim != have.dim:
-        local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
-        d.done(node, local, have)
+        d.done(node, unchanged(d, node), have)
         return
     size = shape[dim]
     if number(argument(node, 4, "step", 1), 1) != 1:
@@ -158,34 +159,24 @@ def slice_(d: Divider, node: fx.Node) -> None:
     d.done(node, local, layout)
 
 
-def select(d: Divider, node: fx.Node) -> None:
+@moves
+def select(d: Divider, node: fx.Node, source: fx.Node, have: Divided) -> None:
     """Take one index of a dimension that is not divided."""
-    if linear_map(d, node):
-        return
-    source = operand(node)
-    have = d.layout(source)
-    assert isinstance(have, Divided)
     dim = number(node.args[1]) % len(d.shape(source))
     if dim == have.dim:
         raise NoRuleError("it takes one element of a divided dimension")
-    local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
-    d.done(node, local, have.at(have.dim - (dim < have.dim)))
+    d.done(node, unchanged(d, node), have.at(have.dim - (dim < have.dim)))
 
 
-def split(d: Divider, node: fx.Node) -> None:
+@moves
+def split(d: Divider, node: fx.Node, source: fx.Node, have: Divided) -> None:
     """Split into several values: along another dimension, or into whole blocks of the divided one."""
-    if linear_map(d, node):
-        return
-    source = operand(node)
-    have = d.layout(source)
-    assert isinstance(have, Divided)
     shape = d.shape(source)
     dim = number(argument(node, 2, "dim", 0)) % len(shape)
     parts = value_of(node)
     assert isinstance(parts, tuple | list)
     if dim != have.dim:
-        local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
-        d.done(node, local, [have for _ in parts])
+        d.done(node, unchanged(d, node), [have for _ in parts])
         return
     start, sizes, layouts = 0, [], []
     for part in parts:
@@ -197,20 +188,15 @@ def split(d: Divider, node: fx.Node) -> None:
     d.done(node, local, list(layouts))
 
 
-def unbind(d: Divider, node: fx.Node) -> None:
+@moves
+def unbind(d: Divider, node: fx.Node, source: fx.Node, have: Divided) -> None:
     """Split into the indices of a dimension that is not divided."""
-    if linear_map(d, node):
-        return
-    source = operand(node)
-    have = d.layout(source)
-    assert isinstance(have, Divided)
     dim = number(argument(node, 1, "dim", 0)) % len(d.shape(source))
     if dim == have.dim:
         raise NoRuleError("it takes a divided dimension apart")
-    local = d.emit(node.target, (d.local[source], *node.args[1:]), node.kwargs)
     parts = value_of(node)
     assert isinstance(parts, tuple | list)
-    d.done(node, local, [have.at(have.dim - (dim < have.dim)) for _ in parts])
+    d.done(node, unchanged(d, node), [have.at(have.dim - (dim < have.dim)) for _ in parts])
 
 
 def getitem(d: Divider, node: fx.Node) -> None:
