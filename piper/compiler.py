@@ -16,12 +16,11 @@ from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.trace.trace import Traced
 from piper.data.taking import batches_of
 from piper.directives import Directive, Remat, ShardAxis, apply
-from piper.directives.json import load_strategy
 from piper.divisions import requests_of
 from piper.errors import CaptureError, ConfigError, LossError, ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
-from piper.job import Batch, Job, directives_for
+from piper.job import Batch, Job, strategy_of
 from piper.lower.buckets import make_buckets, with_whole_parameters
 from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
@@ -290,16 +289,6 @@ def placing(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[N
         if error.by != "strategy" or not strategy:
             raise
         raise error.located(f"strategy ({strategy[0].source})") from error.__cause__
-
-
-def strategy_of(job: Job) -> list[Directive]:
-    """Return a job's directives, read from its file where it names one; if elastic, for all devices."""
-    if isinstance(job.strategy, Path | str):
-        return load_strategy(Path(job.strategy))
-    if job.elastic is not None:
-        return list(directives_for(job, job.elastic[1]))
-    assert not callable(job.strategy), "a function comes with `elastic`"
-    return list(job.strategy)
 
 
 def first_batch(job: Job) -> Batch:

@@ -7,18 +7,12 @@ from piper.capture.autodiff.differentiate import Captured
 from piper.capture.compile.cache import usable_cache
 from piper.capture.divide.request import Request
 from piper.capture.recordings import Capturing, Recordings, fields_of
-from piper.compiler import (
-    MASTER_BYTES,
-    Program,
-    directed,
-    placing,
-    strategy_of,
-)
+from piper.compiler import MASTER_BYTES, Program, directed, placing
 from piper.devices import show
 from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel, Parameter
 from piper.ir.graph import Graph
-from piper.job import Batch
+from piper.job import Batch, strategy_of
 from piper.lower.lower import lower
 from piper.lower.state import Completed, Settings
 from piper.slices import capture_slices, outline_by_slice

@@ -10,6 +10,7 @@ from piper.callbacks import Callback
 from piper.devices import show
 from piper.directives import Directive
 from piper.directives.base import known_directives
+from piper.directives.json import load_strategy
 from piper.errors import ConfigError, PiperError
 from piper.usercode import calling_line, said
 
@@ -204,6 +205,16 @@ def check_elastic(strategy: object, elastic: object) -> None:
         case _:
             hint = "give the fewest and the most devices, from 1: elastic=(2, 4)"
             need(False, "Job", f"elastic={elastic!r}", hint)
+
+
+def strategy_of(job: Job) -> list[Directive]:
+    """Return a job's directives, read from its file where it names one; if elastic, for all devices."""
+    if isinstance(job.strategy, Path | str):
+        return load_strategy(Path(job.strategy))
+    if job.elastic is not None:
+        return list(directives_for(job, job.elastic[1]))
+    assert not callable(job.strategy), "a function comes with `elastic`"
+    return list(job.strategy)
 
 
 def directives_for(job: Job, size: int) -> Strategy:

@@ -3,22 +3,26 @@
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from piper.compiler import Program, strategy_of
 from piper.devices import show
+from piper.directives.strategy_text import strategy_text
 from piper.format import size
+from piper.job import strategy_of
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import OPS
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import Simulation, simulate
-from piper.train.saved_provenance import strategy_text
 from piper.view.cells import of_plans
 from piper.view.pipeline_stages import stage_tags
 from piper.view.report import page
-from piper.view.subject import Subject, said_by
+from piper.view.subject import Subject, strategy_lines
 from piper.view.svg_grid import grid
 from piper.view.write import PAGE, write
+
+if TYPE_CHECKING:
+    from piper.compiler import Program
 
 CLUSTER = "h100"  # where none is named
 HEIGHT = 900  # pixels of a page in a notebook
@@ -44,7 +48,7 @@ class Page:
         return f'<iframe srcdoc="{text}" style="width:100%;height:{HEIGHT}px;border:0"></iframe>'
 
 
-def line_of(program: Program) -> str:
+def line_of(program: "Program") -> str:
     """Return a program in one line."""
     plans = program.plans
     peak = max(timeline(plan).peak for plan in plans)
@@ -57,7 +61,7 @@ def line_of(program: Program) -> str:
     )
 
 
-def table_of(program: Program) -> str:
+def table_of(program: "Program") -> str:
     """Return a program as HTML: what each device runs, sends and holds, and the pipeline."""
     rows = []
     for plan in program.plans:
@@ -70,19 +74,19 @@ def table_of(program: Program) -> str:
     return f"<div><p>{title}</p><table><tr>{head}</tr>{''.join(rows)}</table>{drawn}</div>"
 
 
-def tags_of(program: Program) -> dict[str, tuple[tuple[str, int], ...]]:
+def tags_of(program: "Program") -> dict[str, tuple[tuple[str, int], ...]]:
     """Return the annotations of each chunk, as stages of a pipeline."""
     tags = {chunk.name: chunk.tags for chunk in program.outline.chunks}
     return dict(stage_tags(tags, program.graph.orderings))
 
 
-def simulated(program: Program, cluster: str | Path | None = None) -> Simulation:
+def simulated(program: "Program", cluster: str | Path | None = None) -> Simulation:
     """Simulate a step of a program on a cluster: a known name, or a TOML file."""
     machine = load_cluster(str(cluster) if cluster is not None else CLUSTER)
     return simulate(program.plans, program.outline, Roofline(machine))
 
 
-def page_of(program: Program, cluster: str | Path | None = None) -> Page:
+def page_of(program: "Program", cluster: str | Path | None = None) -> Page:
     """Return the page of a program: its pipeline, streams, memory, dependencies and strategy."""
     subject = Subject(
         title="program",
@@ -91,7 +95,7 @@ def page_of(program: Program, cluster: str | Path | None = None) -> Page:
         clock=str(cluster or CLUSTER),
         tags=tags_of(program),
         orderings=program.graph.orderings,
-        strategy=said_by(strategy_text(strategy_of(program.job)).splitlines()),
+        strategy=strategy_lines(strategy_text(strategy_of(program.job)).splitlines()),
         origins={node.name: node.origin for node in program.work.sequence},
         temporal=program.work.temporal,
     )

@@ -14,7 +14,7 @@ from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
 from piper.simulate.simulate import simulate
 from piper.view.pipeline_stages import stage_tags
 from piper.view.provenance import Provenance, read_background
-from piper.view.subject import Subject, said_by
+from piper.view.subject import Subject, strategy_lines
 
 if TYPE_CHECKING:
     from piper.compiler import Program
@@ -121,7 +121,9 @@ def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, mea
         planned=simulate(plans, None, Unit()),
         clock="whole units",
         tags={name: chunk.tags for name, chunk in plans.chunks.items()},
-        strategy=said_by(strategy.read_text(encoding="utf-8").splitlines()) if strategy.is_file() else (),
+        strategy=strategy_lines(strategy.read_text(encoding="utf-8").splitlines())
+        if strategy.is_file()
+        else (),
         measured=profile.timelines() if profile else {},
         about=about_run(profile) if profile else "",
         notes=(f"Only the plans are shown, in whole units of time: {why}.",),

@@ -18,15 +18,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from piper.compiler import Program, strategy_of
+from piper.compiler import Program
 from piper.devices import show
+from piper.directives.strategy_text import strategy_text
 from piper.errors import ConfigError
-from piper.job import Job
+from piper.job import Job, strategy_of
 from piper.plan.text import show_plans
 from piper.recipe import file_and_function
 from piper.train.lock import LOCK, read_lock
 from piper.train.measure import Measure
-from piper.train.saved_provenance import background_of, strategy_text
+from piper.train.saved_provenance import background_of
 from piper.version import VERSION
 from piper.view.provenance import FILE, show_background
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from piper.compiler import strategy_of
 from piper.directives import Directive
 from piper.directives.place import Place
 from piper.directives.replicate import Replicate
 from piper.directives.shard_axis import ShardAxis
 from piper.errors import ConfigError
-from piper.job import Job, directives_for
+from piper.job import Job, directives_for, strategy_of
 from piper.tuning.choice import GIVEN, Divide, StrategyChoice
 from piper.tuning.shorter import split_of
 

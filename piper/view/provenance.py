@@ -27,7 +27,7 @@ from piper.ir.graph import GroupMember, Ordering
 from piper.plan.plan import Plans
 from piper.plan.text import show_plans
 from piper.simulate.costs import type_of
-from piper.view.subject import Said
+from piper.view.subject import StrategyLine
 
 FILE = "view.json"
 FORM = 1  # of the file
@@ -40,7 +40,7 @@ class Provenance:
     title: str  # "llama.py:job"
     outline: CapturedModel
     orderings: tuple[Ordering, ...] = ()
-    strategy: tuple[Said, ...] = ()
+    strategy: tuple[StrategyLine, ...] = ()
     origins: Mapping[str, tuple[int, ...]]  # by node: directives, by number
     temporal: tuple[tuple[str, str, int], ...] = ()  # earlier node, later node, directive
     source: str = ""  # the recipe's text
@@ -131,7 +131,8 @@ def from_object(data: Mapping[str, Any]) -> Provenance:
             for ordering in data["orderings"]
         ),
         strategy=tuple(
-            Said(title=said["title"], text=said["text"], source=said["source"]) for said in data["strategy"]
+            StrategyLine(title=line["title"], text=line["text"], source=line["source"])
+            for line in data["strategy"]
         ),
         origins={node: tuple(by) for node, by in zip(nodes, data["origins"], strict=True)},
         temporal=tuple((nodes[first], nodes[then], by) for first, then, by in data["temporal"]),

@@ -12,7 +12,7 @@ from piper.simulate.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class StrategyLine:
     """One directive of a strategy: its name in messages, its arguments, and its place in the recipe."""
 
     title: str  # "replicate #0 (llama.py:41)"
@@ -30,7 +30,7 @@ class Subject:
     clock: str  # the costs behind the planned times: "h100", "whole units"
     tags: Mapping[str, Tags] = field(default_factory=dict)  # the annotations of each chunk
     orderings: tuple[Ordering, ...] = ()
-    strategy: tuple[Said, ...] = ()
+    strategy: tuple[StrategyLine, ...] = ()
     origins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by node: directives, by number
     temporal: tuple[tuple[str, str, int], ...] = ()  # earlier node, later node, directive
     measured: Mapping[int, Timeline] = field(default_factory=dict)  # by device: one step of a run
@@ -45,11 +45,11 @@ class Subject:
         return sorted(device for plan in self.plans for device in plan.devices)
 
 
-def said_by(lines: Iterable[str]) -> tuple[Said, ...]:
+def strategy_lines(lines: Iterable[str]) -> tuple[StrategyLine, ...]:
     """Parse the lines `title (source): arguments` of a run folder's `strategy.txt`."""
     found = []
     for line in lines:
         match = re.fullmatch(r"(\w+ #\d+ \((.*?)\)): (.*)", line)
         if match:
-            found.append(Said(title=match[1], source=match[2], text=match[3]))
+            found.append(StrategyLine(title=match[1], source=match[2], text=match[3]))
     return tuple(found)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 import piper
 from piper.checkpoint.folder import verify
 from piper.checkpoint.json_state import decode
-from piper.compiler import Program, compile, strategy_of
+from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
+from piper.job import strategy_of
 from piper.launchers.base import StepResult
 from piper.launchers.driver import devices_of
 from piper.launchers.inline import InlineRun, launch_inline

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint.save import Copied
-from piper.compiler import Program, compile, strategy_of
+from piper.compiler import Program, compile
 from piper.directives import Directive, protect
 from piper.ir.select import at
+from piper.job import strategy_of
 from piper.launchers.failures import Watcher
 from piper.launchers.inline import launch_inline
 from piper.launchers.transport.version_sections import HEAD, SectionWriter

@@ -14,7 +14,7 @@ from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline, Talk, Unit
 from piper.simulate.simulate import simulate
 from piper.simulate.timeline import Span, Timeline
-from piper.view.subject import Said, Subject
+from piper.view.subject import StrategyLine, Subject
 
 SOURCE = '"""A recipe."""\n\nstrategy = [\n    replicate(...),\n    shard(...),\n]\n'
 
@@ -50,7 +50,7 @@ def subject_of(
         tags={chunk.name: chunk.tags for chunk in outline.chunks},
         orderings=work.graph.orderings,
         strategy=tuple(
-            Said(
+            StrategyLine(
                 title=f"{said.verb} #{number} (moe.py:{4 + number % 2})",
                 text=f"number {number}",
                 source=f"moe.py:{4 + number % 2}",

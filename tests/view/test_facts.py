@@ -12,7 +12,7 @@ from piper.plan.text import read_plans, show_plans
 from piper.view import report
 from piper.view.facts import Columns, data_edges, facts_of, pattern
 from piper.view.report import page
-from piper.view.subject import Said, said_by
+from piper.view.subject import StrategyLine, strategy_lines
 from tests.view.scenes import again, deep, demo, measured
 
 
@@ -139,8 +139,8 @@ def test_measured_times_stand_beside_planned_ones() -> None:
 
 def test_a_strategy_is_read_back_from_a_run() -> None:
     lines = ["replicate #0 (a (b).py:4): at=at(PP=0), devices=[0, 1], zero=3", "one device"]
-    assert said_by(lines) == (
-        Said(
+    assert strategy_lines(lines) == (
+        StrategyLine(
             title="replicate #0 (a (b).py:4)", text="at=at(PP=0), devices=[0, 1], zero=3", source="a (b).py:4"
         ),
     )
