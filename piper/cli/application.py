@@ -23,7 +23,7 @@ from piper.cli.simulate import simulate
 from piper.cli.tune import tune
 from piper.cli.view import view
 from piper.errors import PiperError
-from piper.launchers.processes import on_rank_zero
+from piper.launchers.rank_zero import on_rank_zero
 from piper.version import VERSION
 
 SUCCESS, NO, USER_ERROR, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130  # 75: EX_TEMPFAIL, try again

@@ -10,7 +10,7 @@ from typing import Literal, cast, get_args
 from piper.errors import ConfigError
 from piper.launchers.base import Run
 from piper.launchers.driver import devices_of
-from piper.launchers.processes import rank_environment
+from piper.launchers.rank_environment import rank_environment
 from piper.launchers.worker_server import crowded
 from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.setup import ProgramLike, setup_of

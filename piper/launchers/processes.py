@@ -1,25 +1,17 @@
-"""Processes: the state of those on this machine, and the ranks that a launcher such as torchrun has started.
+"""The state of processes of this machine, and the files and signals that they share.
 
-Nothing heavy is imported: some of this runs where a worker no longer answers, and before torch is needed.
+Nothing heavy is imported: some of this runs where a worker no longer answers.
 """
 
 import os
 import signal
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import ParamSpec
 
-from piper.errors import ConfigError
-
-P = ParamSpec("P")
 STOPPED = 2.0  # seconds for which a process must be stopped to count as lost: a debugger may stop it briefly
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-NEARBY = "LOCAL_WORLD_SIZE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,100 +123,3 @@ class SharedFile:
             return descriptor
         os.close(descriptor)  # a process of another machine has the same number
         return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankEnvironment:
-    """The place of this process among the ranks of a job, as torchrun and the like set it."""
-
-    rank: int
-    size: int
-    local: int  # which of its machine's processes this one is
-    nearby: int  # how many of them are on this machine
-    address: str  # where they meet
-    port: int
-
-    @property
-    def leads(self) -> bool:
-        """Return whether this process drives the others."""
-        return self.rank == 0
-
-    @property
-    def with_leader(self) -> bool:
-        """Return whether rank 0 is on this machine: ranks are counted machine by machine."""
-        return self.rank == self.local
-
-    @property
-    def one_machine(self) -> bool:
-        """Return whether all ranks are on this machine."""
-        return self.nearby == self.size
-
-
-def rank_environment() -> RankEnvironment | None:
-    """Return the rank that the environment gives this process. None: it was started on its own."""
-    if any(name not in os.environ for name in NAMES):
-        return None
-    size = number("WORLD_SIZE")
-    return RankEnvironment(
-        rank=number("RANK"),
-        size=size,
-        local=number("LOCAL_RANK"),
-        nearby=number(NEARBY) if NEARBY in os.environ else size,
-        address=os.environ["MASTER_ADDR"],
-        port=number("MASTER_PORT"),
-    )
-
-
-def number(name: str) -> int:
-    """Return an environment variable as a number."""
-    text = os.environ[name]
-    if not text.isdecimal():
-        raise ConfigError(
-            f"{name}={text} is not a number",
-            by="launch",
-            hint=f"start with torchrun, or unset {', '.join(NAMES)}",
-        )
-    return int(text)
-
-
-def check_size(world: RankEnvironment, devices: int, spares: int = 0) -> None:
-    """Refuse a number of processes that differs from the number of devices and spares."""
-    if spares and world.size != devices + spares:
-        raise ConfigError(
-            "there is not one process for each device and each spare",
-            by="launch",
-            facts={
-                "processes": f"WORLD_SIZE={world.size}",
-                "devices": f"{devices} in the plan",
-                "spares": f"--spares {spares}",
-            },
-            hint=f"start {devices + spares} processes",
-        )
-    if not spares and world.size != devices:
-        raise ConfigError(
-            "there is not one process for each device",
-            by="launch",
-            facts={"processes": f"WORLD_SIZE={world.size}", "devices": f"{devices} in the plan"},
-            hint=f"start {devices} processes, or unset {', '.join(NAMES)} and piper starts them",
-        )
-
-
-def on_rank_zero(verb: Callable[P, None]) -> Callable[P, None]:
-    """Run a verb on rank 0 only under torchrun, with the other ranks as its workers."""
-
-    @wraps(verb)
-    def act(*args: P.args, **kwargs: P.kwargs) -> None:
-        world = rank_environment() if kwargs["on"] == "local" else None
-        if world is None:
-            verb(*args, **kwargs)
-        elif world.leads:
-            from piper.launchers.rendezvous import leading  # torch is paid for only where it is used
-
-            with leading(world):
-                verb(*args, **kwargs)
-        else:
-            from piper.launchers.torchrun_worker import attend
-
-            sys.exit(attend(world))
-
-    return act

@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from piper.errors import ConfigError, LaunchError
 from piper.launchers.messages import PATIENCE
-from piper.launchers.processes import RankEnvironment
+from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.transport.open_sockets import OpenSockets
 from piper.private_files import private_folder, read_private, write_private
 

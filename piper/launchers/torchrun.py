@@ -15,7 +15,8 @@ from piper.errors import PiperError, WorkerError
 from piper.launchers.driver import RemoteRun, SocketWorkerGroup
 from piper.launchers.failures import private_marks
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, RankInfo, RankZeroResult, StoreAddress
-from piper.launchers.processes import RankEnvironment, SharedFile, check_size, gone, stopped
+from piper.launchers.processes import SharedFile, gone, stopped
+from piper.launchers.rank_environment import RankEnvironment, check_size
 from piper.launchers.rendezvous import (
     DriverAddress,
     check_key,

@@ -25,7 +25,8 @@ from piper.launchers.driver import devices_of
 from piper.launchers.machine_agent import MachineAgent
 from piper.launchers.machines import machines_of, no_room
 from piper.launchers.messages import PATIENCE
-from piper.launchers.processes import ProcessStatus, RankEnvironment, SharedFile, check_size
+from piper.launchers.processes import ProcessStatus, SharedFile
+from piper.launchers.rank_environment import RankEnvironment, check_size
 from piper.launchers.rendezvous import (
     DriverAddress,
     check_key,

@@ -19,7 +19,8 @@ from piper.launchers.base import Resumed, Trains
 from piper.launchers.driver import RemoteRun, devices_of
 from piper.launchers.failures import failure_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, RankInfo, RankZeroResult
-from piper.launchers.processes import RankEnvironment, SharedFile, Termination, check_size
+from piper.launchers.processes import SharedFile, Termination
+from piper.launchers.rank_environment import RankEnvironment, check_size
 from piper.launchers.rendezvous import (
     HOW,
     DriverAddress,

@@ -14,7 +14,8 @@ from piper.launchers.base import Resumed, Run
 from piper.launchers.driver import RemoteRun
 from piper.launchers.inline import InlineRun
 from piper.launchers.local import LocalWorkerGroup
-from piper.launchers.processes import RankEnvironment, gone, rank_environment
+from piper.launchers.processes import gone
+from piper.launchers.rank_environment import RankEnvironment, rank_environment
 from piper.launchers.transport.fork_server import ForkConnection, ForkServer
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans

@@ -19,7 +19,7 @@ from piper.errors import ConfigError
 from piper.job import Job
 from piper.launchers.base import Run, StepResult
 from piper.launchers.launch import check_launcher, launcher, recovers
-from piper.launchers.processes import rank_environment
+from piper.launchers.rank_environment import rank_environment
 from piper.plan.memory_timeline import timeline
 from piper.plan.plan import Plans
 from piper.recipe import load_recipe

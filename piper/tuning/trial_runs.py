@@ -20,7 +20,7 @@ import torch
 
 from piper.errors import ConfigError, PiperError
 from piper.format import count, percent
-from piper.launchers.processes import rank_environment
+from piper.launchers.rank_environment import rank_environment
 from piper.launchers.transport.fork_server import ForkConnection, fork_server
 from piper.runtime.setup import device_kind
 from piper.simulate.cluster import Cluster

@@ -3,7 +3,8 @@
 import pytest
 
 from piper.errors import ConfigError
-from piper.launchers.processes import RankEnvironment, check_size, how
+from piper.launchers.processes import how
+from piper.launchers.rank_environment import RankEnvironment, check_size
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from piper.errors import ConfigError, LaunchError
 from piper.launchers import rendezvous as keys
-from piper.launchers.processes import RankEnvironment
+from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.rendezvous import DriverAddress, read_address
 from piper.launchers.torchrun_worker import join
 from piper.launchers.transport.channel import ANSWER, GREETING, NONCE

@@ -20,7 +20,8 @@ import pytest
 from piper.compiler import Program
 from piper.errors import ConfigError, LaunchError
 from piper.launchers.agent_versions import AgentVersions
-from piper.launchers.processes import ProcessStatus, RankEnvironment, check_size
+from piper.launchers.processes import ProcessStatus
+from piper.launchers.rank_environment import RankEnvironment, check_size
 from piper.launchers.rendezvous import DriverAddress
 from piper.launchers.torchrun_agents import (
     CODEC,

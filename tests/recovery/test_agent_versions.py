@@ -16,7 +16,7 @@ from piper.launchers.agent_calls import Agent
 from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.inline import InlineRun, launch_inline
-from piper.launchers.processes import RankEnvironment
+from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.torchrun_agents import AgentLostError, RankAgent, RankCalls, RemoteAgent, RemoteMethod
 from piper.recovery.flushing import write_version
 from piper.runtime.worker import Options

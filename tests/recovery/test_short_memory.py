@@ -14,7 +14,8 @@ from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.agent_versions import AgentVersions, ShortMachine
 from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.machines import machines_of
-from piper.launchers.processes import ProcessStatus, RankEnvironment
+from piper.launchers.processes import ProcessStatus
+from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.torchrun_agents import RankAgent, RankCalls, RemoteAgent
 from piper.plan.plan import Plans
 from piper.runtime.worker import Options

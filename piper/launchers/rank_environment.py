@@ -1,0 +1,85 @@
+"""The rank of this process in a job that torchrun or the like has started, from the environment."""
+
+import os
+from dataclasses import dataclass
+
+from piper.errors import ConfigError
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+NEARBY = "LOCAL_WORLD_SIZE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnvironment:
+    """The place of this process among the ranks of a job, as torchrun and the like set it."""
+
+    rank: int
+    size: int
+    local: int  # which of its machine's processes this one is
+    nearby: int  # how many of them are on this machine
+    address: str  # where they meet
+    port: int
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this process drives the others."""
+        return self.rank == 0
+
+    @property
+    def with_leader(self) -> bool:
+        """Return whether rank 0 is on this machine: ranks are counted machine by machine."""
+        return self.rank == self.local
+
+    @property
+    def one_machine(self) -> bool:
+        """Return whether all ranks are on this machine."""
+        return self.nearby == self.size
+
+
+def rank_environment() -> RankEnvironment | None:
+    """Return the rank that the environment gives this process. None: it was started on its own."""
+    if any(name not in os.environ for name in NAMES):
+        return None
+    size = number("WORLD_SIZE")
+    return RankEnvironment(
+        rank=number("RANK"),
+        size=size,
+        local=number("LOCAL_RANK"),
+        nearby=number(NEARBY) if NEARBY in os.environ else size,
+        address=os.environ["MASTER_ADDR"],
+        port=number("MASTER_PORT"),
+    )
+
+
+def number(name: str) -> int:
+    """Return an environment variable as a number."""
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise ConfigError(
+            f"{name}={text} is not a number",
+            by="launch",
+            hint=f"start with torchrun, or unset {', '.join(NAMES)}",
+        )
+    return int(text)
+
+
+def check_size(world: RankEnvironment, devices: int, spares: int = 0) -> None:
+    """Refuse a number of processes that differs from the number of devices and spares."""
+    if spares and world.size != devices + spares:
+        raise ConfigError(
+            "there is not one process for each device and each spare",
+            by="launch",
+            facts={
+                "processes": f"WORLD_SIZE={world.size}",
+                "devices": f"{devices} in the plan",
+                "spares": f"--spares {spares}",
+            },
+            hint=f"start {devices + spares} processes",
+        )
+    if not spares and world.size != devices:
+        raise ConfigError(
+            "there is not one process for each device",
+            by="launch",
+            facts={"processes": f"WORLD_SIZE={world.size}", "devices": f"{devices} in the plan"},
+            hint=f"start {devices} processes, or unset {', '.join(NAMES)} and piper starts them",
+        )
