@@ -13,6 +13,7 @@ from piper.capture.compile.cache import CACHE, usable_cache
 from piper.capture.divide.request import Request
 from piper.capture.fp8 import check_machine
 from piper.capture.recordings import Capturing, Recordings, fields_of
+from piper.capture.trace.record import LossFn
 from piper.capture.trace.trace import Traced
 from piper.data.taking import batches_of
 from piper.directives import Directive, Remat, ShardAxis, apply
@@ -151,9 +152,7 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     """
     batch = first_batch(job)
     known = known_recordings(job, device_kind(device), batch, captured, compiled=compile)
-    folder = Path(cache) if compile else None
-    kept = usable_cache(folder) if folder is not None else None
-    program = build(job, Capturing(batch=batch, recordings=known, cache=kept, folder=folder))
+    program = build(job, capturing_with(batch, known, Path(cache) if compile else None))
     for rows in bucket_batches(batch, job.buckets):
         program.shaped(rows)
     return program
@@ -242,14 +241,7 @@ def known_recordings(
     job: Job, kind: str, batch: Batch, captured: Program | Recordings | None, *, compiled: bool
 ) -> Recordings:
     """Return the recordings that a compilation may use and extend: those given, or new ones."""
-    fresh = Recordings(
-        model=job.model,
-        loss=job.loss,
-        precision=job.precision,
-        device=kind,
-        compiled=compiled,
-        fields=fields_of(batch),
-    )
+    fresh = new_recordings(job, kind, batch, job.loss, compiled=compiled)
     if captured is None:
         return fresh
     if not isinstance(captured, Program | Recordings):
@@ -261,6 +253,27 @@ def known_recordings(
     earlier = captured.recordings if isinstance(captured, Program) else captured
     earlier.check(fresh, "compile")
     return earlier
+
+
+def new_recordings(
+    job: Job, kind: str, batch: Batch, loss: LossFn, *, compiled: bool, forward_only: bool = False
+) -> Recordings:
+    """Return recordings of a job's model for batches like `batch`, with nothing recorded yet."""
+    return Recordings(
+        model=job.model,
+        loss=loss,
+        precision=job.precision,
+        device=kind,
+        compiled=compiled,
+        fields=fields_of(batch),
+        forward_only=forward_only,
+    )
+
+
+def capturing_with(batch: Batch, recordings: Recordings, folder: Path | None) -> Capturing:
+    """Return what captures a model for a batch. folder: the cache of compiled code. None: no cache."""
+    cache = None if folder is None else usable_cache(folder)
+    return Capturing(batch=batch, recordings=recordings, cache=cache, folder=folder)
 
 
 def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]:

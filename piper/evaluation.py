@@ -4,10 +4,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from piper.capture.autodiff.differentiate import Captured
-from piper.capture.compile.cache import usable_cache
 from piper.capture.divide.request import Request
-from piper.capture.recordings import Capturing, Recordings, fields_of
-from piper.compiler import MASTER_BYTES, Program, directed, placing
+from piper.compiler import MASTER_BYTES, Program, capturing_with, directed, new_recordings, placing
 from piper.devices import show
 from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel, Parameter
@@ -37,17 +35,9 @@ def compile_evaluation(program: Program, batch: Batch) -> Program:
         master_bytes=MASTER_BYTES[job.precision],
         buckets=program.plans.buckets,
     )
-    recordings = Recordings(
-        model=job.model,
-        loss=loss,
-        precision=job.precision,
-        device=program.device,
-        compiled=program.cache is not None,
-        fields=fields_of(batch),
-        forward_only=True,
-    )
-    cache = None if program.cache is None else usable_cache(program.cache)
-    capturing = Capturing(batch=batch, recordings=recordings, cache=cache, folder=program.cache)
+    compiled = program.cache is not None
+    recordings = new_recordings(job, program.device, batch, loss, compiled=compiled, forward_only=True)
+    capturing = capturing_with(batch, recordings, program.cache)
     codes: dict[int, Captured] = {}
     requests: list[Request] = []
 

@@ -1,9 +1,7 @@
 """Compiles a job for batches of other sizes, over the parameters that a compiled program holds."""
 
-from piper.capture.compile.cache import usable_cache
-from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.trace.record import LossFn
-from piper.compiler import Program, build
+from piper.compiler import Program, build, capturing_with, new_recordings
 from piper.errors import CaptureError
 from piper.job import Batch
 from piper.plan.plan import Plans
@@ -17,21 +15,10 @@ def compile_shape(program: Program, batch: Batch) -> Program:
     """
     job = program.job
     loss: LossFn = counted_loss(job.loss) if COUNTS in batch else job.loss
-    fresh = Recordings(
-        model=job.model,
-        loss=loss,
-        precision=job.precision,
-        device=program.device,
-        compiled=program.cache is not None,
-        fields=fields_of(batch),
-    )
+    fresh = new_recordings(job, program.device, batch, loss, compiled=program.cache is not None)
     known = (made.recordings for made in (program, *program.shapes.values()))
-    capturing = Capturing(
-        batch=batch,
-        recordings=next((one for one in known if one.fields == fresh.fields), fresh),
-        cache=None if program.cache is None else usable_cache(program.cache),
-        folder=program.cache,
-    )
+    recordings = next((one for one in known if one.fields == fresh.fields), fresh)
+    capturing = capturing_with(batch, recordings, program.cache)
     settings = program.work.settings
     found = build(job, capturing, state_bytes=settings.state_bytes, whole=settings.whole)
     check_parameters(program, found, batch)
