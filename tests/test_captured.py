@@ -51,6 +51,23 @@ def other_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Ten
     return nn.functional.l1_loss(model(batch["x"]), batch["y"])
 
 
+class Scaled:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.scale * loss(model, batch)
+
+
+def scaled(scale: float) -> Callable[[nn.Module, Mapping[str, torch.Tensor]], torch.Tensor]:
+    def scaled_loss(
+        model: nn.Module, batch: Mapping[str, torch.Tensor], *, by: float = scale
+    ) -> torch.Tensor:
+        return by * loss(model, batch)
+
+    return scaled_loss
+
+
 def data() -> list[dict[str, torch.Tensor]]:
     return [{"x": torch.zeros(16, 8), "y": torch.zeros(16, 8)}]
 
@@ -149,6 +166,15 @@ def test_recordings_of_another_job_are_refused(first: Program, name: str) -> Non
         compile(job(), captured=first)
     assert text in str(error.value)
     assert "  hint:     compile the same job with another strategy:" in str(error.value)
+
+
+@pytest.mark.parametrize("of", [lambda scale: Scaled(scale).loss, scaled], ids=["a method", "a default"])
+def test_a_loss_of_the_same_code_with_another_value_is_refused(of: Callable[[float], piper.job.Loss]) -> None:
+    job = replace(JOB, loss=of(2.0))
+    program = compile(job)
+    assert compile(job, captured=program).recordings is program.recordings
+    with pytest.raises(piper.ConfigError, match="what was captured has another loss"):
+        compile(replace(JOB, loss=of(3.0)), captured=program)
 
 
 def test_captured_must_be_a_program(first: Program) -> None:

@@ -146,9 +146,11 @@ def same_function(one: Callable[..., object], other: Callable[..., object]) -> b
 
 
 def captured_values(function: Any) -> list[int]:  # noqa: ANN401 (a function of the user's)
-    """Return the identities of the values that a function closes over or has as defaults."""
-    cells = [id(cell.cell_contents) for cell in function.__closure__ or ()]
-    return [*cells, *(id(value) for value in function.__defaults__ or ())]
+    """Return the identities of the values that a function closes over, has as defaults or is a method of."""
+    closed_over = (cell.cell_contents for cell in function.__closure__ or ())
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    owner = getattr(function, "__self__", None)
+    return [id(value) for value in (*closed_over, *defaults, owner)]
 
 
 def name_of(function: object) -> str:
