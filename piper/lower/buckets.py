@@ -268,37 +268,18 @@ def bucket_for(
 def tied_buckets(
     param: Parameter, placements: list[ChunkPlacement], taken: Collection[str]
 ) -> tuple[list[Bucket], list[str]]:
-    """Return the buckets of a parameter that several chunks use: one per set of devices, or one over all."""
-    named = param.name
-    while not {named, *(f"{named}@{placement.chunk}" for placement in placements)}.isdisjoint(taken):
-        named += "'"  # a parameter may have the same name as a bucket
-    held = {placement.chunk: held_by(param, placement) for placement in placements}
-    by_set: dict[Devices, list[ChunkPlacement]] = {}
-    for placement in placements:  # the order of a set matters only where its positions hold different slices
-        whole = not held[placement.chunk].apart
-        by_set.setdefault(tuple(sorted(placement.devices)) if whole else placement.devices, []).append(
-            placement
-        )
-    first = held[placements[0].chunk]
-    by_expert = any(placement.policy.sharding(param.name).ways > 1 for placement in placements)
-    if len(set(held.values())) > 1 or (len(by_set) > 1 and by_expert):
-        divided = next(placement for placement in placements if held[placement.chunk].apart)
-        what = "experts" if by_expert else "parameter"
-        raise ScheduleError(
-            f"the tied {what} {param.name} {'are' if by_expert else 'is'} not divided alike",
-            by=divided.by,
-            facts={
-                placement.chunk: f"on {show(placement.devices)}, {shown_held(held[placement.chunk])}"
-                for placement in placements
-            },
-            hint="shard the regions that share experts alike, on the same devices"
-            if by_expert
-            else "shard all regions that share it along the same axes",
-        )
-    piece = Piece(name=param.name, shape=first.shape, offset=0, shardings=first.shardings)
+    """Return the buckets of a parameter that several chunks use: one per set of devices, or one over all.
+
+    Return also why it is not sharded, where a chunk asked for that. taken: the names of other buckets.
+    """
+    held = held_by(param, placements[0])
+    by_set = placements_by_set(placements, ordered=bool(held.apart))
+    check_divided_alike(param, placements, several=len(by_set) > 1)
+    piece = Piece(name=param.name, shape=held.shape, offset=0, shardings=held.shardings)
+    named = unused_name(param, placements, taken)
 
     def bucket(name: str, members: Iterable[ChunkPlacement]) -> Bucket:
-        return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable, first)
+        return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable, held)
 
     if len(by_set) == 1:
         return [bucket(named, placements)], []
@@ -308,17 +289,8 @@ def tied_buckets(
     if len(sizes) == 1 and total == len(everyone):  # same size and disjoint: shards line up, one by one
         zero = min(placement.policy.zero for placement in placements) if sizes != {1} else 0
         made = [bucket(f"{named}@{members[0].chunk}", members) for members in by_set.values()]
-        names = [b.name for b in made]
-        return [
-            replace(
-                b,
-                zero=zero,
-                copies=len(made) * (1 if zero else b.group_size) * first.alike,
-                siblings=tuple(n for n in names if n != b.name),
-            )
-            for b in made
-        ], []
-    if first.apart:
+        return as_siblings(made, zero, held.alike), []
+    if held.apart:
         raise ScheduleError(
             f"the tied parameter {param.name} is divided on sets of devices that differ in size or overlap",
             by=placements[0].by,
@@ -334,6 +306,65 @@ def tied_buckets(
         f"({', '.join(show(members[0].devices) for members in by_set.values())})"
     )
     return [bucket(named, union)], [reason] if any(h.policy.zero for h in placements) else []
+
+
+def placements_by_set(
+    placements: Iterable[ChunkPlacement], *, ordered: bool
+) -> dict[Devices, list[ChunkPlacement]]:
+    """Return the placements on each set of devices.
+
+    ordered: devices in another order are another set, because a device's position decides its slice.
+    """
+    found: dict[Devices, list[ChunkPlacement]] = {}
+    for placement in placements:
+        devices = placement.devices if ordered else tuple(sorted(placement.devices))
+        found.setdefault(devices, []).append(placement)
+    return found
+
+
+def check_divided_alike(param: Parameter, placements: list[ChunkPlacement], *, several: bool) -> None:
+    """Refuse a tied parameter that its chunks divide in different ways. several: on several sets."""
+    held = {placement.chunk: held_by(param, placement) for placement in placements}
+    by_expert = any(placement.policy.sharding(param.name).ways > 1 for placement in placements)
+    if len(set(held.values())) == 1 and not (several and by_expert):
+        return
+    divided = next(placement for placement in placements if held[placement.chunk].apart)
+    what = "experts" if by_expert else "parameter"
+    raise ScheduleError(
+        f"the tied {what} {param.name} {'are' if by_expert else 'is'} not divided alike",
+        by=divided.by,
+        facts={
+            placement.chunk: f"on {show(placement.devices)}, {shown_held(held[placement.chunk])}"
+            for placement in placements
+        },
+        hint="shard the regions that share experts alike, on the same devices"
+        if by_expert
+        else "shard all regions that share it along the same axes",
+    )
+
+
+def unused_name(param: Parameter, placements: Iterable[ChunkPlacement], taken: Collection[str]) -> str:
+    """Return a name for the buckets of a tied parameter: its own, unless another bucket has that name."""
+    name, chunks = param.name, [placement.chunk for placement in placements]
+    while not {name, *(f"{name}@{chunk}" for chunk in chunks)}.isdisjoint(taken):
+        name += "'"
+    return name
+
+
+def as_siblings(made: list[Bucket], zero: int, alike: int) -> list[Bucket]:
+    """Return the buckets of one tied parameter, each with the others as its siblings.
+
+    alike: how many devices of a bucket hold the same slice of the parameter.
+    """
+    return [
+        replace(
+            b,
+            zero=zero,
+            copies=len(made) * (1 if zero else b.group_size) * alike,
+            siblings=tuple(other.name for other in made if other.name != b.name),
+        )
+        for b in made
+    ]
 
 
 def shown_held(held: HeldParameter) -> str:
