@@ -28,7 +28,8 @@ from piper.callbacks import (
 from piper.checkpoint.metadata import read_record
 from piper.errors import ConfigError
 from piper.launchers.base import epochs
-from piper.train.session import TrainOptions, train_recipe
+from piper.train.session import train_recipe
+from piper.train.train_options import TrainOptions
 from tests import plain
 
 PAIR = [piper.replicate(piper.at(), [0, 1], zero=3)]

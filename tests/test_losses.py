@@ -18,7 +18,8 @@ from piper.errors import ConfigError
 from piper.launchers.inline import launch_inline
 from piper.recipe import load_recipe
 from piper.runtime.debug.check import check
-from piper.train.session import TrainOptions, train_recipe
+from piper.train.session import train_recipe
+from piper.train.train_options import TrainOptions
 
 ROWS, LENGTH, VOCAB = 4, 6, 11
 SIZES = {

@@ -237,7 +237,8 @@ def train(
         return
     from piper.train.ending import ending, stopping
     from piper.train.interrupt import PreemptedError
-    from piper.train.session import TrainOptions, train_recipe
+    from piper.train.session import train_recipe
+    from piper.train.train_options import TrainOptions
 
     asked = TrainOptions(
         recipe=recipe,

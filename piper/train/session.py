@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -15,14 +15,11 @@ from rich.console import Console
 from piper.checkpoint.metadata import DamagedError, Trainer, read_record
 from piper.compiler import Program, compile
 from piper.data.feed import Feed
-from piper.errors import ConfigError
 from piper.job import Job
 from piper.launchers.base import Run, StepResult
-from piper.launchers.launch import check_launcher, launcher, recovers
-from piper.launchers.rank_environment import rank_environment
+from piper.launchers.launch import check_launcher, launcher
 from piper.plan.memory_timeline import timeline
 from piper.plan.plan import Plans
-from piper.recipe import load_recipe
 from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.run_events import Event
 from piper.recovery.starters import Kept
@@ -34,7 +31,7 @@ from piper.train.display import Stages, display
 from piper.train.elastic_programs import Programs, SizeFile
 from piper.train.evaluations import Evaluations, evaluation_line
 from piper.train.event_log import EventLog
-from piper.train.interrupt import GRACE, Interrupts, PreemptedError, interrupts, preemptible
+from piper.train.interrupt import Interrupts, PreemptedError, interrupts, preemptible
 from piper.train.lock import locked
 from piper.train.loop import Course, Reporter, Result, checked, train
 from piper.train.measure import Measure, Rate, unit_of
@@ -44,31 +41,16 @@ from piper.train.profiling import check_profile, profile_of, save_profile
 from piper.train.run_folder import Metrics, choose, claim, measures, prepare, record
 from piper.train.saving import checkpoints_of, disk_of, go_on, past_of, prepare_saves, saves_of
 from piper.train.supervised import Driver, supervise, supervises
+from piper.train.train_options import (
+    TrainOptions,
+    asked_job,
+    check_options,
+    joining_asked,
+    recovering_asked,
+    reserve,
+)
 
-RESERVE = 10.0  # seconds of the grace in which a version is written, at most
 KEPT = 3  # steps after which the position of the data is known, at least
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """The arguments of `piper train`."""
-
-    recipe: str
-    on: str = "local"
-    strategy: Path | None = None  # a JSON file that takes the place of the job's own
-    steps: int | None = None  # None: as the job says
-    resume: bool = False
-    out: Path | None = None
-    detect_nan: bool = False
-    profile: int = 0  # steps to record
-    device: str | None = None  # cpu or cuda; none: as there is
-    compile: bool = False  # chunks run as Inductor compiles them
-    graphs: bool = False  # on CUDA each step is one graph, after the first few
-    grace: float = GRACE  # seconds from SIGTERM to the end
-    retries: int = 3  # failures in a row that a run may have
-    spares: int = 0  # workers more than devices, on Ray or under torchrun
-    replace_stragglers: bool = False  # end the worker of a straggler, and start another
-    stall: float | None = None  # seconds without progress after which a step has failed. None: as steps take
 
 
 class ConsoleLog(logging.Handler):
@@ -92,7 +74,7 @@ class ConsoleLog(logging.Handler):
 def train_recipe(asked: TrainOptions, console: Console) -> Outcome:
     """Train a recipe as asked, with a display on the console."""
     check_launcher(asked.on, "piper train")
-    check_seconds(asked)
+    check_options(asked)
     with preemptible():
         return train_locked(asked, console)
 
@@ -141,74 +123,35 @@ def train_program(
     driver: Driver | None,
 ) -> Outcome:
     """Train a compiled job. driver: the place of this process under a supervisor. None: there is none."""
-    job, positions, memory = program.job, dict[int, object](), RunSummary()
-    options = Options(
-        keep_outputs=asked.detect_nan,
-        profile=asked.profile,
-        graphs=asked.graphs,
-        blank=bool(past),
-    )
-    events = EventLog(folder, console.print)
+    job, memory, events = program.job, RunSummary(), EventLog(folder, console.print)
     so_far = 0 if driver is None or driver.progress is None else driver.progress.done
     preempting = partial(stopping_now, console, events, memory, asked.grace, so_far)
     heeding = partial(interrupts, preempting, asked.grace - reserve(asked))
     with ExitStack() as early:
         takes_over = driver is not None and driver.takes_over  # then there is a state to save from now on
         heard = early.enter_context(heeding()) if takes_over else None
-        feed = Feed(job.data, job.seed)
-        kept = None if driver is None else driver.kept(feed, positions)
+        session = Session(
+            folder=folder,
+            program=program,
+            asked=asked,
+            console=console,
+            driver=driver,
+            feed=Feed(job.data, job.seed),
+        )
+        kept = None if driver is None else driver.kept(session.feed, session.positions)
+        options = worker_options(asked, blank=bool(past))
         with watched_start(console, started(program, folder, asked, options, events, kept)) as run:
-            begun = begin(run, driver, past, feed, positions, console)
-            done = begun.done
-            check_profile(asked.profile, job.steps - done)
-            for measure in measures(folder, begun.first, done):
+            begun = begin(run, driver, past, session.feed, session.positions, console)
+            check_profile(asked.profile, job.steps - begun.done)
+            for measure in measures(folder, begun.first, begun.done):
                 memory(measure)
-
-            def culprit() -> str | None:
-                return first_bad(program.outline, run.trails(), run.state_dict())
-
-            with (
-                ExitStack() as held,
-                watching(console, folder, program, done, memory) as tell,
-                ExitStack() as heeded,
-            ):
+            with watching(console, folder, program, begun.done, memory) as tell, ExitStack() as heeded:
                 if heard is None:
                     interrupted = heeded.enter_context(heeding())
                 else:
                     interrupted = heard
                     heeded.enter_context(early.pop_all())
-                evaluations = held.enter_context(Evaluations(folder, done))
-                size_file = SizeFile(folder, console.print)
-
-                def after(step: int, result: Result) -> None:
-                    evaluated = run.after_step(step, cast(StepResult, result), job.steps)
-                    if evaluated is not None:
-                        evaluations.write(step, evaluated)
-                        console.print(evaluation_line(step, evaluated))
-                    size_file.obey(run)
-
-                course = Course(
-                    done=done,
-                    steps=done if begun.ended else job.steps,
-                    tell=partial(noting, tell, feed, positions, kept_positions(program.plans)),
-                    saves=saves_of(run, folder, job, feed, console.print, run.after_saving),
-                    stopping=lambda: stopping(run, interrupted) or run.stopping,
-                    culprit=culprit if asked.detect_nan else None,
-                    after=after,
-                    complete=partial(completed, run, driver, positions),
-                )
-                sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
-                rate = Rate(job, program.plans.buckets.values(), begun.trainer, sizes)
-                for step in range(begun.first + 1, done + 1):
-                    rate.advance(step)
-                batches = checked(feed, wanted_batch(setup_of(program)))
-                try:
-                    if isinstance(run, RecoveringRun):
-                        run.begin()  # if it has not: what it takes over can be flushed by now
-                    done = train(run, batches, rate, course)
-                    run.after_training(done)
-                except PreemptedError:
-                    done = flushed(run, folder, job, positions)
+                done = session.train(run, begun, tell, interrupted)
             if asked.profile:
                 console.print(
                     save_profile(profile_of(run, program, asked.recipe, asked.on, begun.first), folder)
@@ -223,6 +166,79 @@ def train_program(
         last=memory.last,
         preempted=interrupted.preempted,
     )
+
+
+def worker_options(asked: TrainOptions, *, blank: bool) -> Options:
+    """Return the options of workers. blank: they start without values, because a checkpoint is loaded."""
+    return Options(
+        keep_outputs=asked.detect_nan,
+        profile=asked.profile,
+        graphs=asked.graphs,
+        blank=blank,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """The part of a run that this process drives: its job, its folder and its data."""
+
+    folder: Path
+    program: Program
+    asked: TrainOptions
+    console: Console
+    driver: Driver | None  # the place of this process under a supervisor
+    feed: Feed
+    positions: dict[int, object] = field(default_factory=dict)  # of the data, by the steps done; the last few
+
+    def train(self, run: Run, begun: "Begun", tell: Reporter, interrupted: Interrupts) -> int:
+        """Train the steps that are left, and return how many are done."""
+        with Evaluations(self.folder, begun.done) as evaluations:
+            course = self._course(run, begun, tell, interrupted, evaluations)
+            rate = self._rate(begun)
+            batches = checked(self.feed, wanted_batch(setup_of(self.program)))
+            try:
+                if isinstance(run, RecoveringRun):
+                    run.begin()  # if it has not: what it takes over can be flushed by now
+                done = train(run, batches, rate, course)
+                run.after_training(done)
+            except PreemptedError:
+                return flushed(run, self.folder, self.program.job, self.positions)
+        return done
+
+    def _course(
+        self, run: Run, begun: "Begun", tell: Reporter, interrupted: Interrupts, evaluations: Evaluations
+    ) -> Course:
+        job, size_file = self.program.job, SizeFile(self.folder, self.console.print)
+
+        def culprit() -> str | None:
+            return first_bad(self.program.outline, run.trails(), run.state_dict())
+
+        def after(step: int, result: Result) -> None:
+            evaluated = run.after_step(step, cast(StepResult, result), job.steps)
+            if evaluated is not None:
+                evaluations.write(step, evaluated)
+                self.console.print(evaluation_line(step, evaluated))
+            size_file.obey(run)
+
+        return Course(
+            done=begun.done,
+            steps=begun.done if begun.ended else job.steps,
+            tell=partial(noting, tell, self.feed, self.positions, kept_positions(self.program.plans)),
+            saves=saves_of(run, self.folder, job, self.feed, self.console.print, run.after_saving),
+            stopping=lambda: stopping(run, interrupted) or run.stopping,
+            culprit=culprit if self.asked.detect_nan else None,
+            after=after,
+            complete=partial(completed, run, self.driver, self.positions),
+        )
+
+    def _rate(self, begun: "Begun") -> Rate:
+        """Return the learning rate after the steps that are done."""
+        program = self.program
+        sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
+        rate = Rate(program.job, program.plans.buckets.values(), begun.trainer, sizes)
+        for step in range(begun.first + 1, begun.done + 1):
+            rate.advance(step)
+        return rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,29 +320,11 @@ def started(
         yield run
 
 
-def recovering_asked(asked: TrainOptions) -> bool:
-    """Return whether a run is to recover from failures, and can."""
-    return asked.retries > 0 and not asked.profile and recovers(asked.on, asked.spares)
-
-
-def joining_asked(asked: TrainOptions, job: Job) -> bool:
-    """Return whether machines that join later are to be spares: the job has spares, or can change its size.
-
-    The state of an elastic job moves between machines only through the folder of its checkpoints.
-    """
-    return asked.spares > 0 if job.elastic is None else job.checkpoint is not None
-
-
 def stopping(run: Run, interrupted: Interrupts) -> bool:
     """Return whether a run is to end after this step: a signal came to this process, or to a worker."""
     if run.leaving() and not interrupted.preempted:
         interrupted.handle(signal.SIGTERM, None)
     return interrupted()
-
-
-def reserve(asked: TrainOptions) -> float:
-    """Return the seconds of the grace that are for writing a version, if a step does not end."""
-    return min(asked.grace / 2, RESERVE) if recovering_asked(asked) else 0.0
 
 
 def kept_positions(plans: Plans) -> int:
@@ -374,37 +372,6 @@ def stopping_now(
         events(Event(event="preemption", step=done + 1, what=what))
     else:
         console.print("Stopping after this step; once more to stop now")
-
-
-def check_seconds(asked: TrainOptions) -> None:
-    """Refuse times that cannot be kept."""
-    if not asked.grace > 0:
-        raise ConfigError(
-            f"--grace {asked.grace:g}", by="piper train", hint="give a run some seconds to save: --grace 30"
-        )
-    if asked.stall is not None and not asked.stall > 0:
-        raise ConfigError(
-            f"--stall {asked.stall:g}", by="piper train", hint="give a step some seconds: --stall 60"
-        )
-    ranks = rank_environment() if asked.on == "local" else None
-    if asked.spares < 0 or (asked.spares and asked.on != "ray" and ranks is None):
-        raise ConfigError(
-            f"--spares {asked.spares}, on {asked.on}",
-            by="piper train",
-            hint="spares are actors of Ray (--on ray --spares 1), or ranks of torchrun more than devices",
-        )
-    if asked.retries < 0:
-        raise ConfigError(
-            f"--retries {asked.retries}", by="piper train", hint="0 ends the run with the first failure"
-        )
-
-
-def asked_job(asked: TrainOptions) -> Job:
-    """Return the recipe's job, for as many steps as asked for."""
-    if asked.steps is not None and asked.steps < 1:
-        raise ConfigError(f"--steps {asked.steps}", by="piper train", hint="train at least 1 step")
-    job = load_recipe(asked.recipe, asked.strategy)
-    return job if asked.steps is None else replace(job, steps=asked.steps)
 
 
 @contextmanager

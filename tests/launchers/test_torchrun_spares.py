@@ -35,7 +35,7 @@ from piper.launchers.torchrun_agents import (
     serve_agent,
 )
 from piper.launchers.transport.channel import Channel, ClosedError, Listener, connect
-from piper.train.session import TrainOptions, check_seconds
+from piper.train.train_options import TrainOptions, check_options
 from tests.hosts.training import events
 from tests.launchers.family import family, free_port
 from tests.launchers.test_max_restarts import RECIPE, written
@@ -146,7 +146,7 @@ def test_processes_for_spares() -> None:
 
 def test_spares_of_processes_that_piper_starts() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_seconds(TrainOptions(recipe="recipe.py:job", spares=1))
+        check_options(TrainOptions(recipe="recipe.py:job", spares=1))
     assert str(caught.value) == cleandoc("""
         piper train: --spares 1, on local
           hint: spares are actors of Ray (--on ray --spares 1), or ranks of torchrun more than devices
