@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from piper.cli import main
-from piper.cli.application import called_as
+from piper.cli.train import called_as
 from piper.plan.prove import prove
 from piper.plan.text import read_plans
 

@@ -38,7 +38,7 @@ CUTS = {
 LOOKS = {"startswith", "endswith", "search", "match", "fullmatch", "findall", "finditer", "sub"}
 NAMES = {"arg", "bucket", "chunk", "name", "node", "slot", "title", "value"}
 ALLOWED = {
-    "cli/application.py": "a launcher, as it is given: rank:N",
+    "cli/train.py": "a launcher, as it is given: rank:N",
     "checkpoint/folder.py": "names of folders",
     "checkpoint/huggingface.py": "names of tensors in somebody else's files",
     "checkpoint/json_state.py": "a type of torch's, by its name",

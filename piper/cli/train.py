@@ -1,0 +1,140 @@
+"""`piper train`: trains a recipe, with a live display and a folder for the run."""
+
+import sys
+from pathlib import Path
+from shutil import which
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from piper.cli.exit_codes import INTERRUPTED, PREEMPTED
+from piper.cli.options import Compile, Device, Recipe, StrategyFile
+from piper.launchers.rank_zero import on_rank_zero
+
+if TYPE_CHECKING:
+    from piper.train.train_options import TrainOptions
+
+
+@on_rank_zero
+def train(
+    recipe: Recipe,
+    on: Annotated[
+        str,
+        typer.Option(
+            help="The launcher: inline (threads), local (processes), ... or rank:N, device N alone."
+        ),
+    ] = "local",
+    strategy: StrategyFile = None,
+    device: Device = None,
+    compiled: Compile = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="The network whose times rank:N keeps: a name or a file.", metavar="NAME|FILE"),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="How many steps; else as the recipe says.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The run's folder; else runs/recipe-function, numbered.", metavar="DIR"),
+    ] = None,
+    detect_nan: Annotated[
+        bool, typer.Option("--detect-nan", help="Keep every result, to name the first that is no number.")
+    ] = False,
+    profile: Annotated[int, typer.Option(help="Time every instruction of this many steps.", metavar="K")] = 0,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="On CUDA, issue each step as one graph, after the first few.")
+    ] = False,
+    grace: Annotated[
+        float, typer.Option(help="Seconds from SIGTERM to the end, in which the run is saved.", metavar="S")
+    ] = 30.0,
+    retries: Annotated[
+        int,
+        typer.Option(help="Failures in a row from which the run recovers; 100 good steps refill them."),
+    ] = 3,
+    stall: Annotated[
+        float | None,
+        typer.Option(help="Seconds without progress that are a failure; else by the steps.", metavar="S"),
+    ] = None,
+    spares: Annotated[
+        int,
+        typer.Option(help="On Ray, under torchrun: workers more than devices.", metavar="N"),
+    ] = 0,
+    replace_stragglers: Annotated[
+        bool, typer.Option("--replace-stragglers", help="Replace the worker of a straggler, once a device.")
+    ] = False,
+) -> None:
+    """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
+    if on.startswith("rank:"):
+        from piper.train.one_device import (  # torch is paid for only where it is used
+            SingleRankOptions,
+            train_alone,
+        )
+
+        alone = SingleRankOptions(
+            recipe=recipe,
+            on=on,
+            strategy=strategy,
+            steps=steps,
+            device=device,
+            cluster=cluster,
+            compile=compiled,
+            graphs=graphs,
+        )
+        sys.stdout.write(train_alone(alone))
+        return
+    from piper.train.train_options import TrainOptions
+
+    asked = TrainOptions(
+        recipe=recipe,
+        on=on,
+        strategy=strategy,
+        steps=steps,
+        resume=resume,
+        out=out,
+        detect_nan=detect_nan,
+        profile=profile,
+        device=device,
+        compile=compiled,
+        graphs=graphs,
+        grace=grace,
+        retries=retries,
+        stall=stall,
+        spares=spares,
+        replace_stragglers=replace_stragglers,
+    )
+    train_and_report(asked)
+
+
+def train_and_report(asked: "TrainOptions") -> None:
+    """Train a recipe, and say how the run ended and how to go on. Exit if a signal has stopped it."""
+    from piper.train.ending import ending, stopping
+    from piper.train.interrupt import PreemptedError
+    from piper.train.session import train_recipe
+
+    try:
+        outcome = train_recipe(asked, Console(soft_wrap=True, markup=False, highlight=False))
+    except PreemptedError:
+        interrupted("preempted; --resume goes on from the newest checkpoint, if any", PREEMPTED)
+    except KeyboardInterrupt:
+        interrupted("stopped before the step was done; --resume goes on from the newest checkpoint, if any")
+    if outcome.stopped:
+        given = "" if asked.strategy is None else f" --strategy {asked.strategy}"
+        same = f"{asked.recipe} --on {asked.on}{given}"
+        again = f"{called_as()} train {same} --steps {outcome.steps} --out {outcome.folder} --resume"
+        interrupted(stopping(outcome, again), PREEMPTED if outcome.preempted else INTERRUPTED)
+    sys.stdout.write(ending(outcome, called_as()) + "\n")
+
+
+def interrupted(message: str, code: int = INTERRUPTED) -> NoReturn:
+    """End because of Ctrl-C or another signal, with one message."""
+    sys.stderr.write(message + "\n")
+    sys.exit(code)
+
+
+def called_as() -> str:
+    """Return how the user calls Piper: by the path of its program where the shell would not find it."""
+    program = Path(sys.argv[0])
+    return str(program) if program.name == "piper" and which("piper") is None else "piper"
