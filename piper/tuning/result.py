@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from piper.directives import Directive
 from piper.directives.json import show_strategy
 from piper.errors import ConfigError
 from piper.format import percent, seconds, size
@@ -32,7 +33,7 @@ class Tuned:
     trial: TrialRuns | None = None  # on this machine. None: the best is the best by simulation
 
     @property
-    def strategy(self) -> list[object]:
+    def strategy(self) -> list[Directive]:
         """Return the best strategy as a list of directives."""
         return list(self.best.strategy)
 

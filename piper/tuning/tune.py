@@ -4,39 +4,32 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from torch import Tensor
-
-from piper.capture.recordings import Capturing, Recordings
-from piper.capture.short import short_capturing
-from piper.compiler import MASTER_BYTES, Program, first_batch, known_recordings, probed
+from piper.capture.recordings import Recordings
+from piper.compiler import Program
 from piper.compiler import compile as compile_job
-from piper.directives import Directive, apply, place
+from piper.directives import Directive
 from piper.errors import ConfigError, PiperError
 from piper.gc_pause import no_collection
-from piper.ir.graph import start
-from piper.ir.select import at
-from piper.job import Batch, Job
+from piper.job import Job
 from piper.launchers.local import launch_local
 from piper.launchers.transport.fork_server import ForkConnection
-from piper.lower.state import Settings
-from piper.models.tensor_plan import tensor_plan
-from piper.runtime.setup import device_kind
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline
-from piper.simulate.measured import Measured, MeasuredOn, check_model, read_costs
-from piper.tuning.bounds import State
-from piper.tuning.choice import GIVEN, Divide
+from piper.simulate.measured import MeasuredOn, read_costs
+from piper.tuning.candidates import Discard
+from piper.tuning.captured_model import captured_model, shapes_of
+from piper.tuning.choice import GIVEN
 from piper.tuning.evaluate import Evaluation, verify
 from piper.tuning.forked_calls import made_beside
 from piper.tuning.front import widen_front, with_front_ahead
 from piper.tuning.given import divided_as, own_strategy
-from piper.tuning.model import BY, Model, layers_of
+from piper.tuning.model import BY, Model
 from piper.tuning.result import Tuned, none_fits
-from piper.tuning.space import Shapes, Space, rows_of
+from piper.tuning.space import Space
 from piper.tuning.strategy_search import StrategySearch
 from piper.tuning.trial_runs import (
     Step,
@@ -120,42 +113,70 @@ def tune(
             workers=several,
             wanted=measure or 1,
         )
-        interrupted = False
-        try:
-            if start is not None:
-                search.begin(start, limit)
-            run_all(search, limit, trials, front=front)
-        except KeyboardInterrupt:
-            interrupted = True
-            if search.best is None:
-                raise
-        if search.best is None:
-            raise none_fits(search, limit, machine.name)
-        discarded, lowest = tuple(search.discarded), search.lowest
-        proven: tuple[Directive, ...] | None = None
-        if front and not interrupted:
-            try:
-                proven = verify_and_widen(search, search.best)
-            except KeyboardInterrupt:
-                interrupted = True
-        chosen = verified(search, limit, measure, proven)
+        done = prove_best(search, limit, trials, start, machine.name, front=front, measure=measure)
     trial = None
-    if measure is not None and not interrupted:
-        trial = measured_here(search, chosen, machine, devices, limit)
+    if measure is not None and not done.interrupted:
+        trial = measured_here(search, done.chosen, machine, devices, limit)
     return Tuned(
-        best=trial.runs[0].found if trial is not None else chosen[0],
+        best=trial.runs[0].found if trial is not None else done.chosen[0],
         evaluated=tuple(search.evaluated.values()),
-        discarded=discarded,
+        discarded=done.discarded,
         limit=limit,
         machine=machine.name,
         devices=devices,
         tag=model.tag,
-        lowest=lowest,
+        lowest=done.lowest,
         recorded=tuple(model.recorded),
-        interrupted=interrupted or (trial is not None and trial.interrupted),
+        interrupted=done.interrupted or (trial is not None and trial.interrupted),
         trial=trial,
         seconds=time.perf_counter() - started,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchEnd:
+    """How a search ended."""
+
+    chosen: Sequence[Evaluation]  # the shortest that fit, the best first, their plans proven
+    discarded: tuple[Discard, ...]
+    lowest: float  # as in `Tuned`
+    interrupted: bool
+
+
+def prove_best(
+    search: StrategySearch,
+    limit: int,
+    trials: int,
+    start: Sequence[Directive] | None,
+    machine: str,
+    *,
+    front: bool,
+    measure: int | None,
+) -> SearchEnd:
+    """Search, and prove the best strategies. Ctrl-C ends the search with the best so far.
+
+    start: the strategy that is evaluated first. front, measure: as in `tune`.
+    """
+    interrupted = False
+    try:
+        if start is not None:
+            search.begin(start, limit)
+        run_all(search, limit, trials, front=front)
+    except KeyboardInterrupt:
+        interrupted = True
+        if search.best is None:
+            raise
+    if search.best is None:
+        raise none_fits(search, limit, machine)
+    discarded, lowest = tuple(search.discarded), search.lowest
+    proven: tuple[Directive, ...] | None = None
+    if front and not interrupted:
+        try:
+            proven = verify_and_widen(search, search.best)
+        except KeyboardInterrupt:
+            interrupted = True
+    chosen = verified(search, limit, measure, proven)
+    return SearchEnd(chosen=chosen, discarded=discarded, lowest=lowest, interrupted=interrupted)
 
 
 def run_all(search: StrategySearch, limit: int, trials: int, *, front: bool) -> None:
@@ -187,114 +208,6 @@ def check_counts(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not number >= 1 or int(number) != number):
             raise ConfigError(f"{name}={number!r}", by=BY, hint=f"{name} is a whole number from 1")
-
-
-def captured_model(
-    job: Job,
-    costs: Costs,
-    space: Space,
-    devices: int,
-    captured: Program | Recordings | None = None,
-    measured: Measured | None = None,
-    *,
-    compile: bool = False,
-    workers: int = 1,
-) -> Model:
-    """Record a job's model for the two smallest microbatch sizes, and find what it is made of."""
-    batch = first_batch(job)
-    recordings = known_recordings(job, device_kind(None), batch, captured, compiled=compile)
-    samples = len(next(iter(batch.values())))
-    sizes = possible_rows(space, samples, devices)
-    capturing = short_capturing(Capturing(batch=batch, recordings=recordings), sizes[0])
-    outline = capturing.traced(sizes[0]).outline
-    if measured is not None:
-        check_model(measured, outline)
-    tag, count = layers_of(outline)
-    first = Model(
-        job=replace(job, strategy=[], elastic=None),
-        capturing=capturing,
-        costs=costs,
-        tag=tag,
-        count=count,
-        experts=max(chunk.experts for chunk in outline.chunks),
-        divide=Divide(fields=fields_of(batch)),
-        state=State(optimizer=0),
-        samples=samples,
-    )
-    facts = partial(facts_of, first, recordings, sizes[0])
-    second = partial(record_sizes, first, sizes[1:2])
-    if workers > 1:
-        found = made_beside(second, facts)
-    else:
-        second()
-        found = None
-    weights, optimizer = found or facts()
-    return replace(first, divide=replace(first.divide, weights=weights), state=State(optimizer=optimizer))
-
-
-def record_sizes(model: Model, sizes: Sequence[int]) -> None:
-    """Record a model for microbatch sizes."""
-    for rows in sizes:
-        model.record(rows)
-
-
-def facts_of(model: Model, recordings: Recordings, rows: int) -> tuple[tuple[tuple[str, int], ...], int]:
-    """Return the weights that can be divided, and the bytes of the optimizer for each element."""
-    return weights_of(recordings), optimizer_bytes(model, rows)
-
-
-def optimizer_bytes(model: Model, rows: int) -> int:
-    """Try the job's optimizer on one device, and return its bytes for each element, with the master copy."""
-    master = MASTER_BYTES[model.job.precision]
-    graph = apply(start(model.capturing.traced(rows).outline), [place(at(), [0])])
-    settings = Settings(samples=model.samples, state_bytes=0, master_bytes=master)
-    return probed(model.job, graph, settings).probe.state_bytes + master
-
-
-def possible_rows(space: Space, samples: int, devices: int) -> list[int]:
-    """Return the microbatch sizes that some number of replicas allows, in order."""
-    found = {rows for replicas in range(1, devices + 1) if not devices % replicas
-             for rows in rows_of(space, samples, replicas)}  # fmt: skip
-    if not found:
-        raise ConfigError(
-            f"{samples} samples in a batch cannot be cut for {devices} devices",
-            by=BY,
-            hint="give a batch whose samples some number of replicas divides",
-        )
-    return sorted(found)
-
-
-def weights_of(recordings: Recordings) -> tuple[tuple[str, int], ...]:
-    """Return the weights that tensor parallelism would divide. Empty: the model does not say."""
-    try:
-        return tuple(tensor_plan(recordings.built()).items())
-    except ConfigError:
-        return ()
-
-
-def fields_of(batch: Batch) -> tuple[tuple[str, int], ...]:
-    """Return the fields of a batch that context parallelism would divide. Empty: not all are sequences."""
-    sequences = {name: value.shape[1] for name, value in batch.items() if has_sequence(value)}
-    if len(sequences) != len(batch) or len(set(sequences.values())) != 1:
-        return ()
-    return tuple((name, 1) for name in sequences)
-
-
-def has_sequence(value: Tensor) -> bool:
-    """Return whether a field of a batch is a sequence of whole numbers for each sample."""
-    return value.dim() == 2 and not value.is_floating_point() and value.shape[1] > 1
-
-
-def shapes_of(model: Model, devices: int) -> Shapes:
-    """Return the numbers that limit the space."""
-    return Shapes(
-        devices=devices,
-        samples=model.samples,
-        layers=model.count,
-        experts=model.experts,
-        tensor=bool(model.divide.weights),
-        context=bool(model.divide.weights) and bool(model.divide.fields),
-    )
 
 
 def verify_and_widen(search: StrategySearch, best: Evaluation) -> tuple[Directive, ...] | None:

@@ -13,11 +13,11 @@ from piper.runtime.cuda.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import simulate
+from piper.tuning.captured_model import captured_model, shapes_of
 from piper.tuning.choice import StrategyChoice
 from piper.tuning.evaluate import evaluate
 from piper.tuning.space import grid_of
 from piper.tuning.strategy_search import StrategySearch
-from piper.tuning.tune import captured_model, shapes_of
 from tests.tuning.models import JOB, SMALL, Everything, everything
 
 ALL = 10**12
