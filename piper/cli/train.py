@@ -11,6 +11,7 @@ from rich.console import Console
 from piper.cli.exit_codes import INTERRUPTED, PREEMPTED
 from piper.cli.options import Compile, Device, Recipe, StrategyFile
 from piper.launchers.rank_zero import on_rank_zero
+from piper.train.interrupt import GRACE
 
 if TYPE_CHECKING:
     from piper.train.train_options import TrainOptions
@@ -49,7 +50,7 @@ def train(
     ] = False,
     grace: Annotated[
         float, typer.Option(help="Seconds from SIGTERM to the end, in which the run is saved.", metavar="S")
-    ] = 30.0,
+    ] = GRACE,
     retries: Annotated[
         int,
         typer.Option(help="Failures in a row from which the run recovers; 100 good steps refill them."),
