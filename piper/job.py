@@ -193,7 +193,7 @@ class Job:
 
 
 def check_elastic(strategy: object, elastic: object) -> None:
-    """Refuse a range of devices that is none, or that does not go with the strategy."""
+    """Refuse a malformed range of devices, or one that does not fit the kind of the strategy."""
     match elastic:
         case None:
             asks = "strategy is a function of the devices, and elastic does not say how many there are"
@@ -218,7 +218,7 @@ def strategy_of(job: Job) -> list[Directive]:
 
 
 def directives_for(job: Job, size: int) -> Strategy:
-    """Return the strategy of an elastic job for so many devices, 0 to size - 1."""
+    """Return the strategy of an elastic job for `size` devices, 0 to size - 1."""
     assert job.elastic is not None and callable(job.strategy), "the job is elastic"
     devices = tuple(range(size))
     by = f"strategy({list(devices)})"
@@ -276,7 +276,7 @@ def is_module(value: object) -> bool:
 
 
 def whole(value: object, least: int) -> bool:
-    """Return whether a value is a whole number, from `least` on; True and False are none."""
+    """Return whether a value is an integer of at least `least`. A bool is not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

@@ -219,7 +219,7 @@ def ring_grad(
     scale: float,
     turn: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what one block gives to the gradients of queries, keys and values."""
+    """Return one block's share of the gradients of queries, keys and values."""
     here, how = int(place), Turn.of(turn)
     blocks = how.blocks(here, query.shape[SEQUENCE], key.shape[SEQUENCE])
     return _grads(grad, query, key, value, out, total, how.columns(mask, here), scale, blocks)

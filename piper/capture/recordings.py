@@ -44,7 +44,7 @@ HINT = "compile the same job with another strategy: compile(replace(job, strateg
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recordings:
-    """What was recorded of one model and loss, and what was made of it. It grows as sizes are asked for."""
+    """The traces of one model and loss, and the code made from them, by microbatch size. Grows on request."""
 
     model: Callable[[], nn.Module]
     loss: LossFn
@@ -244,10 +244,10 @@ class Capturing:
         return self.recordings.differentiated[key]
 
     def _start_compilers(self, model: nn.Module) -> None:
-        """Start what takes its time while the model is traced.
+        """Start the processes that compile, so that they are ready when the model has been traced.
 
-        If the cache is empty, these are the processes that compile kernels and, for a large model, graphs.
-        What an earlier run has compiled needs none of them, but its names need a digest of Triton.
+        With an empty cache these compile kernels and, for a large model, graphs. Code that is in the cache
+        needs none of them, but the names of its files contain a digest of Triton.
         """
         if self.cache is None or self.recordings.device == "cpu":
             return

@@ -46,7 +46,7 @@ def spans(bucket: Bucket, device: int, low: int, high: int) -> list[BucketSpan]:
 
 
 def within(name: str, at: int, comb: Comb, low: int, high: int) -> Iterator[BucketSpan]:
-    """Yield what lies between two elements of a bucket, of runs of which the first begins at `at`.
+    """Yield the parts of some runs that lie between two elements of a bucket. at: where the first run begins.
 
     Runs that lie there whole stay together. The range can cut one run at each of its ends.
     """
@@ -123,7 +123,7 @@ def buffers_of(plans: Plans, device: int) -> list[str]:
 
 
 def saved_buffers(shares: Mapping[int, Mapping[str, Share]], device: int) -> list[str]:
-    """Return the buffers that a device saves: those of whose slice it holds the first copy.
+    """Return the buffers that a device saves. Of devices that hold the same slice, the first one saves it.
 
     shares: which part of which buffers each device holds.
     """

@@ -44,7 +44,7 @@ def blank_values(outline: CapturedModel) -> Initial:
 
 
 def read_state(worker: Worker, shelf: CheckpointReader) -> list[Callable[[], None]]:
-    """Read a worker's part of a checkpoint or version, and return what gives it to the worker.
+    """Read a worker's part of a checkpoint or version, and return functions that give it to the worker.
 
     The worker's state changes only when these are called: after every worker has read and verified its part.
     """
@@ -76,7 +76,7 @@ def renew(worker: Worker, step: int) -> None:
 
 
 def check_settings(saved: object, here: Mapping[str, object], key: str) -> None:
-    """Refuse settings of an optimizer or a scheduler that lack what it always has."""
+    """Refuse saved settings that lack a key of the optimizer or scheduler that is to load them."""
     if not isinstance(saved, dict) or (key in here and key not in saved):
         raise StorageError(f"{FILE}: trainer has no {key}")
 
@@ -146,7 +146,7 @@ def adopt_optimizer(
     groups: list[dict[str, object]],
     numbers: Mapping[int, int],
 ) -> None:
-    """Give an optimizer what was read; `numbers`: which number its state has for which parameter."""
+    """Load state and groups into an optimizer. numbers: the key of each parameter's state, by its `id`."""
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -315,11 +315,11 @@ def check_sections(record: Record) -> None:
 
 
 def check_pieces(record: Record, key: str, stored: Stored) -> None:
-    """Refuse pieces that are none, or larger than their file."""
+    """Refuse pieces whose runs are empty or overlap, or that are larger than their file."""
     width = dtype_named(stored.dtype).itemsize
     for piece in stored.pieces:
         if piece.count != 1 and not (piece.count and piece.length and piece.stride >= piece.length):
-            raise ValueError(f"{key} has a piece of {piece.count} runs that is none")
+            raise ValueError(f"{key} has a piece of {piece.count} runs that are empty or overlap")
         if piece.elements * width > record.files[piece.file].size:
             raise ValueError(f"{key} has a piece that is larger than {piece.file}")
 

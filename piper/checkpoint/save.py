@@ -59,7 +59,7 @@ def copied(value: Tensor) -> Tensor:
 
 
 def copy_state(worker: Worker, copied: Take = copied) -> Copied:
-    """Copy all that a worker is the one to write down; `copied`: how, for a caller that copies by itself."""
+    """Copy the state that this worker saves. copied: copies one tensor, for a caller with its own copies."""
     plans, device = worker.setup.plans, worker.device
     shares = {d: buffer_shares(plans, d) for plan in plans for d in plan.devices if d <= device}
     buffers = saved_buffers(shares, device)

@@ -39,7 +39,7 @@ class AgentCalls(ABC):
 
     @abstractmethod
     def wait(self, calls: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        """Wait until all calls have ended, or for so many seconds. Return those that have, and the others."""
+        """Wait until all calls have ended, at most `timeout` seconds. Return those, and the others."""
 
     @abstractmethod
     def put(self, value: Any) -> Any:  # noqa: ANN401

@@ -91,7 +91,8 @@ class AgentStarter(ABC):
     def _wanting(self) -> int:
         """Return how many bundles are missing, so that the loss of any one machine leaves enough of them.
 
-        A spare on a machine that has workers is lost with them, and one that is short of memory is none.
+        A spare does not count on a machine that has workers, because it is lost with them, nor on one that is
+        short of memory.
         """
         where = {bundle: agents[0].node for bundle, agents in self.agents.items()}
         busy = Counter(where[bundle] for bundle in self.used.values() if bundle in where)
@@ -233,14 +234,14 @@ class AgentStarter(ABC):
         return [agent for agents in self.agents.values() for agent in agents if agent not in busy]
 
     def _empty(self, used: Iterable[Agent]) -> None:
-        """Let agents that have no device any more give back the memory of the one that they had."""
+        """Free the memory of agents that no longer have a device."""
         assert self.versions is not None
         with self.lock:
             for agent in self._without(used):
                 agent.actor.keep.remote(self.versions.owner, (), 0)
 
     def room(self, *, warm: bool = False) -> int | None:
-        """Return for how many devices workers can be started now; `warm`: by agents that have torch."""
+        """Return for how many devices workers can start now. warm: only on agents with torch imported."""
         until = monotonic() + (0.0 if warm else SETTLE)
         while True:
             with self.lock:
@@ -281,7 +282,7 @@ class AgentStarter(ABC):
         return self._fit(found)
 
     def _fit(self, ranks: dict[int, int]) -> dict[int, int]:
-        """Return the bundles of machines that have enough memory, as far as is known: it may be free now."""
+        """Return the bundles of machines with enough memory. Ask those again that had too little."""
         self.unfit = {b: machine for b, machine in self.unfit.items() if b in self.agents}
         asked = {b: self.agents[b][0].actor.room.remote() for b in self.unfit if b in ranks}
         for bundle, free in self.calls.answers(asked, REACH).items():
@@ -290,7 +291,7 @@ class AgentStarter(ABC):
         return {bundle: rank for bundle, rank in ranks.items() if bundle not in self.unfit}
 
     def expect(self, run: Run, stall: float) -> None:
-        """Let a run end when nothing has moved for so many seconds; a look at all machines takes some."""
+        """Let a run fail after `stall` seconds without progress, or later: all machines can answer first."""
         assert self.group is not None
         self.group.stall = max(stall, SLOWEST)
 

@@ -136,7 +136,7 @@ class MachineAgent:
             return np.frombuffer(memory[:], dtype=np.uint8)
 
     def take(self, place: Place, image: Bytes, head: int) -> None:
-        """Write bytes of another agent to a place; `head`: how many of the first come last."""
+        """Write bytes of another agent to a place, the first `head` bytes last: they mark it as complete."""
         device, generation, at = place
         file = self.memory[device][generation]
         os.posix_fallocate(file, at, len(image))  # memory that is missing is an error here

@@ -57,7 +57,7 @@ def no_room(
 
 
 def machines_of(plans: Plans) -> tuple[list[tuple[int, ...]], bool]:
-    """Return the devices that share a machine, and whether machines have to differ: copies are kept apart."""
+    """Return the devices of each machine, and whether copies of the state need them on different machines."""
     asked, devices = plans.protection, devices_of(plans)
     if asked is None or not asked.copies or asked.apart == "device":
         return [(device,) for device in devices], False
@@ -65,7 +65,7 @@ def machines_of(plans: Plans) -> tuple[list[tuple[int, ...]], bool]:
 
 
 def packed_machines(plans: Plans, width: int) -> tuple[list[tuple[int, ...]], bool]:
-    """Return the same for machines that have workers for `width` devices each, whatever the plan needs."""
+    """Return the same as `machines_of` for machines that each have workers for `width` devices."""
     machines, apart = machines_of(plans)
     if not apart:  # any devices can share a machine
         devices = [device for machine in machines for device in machine]

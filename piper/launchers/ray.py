@@ -163,7 +163,7 @@ class RayCalls(AgentCalls):
         return ray.get(call, timeout=timeout)
 
     def wait(self, calls: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        """Wait until all calls have ended, or for so many seconds. Return those that have, and the others."""
+        """Wait until all calls have ended, at most `timeout` seconds. Return those, and the others."""
         done, waiting = ray.wait([*calls], num_returns=len(calls), timeout=timeout) if calls else ([], [])
         return done, waiting
 
@@ -275,7 +275,7 @@ class RayStarter(AgentStarter):
                 return
 
     def _excludes(self, bundle: int) -> bool:
-        """Return whether the node of a bundle is no place for another one that outlives its loss."""
+        """Return whether the node of a bundle cannot hold a spare as well."""
         return self.apart or bundle in self.used.values() or bundle in self.unfit
 
     def _arrange(self, plans: Plans) -> None:

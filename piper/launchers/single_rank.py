@@ -136,7 +136,7 @@ class SingleRankRun(RunsPrograms, Trains):
 
 
 def single_rank_error(what: str) -> LaunchError:
-    """Return the error of asking one device for what only the whole job has."""
+    """Return the error of a call that needs all devices, on a run of a single one."""
     return LaunchError(
         what,
         by="rank",

@@ -220,7 +220,7 @@ class RankCalls(AgentCalls):
         return call.result(timeout)
 
     def wait(self, calls: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        """Wait until all calls have ended, or for so many seconds. Return those that have, and the others."""
+        """Wait until all calls have ended, at most `timeout` seconds. Return those, and the others."""
         done, waiting = wait(calls, timeout)
         return [*done], [*waiting]
 

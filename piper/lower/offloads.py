@@ -1,4 +1,4 @@
-"""Activations in memory of the host: copied out after their last use in a while, and back before the next."""
+"""Activations in host memory: copied out where their next use is far away, and back before it."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -283,7 +283,7 @@ def moved_slot(slot: Slot, turn: int) -> Slot:
 def check_something(
     work: LoweringState, asked: Mapping[str, OffloadedChunk], families: Sequence[Family], weaving: _Weaving
 ) -> None:
-    """Refuse a directive of whose regions no activation could ever be offloaded."""
+    """Refuse a directive that selects no region with activations that can be offloaded."""
     for by in dict.fromkeys(how.by for how in asked.values()):
         chunks = [chunk for chunk, how in asked.items() if how.by == by]
         mine = [family for family in families if family.asked.by == by]

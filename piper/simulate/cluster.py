@@ -74,7 +74,7 @@ class Cluster:
     host_memory: float | None = None  # bytes of a node's host. None: they are not known
 
     def usable(self, communicators: int) -> float:
-        """Return the bytes of a device's memory that are left for a plan with so many communicators."""
+        """Return the bytes of a device's memory that are left for a plan with this many communicators."""
         left = self.memory - self.context - communicators * self.communicator
         return max(0.0, left * (1 - self.fragmentation))
 

@@ -38,7 +38,7 @@ class Rate:
         resumed: Trainer | None = None,
         sizes: Sizes | None = None,
     ) -> None:
-        """Build the schedule; `resumed`: a checkpoint's, which wins over the recipe. None: a new run.
+        """Build the schedule. resumed: the state of a checkpoint to continue from. None: a new run.
 
         sizes: of all parameters that plain PyTorch gives to the optimizer. None: of those in the buckets.
         """

@@ -31,7 +31,7 @@ class SingleRankOptions:
 
 
 def train_alone(wanted: SingleRankOptions) -> str:
-    """Run a few steps of one device, and say what came of it. Nothing is written down."""
+    """Run a few steps of one device, and return a summary of its times and memory. Write no files."""
     steps = STEPS if wanted.steps is None else wanted.steps
     warm = WARM + wanted.graphs  # the step after the first ones is captured
     if steps <= warm:
@@ -48,7 +48,7 @@ def train_alone(wanted: SingleRankOptions) -> str:
 
 
 def summary(run: SingleRankRun, on: str, warm: int) -> str:
-    """Return what a device's steps took, in words, without the first ones."""
+    """Return the times and the memory of a device's steps as text, without the first ones."""
     times = run.seconds[warm:] or run.seconds
     peak = run.peak()
     lines = [

@@ -50,7 +50,7 @@ from piper.train.train_options import (
     reserve,
 )
 
-KEPT = 3  # steps after which the position of the data is known, at least
+KEPT = 3  # the last steps, at least, of which the position of the data is kept
 
 
 class ConsoleLog(logging.Handler):
@@ -293,7 +293,7 @@ def started(
     notify: EventLog,
     kept: Kept | None = None,
 ) -> Iterator[Run]:
-    """Start a run, one that recovers if it can and is to, and end it with the block."""
+    """Start a run, and end it with the block. It recovers from failures if asked to and possible."""
     with ExitStack() as held:
         if not recovering_asked(asked):
             yield held.enter_context(launcher(program, asked.on, options))
@@ -328,7 +328,7 @@ def stopping(run: Run, interrupted: Interrupts) -> bool:
 
 
 def kept_positions(plans: Plans) -> int:
-    """Return for how many steps the position of the data is known: versions may be as old."""
+    """Return for how many of the last steps to keep the position of the data: the oldest version needs it."""
     return KEPT if plans.protection is None else max(KEPT, plans.protection.every + 2)
 
 

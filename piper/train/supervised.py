@@ -57,7 +57,7 @@ class Driver:
         return self.progress is not None
 
     def kept(self, feed: Feed, positions: dict[int, object]) -> Kept:
-        """Return what outlives this driver. positions: of the data by step, which are filled in."""
+        """Return what outlives this driver. positions: of the data by step, filled in by `take_over`."""
         take = partial(self.take_over, feed=feed, positions=positions)
         return Kept(versions=self.memory[0], forks=self.forks, take_over=take, begins=not self.takes_over)
 

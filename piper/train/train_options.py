@@ -67,7 +67,7 @@ def asked_job(asked: TrainOptions) -> Job:
 
 
 def recovering_asked(asked: TrainOptions) -> bool:
-    """Return whether a run is to recover from failures, and can."""
+    """Return whether a run recovers from failures: it is asked to, and its launcher can."""
     return asked.retries > 0 and not asked.profile and recovers(asked.on, asked.spares)
 
 
@@ -80,5 +80,5 @@ def joining_asked(asked: TrainOptions, job: Job) -> bool:
 
 
 def reserve(asked: TrainOptions) -> float:
-    """Return the seconds of the grace that are for writing a version, if a step does not end."""
+    """Return the seconds of the grace in which a version is written if the step does not end in time."""
     return min(asked.grace / 2, RESERVE) if recovering_asked(asked) else 0.0

@@ -81,7 +81,7 @@ class StrategySearch:
         return self.shortest[0] if self.shortest else None
 
     def is_beaten(self, bound: float, gap: float) -> bool:
-        """Return whether a candidate cannot be shorter, by the fraction `gap`, than those that are wanted."""
+        """Return whether a step of `bound` is not shorter, by the fraction `gap`, than the wanted ones."""
         return len(self.shortest) == self.wanted and bound >= self.shortest[-1].step * (1 - gap)
 
     def keep(self, found: Evaluation) -> None:

@@ -196,7 +196,7 @@ class _Check:
         return slices
 
     def _judged(self) -> str | None:
-        """Say what is wrong though the run equals plain PyTorch on the same slices; None: nothing is."""
+        """Return what is wrong with a run that equals plain PyTorch on the same slices. None: nothing is."""
         if self.sliced is None:
             return None
         found = self.found
