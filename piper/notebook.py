@@ -52,7 +52,7 @@ def line_of(program: "Program") -> str:
     """Return a program in one line."""
     plans = program.plans
     peak = max(timeline(plan).peak for plan in plans)
-    count = sum(len(plan.devices) for plan in plans)
+    count = len(plans.devices)
     instructions = sum(len(plan.instrs) for plan in plans)
     devices = f"{count} {program.device} device{'s' if count > 1 else ''}"
     return (

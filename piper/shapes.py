@@ -28,18 +28,12 @@ def compile_shape(program: Program, batch: Batch) -> Program:
 
 def check_parameters(program: Program, found: Program, batch: Batch) -> None:
     """Refuse a program that trains other parameters, or holds them in another way."""
-    here, there = trained_in(program), trained_in(found)
+    here, there = program.outline.reached, found.outline.reached
     if (here, program.plans.buckets) == (there, found.plans.buckets):
         return
     apart = sorted(here ^ there)
     which = f"{apart[0]} is trained only for one of them" if apart else "their order or their chunks differ"
     raise another_model(batch, "parameters", which)
-
-
-def trained_in(program: Program) -> set[str]:
-    """Return the parameters that a backward reaches."""
-    phases = (chunk.phases["B"] for chunk in program.outline.chunks if "B" in chunk.phases)
-    return {name for phase in phases for name in phase.grad_params}
 
 
 def check_buffers(program: Program, found: Program, batch: Batch) -> None:

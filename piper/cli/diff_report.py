@@ -30,7 +30,7 @@ class Compared:
 def summary(plans: Plans, simulation: Simulation) -> dict[str, float]:
     """Return the numbers that sum up a step."""
     return {
-        "devices": sum(len(plan.devices) for plan in plans),
+        "devices": len(plans.devices),
         "programs": len(plans),
         "instructions": sum(len(plan.instrs) * len(plan.devices) for plan in plans),
         "step": simulation.step,

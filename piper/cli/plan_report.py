@@ -105,9 +105,12 @@ def print_plan(program: Program, console: Console, *, device: int | None, why: b
     for warning in program.warnings:
         console.print(f"\nWarning: {warning}", markup=False)
     copied = "" if survives is None else ", everything that a step writes is copied before"
-    devices = sum(len(plan.devices) for plan in plans)
     console.print()
-    what = [count(devices, "device"), count(len(plans), "program"), count(len(program.work.sequence), "node")]
+    what = [
+        count(len(plans.devices), "device"),
+        count(len(plans), "program"),
+        count(len(program.work.sequence), "node"),
+    ]
     console.print(
         f"Proven: {', '.join(what)}. Every send meets its receive, nothing waits in a circle, every slot is "
         "written before it is read and freed once, every read sees the value that the model means, every "

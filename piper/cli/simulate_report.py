@@ -94,7 +94,7 @@ def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
 def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     """Print the step's time, where each device's time and memory go, and why the step is this long."""
     found = simulated.simulation
-    devices = sum(len(plan.devices) for plan in simulated.plans)
+    devices = len(simulated.plans.devices)
     what = f"{devices} devices" if devices > 1 else "one device"
     console.print(
         f"Step {seconds(found.step)} on {what} of {simulated.where}; bubble {percent(found.bubble, 1)}",

@@ -4,6 +4,7 @@ Pure data. A chunk is a piece of the captured graph that runs as a unit; its cod
 found by `Chunk.key` at run time.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -185,10 +186,7 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +228,12 @@ class CapturedModel:
     empty: Mapping[tuple[str, int], str] = field(
         default_factory=dict
     )  # regions without operations: their lines
+
+    @property
+    def reached(self) -> set[str]:
+        """Return the parameters that a backward reaches: those that get a gradient."""
+        backwards = (chunk.phases["B"] for chunk in self.chunks if "B" in chunk.phases)
+        return {name for phase in backwards for name in phase.grad_params}
 
     def degree(self, chunk: Chunk) -> int:
         """Return the number of neighbouring devices that share the samples of a chunk."""

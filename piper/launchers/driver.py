@@ -36,7 +36,7 @@ from piper.launchers.run_programs import Evaluates, Prepared
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import TensorEntry, layout
 from piper.plan.divided import Share
-from piper.plan.plan import Bucket, Plans
+from piper.plan.plan import Bucket
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile, compare
 from piper.runtime.full_values import whole_buffers, whole_parameters
@@ -81,7 +81,7 @@ class SocketWorkerGroup(WorkerGroup):
     def __init__(self, program: ProgramLike, options: Options) -> None:
         self.program, self.options = program, options
         self.current = program  # what workers run now
-        self.devices = devices_of(program.plans)
+        self.devices = program.plans.devices
         self.stall = options.timeout  # seconds without any progress after which the job has stalled
         self.packed: bytes | None = None  # the setup as a message, where an earlier group has made it
         self.channels: dict[int, Channel] = {}
@@ -270,11 +270,6 @@ class SocketWorkerGroup(WorkerGroup):
         )
 
 
-def devices_of(plans: Plans) -> list[int]:
-    """Return every device of a job, in order."""
-    return sorted(device for plan in plans for device in plan.devices)
-
-
 class RemoteRun(RemoteOptimizer, Evaluates, Trains, CheckpointedRun):
     """A job whose devices are processes."""
 
@@ -282,7 +277,7 @@ class RemoteRun(RemoteOptimizer, Evaluates, Trains, CheckpointedRun):
         """Drive the workers of a program; `unread`: initial parameters and buffers that no device holds."""
         super().__init__(program)
         self.group, self.unread = group, unread
-        self.devices = devices_of(program.plans)
+        self.devices = program.plans.devices
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step
         self.slicers = {0: BatchSlicer(program.plans)}  # of all programs, by their numbers
         self.open = True

@@ -46,7 +46,7 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
         torch.set_num_threads(options.threads)  # every thread that begins to compute from now on has as many
         setup = setup_of(program)
         dice = Dice(setup.device)
-        if setup.device.type == "cuda" and sum(len(plan.devices) for plan in self.plans) > 1:
+        if setup.device.type == "cuda" and len(self.plans.devices) > 1:
             # They share one accelerator: on one stream, what a device hands another is in order by itself.
             options = replace(options, streams=False)
         initial = setup.build_code(
@@ -56,8 +56,7 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
         self.failures: list[Failure] = []
         self.watchers = {
             device: Watcher(device, private_marks(streams_of(self.plans)), self.failures.append)
-            for plan in program.plans
-            for device in plan.devices
+            for device in program.plans.devices
         }
         self.workers = {
             device: Worker(

@@ -9,7 +9,6 @@ from typing import Literal, cast, get_args
 
 from piper.errors import ConfigError
 from piper.launchers.base import Run
-from piper.launchers.driver import devices_of
 from piper.launchers.rank_environment import rank_environment
 from piper.launchers.worker_server import crowded
 from piper.runtime.cuda.graph_checks import check_static
@@ -148,7 +147,7 @@ def by_host(program: ProgramLike, on: str) -> bool:
         return False
     if on == "local":
         world = rank_environment()
-        return crowded(len(devices_of(program.plans)) if world is None else world.nearby)
+        return crowded(len(program.plans.devices) if world is None else world.nearby)
     return on == "inline"
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from piper.errors import LaunchError
-from piper.launchers.driver import devices_of
 from piper.plan.plan import Plans
 
 
@@ -58,7 +57,7 @@ def no_room(
 
 def machines_of(plans: Plans) -> tuple[list[tuple[int, ...]], bool]:
     """Return the devices of each machine, and whether copies of the state need them on different machines."""
-    asked, devices = plans.protection, devices_of(plans)
+    asked, devices = plans.protection, plans.devices
     if asked is None or not asked.copies or asked.apart == "device":
         return [(device,) for device in devices], False
     return [*asked.domains(devices).values()], True

@@ -6,6 +6,7 @@ from typing import cast
 
 from torch import Tensor
 
+from piper.devices import Devices
 from piper.launchers.messages import Call
 from piper.plan.plan import Bucket, Plans
 from piper.runtime.full_values import whole_state
@@ -25,7 +26,7 @@ class RemoteOptimizer(ABC):
     """A run that asks workers about their optimizers."""
 
     plans: Plans
-    devices: list[int]
+    devices: Devices
 
     @abstractmethod
     def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:

@@ -147,7 +147,7 @@ def single_rank_error(what: str) -> LaunchError:
 
 def device_named(on: str, program: ProgramLike) -> int:
     """Return the device that `rank:N` names."""
-    known = sorted(device for plan in program.plans for device in plan.devices)
+    known = program.plans.devices
     text = on.partition(":")[2]
     if not text.isdecimal() or int(text) not in known:
         raise ConfigError(

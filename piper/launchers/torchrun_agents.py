@@ -21,7 +21,6 @@ from piper.errors import LaunchError
 from piper.launchers.agent_calls import Agent, AgentCalls
 from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.agent_versions import AgentVersions
-from piper.launchers.driver import devices_of
 from piper.launchers.machine_agent import MachineAgent
 from piper.launchers.machines import machines_of, no_room
 from piper.launchers.messages import PATIENCE
@@ -241,7 +240,7 @@ class TorchrunStarter(AgentStarter):
         calls = cast(RankCalls, versions.calls)
         super().__init__(program, versions, calls)
         self.world, self.ranks = calls.world, dict[int, Agent]()
-        check_size(self.world, len(devices_of(program.plans)), spares)
+        check_size(self.world, len(program.plans.devices), spares)
         check_key(self.world)
         self.held = ExitStack()
         try:

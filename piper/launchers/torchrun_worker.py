@@ -16,7 +16,7 @@ from torch import Tensor
 from piper import errors
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, Trains
-from piper.launchers.driver import RemoteRun, devices_of
+from piper.launchers.driver import RemoteRun
 from piper.launchers.failures import failure_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, RankInfo, RankZeroResult
 from piper.launchers.processes import SharedFile, Termination
@@ -300,7 +300,7 @@ def error_of(result: RankZeroResult) -> PiperError:
 @contextmanager
 def launch_torchrun_worker(program: ProgramLike, world: RankEnvironment) -> Iterator[TorchrunWorkerRun]:
     """Join what rank 0 launches. The end of the block waits for the end of the run on rank 0."""
-    check_size(world, len(devices_of(program.plans)))
+    check_size(world, len(program.plans.devices))
     check_key(world)
     threads = torch.get_num_threads()
     results: SimpleQueue[RankZeroResult | None] = SimpleQueue()

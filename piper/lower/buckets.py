@@ -145,9 +145,7 @@ def every_parameter_has_a_bucket(work: LoweringState) -> Iterator[str]:
 
 def trained(outline: CapturedModel) -> Iterator[Parameter]:
     """Yield all parameters, with `trainable` False for those that no backward reaches."""
-    reached = {
-        name for chunk in outline.chunks if "B" in chunk.phases for name in chunk.phases["B"].grad_params
-    }
+    reached = outline.reached
     for param in outline.parameters:
         yield replace(param, trainable=param.trainable and param.name in reached)
 

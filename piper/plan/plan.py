@@ -1,5 +1,6 @@
 """Plans: when each device does what, on which stream, in which slot. Pure data that a runtime executes."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -49,10 +50,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +192,13 @@ class Plans:
     why: tuple[str, ...] = ()  # the options that the compiler rejected, with the reasons
 
     def __repr__(self) -> str:
-        count = sum(len(plan.devices) for plan in self.plans)
         shown = [*map(repr, self.plans[:SHOWN]), *(["..."] if len(self) > SHOWN else [])]
-        return f"Plans({count} devices: {', '.join(shown)})"
+        return f"Plans({len(self.devices)} devices: {', '.join(shown)})"
+
+    @property
+    def devices(self) -> Devices:
+        """Return every device of the job, in order."""
+        return tuple(sorted(device for plan in self.plans for device in plan.devices))
 
     def of(self, device: int) -> Plan:
         """Return the plan of one device."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from piper.devices import show
+from piper.devices import Devices, show
 from piper.format import size
 from piper.ids import SlotId
 from piper.plan.instr import Instr
@@ -148,9 +148,9 @@ class ProtectedState:
         return slot.owner if bucket is None else bucket.pieces[0].name
 
     @cached_property
-    def devices(self) -> list[int]:
+    def devices(self) -> Devices:
         """Return every device, in order."""
-        return sorted(device for plan in self.plans for device in plan.devices)
+        return self.plans.devices
 
     @cached_property
     def host_bytes(self) -> dict[int, int]:

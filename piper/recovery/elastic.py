@@ -26,7 +26,6 @@ from piper.checkpoint.folder import step_path, whole
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.checkpointing import states_of, with_states
-from piper.launchers.driver import devices_of
 from piper.launchers.transport.versions import Versions, check_versions
 from piper.recovery.flushing import copy_moved, write_version
 from piper.recovery.moving_states import MOVED, MovingStates
@@ -198,7 +197,7 @@ class ElasticRun(RecoveringRun):
         if self.memory:
             files = self.memory[turn].descriptors
             made.close()
-            made.descriptors = {d: [*map(os.dup, files[d])] for d in devices_of(program.plans)}
+            made.descriptors = {d: [*map(os.dup, files[d])] for d in program.plans.devices}
         before, self.versions, self.turn = self.versions, made, turn
         if before not in self.memory:
             before.close()

@@ -83,12 +83,7 @@ class DeviceState:
             for bucket in setup.plans.buckets.values()
             if device in bucket.devices
         }
-        self.reached = {
-            name
-            for chunk in setup.outline.chunks
-            if "B" in chunk.phases
-            for name in chunk.phases["B"].grad_params
-        }
+        self.reached = setup.outline.reached
         self.keep_gradients = False
         self.gradients: dict[str, Tensor] = {}
         self.segments: dict[str, list[tuple[str, Tensor]]] = {}

@@ -234,6 +234,5 @@ class Engine:
 
 def loads_of(web: DependencyGraph, node: int) -> list[float]:
     """Return how many devices of each program a node has on average."""
-    devices = sum(len(plan.devices) for plan in web.plans)
-    nodes = -(-devices // node)
+    nodes = -(-len(web.plans.devices) // node)
     return [len(plan.devices) / nodes for plan in web.plans]

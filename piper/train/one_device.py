@@ -52,7 +52,7 @@ def summary(run: SingleRankRun, on: str, warm: int) -> str:
     times = run.seconds[warm:] or run.seconds
     peak = run.peak()
     lines = [
-        f"{on} of {sum(len(plan.devices) for plan in run.plans)}, on {run.network.name}: "
+        f"{on} of {len(run.plans.devices)}, on {run.network.name}: "
         f"{median(times) * 1e3:.1f} ms a step (median of {len(times)})",
         f"  memory: {mib(peak.planned)} planned, {mib(peak.predicted)} with streams side by side",
     ]

@@ -133,7 +133,7 @@ def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> 
         "steps": steps,
         "seed": job.seed,
         "precision": job.precision,
-        "devices": show(tuple(sorted(device for plan in program.plans for device in plan.devices))),
+        "devices": show(program.plans.devices),
         "versions": {"python": platform.python_version(), **versions()},
     }
     try:

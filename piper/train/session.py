@@ -106,7 +106,7 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
     for warning in program.warnings:
         console.print(f"Warning: {warning}")
     record(folder, program, asked.recipe, asked.on, job.steps)
-    devices = sum(len(plan.devices) for plan in program.plans)
+    devices = len(program.plans.devices)
     console.print(f"Proven. Starting {devices} {'devices' if devices > 1 else 'device'} on {asked.on}")
     if not (recovering_asked(asked) and supervises(asked.on, program, console.file)):
         return train_program(folder, program, asked, console, past, None)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from piper.devices import Devices
 from piper.ir.chunk import Tags
 from piper.ir.graph import Ordering
 from piper.plan.plan import Plans
@@ -41,8 +42,8 @@ class Subject:
     notes: tuple[str, ...] = ()  # what is missing from the page, and why
 
     @property
-    def devices(self) -> list[int]:
-        return sorted(device for plan in self.plans for device in plan.devices)
+    def devices(self) -> Devices:
+        return self.plans.devices
 
 
 def strategy_lines(lines: Iterable[str]) -> tuple[StrategyLine, ...]:

@@ -24,7 +24,6 @@ from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.job import strategy_of
 from piper.launchers.base import StepResult
-from piper.launchers.driver import devices_of
 from piper.launchers.inline import InlineRun, launch_inline
 from piper.launchers.transport.versions import too_little
 from piper.recovery.elastic import ElasticRange, ElasticRun
@@ -166,7 +165,7 @@ class Broken:
 
     def start(self, options: Options) -> InlineRun:
         run = self.starter.start(options)
-        self.starts.append(len(devices_of(run.program.plans)))
+        self.starts.append(len(run.program.plans.devices))
         steps, step = count(1), run.step
 
         def fail(batch: Mapping[str, Tensor]) -> StepResult:
@@ -206,7 +205,7 @@ class Gone(Broken):
     """A starter for which a device is lost once, the newest version with it, and that never comes back."""
 
     def start(self, options: Options) -> InlineRun:
-        devices = len(devices_of(self.starter.program.plans))
+        devices = len(self.starter.program.plans.devices)
         if devices == 4 and 2 in self.starts:
             self.starts.append(0)
             raise LaunchError("no process can be started", by="launch", hint="none")
@@ -392,7 +391,7 @@ def test_a_preemption_whose_time_is_over_before_the_state_has_moved(
 
 def test_programs_of_fewer_devices_are_compiled_in_another_process(programs: Programs) -> None:
     found = programs.program(2)
-    assert isinstance(found, SentProgram) and [*devices_of(found.plans)] == [0, 1]
+    assert isinstance(found, SentProgram) and [*found.plans.devices] == [0, 1]
     assert [directive.devices for directive in strategy_of(found.job)[:2]] == [(0,), (1,)]  # type: ignore[attr-defined]
     assert found.evaluation(batches(1)[0]).plans.buckets.keys() == found.plans.buckets.keys()
 
