@@ -25,35 +25,8 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
     Autocasts become explicit casts. exact: casts to float32 become casts to float64.
     """
     placeholders = [node for node in recording.graph.nodes if node.op == "placeholder"]
-    source = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in recording.graph.nodes:
-        if node.op != "output":
-            copies[node] = source.node_copy(node, copies.__getitem__)
-            copies[node].meta = dict(node.meta)
-            copies[node].meta[MODE] = (
-                Mode(grad=recording.modes[node].grad) if node in recording.modes else Mode()
-            )
-    source.output(tuple(copies[result] for result in recording.results))
-    modes = {copies[node]: mode for node, mode in recording.modes.items()}
-    module = fx.GraphModule(recording.root, source)
-    interpreter = _Interpreter(module, modes, exact)
-    examples = [node.meta["example_value"] for node in placeholders]
-    mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
-    # An earlier division of this recording leaves the sizes of its routed rows.
-    if mode.shape_env is not None:
-        mode.shape_env.pending_fresh_unbacked_symbols.clear()
-    with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
-        given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
-        try:
-            traced = make_fx(interpreter.run, pre_dispatch=True)(*given)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            raise CaptureError(
-                "the model cannot be written in ATen operations, so it cannot be divided",
-                by="shard",
-                facts={"why": reason(error)},
-                hint="shard only regions without data-dependent code, or leave out the axis",
-            ) from error
+    module, modes = _copy_of(recording)
+    traced = _traced(_Interpreter(module, modes, exact), placeholders)
     graph = traced.graph
     graph.eliminate_dead_code()
     made = [node for node in graph.nodes if node.op == "placeholder"]
@@ -80,6 +53,42 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
         weighted=recording.weighted,
         metrics=recording.metrics,
     )
+
+
+def _copy_of(recording: Recording) -> tuple[fx.GraphModule, dict[fx.Node, Mode]]:
+    """Return a copy of a recorded graph whose nodes note their gradient mode, and the modes of the nodes."""
+    source = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in recording.graph.nodes:
+        if node.op != "output":
+            copies[node] = source.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+            copies[node].meta[MODE] = (
+                Mode(grad=recording.modes[node].grad) if node in recording.modes else Mode()
+            )
+    source.output(tuple(copies[result] for result in recording.results))
+    modes = {copies[node]: mode for node, mode in recording.modes.items()}
+    return fx.GraphModule(recording.root, source), modes
+
+
+def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node]) -> fx.GraphModule:
+    """Trace a recorded graph again, on fakes like those of its placeholders, in ATen operations."""
+    examples = [node.meta["example_value"] for node in placeholders]
+    mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
+    # An earlier division of this recording leaves the sizes of its routed rows.
+    if mode.shape_env is not None:
+        mode.shape_env.pending_fresh_unbacked_symbols.clear()
+    with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
+        given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
+        try:
+            return make_fx(interpreter.run, pre_dispatch=True)(*given)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            raise CaptureError(
+                "the model cannot be written in ATen operations, so it cannot be divided",
+                by="shard",
+                facts={"why": reason(error)},
+                hint="shard only regions without data-dependent code, or leave out the axis",
+            ) from error
 
 
 class _Interpreter(fx.Interpreter):
