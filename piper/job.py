@@ -132,64 +132,80 @@ class Job:
     initial: InitialDraws = "device"  # where the random numbers of initial values are drawn
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "data", "optimizer"):
-            what = f"{name} is {type(getattr(self, name)).__name__}, which cannot be called"
-            need(callable(getattr(self, name)), "Job", what, CALLABLES[name])
-        built = f"model is a {type(self.model).__name__} that is built already"
-        need(not is_module(self.model), "Job", built, CALLABLES["model"])
-        need(
-            self.scheduler is None or callable(self.scheduler),
-            "Job",
-            "scheduler cannot be called",
-            "give a function: scheduler=lambda optimizer: StepLR(optimizer, 10)",
-        )
-        need(
-            self.precision in get_args(Precision),
-            "Job",
-            f"there is no precision {self.precision!r}",
-            "precision is one of " + ", ".join(get_args(Precision)),
-        )
-        clip = f"clip_norm={self.clip_norm!r}"
-        need(positive(self.clip_norm), "Job", clip, "clip to a positive norm, or leave it out")
-        need(whole(self.steps, 1), "Job", f"steps={self.steps!r}", "train at least 1 step, a whole number")
-        seed = f"seed={self.seed!r}"
-        need(whole(self.seed, 0) and self.seed < SEEDS, "Job", seed, "choose a whole number from 0")
-        need(
-            self.initial in get_args(InitialDraws),
-            "Job",
-            f"initial={self.initial!r}",
-            "initial values are drawn on the device that the job runs on, or on the host: one of "
-            + ", ".join(get_args(InitialDraws)),
-        )
-        need(
-            self.checkpoint is None or isinstance(self.checkpoint, Checkpoint),
-            "Job",
-            f"checkpoint is {type(self.checkpoint).__name__}, not a Checkpoint",
-            'give a piper.Checkpoint(folder="checkpoints"), or leave it out',
-        )
-        need(
-            self.evaluate is None or isinstance(self.evaluate, Evaluate),
-            "Job",
-            f"evaluate is {type(self.evaluate).__name__}, not an Evaluate",
-            "give a piper.Evaluate(data=..., every=...), or leave it out",
-        )
-        need(
-            self.buckets is None or isinstance(self.buckets, Buckets),
-            "Job",
-            f"buckets is {type(self.buckets).__name__}, not a Buckets",
-            'give a piper.Buckets(lengths=[128, 256], pad={"tokens": 0, "labels": -100}), or leave it out',
-        )
-        for number, callback in enumerate(self.callbacks):
-            need(
-                isinstance(callback, Callback),
-                "Job",
-                f"callbacks[{number}] is {type(callback).__name__}, not a callback",
-                "give instances of piper.callbacks.Callback: callbacks=[piper.callbacks.EarlyStopping()]",
-            )
+        check_functions(self)
+        check_settings(self)
+        check_parts(self)
+        for callback in self.callbacks:
             object.__setattr__(self, "optimizer", callback.wrap_optimizer(self.optimizer))
         check_elastic(self.strategy, self.elastic)
         if not isinstance(self.strategy, Path | str) and not callable(self.strategy):
             check_strategy(self.strategy)
+
+
+def check_functions(job: Job) -> None:
+    """Refuse functions of a job that cannot be called, and a model that is built already."""
+    for name in ("model", "loss", "data", "optimizer"):
+        what = f"{name} is {type(getattr(job, name)).__name__}, which cannot be called"
+        need(callable(getattr(job, name)), "Job", what, CALLABLES[name])
+    built = f"model is a {type(job.model).__name__} that is built already"
+    need(not is_module(job.model), "Job", built, CALLABLES["model"])
+    need(
+        job.scheduler is None or callable(job.scheduler),
+        "Job",
+        "scheduler cannot be called",
+        "give a function: scheduler=lambda optimizer: StepLR(optimizer, 10)",
+    )
+
+
+def check_settings(job: Job) -> None:
+    """Refuse numbers and names of a job that are not among those allowed."""
+    need(
+        job.precision in get_args(Precision),
+        "Job",
+        f"there is no precision {job.precision!r}",
+        "precision is one of " + ", ".join(get_args(Precision)),
+    )
+    clip = f"clip_norm={job.clip_norm!r}"
+    need(positive(job.clip_norm), "Job", clip, "clip to a positive norm, or leave it out")
+    need(whole(job.steps, 1), "Job", f"steps={job.steps!r}", "train at least 1 step, a whole number")
+    seed = f"seed={job.seed!r}"
+    need(whole(job.seed, 0) and job.seed < SEEDS, "Job", seed, "choose a whole number from 0")
+    need(
+        job.initial in get_args(InitialDraws),
+        "Job",
+        f"initial={job.initial!r}",
+        "initial values are drawn on the device that the job runs on, or on the host: one of "
+        + ", ".join(get_args(InitialDraws)),
+    )
+
+
+def check_parts(job: Job) -> None:
+    """Refuse parts of a job that are of another class: its checkpoint, evaluation, buckets and callbacks."""
+    need(
+        job.checkpoint is None or isinstance(job.checkpoint, Checkpoint),
+        "Job",
+        f"checkpoint is {type(job.checkpoint).__name__}, not a Checkpoint",
+        'give a piper.Checkpoint(folder="checkpoints"), or leave it out',
+    )
+    need(
+        job.evaluate is None or isinstance(job.evaluate, Evaluate),
+        "Job",
+        f"evaluate is {type(job.evaluate).__name__}, not an Evaluate",
+        "give a piper.Evaluate(data=..., every=...), or leave it out",
+    )
+    need(
+        job.buckets is None or isinstance(job.buckets, Buckets),
+        "Job",
+        f"buckets is {type(job.buckets).__name__}, not a Buckets",
+        'give a piper.Buckets(lengths=[128, 256], pad={"tokens": 0, "labels": -100}), or leave it out',
+    )
+    for number, callback in enumerate(job.callbacks):
+        need(
+            isinstance(callback, Callback),
+            "Job",
+            f"callbacks[{number}] is {type(callback).__name__}, not a callback",
+            "give instances of piper.callbacks.Callback: callbacks=[piper.callbacks.EarlyStopping()]",
+        )
 
 
 def check_elastic(strategy: object, elastic: object) -> None:
