@@ -83,7 +83,10 @@ class Callback:
     def wrap_optimizer(
         self, make: "Callable[[Iterable[Tensor]], Optimizer]"
     ) -> "Callable[[Iterable[Tensor]], Optimizer]":
-        """Return the function that makes the job's optimizer, changed where this callback needs it."""
+        """Return the function that makes the job's optimizer, changed where this callback needs it.
+
+        A job that `dataclasses.replace` makes from another one calls this again with the earlier result.
+        """
         return make
 
 
@@ -222,7 +225,8 @@ class EMA(Callback):
         self, make: "Callable[[Iterable[Tensor]], Optimizer]"
     ) -> "Callable[[Iterable[Tensor]], Optimizer]":
         """Return a function that makes the optimizer with the average."""
-        return make if isinstance(make, Averaged) else Averaged(make=make, decay=self.decay)
+        plain = make.make if isinstance(make, Averaged) else make  # of an earlier job: its decay may differ
+        return Averaged(make=plain, decay=self.decay)
 
     def averages(self, run: Running) -> "dict[str, Tensor]":
         """Return the model's state with the averages in place of the trained parameters, in full."""

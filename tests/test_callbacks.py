@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import piper
 from piper.callbacks import (
     EMA,
+    Averaged,
     BestCheckpoint,
     Callback,
     EarlyStopping,
@@ -198,6 +199,11 @@ def test_an_average_is_that_of_plain_pytorch() -> None:
         for name, value in model.state_dict().items():
             wanted[name] = 0.75 * wanted[name] + 0.25 * value if name in wanted else value.clone()
     assert plain.largest_difference(wanted, got) < 1e-12
+
+
+def test_a_job_made_from_another_one_averages_once_with_its_own_decay() -> None:
+    again = replace(job([EMA(0.9)]), callbacks=[EMA(0.5)], steps=2)
+    assert again.optimizer == Averaged(make=job().optimizer, decay=0.5)
 
 
 def test_averages_and_counts_survive_a_resume_bit_for_bit(tmp_path: Path) -> None:
