@@ -62,8 +62,8 @@ class BackgroundSaver:
         def work() -> None:
             try:
                 if copied is None:
-                    shelf = CheckpointReader(Path(folder), read_record(Path(folder)))
-                    self.adoptions = read_state(self.worker, shelf)
+                    reader = CheckpointReader(Path(folder), read_record(Path(folder)))
+                    self.adoptions = read_state(self.worker, reader)
                     self.done = Done()
                 else:
                     written = write_parts(Path(folder), f"device-{self.worker.device:05}", copied.parts)

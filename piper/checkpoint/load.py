@@ -43,19 +43,21 @@ def blank_values(outline: CapturedModel) -> Initial:
     return blank
 
 
-def read_state(worker: Worker, shelf: CheckpointReader) -> list[Callable[[], None]]:
+def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], None]]:
     """Read a worker's part of a checkpoint or version, and return functions that give it to the worker.
 
     The worker's state changes only when these are called: after every worker has read and verified its part.
     """
-    record = shelf.record
-    found = [read_bucket(worker, bucket, shelf) for bucket in held_buckets(worker.setup.plans, worker.device)]
+    record = reader.record
+    found = [
+        read_bucket(worker, bucket, reader) for bucket in held_buckets(worker.setup.plans, worker.device)
+    ]
     for name, (share, value) in worker.buffers(buffers_of(worker.setup.plans, worker.device)).items():
         flat = torch.empty(value.numel(), dtype=value.dtype)
-        shelf.read(buffer_parts(name, share, value, flat))
+        reader.read(buffer_parts(name, share, value, flat))
         found.append(partial(copy_buffer, value, flat))
     if worker.env.state.optimizer is not None and record.seed is not None:
-        found.append(read_optimizer(worker, worker.env.state.optimizer, shelf))
+        found.append(read_optimizer(worker, worker.env.state.optimizer, reader))
         scheduler = worker.env.state.scheduler
         if scheduler is not None:
             schedule = cast("dict[str, object]", decode(record.trainer.schedule))
@@ -81,7 +83,7 @@ def check_settings(saved: object, here: Mapping[str, object], key: str) -> None:
         raise StorageError(f"{FILE}: trainer has no {key}")
 
 
-def read_bucket(worker: Worker, bucket: Bucket, shelf: CheckpointReader) -> Callable[[], None]:
+def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Callable[[], None]:
     """Read the parameters of a bucket: all that the device computes with, and the exact ones it trains."""
     holding = worker.env.state.holdings[bucket.name]
     own = owned_range(bucket, worker.device)
@@ -90,7 +92,7 @@ def read_bucket(worker: Worker, bucket: Bucket, shelf: CheckpointReader) -> Call
         exact = copied(holding.flat)
     else:
         exact = torch.zeros(len(holding.flat), dtype=torch.float32)
-    shelf.read(parts_between(worker, bucket, (low, high), exact))
+    reader.read(parts_between(worker, bucket, (low, high), exact))
 
     def adopt() -> None:
         holding.flat.detach().copy_(exact)
@@ -110,9 +112,9 @@ def parts_between(
         yield model_part(span, sizes[span.name], runs_of(span, flat, low))
 
 
-def read_optimizer(worker: Worker, optimizer: Optimizer, shelf: CheckpointReader) -> Callable[[], None]:
+def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReader) -> Callable[[], None]:
     """Read an optimizer's settings and what it keeps for each parameter."""
-    record = shelf.record
+    record = reader.record
     groups = cast("list[dict[str, object]]", decode(record.trainer.groups))
     here = optimizer.state_dict()["param_groups"]
     if len(groups) != len(here):
@@ -130,7 +132,7 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, shelf: CheckpointReader
         tensors = dict(segments)
         own = spans(bucket, worker.device, *owned_range(bucket, worker.device))
         for called, held in by_parameter(own).items():
-            kept = moments_of(held, tensors[called], shelf)
+            kept = moments_of(held, tensors[called], reader)
             if kept:
                 state[numbers[id(tensors[called])]] = kept
     merged = [
@@ -156,9 +158,9 @@ def adopt_optimizer(
                     optimizer.state[parameter][key] = value.to(now.device)
 
 
-def moments_of(held: Sequence[BucketSpan], trained: Tensor, shelf: CheckpointReader) -> dict[str, object]:
+def moments_of(held: Sequence[BucketSpan], trained: Tensor, reader: CheckpointReader) -> dict[str, object]:
     """Return what the optimizer keeps for one parameter, for the runs of it that this device trains."""
-    record, owner = shelf.record, held[0].name
+    record, owner = reader.record, held[0].name
     found: dict[str, object] = {}
     for key, shape in record.moments.get(owner, {}).items():
         name = f"optimizer.{owner}.{key}"
@@ -172,7 +174,7 @@ def moments_of(held: Sequence[BucketSpan], trained: Tensor, shelf: CheckpointRea
                 replace(parts[0], start=s.start, tensor=runs_of(s, flat, begin), stride=s.stride)
                 for s in held
             ]
-        shelf.read(parts)
+        reader.read(parts)
         found[key] = flat.view(trained.shape if like else cast("tuple[int, ...]", shape))
     plain = cast("dict[str, Plain]", record.numbers.get(owner, {}))
     return found | {key: decode(value) for key, value in plain.items()}

@@ -19,7 +19,7 @@ class Values(Mapping[str, Tensor]):
     def __init__(self, path: Path | str) -> None:
         self.folder = settled(Path(path))
         self.record = read_record(self.folder)
-        self.shelf = CheckpointReader(self.folder, self.record)
+        self.reader = CheckpointReader(self.folder, self.record)
 
     def __getitem__(self, name: str) -> Tensor:
         shape, stored = self.record.model[name].shape, self.record.tensors.get(f"model.{name}")
@@ -27,7 +27,7 @@ class Values(Mapping[str, Tensor]):
             return torch.empty(shape, dtype=dtype_named(self.record.model[name].dtype or "float32"))
         flat = torch.empty(stored.size, dtype=dtype_named(stored.dtype))
         try:
-            self.shelf.read([TensorRange(key=f"model.{name}", size=stored.size, start=0, tensor=flat)])
+            self.reader.read([TensorRange(key=f"model.{name}", size=stored.size, start=0, tensor=flat)])
         except StorageError as error:
             raise DamagedError(self.folder, str(error)) from error
         return flat.view(shape)

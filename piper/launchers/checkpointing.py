@@ -210,16 +210,16 @@ def whole_parts(values: Mapping[str, Tensor]) -> Iterable[TensorRange]:
             yield TensorRange(key=f"model.{name}", size=value.numel(), start=0, tensor=flat)
 
 
-def read_unread(program: ProgramLike, shelf: CheckpointReader) -> dict[str, Tensor]:
+def read_unread(program: ProgramLike, reader: CheckpointReader) -> dict[str, Tensor]:
     """Read the values that no device holds."""
     plans = program.plans
     held = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
     held |= {name for plan in plans for name in buffers_of(plans, plan.devices[0])}
     found: dict[str, Tensor] = {}
-    for name, spec in shelf.record.model.items():
+    for name, spec in reader.record.model.items():
         if name not in held:
             found[name] = torch.empty(spec.shape, dtype=dtype_named(spec.dtype or "float32"))
-    shelf.read(
+    reader.read(
         TensorRange(key=f"model.{name}", size=value.numel(), start=0, tensor=value.view(-1))
         for name, value in found.items()
     )

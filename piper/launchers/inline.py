@@ -75,7 +75,7 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
         self.busy: dict[int, float] = {}  # threads share cores: one cannot be distinguished from the others
         self.threads = ThreadPoolExecutor(len(self.workers), "device")
         self.open = True
-        self.keepers = {device: BackgroundSaver(worker) for device, worker in self.workers.items()}
+        self.savers = {device: BackgroundSaver(worker) for device, worker in self.workers.items()}
         self.versions = {
             device: WorkerVersions(worker, versions)
             for device, worker in self.workers.items()
@@ -148,7 +148,7 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
     def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         if not self.open:
             raise ended()
-        return {device: getattr(self.keepers[device], call)(value) for device, value in arguments.items()}
+        return {device: getattr(self.savers[device], call)(value) for device, value in arguments.items()}
 
     def _blame(self, program: ProgramLike) -> WorkerError:
         """Return the error that names the cause."""

@@ -71,7 +71,7 @@ class WorkerServer:
             on_failure=comms.abort,
             watch=self.watcher.watch,
         )
-        self.keeper = BackgroundSaver(self.worker)
+        self.saver = BackgroundSaver(self.worker)
         self.versions = None if given.versions is None else WorkerVersions(self.worker, given.versions)
         self.trouble: Failure | None = None  # of what was done between two calls
         self.failed = False  # the last call
@@ -165,19 +165,19 @@ class WorkerServer:
 
     def save(self, folder: str) -> None:
         """Begin to write this device's part of a checkpoint."""
-        self.keeper.save(folder)
+        self.saver.save(folder)
 
     def load(self, folder: str) -> None:
         """Begin to read this device's part of a checkpoint."""
-        self.keeper.load(folder)
+        self.saver.load(folder)
 
     def adopt(self, wanted: bool) -> None:
         """Go on with the state that was read, if it is wanted."""
-        self.keeper.adopt(wanted)
+        self.saver.adopt(wanted)
 
     def poll(self, wait: float) -> Done | None:
         """Wait up to `wait` seconds for a save or load. Return its outcome. None: it is still running."""
-        return self.keeper.poll(wait)
+        return self.saver.poll(wait)
 
     def protect(self, _: object = None) -> None:
         """Copy the state into memory that outlives this process."""

@@ -36,14 +36,14 @@ def schedule(work: LoweringState) -> LoweringState:
 
     F[PP=0 MB=0]  F[PP=0 MB=1]  transfer  F[PP=1 MB=0] ...
     """
-    web = connect(work)
-    order = topological(web, work)
+    graph = connect(work)
+    order = topological(graph, work)
     chunks = work.graph.chunks
-    costs = [cost_of(node, chunks, work.values) for node in web.nodes]
-    tails = path_lengths(web, order, costs)
-    priority = priorities(web, tails)
-    sequence = received_as_read(web, simulate(web, costs, priority))
-    return replace(work, sequence=tuple(web.nodes[i] for i in sequence))
+    costs = [cost_of(node, chunks, work.values) for node in graph.nodes]
+    tails = path_lengths(graph, order, costs)
+    priority = priorities(graph, tails)
+    sequence = received_as_read(graph, simulate(graph, costs, priority))
+    return replace(work, sequence=tuple(graph.nodes[i] for i in sequence))
 
 
 def sequence_respects_every_edge(work: LoweringState) -> Iterator[str]:
@@ -86,58 +86,58 @@ def connect(work: LoweringState) -> PrecedenceGraph:
     return PrecedenceGraph(work.nodes, followers, waiting, said_by)
 
 
-def topological(web: PrecedenceGraph, work: LoweringState) -> list[int]:
+def topological(graph: PrecedenceGraph, work: LoweringState) -> list[int]:
     """Return an order that respects every edge. Raise the error that shows the cycle if there is none."""
-    order, stuck = in_order(web.followers)
+    order, stuck = in_order(graph.followers)
     if stuck:
-        raise circle_error(web, stuck, work)
+        raise circle_error(graph, stuck, work)
     return order
 
 
-def circle_error(web: PrecedenceGraph, stuck: set[int], work: LoweringState) -> ScheduleError:
+def circle_error(graph: PrecedenceGraph, stuck: set[int], work: LoweringState) -> ScheduleError:
     """Return the error for the shortest cycle that an order closes, with the path that contradicts it."""
     best: list[int] = []
-    stuck = on_circles(web, stuck)
-    closing = [pair for pair in web.said_by if pair[0] in stuck and pair[1] in stuck]
+    stuck = on_circles(graph, stuck)
+    closing = [pair for pair in graph.said_by if pair[0] in stuck and pair[1] in stuck]
     for tries, (first, then) in enumerate(closing):
         if best and (tries >= SEARCHED or len(best) == 2):
             break
-        path = shortest_path(web, then, first, stuck, len(best) or len(web.nodes))
+        path = shortest_path(graph, then, first, stuck, len(best) or len(graph.nodes))
         if path and (not best or len(path) < len(best)):
             best = path
-    best = closed_by_latest(web, best)
+    best = closed_by_latest(graph, best)
     then, first = best[0], best[-1]
-    arrows = [web.nodes[then].name]
+    arrows = [graph.nodes[then].name]
     for a, b in pairwise(best):
-        arrows.append(f"{'..>' if (a, b) in web.said_by else '-->'} {web.nodes[b].name}")
+        arrows.append(f"{'..>' if (a, b) in graph.said_by else '-->'} {graph.nodes[b].name}")
     if (more := len(arrows) - 2 * SHOWN) > 0:
         arrows[SHOWN:-SHOWN] = [f"--> ... {more} more ..."]
-    others = sorted({web.said_by[pair] for pair in pairwise(best) if pair in web.said_by})
-    by = web.said_by[first, then]
+    others = sorted({graph.said_by[pair] for pair in pairwise(best) if pair in graph.said_by})
+    by = graph.said_by[first, then]
     directives = work.graph.directives
-    facts = {"asked": f"{web.nodes[first].name} before {web.nodes[then].name}", "but": " ".join(arrows)}
+    facts = {"asked": f"{graph.nodes[first].name} before {graph.nodes[then].name}", "but": " ".join(arrows)}
     if extra := [directives[o].title for o in others if o not in (by, -1)]:
         facts["with"] = ", ".join(extra)
     return ScheduleError(
         "this order can never run",
         by=directives[by].title,
         facts=facts,
-        hint=f"put {web.nodes[then].name} first, or order only one of them",
+        hint=f"put {graph.nodes[then].name} first, or order only one of them",
     )
 
 
-def closed_by_latest(web: PrecedenceGraph, circle: list[int]) -> list[int]:
+def closed_by_latest(graph: PrecedenceGraph, circle: list[int]) -> list[int]:
     """Return a cycle rotated so that the order of the latest directive closes it."""
-    first = max(range(len(circle)), key=lambda i: web.said_by.get((circle[i - 1], circle[i]), -1))
+    first = max(range(len(circle)), key=lambda i: graph.said_by.get((circle[i - 1], circle[i]), -1))
     return circle[first:] + circle[:first]
 
 
-def on_circles(web: PrecedenceGraph, stuck: set[int]) -> set[int]:
+def on_circles(graph: PrecedenceGraph, stuck: set[int]) -> set[int]:
     """Return those of the stuck nodes that lie on a cycle, or on a path between cycles."""
-    left = {i: sum(j in stuck for j in web.followers[i]) for i in stuck}
+    left = {i: sum(j in stuck for j in graph.followers[i]) for i in stuck}
     before: dict[int, list[int]] = {i: [] for i in stuck}
     for i in stuck:
-        for j in web.followers[i]:
+        for j in graph.followers[i]:
             if j in stuck:
                 before[j].append(i)
     dead = [i for i, count in left.items() if not count]
@@ -152,7 +152,7 @@ def on_circles(web: PrecedenceGraph, stuck: set[int]) -> set[int]:
     return remaining
 
 
-def shortest_path(web: PrecedenceGraph, start: int, goal: int, among: set[int], limit: int) -> list[int]:
+def shortest_path(graph: PrecedenceGraph, start: int, goal: int, among: set[int], limit: int) -> list[int]:
     """Return the shortest path between two nodes, empty if there is none."""
     came: dict[int, int] = {start: -1}
     frontier = [start]
@@ -160,7 +160,7 @@ def shortest_path(web: PrecedenceGraph, start: int, goal: int, among: set[int], 
         limit -= 1
         following: list[int] = []
         for i in frontier:
-            for j in web.followers[i]:
+            for j in graph.followers[i]:
                 if j in among and j not in came:
                     came[j] = i
                     following.append(j)
@@ -173,22 +173,22 @@ def shortest_path(web: PrecedenceGraph, start: int, goal: int, among: set[int], 
     return path[::-1]
 
 
-def path_lengths(web: PrecedenceGraph, order: list[int], costs: list[float]) -> list[float]:
+def path_lengths(graph: PrecedenceGraph, order: list[int], costs: list[float]) -> list[float]:
     """Return, for each node, the length of the longest path from its start to the end of the step."""
     tails = [0.0] * len(order)
     for i in reversed(order):
-        tails[i] = costs[i] + max((tails[j] for j in web.followers[i]), default=0.0)
+        tails[i] = costs[i] + max((tails[j] for j in graph.followers[i]), default=0.0)
     return tails
 
 
-def priorities(web: PrecedenceGraph, tails: list[float]) -> list[tuple[int, tuple[int, ...], float, int]]:
+def priorities(graph: PrecedenceGraph, tails: list[float]) -> list[tuple[int, tuple[int, ...], float, int]]:
     """Return the sort key of each node.
 
     Nodes with the lowest key go first: by urgency, then earlier microbatches, then the longest remaining
     path.
     """
     result = []
-    for i, node in enumerate(web.nodes):
+    for i, node in enumerate(graph.nodes):
         if isinstance(node, Compute):
             key = (URGENCY[node.phase], tuple([index for _, index in node.part]), -tails[i], i)
         else:
@@ -205,15 +205,15 @@ def lane_of(node: Node) -> tuple[int, str]:
 
 
 def simulate(
-    web: PrecedenceGraph, costs: list[float], priority: list[tuple[int, tuple[int, ...], float, int]]
+    graph: PrecedenceGraph, costs: list[float], priority: list[tuple[int, tuple[int, ...], float, int]]
 ) -> list[int]:
     """Return the nodes in the order they start if each stream always takes its most urgent ready node."""
     lanes: dict[tuple[int, str], int] = {}
-    lane = [lanes.setdefault(lane_of(node), len(lanes)) for node in web.nodes]
+    lane = [lanes.setdefault(lane_of(node), len(lanes)) for node in graph.nodes]
     turn = [(stream == COMPUTE_STREAM, number) for (_, stream), number in lanes.items()]  # sends go early
     ready: list[list[tuple[tuple[int, tuple[int, ...], float, int], int]]] = [[] for _ in lanes]
     busy = [False] * len(lanes)
-    waiting = list(web.waiting)
+    waiting = list(graph.waiting)
     events: list[tuple[float, int]] = []
     sequence: list[int] = []
     touched: set[int] = set()
@@ -237,14 +237,14 @@ def simulate(
             _, i = heapq.heappop(events)
             busy[lane[i]] = False
             touched.add(lane[i])
-            for j in web.followers[i]:
+            for j in graph.followers[i]:
                 waiting[j] -= 1
                 if not waiting[j]:
                     heapq.heappush(ready[lane[j]], (priority[j], j))
                     touched.add(lane[j])
 
 
-def received_as_read(web: PrecedenceGraph, sequence: list[int]) -> list[int]:
+def received_as_read(graph: PrecedenceGraph, sequence: list[int]) -> list[int]:
     """Return the sequence with the transfers to each device in the order in which it reads them.
 
     A device receives one value after another. One that it reads later, from a peer that is slower than the
@@ -253,13 +253,13 @@ def received_as_read(web: PrecedenceGraph, sequence: list[int]) -> list[int]:
     """
     position = {i: place for place, i in enumerate(sequence)}
     read_at = {
-        i: min((position[j] for j in web.followers[i]), default=len(sequence))
+        i: min((position[j] for j in graph.followers[i]), default=len(sequence))
         for i in sequence
-        if isinstance(web.nodes[i], Transfer)
+        if isinstance(graph.nodes[i], Transfer)
     }
     due: dict[tuple[int, str], list[int]] = {}  # by device and stream: its transfers, the next one last
     for i in sorted(read_at, key=lambda i: (-read_at[i], -position[i])):
-        due.setdefault(receiver_of(web.nodes[i]), []).append(i)
+        due.setdefault(receiver_of(graph.nodes[i]), []).append(i)
     held: set[int] = set()
     result: list[int] = []
     for i in sequence:
@@ -267,7 +267,7 @@ def received_as_read(web: PrecedenceGraph, sequence: list[int]) -> list[int]:
             result.append(i)
             continue
         held.add(i)
-        waiting = due[receiver_of(web.nodes[i])]
+        waiting = due[receiver_of(graph.nodes[i])]
         while waiting and waiting[-1] in held:
             result.append(waiting.pop())
     return result

@@ -40,7 +40,7 @@ def write_version(
         f"device-{device:05}": part for device, part in versions.parts(step).items()
     }
     parts["driver"] = [*whole_parts(unread_kept(program, unread))]
-    found = versions.shelf(step, program.job.seed).record
+    found = versions.reader(step, program.job.seed).record
     partial = begin(target)  # when nothing can be lost any more with a machine that holds the version
     try:
         written = [write_parts(partial, name, part) for name, part in parts.items()]

@@ -40,23 +40,23 @@ def critical_path(engine: Engine) -> tuple[PathNode, ...]:
 
 def last_ready(engine: Engine, number: int) -> int:
     """Return the member of a communication that was ready last; of another instruction, itself."""
-    meeting = engine.web.meeting[number]
+    meeting = engine.graph.meeting[number]
     return number if meeting < 0 else engine.late[meeting]
 
 
 def link_of(engine: Engine, number: int, late: int, before: int) -> PathNode:
     """Return one link of the path, with the reason why its instruction did not start earlier."""
-    web = engine.web
+    graph = engine.graph
     reason: Reason = "first"
     if before != NO_INSTRUCTION:
-        same = web.instrs[before].stream == web.instrs[late].stream
+        same = graph.instrs[before].stream == graph.instrs[late].stream
         reason = "stream" if same else "event"
-        if web.program[late] != web.program[number]:
+        if graph.program[late] != graph.program[number]:
             reason = "peer"
-    ins = web.instrs[number]
+    ins = graph.instrs[number]
     return PathNode(
-        program=web.program[number],
-        place=web.place(number),
+        program=graph.program[number],
+        place=graph.place(number),
         node=ins.node,
         op=ins.op,
         run=ins.run,

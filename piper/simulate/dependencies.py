@@ -38,29 +38,31 @@ def weave(plans: Plans, together: Sequence[Sequence[str]] = ()) -> DependencyGra
 
     together: groups of nodes. On a device, no node of a group starts before all can.
     """
-    web = DependencyGraph(plans=plans, instrs=[], program=[], first=[], followers=[], waiting=[], meeting=[])
+    graph = DependencyGraph(
+        plans=plans, instrs=[], program=[], first=[], followers=[], waiting=[], meeting=[]
+    )
     group = {node: number for number, nodes in enumerate(together) for node in nodes}
     for number, plan in enumerate(plans):
-        weave_plan(web, number, plan, group)
+        weave_plan(graph, number, plan, group)
     met: dict[tuple[str, str, int], int] = {}
     program = {device: number for number, plan in enumerate(plans) for device in plan.devices}
     teams = {name: teams_of(program, comm) for name, comm in plans.comms.items()}
-    web.meeting = [-1] * len(web.instrs)
-    for number, ins in enumerate(web.instrs):
+    graph.meeting = [-1] * len(graph.instrs)
+    for number, ins in enumerate(graph.instrs):
         if ins.comm is not None and ins.op in COMMUNICATION:
-            key = (ins.node, ins.comm, teams[ins.comm][web.program[number]])
+            key = (ins.node, ins.comm, teams[ins.comm][graph.program[number]])
             if key not in met:
-                met[key] = len(web.meetings)
-                web.meetings.append([])
-            web.meeting[number] = met[key]
-            web.meetings[met[key]].append(number)
-    return web
+                met[key] = len(graph.meetings)
+                graph.meetings.append([])
+            graph.meeting[number] = met[key]
+            graph.meetings[met[key]].append(number)
+    return graph
 
 
-def weave_plan(web: DependencyGraph, number: int, plan: Plan, group: Mapping[str, int]) -> None:
+def weave_plan(graph: DependencyGraph, number: int, plan: Plan, group: Mapping[str, int]) -> None:
     """Number the instructions of one program."""
-    first = len(web.instrs)
-    web.first.append(first)
+    first = len(graph.instrs)
+    graph.first.append(first)
     followers: list[list[int]] = [[] for _ in plan.instrs]
     last: dict[str, int] = {}  # by stream
     signalled: dict[int, int] = {}  # by event
@@ -70,18 +72,18 @@ def weave_plan(web: DependencyGraph, number: int, plan: Plan, group: Mapping[str
         lead = leader.setdefault(group[ins.node], place) if ins.node in group else place
         for earlier in before if lead < place else ():
             followers[earlier].append(first + lead)
-            web.waiting[first + lead] += 1
+            graph.waiting[first + lead] += 1
         if ins.stream in last:
             before.append(last[ins.stream])
         for earlier in before:
             followers[earlier].append(first + place)
-        web.waiting.append(len(before))
+        graph.waiting.append(len(before))
         last[ins.stream] = place
         if ins.signals is not None:
             signalled[ins.signals] = place
-    web.instrs += plan.instrs
-    web.program += [number] * len(plan.instrs)
-    web.followers += [tuple(after) for after in followers]
+    graph.instrs += plan.instrs
+    graph.program += [number] * len(plan.instrs)
+    graph.followers += [tuple(after) for after in followers]
 
 
 def teams_of(program: Mapping[int, int], comm: Comm) -> dict[int, int]:
@@ -103,32 +105,32 @@ def teams_of(program: Mapping[int, int], comm: Comm) -> dict[int, int]:
 class InstructionCosts:
     """The cost of each instruction, computed once for equal instructions."""
 
-    def __init__(self, web: DependencyGraph, chunks: Mapping[str, Chunk], costs: Costs) -> None:
-        self.web, self.chunks, self.costs = web, chunks, costs
+    def __init__(self, graph: DependencyGraph, chunks: Mapping[str, Chunk], costs: Costs) -> None:
+        self.graph, self.chunks, self.costs = graph, chunks, costs
         self.computes: dict[tuple[Phase, str], float] = {}
         self.talks: dict[tuple[str, str, int, int], Talk] = {}
         self.slowest: dict[tuple[str, str], Devices] = {}  # by op and communicator
 
     def seconds(self, number: int) -> float:
         """Return the seconds of an instruction that does not communicate."""
-        ins = self.web.instrs[number]
+        ins = self.graph.instrs[number]
         if ins.op != "compute":
-            return self.costs.touch(ins.op, touched(self.web.plans.plans[self.web.program[number]], ins))
+            return self.costs.touch(ins.op, touched(self.graph.plans.plans[self.graph.program[number]], ins))
         key = (ins.computes.phase, ins.computes.chunk)
         if key not in self.computes:
             self.computes[key] = self.costs.compute(self.chunks.get(key[1]), key[0])
         if not ins.adds_to:
             return self.computes[key]
         # It writes its gradients in any case. Where it adds them to a sum, it reads that as well.
-        plan = self.web.plans.plans[self.web.program[number]]
+        plan = self.graph.plans.plans[self.graph.program[number]]
         read = sum(plan.slots[slot].nbytes for slot in ins.adds_to)
         return self.computes[key] + self.costs.touch("compute", read)
 
     def talk(self, number: int) -> Talk:
         """Return the cost of a communication in the slowest of its groups."""
-        ins = self.web.instrs[number]
+        ins = self.graph.instrs[number]
         assert ins.comm is not None
-        apart = gradient_bytes(self.web.plans.plans[self.web.program[number]], ins)
+        apart = gradient_bytes(self.graph.plans.plans[self.graph.program[number]], ins)
         key = (ins.travels_as, ins.comm, ins.nbytes, apart)
         if key not in self.talks:
             talk = self.costs.talk(ins.travels_as, ins.nbytes, self._slowest(ins, ins.comm))
@@ -145,7 +147,7 @@ class InstructionCosts:
                 talk = self.costs.talk(ins.travels_as, ins.nbytes, group)
                 return talk.latency + talk.seconds
 
-            self.slowest[ins.travels_as, comm] = max(self.web.plans.comms[comm].groups, key=cost)
+            self.slowest[ins.travels_as, comm] = max(self.graph.plans.comms[comm].groups, key=cost)
         return self.slowest[ins.travels_as, comm]
 
 

@@ -54,27 +54,27 @@ class Task:
 class Engine:
     """Runs the instructions of a dependency graph once, on a simulated clock."""
 
-    def __init__(self, web: DependencyGraph, prices: InstructionCosts, costs: Costs) -> None:
-        self.web, self.prices = web, prices
-        count = len(web.instrs)
+    def __init__(self, graph: DependencyGraph, prices: InstructionCosts, costs: Costs) -> None:
+        self.graph, self.prices = graph, prices
+        count = len(graph.instrs)
         self.ready, self.start, self.end = [0.0] * count, [0.0] * count, [0.0] * count
         self.cause = [NO_INSTRUCTION] * count  # the instruction of its device whose end let it start
-        self.nominal = [0.0] * len(web.meetings)  # what each communication takes alone
-        self.late = [NO_INSTRUCTION] * len(web.meetings)  # the member that was ready last
-        self.missing = [len(members) for members in web.meetings]
-        self.waiting = list(web.waiting)
+        self.nominal = [0.0] * len(graph.meetings)  # what each communication takes alone
+        self.late = [NO_INSTRUCTION] * len(graph.meetings)  # the member that was ready last
+        self.missing = [len(members) for members in graph.meetings]
+        self.waiting = list(graph.waiting)
         self.events: list[tuple[float, int, Task, int]] = []
         self.over: list[Task] = []
         self.now, self.ticks = 0.0, 0
         self.wake = costs.wake
         self.links: dict[tuple[int, int, str], Resource] = {}
-        self.devices = [Resource(1) for _ in web.plans]
+        self.devices = [Resource(1) for _ in graph.plans]
         self.cores = Resource(costs.cores) if costs.cores else None
-        self.loads = loads_of(web, costs.node)
+        self.loads = loads_of(graph, costs.node)
 
     def run(self) -> None:
         """Run to the end. Every instruction has its times afterwards."""
-        for number, count in enumerate(self.web.waiting):
+        for number, count in enumerate(self.graph.waiting):
             if not count:
                 self._ready(number)
         while True:
@@ -95,7 +95,7 @@ class Engine:
 
     def _ready(self, number: int) -> None:
         self.ready[number] = self.now
-        meeting = self.web.meeting[number]
+        meeting = self.graph.meeting[number]
         if meeting < 0:
             self._begin_alone(number)
             return
@@ -111,7 +111,7 @@ class Engine:
         if not seconds and not wake:
             self.over.append(Task((number,), 0.0, ()))
             return
-        program, operation = self.web.program[number], OPS[self.web.instrs[number].op]
+        program, operation = self.graph.program[number], OPS[self.graph.instrs[number].op]
         uses: list[tuple[Resource, float]] = []
         if self.cores is not None:
             uses.append((self.cores, self.loads[program]))
@@ -131,10 +131,10 @@ class Engine:
         cause = self.cause[number]
         if not self.wake or cause == NO_INSTRUCTION:
             return 0.0
-        return self.wake if self.web.instrs[cause].stream != self.web.instrs[number].stream else 0.0
+        return self.wake if self.graph.instrs[cause].stream != self.graph.instrs[number].stream else 0.0
 
     def _begin_talk(self, meeting: int, number: int) -> None:
-        members = self.web.meetings[meeting]
+        members = self.graph.meetings[meeting]
         wake = self._wake(number)
         for member in members:
             self.start[member] = self.now + wake
@@ -161,7 +161,7 @@ class Engine:
         """Return what a communication uses: its members' links, and their cores where those copy."""
         uses: list[tuple[Resource, float]] = []
         for member in members:
-            operation, program = OPS[self.web.instrs[member].op], self.web.program[member]
+            operation, program = OPS[self.graph.instrs[member].op], self.graph.program[member]
             for way, used in (("out", operation.sends), ("in", operation.receives)):
                 if used:
                     uses.append((self._link(program, talk.level, way), 1.0))
@@ -175,7 +175,7 @@ class Engine:
 
     def _slowed(self, members: Sequence[int], slows: float) -> list[tuple[Resource, float]]:
         """Return the devices of a communication, each once, with the part of their speed that it takes."""
-        programs = dict.fromkeys(self.web.program[member] for member in members)
+        programs = dict.fromkeys(self.graph.program[member] for member in members)
         return [(self.devices[program], slows) for program in programs]
 
     def _expect(self, task: Task, time: float) -> None:
@@ -225,14 +225,14 @@ class Engine:
         for member in task.members:
             self.end[member] = self.now
         for member in task.members:
-            for follower in self.web.followers[member]:
+            for follower in self.graph.followers[member]:
                 self.waiting[follower] -= 1
                 if not self.waiting[follower]:
                     self.cause[follower] = member
                     self._ready(follower)
 
 
-def loads_of(web: DependencyGraph, node: int) -> list[float]:
+def loads_of(graph: DependencyGraph, node: int) -> list[float]:
     """Return how many devices of each program a node has on average."""
-    nodes = -(-len(web.plans.devices) // node)
-    return [len(plan.devices) / nodes for plan in web.plans]
+    nodes = -(-len(graph.plans.devices) // node)
+    return [len(plan.devices) / nodes for plan in graph.plans]

@@ -49,8 +49,8 @@ def simulate(
     """
     chunks: Mapping[str, Chunk] = {chunk.name: chunk for chunk in outline.chunks} if outline else {}
     with no_collection():
-        web = weave(plans, together)
-        engine = Engine(web, InstructionCosts(web, chunks, costs), costs)
+        graph = weave(plans, together)
+        engine = Engine(graph, InstructionCosts(graph, chunks, costs), costs)
         engine.run()
         step = max(engine.end, default=0.0)
         timelines = tuple(timeline_of(engine, number, plan) for number, plan in enumerate(plans))
@@ -74,7 +74,7 @@ def simulate_alone(plans: Plans, outline: CapturedModel, costs: Costs, device: i
 
 def numbers_of(engine: Engine, program: int, plan: Plan) -> Iterable[int]:
     """Return the numbers of the instructions of one program."""
-    first = engine.web.first[program]
+    first = engine.graph.first[program]
     return range(first, first + len(plan.instrs))
 
 
@@ -92,7 +92,7 @@ def contention(engine: Engine, program: int, plan: Plan) -> float:
     """Return the extra time one device's communications took because they shared links."""
     lost = 0.0
     for n in numbers_of(engine, program, plan):
-        meeting = engine.web.meeting[n]
+        meeting = engine.graph.meeting[n]
         if meeting >= 0:
             lost += max(0.0, engine.end[n] - engine.start[n] - engine.nominal[meeting])
     return lost

@@ -67,12 +67,12 @@ def test_any_slices_are_read_from_any_others(saved: str, loaded: str, tmp_path: 
     again = record_of(json.loads(record.to_json()))
     assert again.tensors == record.tensors
     check_sections(again)
-    shelf = CheckpointReader(tmp_path, again)
-    shelf.check_headers()
+    reader = CheckpointReader(tmp_path, again)
+    reader.check_headers()
     for position in range(devices(DIVISIONS[loaded])):
         wanted = held(whole, DIVISIONS[loaded], position)
         flat = torch.zeros(wanted.numel(), dtype=torch.float64)
-        shelf.read(parts(flat, DIVISIONS[loaded], position))
+        reader.read(parts(flat, DIVISIONS[loaded], position))
         assert torch.equal(flat.view(wanted.shape), wanted.double())
 
 

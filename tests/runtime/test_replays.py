@@ -140,9 +140,9 @@ def test_a_checkpoint_is_loaded_after_the_capture(monkeypatch: pytest.MonkeyPatc
     for batch in given:
         other.step(batch)
     assert executor.graph is not None
-    shelf = CheckpointReader(tmp_path / "step-2", read_record(tmp_path / "step-2"))
+    reader = CheckpointReader(tmp_path / "step-2", read_record(tmp_path / "step-2"))
     for worker in (one, other):
-        for adopt in read_state(worker, shelf):
+        for adopt in read_state(worker, reader):
             adopt()
     assert executor.graph is None
     for batch in given:

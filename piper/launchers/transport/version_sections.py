@@ -208,7 +208,7 @@ def held_in(descriptor: int, number: int = REST) -> HeldVersion:
     return HeldVersion(copied=copied, layout=layout, memory=memory, begin=begin)
 
 
-class VersionShelf(CheckpointReader):
+class VersionReader(CheckpointReader):
     """The tensors of a version. A worker reads what it needs, from the memory of any device."""
 
     def __init__(self, held: Iterable[HeldVersion], seed: int) -> None:

@@ -37,7 +37,7 @@ from piper.launchers.transport.version_sections import (
     SPAN,
     HeldVersion,
     SectionWriter,
-    VersionShelf,
+    VersionReader,
     encoded,
     held_in,
     image_bytes,
@@ -207,7 +207,7 @@ class WorkerVersions:
         finally:
             for descriptor in (descriptor for pair in files.values() for descriptor in pair):
                 os.close(descriptor)
-        for act in read_state(self.worker, VersionShelf(held, self.worker.setup.seed)):
+        for act in read_state(self.worker, VersionReader(held, self.worker.setup.seed)):
             act()
         self.worker.env.step, self.began = step, None
 
@@ -281,9 +281,9 @@ class Versions:
             found += self.holders.rest(self.descriptors) or ()
         return [(device, held_in(file, number)) for device, file, number in found]
 
-    def shelf(self, step: int, seed: int) -> VersionShelf:
+    def reader(self, step: int, seed: int) -> VersionReader:
         """Return the tensors of a complete version."""
-        return VersionShelf((held for _, held in self._held(step)), seed)
+        return VersionReader((held for _, held in self._held(step)), seed)
 
     def parts(self, step: int) -> dict[int, list[TensorRange]]:
         """Return all tensors of a complete version by device, to write them to a disk."""
