@@ -80,11 +80,11 @@ def with_parameters_of(trained: CapturedModel, outline: CapturedModel, program: 
 
 def check_buffers(program: Program, graph: Graph, outline: CapturedModel) -> None:
     """Refuse a buffer that training and evaluation use on different devices: it would have two values."""
-    homes, placed = (homes_of(each) for each in (program.graph, graph))
+    before, placed = (devices_of_chunks(each) for each in (program.graph, graph))
     trained: dict[str, set[int]] = {}
     for chunk in program.outline.chunks:
         for name in chunk.buffers:
-            trained.setdefault(name, set()).update(homes[chunk.name])
+            trained.setdefault(name, set()).update(before[chunk.name])
     for chunk in outline.chunks:
         for name in chunk.buffers:
             if name in trained and not trained[name].issuperset(placed[chunk.name]):
@@ -99,12 +99,12 @@ def check_buffers(program: Program, graph: Graph, outline: CapturedModel) -> Non
                 )
 
 
-def homes_of(graph: Graph) -> dict[str, set[int]]:
+def devices_of_chunks(graph: Graph) -> dict[str, set[int]]:
     """Return the devices that run some microbatch of each chunk."""
-    homes: dict[str, set[int]] = {}
+    found: dict[str, set[int]] = {}
     for node in graph.nodes.values():
-        homes.setdefault(node.chunk, set()).update(node.devices)
-    return homes
+        found.setdefault(node.chunk, set()).update(node.devices)
+    return found
 
 
 def layout_of(parameter: Parameter) -> object:

@@ -26,10 +26,10 @@ def likely_rows(strategy: list[Directive], samples: int) -> int:
 
 def rows_of(graph: Graph, samples: int) -> dict[str, int]:
     """Return how many samples each chunk gets at a time."""
-    homes = {
+    slices = {
         node.chunk: len(node.devices) // graph.policy(node.chunk).degree for node in graph.nodes.values()
     }
-    return {chunk: samples // (size * parts_of(graph, chunk)) for chunk, size in homes.items()}
+    return {chunk: samples // (size * parts_of(graph, chunk)) for chunk, size in slices.items()}
 
 
 def capture_slices(

@@ -208,11 +208,11 @@ def over_ranks(stages: list[range], grid: Grid, width: int, *kinds: Placing) -> 
 
     kinds: make a directive of a stage, or of some of its microbatches, and of the devices of a rank.
     """
-    homes: dict[int, dict[int, dict[int, None]]] = {}  # stage -> rank -> its microbatches
+    parts_of: dict[int, dict[int, dict[int, None]]] = {}  # stage -> rank -> its microbatches
     for rank, row in enumerate(grid.rows):
         for action in (action for group in row for action in group):
-            homes.setdefault(action.stage, {}).setdefault(rank, {})[action.microbatch] = None
-    both_ways = any(len(ranks) > 1 for ranks in homes.values())
+            parts_of.setdefault(action.stage, {}).setdefault(rank, {})[action.microbatch] = None
+    both_ways = any(len(ranks) > 1 for ranks in parts_of.values())
     placed = [
         kind(
             at(LAYER=layers, MB=sorted(parts)) if both_ways else at(LAYER=layers),
@@ -220,7 +220,7 @@ def over_ranks(stages: list[range], grid: Grid, width: int, *kinds: Placing) -> 
         )
         for kind in kinds
         for stage, layers in enumerate(stages)
-        for rank, parts in sorted(homes[stage].items(), key=lambda home: min(home[1]))
+        for rank, parts in sorted(parts_of[stage].items(), key=lambda found: min(found[1]))
     ]
     parts = split(at(), axis="MB", parts=grid.microbatches)
     order = orders(grid, stage=[at(LAYER=stage) for stage in stages])

@@ -57,15 +57,15 @@ def emit(work: LoweringState) -> LoweringState:
 def placed_chunks(graph: Graph) -> dict[str, PlacedChunk]:
     """Return each chunk with its devices, and with those of the microbatches that run elsewhere."""
     first, *others = layouts_of(graph)
-    homes = {chunk: placement.devices for chunk, placement in first.placements.items()}
-    elsewhere: dict[str, dict[Tags, Devices]] = {chunk: {} for chunk in homes}
+    usual = {chunk: placement.devices for chunk, placement in first.placements.items()}
+    elsewhere: dict[str, dict[Tags, Devices]] = {chunk: {} for chunk in usual}
     for layout in others:
         for cell in graph.index.cells:
             devices = layout.placements[cell.chunk].devices
-            if cell.part in layout.parts and devices != homes[cell.chunk]:
+            if cell.part in layout.parts and devices != usual[cell.chunk]:
                 elsewhere[cell.chunk][cell.part] = devices
     return {
-        chunk.name: PlacedChunk(tags=chunk.tags, devices=homes[chunk.name], elsewhere=elsewhere[chunk.name])
+        chunk.name: PlacedChunk(tags=chunk.tags, devices=usual[chunk.name], elsewhere=elsewhere[chunk.name])
         for chunk in graph.outline.chunks
     }
 

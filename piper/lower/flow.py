@@ -36,12 +36,12 @@ def bind_values(work: LoweringState) -> LoweringState:
     F[PP=0]@0 --h--> transfer --h@1--> F[PP=1]@1
     """
     graph = work.graph
-    homes = {chunk: placement.devices for chunk, placement in placements_of(graph).items()}
+    holders = {chunk: placement.devices for chunk, placement in placements_of(graph).items()}
     residents = {**work.residents, SEED: Slot(nbytes=8)}
     values: dict[SlotId, Slot] = {}
     nodes: list[Node] = []
     for layout in layouts_of(graph):
-        flow = Flow(work=work, placements=layout.placements, homes=homes, chunks=graph.chunks)
+        flow = Flow(work=work, placements=layout.placements, holders=holders, chunks=graph.chunks)
         for chunk in graph.outline.chunks:
             if not flow.passes_on(chunk):
                 forward(flow, chunk)
@@ -117,7 +117,7 @@ def add_buffer(flow: Flow, chunk: Chunk, name: str) -> None:
     placement = flow.placements[chunk.name]
     sharding = replace(placement.policy.sharding(name), stride=placement.policy.degree)
     size = next(buffer.nbytes for buffer in flow.graph.outline.buffers if buffer.name == name)
-    placed = flow.homes[chunk.name] if sharding.ways > 1 else ()
+    placed = flow.holders[chunk.name] if sharding.ways > 1 else ()
     held = Slot(nbytes=size // sharding.ways, sharding=sharding, placed=placed)
     flow.residents[buffer_slot(name)] = held
 

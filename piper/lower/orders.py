@@ -172,11 +172,13 @@ def in_flight(graph: Graph, depth: dict[str, int], parts: dict[str, list[Tags]])
 def keep_buffers_in_step(graph: Graph) -> Iterator[Temporal]:
     """Yield edges that make a region that writes buffers run its microbatches in order."""
     writes = {chunk.name for chunk in graph.outline.chunks if chunk.mutated}
-    homes = {(node.chunk, node.part): node.devices for node in graph.nodes.values() if node.chunk in writes}
+    devices_of = {
+        (node.chunk, node.part): node.devices for node in graph.nodes.values() if node.chunk in writes
+    }
     last: dict[str, dict[Devices, Tags]] = {}
     for cell in graph.index.cells:
         if cell.chunk in writes:
-            devices = homes[cell.chunk, cell.part]
+            devices = devices_of[cell.chunk, cell.part]
             before = last.setdefault(cell.chunk, {})
             for other, part in before.items():
                 if other is devices or not set(other).isdisjoint(devices):

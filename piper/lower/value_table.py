@@ -30,7 +30,7 @@ class Flow:
 
     work: LoweringState
     placements: dict[str, ChunkPlacement]  # of the microbatches that this flow is of
-    homes: dict[str, Devices]  # the devices that hold the parameters and buffers of each chunk
+    holders: dict[str, Devices]  # the devices that hold the parameters and buffers of each chunk
     chunks: dict[str, Chunk]
     templates: list[Template] = field(default_factory=list)
     values: dict[SlotId, Slot] = field(default_factory=dict)

@@ -170,7 +170,7 @@ class PlacedChunk:
     devices: Devices
     elsewhere: Mapping[Tags, Devices] = field(default_factory=dict)  # of some microbatches
 
-    def home(self, part: Tags) -> Devices:
+    def devices_for(self, part: Tags) -> Devices:
         """Return the devices that run a microbatch."""
         return self.elsewhere.get(part, self.devices)
 

@@ -70,7 +70,7 @@ def lines_of(plans: Plans) -> Iterator[str]:
     for chunk, placed in plans.chunks.items():
         said = [f"tags={show_pairs(placed.tags)}", f"devices={show(placed.devices)}"]
         if placed.elsewhere:
-            others = [f"{show_pairs(part)}@{show(home)}" for part, home in placed.elsewhere.items()]
+            others = [f"{show_pairs(part)}@{show(devices)}" for part, devices in placed.elsewhere.items()]
             said.append(f"elsewhere={AND.join(others)}")
         yield line("chunk", shown(chunk), said)
     for comm in plans.comms.values():

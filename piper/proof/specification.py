@@ -32,13 +32,15 @@ class Specification:
         self.graph, self.clip = graph, clip
         self.outline = graph.outline
         self.chunks: Mapping[str, Chunk] = graph.chunks
-        self.homes = homes_of(graph)
-        self.placement = {name: joined(sets.values()) for name, sets in self.homes.items()}
+        self.part_devices = devices_by_part(graph)
+        self.placement = {name: joined(sets.values()) for name, sets in self.part_devices.items()}
         self.devices = tuple(sorted({device for devices in self.placement.values() for device in devices}))
         self.microbatches = {name: microbatches_of(axes) for name, axes in graph.parts.items()}
         self.known_microbatches = {name: frozenset(found) for name, found in self.microbatches.items()}
         self.axes = dict(axis for axes in graph.parts.values() for axis in axes)
-        self.grids = {name: self._grid(name, next(iter(self.homes[name].values()))) for name in self.chunks}
+        self.grids = {
+            name: self._grid(name, next(iter(self.part_devices[name].values()))) for name in self.chunks
+        }
         self.layouts = self._layouts()
         self.cells = math.lcm(*{grid.slices for grid in self.grids.values()})
         self.lanes = max(grid.degree for grid in self.grids.values())
@@ -175,10 +177,10 @@ class Specification:
     def _layouts(self) -> list[PartGrids]:
         """Find the microbatches that run on the same devices, chunk by chunk: all, unless some are apart."""
         parts = dict.fromkeys(part for found in self.microbatches.values() for part in found)
-        apart = [name for name, sets in self.homes.items() if len(set(map(id, sets.values()))) > 1]
+        apart = [name for name, sets in self.part_devices.items() if len(set(map(id, sets.values()))) > 1]
         alike: dict[tuple[Devices | None, ...], list[Tags]] = {}
         for part in parts:
-            alike.setdefault(tuple(self.homes[name].get(part) for name in apart), []).append(part)
+            alike.setdefault(tuple(self.part_devices[name].get(part) for name in apart), []).append(part)
         return [
             PartGrids(
                 parts=frozenset(found),
@@ -186,12 +188,12 @@ class Specification:
                     **self.grids,
                     **{
                         name: self._grid(name, devices)
-                        for name, devices in zip(apart, homes, strict=True)
+                        for name, devices in zip(apart, sets, strict=True)
                         if devices is not None
                     },
                 },
             )
-            for homes, found in alike.items()
+            for sets, found in alike.items()
         ]
 
     def _whole_axes(self, *, backward: bool) -> dict[tuple[str, int], frozenset[str]]:
@@ -222,7 +224,7 @@ class Specification:
         return found
 
 
-def homes_of(graph: Graph) -> dict[str, dict[Tags, Devices]]:
+def devices_by_part(graph: Graph) -> dict[str, dict[Tags, Devices]]:
     """Return the devices of each chunk by microbatch. Equal sets are one object."""
     known: dict[Devices, Devices] = {}
     by_id: dict[int, Devices] = {}

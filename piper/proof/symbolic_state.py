@@ -227,8 +227,8 @@ def placed_by(slot: SlotId, devices: Devices) -> tuple[str, ...] | None:
     """
     if len(slot.devices) != 2:
         return None
-    home, group = slot.devices
-    if not group or not set(home).issuperset((*group, *devices)):
+    region, group = slot.devices
+    if not group or not set(region).issuperset((*group, *devices)):
         return None
-    stride = home.index(group[1]) - home.index(group[0]) if len(group) > 1 else 1
-    return places_along(home, stride, len(group), devices) if stride > 0 else None
+    stride = region.index(group[1]) - region.index(group[0]) if len(group) > 1 else 1
+    return places_along(region, stride, len(group), devices) if stride > 0 else None

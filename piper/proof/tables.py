@@ -123,13 +123,13 @@ def bucket_problems(
 
     `family`: the buckets that hold a parameter of this one, itself included. `held`: see `holdings`.
     """
-    homes = [spec.placement[name] for name in bucket.chunks if name in spec.chunks]
-    if len(homes) < len(bucket.chunks) or not set(bucket.devices).issuperset(
-        d for home in homes for d in home
+    placements = [spec.placement[name] for name in bucket.chunks if name in spec.chunks]
+    if len(placements) < len(bucket.chunks) or not set(bucket.devices).issuperset(
+        d for placement in placements for d in placement
     ):
         yield f"{bucket.name} does not lie on all devices of its chunks"
         return
-    apart = any(home != bucket.devices for home in homes)
+    apart = any(placement != bucket.devices for placement in placements)
     problems = [
         p for name, ways in held.items() for p in group_problems(bucket, len(family), name, ways, apart)
     ]
@@ -186,11 +186,11 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     for plan in plans:
         for slot, held in plan.residents.items():
             for user in users.get(slot.owner, ()) if slot.kind == "buffer" else ():
-                grid, home = spec.grids[user], spec.placement[user]
+                grid, placement = spec.grids[user], spec.placement[user]
                 experts = spec.sharding(user, slot.owner)
                 wanted = Sharding(dim=experts.dim, ways=experts.ways, stride=grid.degree)
-                placed = home if experts.ways > 1 else ()
-                if plan.devices[0] not in home or held.sharding.ways == experts.ways == 1:
+                placed = placement if experts.ways > 1 else ()
+                if plan.devices[0] not in placement or held.sharding.ways == experts.ways == 1:
                     continue
                 if (held.sharding, held.placed) != (wanted, placed):
                     found, should = divided([held.sharding], held.placed), divided([wanted], placed)

@@ -222,7 +222,7 @@ class SymbolicRun:
             f"{chunk}{show_part(part)}"
             for chunk in chunks
             for part in self.spec.microbatches[chunk]
-            if device in self.spec.homes[chunk][part]
+            if device in self.spec.part_devices[chunk][part]
         ]
         found: list[str] = []
         if value is not None and self.state.things.thing(value) == Thing("buffer", name):

@@ -121,7 +121,7 @@ def ends_with(env: Env, ins: Instr) -> list[int]:
 
 def seeded(env: Env, ins: Instr, chunk: str, run: Bound) -> Bound:
     """Draw the same numbers for the same chunk, microbatch and replica in a step, wherever it runs."""
-    place = env.setup.plans.chunks[chunk].home(ins.part).index(env.device)
+    place = env.setup.plans.chunks[chunk].devices_for(ins.part).index(env.device)
     where = draw_place(chunk, ins.part, place // env.setup.outline.degree(env.chunks[chunk]))
 
     def draw() -> None:
@@ -140,7 +140,7 @@ def parts_of(plans: Plans, chunk: str) -> list[Tags]:
     """Return the microbatches that a chunk's forward runs on, each once, recomputed or not."""
     found: dict[Tags, None] = {}
     placed = plans.chunks[chunk]
-    for device in {home[0]: None for home in (placed.devices, *placed.elsewhere.values())}:
+    for device in {devices[0]: None for devices in (placed.devices, *placed.elsewhere.values())}:
         for ins in plans.of(device).instrs:
             if isinstance(ins.payload, Pass) and (ins.payload.chunk, ins.payload.phase) == (chunk, "F"):
                 found[ins.payload.part] = None

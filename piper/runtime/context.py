@@ -128,9 +128,9 @@ class Env:
                 dtype = self.setup.dtype if value.is_floating_point() else value.dtype
                 return value.to(self.setup.device, dtype, copy=True)
             case "place" | "host_place":
-                home, group = slot.devices
-                stride = home.index(group[1]) - home.index(group[0]) if len(group) > 1 else 1
-                place = home.index(self.device) // stride % len(group)
+                region, group = slot.devices
+                stride = region.index(group[1]) - region.index(group[0]) if len(group) > 1 else 1
+                place = region.index(self.device) // stride % len(group)
                 return torch.tensor([place], device=self.setup.device if slot.kind == "place" else "cpu")
             case "constant":
                 return self.setup.constants[slot.owner].to(self.setup.device)

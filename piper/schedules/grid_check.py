@@ -57,9 +57,9 @@ def places(grid: Grid, by: str, where: Where) -> dict[Action, tuple[int, int]]:
 
 def one_rank_per_microbatch(found: dict[Action, tuple[int, int]], by: str, where: Where) -> None:
     """Refuse a microbatch of a stage that two ranks run: its saved activations live in one place."""
-    home: dict[tuple[int, int], Action] = {}
+    first_of: dict[tuple[int, int], Action] = {}
     for action, (rank, position) in found.items():
-        first = home.setdefault((action.stage, action.microbatch), action)
+        first = first_of.setdefault((action.stage, action.microbatch), action)
         if found[first][0] != rank:
             raise ScheduleError(
                 f"stage {action.stage} runs microbatch {action.microbatch} on two ranks",

@@ -98,7 +98,7 @@ def test_parameters_live_on_all_devices_and_are_sharded_over_them() -> None:
     assert owned == {((1, 0), ((1, 0),), 3)}
     first = plans.chunks["PP=0"]
     assert (first.devices, first.elsewhere) == ((0,), {(("MB", 2),): (1,), (("MB", 3),): (1,)})
-    assert [first.home((("MB", i),)) for i in range(PARTS)] == [(0,), (0,), (1,), (1,)]
+    assert [first.devices_for((("MB", i),)) for i in range(PARTS)] == [(0,), (0,), (1,), (1,)]
 
 
 def said(outline: CapturedModel, *strategy: Directive) -> str:

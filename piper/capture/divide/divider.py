@@ -38,14 +38,14 @@ class Divider:
         division: Division,
         rules: Mapping[object, Rule],
         fallback: Callable[[fx.Node], Rule | None],
-        home: Callable[[fx.Node], Tags | None],
+        region_of: Callable[[fx.Node], Tags | None],
         inside: Callable[[Tags], bool],
         peers: Callable[[Tags, Tags], bool],
         marked: frozenset[str] = frozenset(),
     ) -> None:
         self.recording, self.division = recording, division
         self.rules, self.fallback = rules, fallback
-        self.home, self.inside, self.peers, self.marked = home, inside, peers, marked
+        self.region_of, self.inside, self.peers, self.marked = region_of, inside, peers, marked
         self.graph = fx.Graph()
         self.local: dict[fx.Node, fx.Node] = {}
         self.layouts: dict[fx.Node, Layout | list[Layout]] = {}
@@ -102,7 +102,7 @@ class Divider:
             result = target(*map_arg(args, value), **map_arg(dict(kwargs or {}), value))  # type: ignore[operator]
         made.meta["example_value"] = result
         self.modes[made] = mode
-        self.tags[made] = self.home(self.node) or ()
+        self.tags[made] = self.region_of(self.node) or ()
         bundle = self.bundle or self.recording.bundles.get(self.node)
         if bundle is not None:
             self.bundles[made] = bundle
@@ -210,7 +210,7 @@ class Divider:
 
     def base(self, node: fx.Node) -> fx.Node | None:
         """Return the source of a divided reshape: gathered there, all its reshapes share one collective."""
-        if node.target not in REPLAYED or self.home(node) != self.home(node.all_input_nodes[0]):
+        if node.target not in REPLAYED or self.region_of(node) != self.region_of(node.all_input_nodes[0]):
             return None
         base = node.all_input_nodes[0]
         return base if isinstance(self.layouts[base], Divided) else None
@@ -273,7 +273,7 @@ class Divider:
         assert self.node is not None
         if isinstance(have, Sum):
             return node
-        here, there = self.home(self.node), self.home(node)
+        here, there = self.region_of(self.node), self.region_of(node)
         reads_slices = here is not None and self.inside(here) and (there is None or self.peers(there, here))
         if isinstance(have, Divided) and not reads_slices:
             return node
@@ -333,7 +333,7 @@ class Divider:
         self.modes[local], self.tags[local] = Mode(), ()
 
     def _operation(self, node: fx.Node) -> None:
-        tags = self.home(node)
+        tags = self.region_of(node)
         sources = node.all_input_nodes
         outside = tags is not None and not self.inside(tags)
         if outside or all(self._is_whole(source) for source in sources):

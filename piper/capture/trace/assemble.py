@@ -25,7 +25,7 @@ class Assembler:
 
     def __init__(self, recording: Recording, regions: Regions, cuts: Sequence[Cut]) -> None:
         self.recording, self.regions, self.cuts = recording, regions, cuts
-        self.home = {node: cut for cut in cuts for node in cut.nodes}
+        self.cut_of = {node: cut for cut in cuts for node in cut.nodes}
         self.sizes, self.experts = _routed_sizes(regions, cuts)
         self.results = {cut.name: self._results(cut) for cut in cuts}
 
@@ -38,12 +38,12 @@ class Assembler:
 
     def output(self, node: fx.Node) -> Output:
         """Return the name by which other chunks refer to a value."""
-        home = self.home[node]
-        if home.kind == "route":  # its results are read through getitems, several for one result
+        cut = self.cut_of[node]
+        if cut.kind == "route":  # its results are read through getitems, several for one result
             index = node.args[1]
             assert isinstance(index, int)
-            return Output(chunk=home.name, index=index)
-        return Output(chunk=home.name, index=self.results[home.name].index(node))
+            return Output(chunk=cut.name, index=index)
+        return Output(chunk=cut.name, index=self.results[cut.name].index(node))
 
     def _results(self, cut: Cut) -> list[fx.Node]:
         """Return the values of a chunk that other chunks read or the loss returns."""
@@ -55,10 +55,10 @@ class Assembler:
         ]
 
     def _read_outside(self, node: fx.Node, inside: set[fx.Node]) -> bool:
-        return any(user in self.home and user not in inside for user in node.users)
+        return any(user in self.cut_of and user not in inside for user in node.users)
 
     def _source(self, node: fx.Node) -> Source:
-        if node in self.home:
+        if node in self.cut_of:
             return self.output(node)
         origin = self.recording.origins[node]
         assert not isinstance(origin, FromParameter | FromBuffer), "state is no input"
@@ -152,14 +152,14 @@ class Assembler:
         self, parts: Sequence[Sequence[fx.Node]], reads: Sequence[list[fx.Node]], results: Sequence[fx.Node]
     ) -> tuple[Segment, ...]:
         inputs, params, buffers = reads
-        home = {node: number for number, part in enumerate(parts) for node in part}
+        part_of = {node: number for number, part in enumerate(parts) for node in part}
         made: dict[fx.Node, Made] = {}
         segments = []
         for number, part in enumerate(parts):
             going = [
                 node
                 for node in part
-                if node in results or any(home.get(user, number) > number for user in node.users)
+                if node in results or any(part_of.get(user, number) > number for user in node.users)
             ]
             made.update({node: Made(segment=number, output=i) for i, node in enumerate(going)})
             own = self._reads(part)

@@ -50,7 +50,7 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
     crossing = _crossing(recording, nodes, weights - routed, region_of)
     return Regions(
         order=order,
-        region_of={node: home for node, home in region_of.items() if node not in crossing},
+        region_of={node: region for node, region in region_of.items() if node not in crossing},
         copied=copied | crossing,
         weights=weights,
         areas=areas,
@@ -70,9 +70,9 @@ def _crossing(
     for node in reversed(nodes):
         if node in weights:
             readers[node] = {
-                home
+                region
                 for user in node.users
-                for home in (
+                for region in (
                     readers[user] if user in readers else {region_of[user]} if user in region_of else ()
                 )
             }

@@ -27,7 +27,7 @@ class BufferHistories:
 
     def _key(self, name: str, part: Tags, replica: int) -> Key:
         writer = self._writers.get(name)
-        return name, 0 if writer is None else self._slicing.placed[writer].homes[part][replica]
+        return name, 0 if writer is None else self._slicing.placed[writer].by_part[part][replica]
 
     def begin(self, part: Tags, replica: int) -> None:
         """Set the buffers to what a slice reads."""

@@ -99,12 +99,12 @@ class ChunkwiseReference(Reference):
 def cut(setup: Setup, batch: Mapping[str, Tensor]) -> Iterator[SampleSlice]:
     """Yield the slices of a batch as the devices of the loss see them, replica by replica."""
     plans, chunk = setup.plans, setup.outline.loss.chunk
-    home = plans.chunks[chunk].devices
-    for replica in range(len(home)):
+    devices = plans.chunks[chunk].devices
+    for replica in range(len(devices)):
         for part in sorted(parts_of(plans, chunk)):
             fields = {}
             for name, value in batch.items():
-                rows = slices(plans, len(value), replica, len(home), part)
+                rows = slices(plans, len(value), replica, len(devices), part)
                 piece = torch.cat([value[low:high] for low, high in rows])
                 fields[name] = piece.to(
                     setup.device, setup.dtype if piece.is_floating_point() else piece.dtype
@@ -180,7 +180,7 @@ def expected(program: ProgramLike, reference: ChunkwiseReference) -> Iterator[tu
         for chunk in chunks:
             for index in range(len(chunk.outputs)):
                 mark = Pass(phase="F", chunk=chunk.name, part=piece.part), SlotId("output", chunk.name, index)
-                device = placed[chunk.name].home(piece.part)[piece.replica]
+                device = placed[chunk.name].devices_for(piece.part)[piece.replica]
                 yield device, mark, walk.outputs[chunk.name, index].detach()
     for piece, walk in reference.walks:
         for chunk in reversed(chunks):
@@ -191,4 +191,4 @@ def expected(program: ProgramLike, reference: ChunkwiseReference) -> Iterator[tu
                 slot = SlotId("input_gradient", chunk.name, position)
                 for phase in BACKWARD:
                     run = Pass(phase=phase, chunk=chunk.name, part=piece.part)
-                    yield placed[chunk.name].home(piece.part)[piece.replica], (run, slot), given.grad
+                    yield placed[chunk.name].devices_for(piece.part)[piece.replica], (run, slot), given.grad

@@ -32,7 +32,7 @@ class ForwardPlacement:
 
     devices: tuple[int, ...]  # of each group that shares its samples, the first
     parts: tuple[Tags, ...]
-    homes: Mapping[Tags, tuple[int, ...]] = field(default_factory=dict)  # the devices of each microbatch
+    by_part: Mapping[Tags, tuple[int, ...]] = field(default_factory=dict)  # the devices of each microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +83,11 @@ def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> BatchSlici
         chunk: ForwardPlacement(
             devices=tuple(sorted(next(iter(found.values()))))[:: degrees.get(chunk, 1)],
             parts=tuple(sorted(found)),
-            homes={part: plans.chunks[chunk].home(part)[:: degrees.get(chunk, 1)] for part in found},
+            by_part={part: plans.chunks[chunk].devices_for(part)[:: degrees.get(chunk, 1)] for part in found},
         )
         for chunk, found in devices.items()
     }
-    cells = math.lcm(*(len(home.devices) for home in placed.values()))
+    cells = math.lcm(*(len(each.devices) for each in placed.values()))
     return BatchSlicing(placed=placed, cells=cells, counts=counts)
 
 
