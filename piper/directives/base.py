@@ -165,6 +165,22 @@ def given_tag(verb: str, key: str, tag: object) -> str | None:
     return tag
 
 
+def group_size(ways: int | None, devices: Devices, by: str, kind: str = "group") -> int:
+    """Return how many devices form one group: `ways`, or all. Refuse a number that does not divide them.
+
+    kind: the word for a group in the error.
+    """
+    size = len(devices) if ways is None else ways
+    if not is_whole(size) or size < 1 or len(devices) % size:
+        raise ScheduleError(
+            f"{len(devices)} devices cannot form groups of {size!r}",
+            by=by,
+            facts={"asked": f"ways={size!r}, devices={list(devices)}"},
+            hint=f"ways is the size of one {kind}: a divisor of the number of devices",
+        )
+    return size
+
+
 def is_whole(number: object) -> bool:
     """Return whether a value is a whole number. True and False are not."""
     return isinstance(number, int) and not isinstance(number, bool)

@@ -9,7 +9,7 @@ from piper.directives.base import (
     given_devices,
     given_filter,
     given_stream,
-    is_whole,
+    group_size,
     registered,
     selected,
     touched,
@@ -52,8 +52,7 @@ class Shard(Directive):
                 facts={"asked": str(self.at), "but": f"{nodes[0].chunk} has no route ... unroute"},
                 hint="call piper.route and piper.unroute inside the region, and select it by its tag",
             )
-        ways = len(devices) if self.ways is None else self.ways
-        self._check_ways(ways, devices, by)
+        ways = group_size(self.ways, devices, by, "expert group")
         for name in experts:
             if chunks[name].experts % ways:
                 raise ScheduleError(
@@ -73,15 +72,6 @@ class Shard(Directive):
             ),
         )
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
-
-    def _check_ways(self, ways: int, devices: tuple[int, ...], by: str) -> None:
-        if not is_whole(ways) or ways < 1 or len(devices) % ways:
-            raise ScheduleError(
-                f"{len(devices)} devices cannot form groups of {ways!r}",
-                by=by,
-                facts={"asked": f"ways={ways!r}, devices={list(devices)}"},
-                hint="ways is the size of one expert group: a divisor of the number of devices",
-            )
 
 
 def by_expert(graph: Graph, chunk: Chunk, ways: int) -> dict[str, Sharding]:

@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from piper.directives.base import Directive, checked_devices, is_whole, refused, registered, selected, touched
+from piper.directives.base import (
+    Directive,
+    checked_devices,
+    group_size,
+    is_whole,
+    refused,
+    registered,
+    selected,
+    touched,
+)
 from piper.errors import ScheduleError
 from piper.ir.graph import AxisPolicy, Graph, Policy
 from piper.ir.select import At
@@ -49,14 +58,7 @@ class ShardAxis(Directive):
                 facts={"asked": f"axis={self.axis!r}"},
                 hint="collectives carry the axis as a tag: name an axis that no annotation uses",
             )
-        ways = len(devices) if self.ways is None else self.ways
-        if not is_whole(ways) or ways < 1 or len(devices) % ways:
-            raise ScheduleError(
-                f"{len(devices)} devices cannot form groups of {ways!r}",
-                by=by,
-                facts={"asked": f"ways={ways!r}, devices={list(devices)}"},
-                hint="ways is the size of one group: a divisor of the number of devices",
-            )
+        ways = group_size(self.ways, devices, by)
         own = AxisPolicy(
             axis=self.axis,
             degree=ways,
