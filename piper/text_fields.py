@@ -87,13 +87,26 @@ def read_fields(words: Iterable[str], readers: Readers) -> dict[str, object]:
     return found
 
 
-def build(record: Callable[..., T], /, **values: object) -> T:
-    """Make a record from a line's fields. Raise `BadLineError` if one is missing."""
+def build(record: type[T], /, **values: object) -> T:
+    """Make a record from a line's fields. Raise `BadLineError` if one is missing or is not of the record."""
     try:
         return record(**values)
     except TypeError:
-        needed = {f.name for f in dataclasses.fields(record)} - set(values)  # type: ignore[arg-type]
-        raise BadLineError(f"it lacks one of {', '.join(sorted(needed))}") from None
+        if problem := misfit(record, values):
+            raise BadLineError(problem) from None
+        raise
+
+
+def misfit(record: type, values: Mapping[str, object]) -> str | None:
+    """Return which fields of a record are missing, or else which values are of no field. None: they fit."""
+    fields = dataclasses.fields(record)
+    missing = dataclasses.MISSING
+    needed = {f.name for f in fields if f.init and f.default is f.default_factory is missing}
+    if lacks := needed - values.keys():
+        return f"it lacks {', '.join(sorted(lacks))}"
+    if other := values.keys() - {f.name for f in fields}:
+        return f"it has no {', '.join(sorted(other))}"
+    return None
 
 
 def each_line(text: str, take: Callable[[str, str, list[str]], None], *, source: str, hint: str) -> None:
