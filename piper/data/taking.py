@@ -85,18 +85,16 @@ def placed(error: PiperError, make: Make) -> PiperError:
 def check_fields(batch: object, step: int, make: Make) -> None:
     """Refuse a batch that is not a dict of tensors with the same number of samples each."""
     by, at = named("data", make), f"the batch of step {step}"
-    bad = not isinstance(batch, Mapping) or not batch
-    if bad or not all(isinstance(v, Tensor) and v.dim() for v in batch.values()):  # type: ignore[attr-defined]
-        got = type(batch).__name__ if bad else describe(batch)  # type: ignore[arg-type]
+    fields = batch if isinstance(batch, Mapping) else {}
+    if not fields or not all(isinstance(v, Tensor) and v.dim() for v in fields.values()):
         raise ConfigError(
             "a batch is not a dict of tensors",
             by=by,
-            facts={"at": at, "got": got},
+            facts={"at": at, "got": describe(fields) if fields else type(batch).__name__},
             hint='yield batches such as {"tokens": ..., "labels": ...}, whose first axis is the samples; '
             "leave texts and lists out",
         )
-    assert isinstance(batch, Mapping)
-    sizes = {str(name): len(value) for name, value in batch.items()}
+    sizes = {str(name): len(value) for name, value in fields.items()}
     if len(set(sizes.values())) > 1:
         raise ConfigError(
             "the fields of a batch disagree on the number of samples",

@@ -21,7 +21,7 @@ from piper.capture.trace.blame import node_line
 from piper.capture.trace.effects import draws
 from piper.capture.trace.recording import FromParameter, Mode, Recording
 from piper.errors import CaptureError
-from piper.ir.chunk import AxisPosition, HostPlace, Tags
+from piper.ir.chunk import AxisPosition, Collective, HostPlace, Tags
 
 aten = torch.ops.aten
 
@@ -220,6 +220,12 @@ class Divider:
         whole = self._collect(local, have, WHOLE, varies=False)
         return self._collect(whole, WHOLE, WHOLE, varies=True) if varies and self.trains(whole) else whole
 
+    def exchange(self, local: fx.Node, how: Collective) -> fx.Node:
+        """Write a collective on a local value."""
+        if local.op == "placeholder":  # a collective is a chunk of its own, and reads what chunks compute
+            local = self.emit(aten.clone.default, (local,))
+        return self.emit(collective, (local, how))  # type: ignore[arg-type]  # a graph can hold any argument
+
     def used_alike(self, node: fx.Node) -> None:
         """Note that every device reads a parameter for the same work."""
         origin = self.recording.origins.get(node)
@@ -227,10 +233,7 @@ class Divider:
             self.same.add(origin.name)
 
     def _collect(self, local: fx.Node, have: Layout, want: Layout, varies: bool) -> fx.Node:
-        how = change(self.division.axis, self.degree, have, want, varies)
-        if local.op == "placeholder":  # a collective is a chunk of its own, and reads what chunks compute
-            local = self.emit(aten.clone.default, (local,))
-        made = self.emit(collective, (local, how))  # type: ignore[arg-type]
+        made = self.exchange(local, change(self.division.axis, self.degree, have, want, varies))
         self.varying.discard(made)
         if varies and isinstance(want, Whole):
             self.varying.add(made)

@@ -13,7 +13,6 @@ from torch.fx.node import Argument
 
 import piper.capture.attention  # noqa: F401  registers the operators
 from piper.capture.block_attention import SEQUENCE, Turn
-from piper.capture.divide.collective import collective
 from piper.capture.divide.compute_rules import aligned
 from piper.capture.divide.divider import Divider, aten
 from piper.capture.divide.division import NoRuleError
@@ -50,9 +49,7 @@ class _Block:
         """Write the shift after which a device has the block that the device before it had."""
         d, last = self.d, self.arrived[-1]
         how = Collective(axis=d.division.axis, degree=d.degree, op="shift", back="shift_back")
-        if last.op == "placeholder":  # a collective is a chunk of its own, and reads what chunks compute
-            last = d.emit(aten.clone.default, (last,))
-        self.arrived.append(d.emit(collective, (last, how)))  # type: ignore[arg-type]
+        self.arrived.append(d.exchange(last, how))
 
     def read(self, step: int) -> fx.Node:
         """Write the reshapes from what arrived for a step to what attention reads."""

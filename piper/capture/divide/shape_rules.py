@@ -252,7 +252,7 @@ def inner_collective(d: Divider, node: fx.Node) -> None:
     have = d.layout(source)
     if isinstance(have, Sum) and how.op == "max":
         have = d.settle(source)
-    d.done(node, d.emit(collective, (d.local[source], how)), have)  # type: ignore[arg-type]
+    d.done(node, d.exchange(d.local[source], how), have)
 
 
 RULES: dict[object, Rule] = {

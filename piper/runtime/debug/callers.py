@@ -2,18 +2,19 @@
 
 import sys
 from pathlib import Path
+from types import FrameType
 
 import torch
 
 OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
-def calling_line() -> str:
+def model_line() -> str:
     """Return `file.py:12` of the innermost frame that belongs neither to torch nor to the runtime."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(OURS) and "contextlib" not in name:
             return f"{Path(name).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "an unknown line"

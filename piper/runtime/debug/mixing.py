@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from piper.runtime.debug.callers import calling_line
+from piper.runtime.debug.callers import model_line
 from piper.runtime.debug.distance import distance
 from piper.runtime.debug.reference import Reference, samples_in
 from piper.runtime.debug.replay import ReplayError
@@ -95,7 +95,7 @@ class _Record(TorchDispatchMode):
         self.counts[place] = self.counts.get(place, -1) + 1
         call = Call(
             op=op,
-            where=f"{op._schema.name.removeprefix('aten::')} of {module or 'the loss'} ({calling_line()})",
+            where=f"{op._schema.name.removeprefix('aten::')} of {module or 'the loss'} ({model_line()})",
             sources=[self.source(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
             scalars=[float(leaf) for leaf in leaves if isinstance(leaf, int | float)],
             reduction=args[3] if op in NLL else 0,

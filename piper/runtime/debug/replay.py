@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.ir.chunk import Chunk, Tags
-from piper.runtime.debug.callers import calling_line
+from piper.runtime.debug.callers import model_line
 from piper.runtime.debug.slicing import BatchSlicing, Slice
 from piper.runtime.setup import ProgramLike
 
@@ -228,7 +228,7 @@ class _Draws(TorchDispatchMode):
             if axis is not None:
                 place, _ = left.popleft()
                 return self._draw(op, args, kwargs, chunk, place, axis)
-        self.replay.unmatched.append(f"plain PyTorch draws random numbers at {calling_line()}, no chunk does")
+        self.replay.unmatched.append(f"plain PyTorch draws random numbers at {model_line()}, no chunk does")
         return op(*args, **kwargs)
 
     def _axis(self, chunk: str, shape: Shape, slice_shape: Shape) -> int | None:
@@ -256,7 +256,7 @@ class _Draws(TorchDispatchMode):
         if len(slices) == 1:
             return self._seeded(op, args, kwargs, chunk, place, slices[0])
         if axis < 0 or op not in BY_ELEMENT:
-            raise ReplayError(f"{op} at {calling_line()} does not draw one row for each sample")
+            raise ReplayError(f"{op} at {model_line()} does not draw one row for each sample")
         shape = drawn_shape(op, args)
         assert shape is not None
         results: list[Tensor] = []
@@ -295,10 +295,10 @@ class _Draws(TorchDispatchMode):
         for chunk, left in self.pending().items():
             if left:
                 if len(self.slices[chunk]) > 1:
-                    raise ReplayError(f"{op} at {calling_line()} draws inside a fused kernel")
+                    raise ReplayError(f"{op} at {model_line()} draws inside a fused kernel")
                 place, _ = left.popleft()
                 return self._draw(op, args, kwargs, chunk, place, -1)
-        self.replay.unmatched.append(f"plain PyTorch draws random numbers at {calling_line()}, no chunk does")
+        self.replay.unmatched.append(f"plain PyTorch draws random numbers at {model_line()}, no chunk does")
         return op(*args, **kwargs)
 
 
