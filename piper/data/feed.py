@@ -89,14 +89,14 @@ class Feed:
         own = state.get("data") if state is not None else None
         if isinstance(self._data, Batches):
             self._data.load_state_dict({"step": step})
-            self.step = step
+            self._batches, self.step = None, step
         elif state is not None and isinstance(own, dict) and isinstance(self._data, Stateful):
             self.epoch = int(str(state["epoch"]))
             self._data = self._made()
             assert isinstance(self._data, Stateful)
             with naming(self.make, "load_state_dict()"):
                 self._data.load_state_dict(own)
-            self.step = step
+            self._batches, self.step = None, step
         while self.step < step:
             next(self)
 

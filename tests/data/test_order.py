@@ -1,6 +1,6 @@
 """Which samples a step gets: a function of seed and step, with none lost and none repeated."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 import numpy as np
@@ -31,6 +31,33 @@ class Numbers:
 
 def taken(batches: Iterable[Mapping[str, Tensor]]) -> list[int]:
     return [int(x) for batch in batches for x in batch["x"]]
+
+
+class Resumable:
+    """Counts, from the number that its state holds."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while True:
+            self.next += 1
+            yield {"x": torch.tensor([self.next - 1])}
+
+    def state_dict(self) -> dict[str, object]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.next = int(str(state["next"]))
+
+
+def test_a_feed_that_has_begun_seeks_too() -> None:
+    feed = Feed(Resumable, seed=0)
+    assert taken(islice(feed, 3)) == [0, 1, 2]
+    state = feed.state_dict()
+    assert taken(islice(feed, 3)) == [3, 4, 5]
+    feed.seek(3, state)
+    assert (taken([next(feed)]), feed.step) == ([3], 4)
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 100))
