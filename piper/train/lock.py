@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from piper.errors import ConfigError
@@ -31,14 +31,14 @@ def locked(folder: Path) -> Iterator[str | None]:
             facts={"why": error.strerror or str(error)},
             hint="name a folder you own, on a disk with room: --out DIR",
         ) from None
-    owner, warning = os.getpid(), None
+    warning, held = None, True
 
-    def forget() -> None:  # a child shares the lock: one that outlives this process must not hold it
-        with suppress(OSError):
-            if held and os.getpid() != owner:
-                os.close(descriptor)
+    def release() -> None:
+        nonlocal held
+        if held:  # once: another file may have the number of a descriptor that was closed
+            held = False
+            os.close(descriptor)
 
-    held = True
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,14 +53,14 @@ def locked(folder: Path) -> Iterator[str | None]:
             if error.errno not in UNSUPPORTED:
                 raise
             warning = f"{folder} cannot be locked ({error.strerror}): start no second run in it"
-        os.register_at_fork(after_in_child=forget)
-        about = {"format": FORMAT, "pid": owner, "host": socket.gethostname()}
+        # A child shares the lock: one that outlives this process must not hold it.
+        os.register_at_fork(after_in_child=release)
+        about = {"format": FORMAT, "pid": os.getpid(), "host": socket.gethostname()}
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(about) + "\n").encode(), 0)
         yield warning
     finally:
-        held = False
-        os.close(descriptor)
+        release()
 
 
 def holder(descriptor: int) -> str:

@@ -37,6 +37,20 @@ with locked(Path(sys.argv[1])):
         print(os.getpid(), flush=True)
     time.sleep(60)
 """
+LEAVE = """
+import os, sys
+from contextlib import ExitStack
+from pathlib import Path
+from piper.train.lock import locked
+with ExitStack() as held:
+    held.enter_context(locked(Path(sys.argv[1])))
+    if os.fork() == 0:
+        other = os.open(os.devnull, os.O_RDONLY)  # has the number that the lock had
+        held.close()
+        os.fstat(other)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
 
 
 def refused(piper: Piper, recipe: Path, name: str, message: str, *words: str) -> None:
@@ -118,6 +132,12 @@ def test_a_child_that_outlives_its_run_does_not_hold_the_lock(tmp_path: Path) ->
                 assert warning is None
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_child_that_leaves_the_lock_closes_no_other_file(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", LEAVE, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["0"], done.stderr
 
 
 def test_a_folder_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
