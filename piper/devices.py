@@ -18,6 +18,11 @@ def show(devices: Devices) -> str:
     return ",".join(map(str, devices))
 
 
+def in_words(devices: Devices) -> str:
+    """Return a set of devices in words: `device 0`, `devices 0-3`."""
+    return f"device{'s' if len(devices) > 1 else ''} {show(devices)}"
+
+
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Devices:
     """Read a set of devices from the text that `show` returns."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from piper.devices import show
 from piper.directives.strategy_text import strategy_text
-from piper.format import size
+from piper.format import count, size
 from piper.job import strategy_of
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import OPS
@@ -52,11 +52,10 @@ def line_of(program: "Program") -> str:
     """Return a program in one line."""
     plans = program.plans
     peak = max(timeline(plan).peak for plan in plans)
-    count = len(plans.devices)
     instructions = sum(len(plan.instrs) for plan in plans)
-    devices = f"{count} {program.device} device{'s' if count > 1 else ''}"
+    devices = count(len(plans.devices), f"{program.device} device")
     return (
-        f"Program({devices}, {len(plans)} program{'s' if len(plans) > 1 else ''}, "
+        f"Program({devices}, {count(len(plans), 'program')}, "
         f"{instructions} instructions, peak {size(peak)} a device)"
     )
 

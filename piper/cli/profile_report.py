@@ -8,7 +8,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from piper.format import percent, seconds, size
+from piper.format import count, percent, seconds, size
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION
 from piper.simulate.profile import Profile
@@ -94,7 +94,7 @@ def print_profile(profile: Profile, console: Console) -> None:
     times = [profile.seconds(step) for step in range(profile.count)]
     devices = len(profile.tracks)
     last = profile.first + profile.count - 1
-    what = f"{devices} {'devices' if devices > 1 else 'device'} ({profile.on})"
+    what = f"{count(devices, 'device')} ({profile.on})"
     console.print(
         f"Steps {profile.first} to {last} on {what}: "
         f"median {seconds(median(times))}, from {seconds(min(times))} to {seconds(max(times))}",

@@ -15,6 +15,7 @@ from rich.console import Console
 from piper.checkpoint.metadata import DamagedError, Trainer, read_record
 from piper.compiler import Program, compile
 from piper.data.feed import Feed
+from piper.format import count
 from piper.job import Job
 from piper.launchers.base import Run, StepResult
 from piper.launchers.launch import check_launcher, launcher
@@ -106,8 +107,7 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
     for warning in program.warnings:
         console.print(f"Warning: {warning}")
     record(folder, program, asked.recipe, asked.on, job.steps)
-    devices = len(program.plans.devices)
-    console.print(f"Proven. Starting {devices} {'devices' if devices > 1 else 'device'} on {asked.on}")
+    console.print(f"Proven. Starting {count(len(program.plans.devices), 'device')} on {asked.on}")
     if not (recovering_asked(asked) and supervises(asked.on, program, console.file)):
         return train_program(folder, program, asked, console, past, None)
     drive = partial(train_program, folder, program, asked, console, past)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from piper.devices import show
+from piper.devices import in_words
 from piper.ids import Pass
 from piper.ir.chunk import Phase, Tags
 from piper.ir.graph import Ordering
@@ -94,7 +94,7 @@ def of_plans(
     kept = tuple(tuple(lone_unpaired(row)) for row in rows)
     return Pipeline(
         title=title,
-        names=tuple(f"device{'s' if len(plan.devices) > 1 else ''} {show(plan.devices)}" for plan in plans),
+        names=tuple(in_words(plan.devices) for plan in plans),
         rows=kept,
     )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from piper.devices import show
+from piper.devices import in_words
 from piper.simulate.trace_events import Process, chrome_trace
 from piper.view.subject import Subject
 
@@ -20,7 +20,7 @@ def processes_of(subject: Subject) -> Iterator[Process]:
         for node, numbers in subject.origins.items()
     }
     for plan, timeline in zip(subject.plans, subject.planned.timelines, strict=True):
-        named = f"device{'s' if len(plan.devices) > 1 else ''} {show(plan.devices)}"
+        named = in_words(plan.devices)
         yield Process(name=f"{named}, planned", plan=plan, steps={0: (0.0, timeline)}, made_by=made_by)
         for device in plan.devices:
             if device in subject.measured:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from piper.devices import show
+from piper.devices import in_words
 from piper.ids import AGAIN
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS
@@ -26,7 +26,7 @@ def timeline_text(subject: Subject, width: int = 100) -> str:
     lines: list[str] = []
     used: dict[str, str] = {}
     for plan, timeline in list(zip(subject.plans, subject.planned.timelines, strict=True))[:MOST_PROGRAMS]:
-        lines.append(f"device{'s' if len(plan.devices) > 1 else ''} {show(plan.devices)}")
+        lines.append(in_words(plan.devices))
         lines += streams(plan, timeline, subject.planned.step, width, used)
         for device in plan.devices:
             if device in subject.measured:
