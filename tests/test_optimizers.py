@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import piper
+from piper.callbacks import EMA
 from piper.compiler import Program
 from piper.errors import ConfigError
 from piper.plan.prove import ProofError
 from piper.plan.text import read_plans, show_plans
 from piper.proof.values import prove_values
+from piper.runtime.trainers import takes_pairs
 from tests import plain
 
 Make = Callable[..., Optimizer]
@@ -229,6 +231,22 @@ def test_whole_tensors_are_evaluated_where_they_are(program: Program) -> None:
         model.load_state_dict(run.state_dict())
     assert got == pytest.approx(loss(model, rows(9)).item(), abs=1e-12)
     assert math.isfinite(got)
+
+
+class Factory:
+    """Makes an optimizer from pairs of a name and a parameter. It has an attribute that callbacks have too."""
+
+    make = "adamw"
+
+    def __call__(self, named: Iterable[tuple[str, Tensor]]) -> Optimizer:
+        return by_name(named)
+
+
+def test_an_object_is_asked_itself_what_it_takes() -> None:
+    factory: Make = Factory()
+    assert takes_pairs(factory)
+    assert takes_pairs(EMA().wrap_optimizer(factory))
+    assert not takes_pairs(EMA().wrap_optimizer(torch.optim.SGD))
 
 
 def test_lbfgs_is_refused() -> None:

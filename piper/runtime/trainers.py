@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from piper.callbacks import Averaged
 from piper.errors import ConfigError, PiperError
 from piper.plan.plan import Bucket
 from piper.runtime.standins import (
@@ -42,12 +43,12 @@ class Parameters(list[Tensor]):
         return list(self.named)
 
 
-def takes_pairs(make: object) -> bool:
+def takes_pairs(make: MakeOptimizer) -> bool:
     """Return whether a function takes pairs of a name and a parameter: its argument has a name of `PAIRS`."""
-    while hasattr(make, "make"):  # a callback of the job has wrapped it
+    while isinstance(make, Averaged):  # a callback of the job has wrapped it
         make = make.make
     try:
-        first = next(iter(inspect.signature(make).parameters), "")  # type: ignore[arg-type]
+        first = next(iter(inspect.signature(make).parameters), "")
     except (TypeError, ValueError):  # it is written in C
         return False
     return first in PAIRS
