@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import piper
 from piper.launchers.launch import launcher
 from piper.runtime.debug.check import check
+from tests import plain
 
 log = logging.getLogger("model")
 
@@ -61,7 +62,7 @@ def test_what_a_forward_says_and_checkpoints_is_passed_over(
     said = [record.message for record in caplog.records if not record.name.startswith("torch")]
     assert (capsys.readouterr().out, said) == ("", [])
     assert program.warnings == (
-        "the model asks to recompute activations with torch.utils.checkpoint (test_passed_over.py:35, 2 "
+        "the model asks to recompute activations with torch.utils.checkpoint (test_passed_over.py:36, 2 "
         "times). Here the strategy says what is recomputed: add piper.remat(piper.at(), budget=0)",
     )
     report = check(program, lambda started, options: launcher(started, "inline", options), [batch])
@@ -70,3 +71,43 @@ def test_what_a_forward_says_and_checkpoints_is_passed_over(
 
 def test_a_strategy_that_recomputes_answers_the_checkpoints() -> None:
     assert piper.compile(job(piper.remat(piper.at(), budget=0))).warnings == ()
+
+
+class Counting(nn.Module):
+    """A layer whose forward changes its buffers by `+=` and by assigning what an in-place method returns."""
+
+    steps: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.mean = self.mean.mul_(0.5).add_(self.steps)
+        result: Tensor = self.layer(x) * self.mean
+        return result
+
+
+def test_a_buffer_may_be_changed_by_an_assignment_in_place() -> None:
+    """`self.steps += 1` changes the buffer in place and assigns it to itself: nothing is replaced."""
+    batch = {"x": torch.arange(16.0).view(4, 4) / 16}
+    strategy = [piper.replicate(piper.at(), [0, 1], zero=3)]
+    made = piper.Job(
+        model=Counting,
+        loss=loss,
+        data=lambda: [batch],
+        strategy=strategy,
+        optimizer=plain.sgd,
+        precision="fp64",
+    )
+    wanted = plain.train(Counting, loss, [batch] * 3)
+    with piper.launch(piper.compile(made)) as run:
+        losses = [run.step(batch).loss for _ in range(3)]
+        state = run.state_dict()
+    assert losses == pytest.approx(wanted.losses, rel=1e-9)
+    assert plain.largest_difference(wanted.state, state) < 1e-9
+    assert int(state["steps"]) == 3

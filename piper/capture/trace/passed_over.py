@@ -1,9 +1,9 @@
-"""Calls that a trace passes over: prints, logs and warnings, checkpoints, and `requires_grad` of values.
+"""Calls that a trace passes over: prints, logs and warnings, checkpoints, and attributes of tensors.
 
 Printing and logging happen in no step: a plan runs only what computes. A checkpoint of `torch.utils` says
 what to save, not what to compute, and in Piper a strategy says that: its function is traced as if called
 directly, so that regions inside it are seen. Checkpointed models let their inputs require a gradient, which
-nothing reads.
+nothing reads. `self.steps += 1` changes a buffer in place, and then assigns it to itself, which does nothing.
 """
 
 import logging
@@ -62,6 +62,8 @@ def passing_over() -> Iterator[list[str]]:
     def set_attribute(variable: Any, tx: Any, value: Any, name: Any, to: Any) -> object:  # noqa: ANN401
         if value.is_tensor() and _constant(name) == "requires_grad" and _constant(to) is True:
             return to
+        if _holds(value, tx, _constant(name), to):
+            return to
         return setting(variable, tx, value, name, to)
 
     def require(value: Any, tx: Any, requires_grad: Any = True) -> object:  # noqa: ANN401
@@ -76,6 +78,19 @@ def passing_over() -> Iterator[list[str]]:
         torch._dynamo.config.patch(ignore_logging_functions={*SILENT}),
     ):
         yield lines
+
+
+def _holds(module: Any, tx: Any, name: object, tensor: Any) -> bool:  # noqa: ANN401
+    """Return whether a tensor is the buffer that a module has by this name, perhaps changed in place."""
+    if not tensor.is_tensor() or name not in getattr(getattr(module, "value", None), "_buffers", ()):
+        return False
+    held = module.var_getattr(tx, name)
+    return held.is_tensor() and _traced_value(held) is _traced_value(tensor)
+
+
+def _traced_value(tensor: Any) -> object:  # noqa: ANN401
+    """Return the fake tensor behind a variable of Dynamo: in-place calls return the one they are given."""
+    return tensor.as_proxy().node.meta["example_value"]
 
 
 def _constant(variable: Any) -> object:  # noqa: ANN401
