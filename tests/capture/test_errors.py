@@ -318,6 +318,73 @@ def test_a_buffer_that_is_replaced() -> None:
     )
 
 
+LEFT_IN_AN_ATTRIBUTE = "model: the forward computes with what its last call left in an attribute"
+IN_A_BUFFER = "  hint:    keep it in a buffer, and change that in place: self.steps.add_(1)"
+
+
+def test_a_number_that_counts_calls() -> None:
+    class Warmup(Small):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.b(x) * min(1, self.calls / 10)
+
+    model = lambda: nn.Sequential(nn.Linear(16, 16), Warmup())  # noqa: E731
+    assert refusal(model=model) == lines(LEFT_IN_AN_ATTRIBUTE, "  changed: 1.calls (1)", IN_A_BUFFER)
+
+
+def test_a_number_of_a_class() -> None:
+    class Shared:
+        calls = 2
+
+    def forward(self: Small, x: Tensor) -> Tensor:
+        Shared.calls += 1
+        return self.b(x) * Shared.calls
+
+    assert refusal(forward) == lines(LEFT_IN_AN_ATTRIBUTE, "  changed: Shared.calls (2, then 3)", IN_A_BUFFER)
+    assert Shared.calls == 2, "a capture changes nothing"
+
+
+def test_a_tensor_that_the_last_call_left() -> None:
+    class Recurrent(Small):
+        state: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x) if self.state is None else self.a(x) + self.state
+            self.state = x.detach()
+            return self.b(x)
+
+    assert refusal(model=Recurrent) == lines(
+        LEFT_IN_AN_ATTRIBUTE, "  changed: Recurrent.state (a tensor)", IN_A_BUFFER
+    )
+
+
+def test_attributes_that_only_the_same_call_reads() -> None:
+    """A count that nothing computes with, a loss of a layer's own, and a table that the first call makes."""
+
+    class Harmless(Small):
+        calls = 0
+        table: Tensor | None = None
+        penalty: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.table is None:
+                self.table = torch.arange(16, device=x.device).to(x) + torch.zeros_like(x[0])
+            x = self.a(x) + self.table
+            self.penalty = x.square().mean()
+            return self.b(x)
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        assert isinstance(model, Harmless)
+        return zoo.regression(model, batch) + model.penalty
+
+    made = Harmless()
+    trace(lambda: made, loss, zoo.vectors(4, 0), 4)
+    assert (made.calls, made.table, hasattr(made, "penalty")) == (0, None, False)
+
+
 def test_a_buffer_that_two_regions_share() -> None:
     def forward(self: Small, x: Tensor) -> Tensor:
         with annotate("PP"):

@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pprint import pprint
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch._higher_order_ops.wrap import TagActivationCheckpoint
 
 from piper.attributes import replaced
 from piper.capture.trace.blame import tracing_line
+from piper.capture.trace.left_state import LeftState
 
 # Where Dynamo handles `setattr`: torch 2.13 has a class for it, torch 2.11 has none.
 SETATTR: tuple[Any, str] = (
@@ -42,17 +44,25 @@ SILENT: tuple[Callable[..., object], ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """What a trace passed over that matters all the same."""
+
+    checkpoints: list[str]  # the lines that call them
+    left: LeftState
+
+
 @contextmanager
-def passing_over() -> Iterator[list[str]]:
-    """Pass over such calls during one trace. Yield the list that collects the lines of checkpoints.
+def passing_over() -> Iterator[PassedOver]:
+    """Pass over such calls during one trace. Yield the record of checkpoints and changed attributes.
 
     Dynamo has a setting for functions, and none for the others: this replaces its methods that handle them.
     """
-    lines: list[str] = []
+    found = PassedOver([], LeftState({}))
     setting, requiring = getattr(*SETATTR), TensorVariable.method_requires_grad_
 
     def checkpointed(variable: object, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> object:  # noqa: ANN401  Dynamo's own protocol
-        lines.append(tracing_line().strip(" ()"))
+        found.checkpoints.append(tracing_line().strip(" ()"))
         _, passed = TagActivationCheckpoint.divide_kwargs(kwargs)
         return args[0].call_function(tx, args[1:], passed)
 
@@ -64,6 +74,7 @@ def passing_over() -> Iterator[list[str]]:
             return to
         if _holds(value, tx, _constant(name), to):
             return to
+        found.left.note(value, _constant(name), to)
         return setting(variable, tx, value, name, to)
 
     def require(value: Any, tx: Any, requires_grad: Any = True) -> object:  # noqa: ANN401
@@ -77,7 +88,7 @@ def passing_over() -> Iterator[list[str]]:
         replaced(TensorVariable, "method_requires_grad_", require),
         torch._dynamo.config.patch(ignore_logging_functions={*SILENT}),
     ):
-        yield lines
+        yield found
 
 
 def _holds(module: Any, tx: Any, name: object, tensor: Any) -> bool:  # noqa: ANN401

@@ -18,7 +18,8 @@ from piper.capture.trace.annotate import Region, begin_trace, entered_regions, l
 from piper.capture.trace.blame import loss_failed, node_line, quiet, without_result
 from piper.capture.trace.hooks import no_tensor_hooks
 from piper.capture.trace.layerdrop import no_layer_dropped
-from piper.capture.trace.passed_over import passing_over
+from piper.capture.trace.left_state import Left, as_left, check_same
+from piper.capture.trace.passed_over import PassedOver, passing_over
 from piper.capture.trace.recording import (
     FromBuffer,
     FromParameter,
@@ -54,16 +55,9 @@ def record(
     forward_only: nothing is trained, so the loss need not depend on a trainable parameter.
     """
     step = LossModule(model, loss)
-    settings = torch._dynamo.config.patch(
-        automatic_dynamic_shapes=False,  # a second capture with other sizes is as static as the first
-        capture_scalar_outputs=True,
-        capture_dynamic_output_shape_ops=True,
-        allow_rnn=True,
-    )
-    with quiet() as warned, settings, entered_regions() as entered:
+    with quiet() as warned, entered_regions() as entered:
         try:
-            with no_tensor_hooks(), no_layer_dropped(model), passing_over() as checkpoints:
-                captured = dynamo_graph_capture_for_export(step)(batch)
+            captured, passed = _captured(step, batch)
         except CaptureError:
             raise
         except Exception as error:
@@ -73,10 +67,38 @@ def record(
         _check_side_effects(model, (str(warning.message) for warning in warned))
         flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured)
+        _check_second_call(step, batch, captured, tuple(passed.left.changes.values()))
     tensors = dict(zip(_placeholders(captured.graph), flat, strict=True))
     regions = [*listed_regions(model), *entered]
     recording = _GraphCopier(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
-    return replace(recording, checkpoints=tuple(checkpoints))
+    return replace(recording, checkpoints=tuple(passed.checkpoints))
+
+
+def _captured(step: LossModule, batch: dict[str, Tensor]) -> tuple[fx.GraphModule, PassedOver]:
+    """Let Dynamo trace one call. Return its graph, and what the trace passed over."""
+    settings = torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False,  # a second capture with other sizes is as static as the first
+        capture_scalar_outputs=True,
+        capture_dynamic_output_shape_ops=True,
+        allow_rnn=True,
+    )
+    with settings, no_tensor_hooks(), no_layer_dropped(step.model), passing_over() as passed:
+        return dynamo_graph_capture_for_export(step)(batch), passed
+
+
+def _check_second_call(
+    step: LossModule, batch: dict[str, Tensor], first: fx.GraphModule, changes: Sequence[Left]
+) -> None:
+    """Trace a second call if the first changed attributes, and refuse one that computes something else."""
+    if not changes:
+        return
+    with entered_regions(), as_left(changes):
+        try:
+            second, _ = _captured(step, batch)
+        except Exception:  # noqa: BLE001  what only a second call cannot trace says nothing about the first
+            return
+        read = second.graph._codegen.process_inputs(batch)
+    check_same(first.graph, second.graph, read, changes, step.model)
 
 
 def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> PiperError | None:
