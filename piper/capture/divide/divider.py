@@ -354,6 +354,9 @@ class Divider:
                 hint="leave it out of the regions that are divided; dropout, rand_like and randn_like divide",
             )
         rule = self.rules.get(node.target) or self.fallback(node)
+        if rule is None and self._of_integers(node):
+            self.plain(node)
+            return
         if rule is None:
             raise CaptureError(
                 f"{node.target} has no rule for how it divides",
@@ -368,12 +371,24 @@ class Divider:
             hint = f"choose `ways` among the divisors of {error.size}: {', '.join(map(str, ways))}"
             raise CaptureError(str(error), by=self.division.by, facts=self.facts(), hint=hint) from None
         except NoRuleError as error:
+            if self._of_integers(node):
+                self.plain(node)
+                return
             raise CaptureError(
                 f"{node.target} cannot be divided: {error}",
                 by=self.division.by,
                 facts=self.facts(),
                 hint=error.hint or HINT,
             ) from None
+
+    def _of_integers(self, node: fx.Node) -> bool:
+        """Return whether an operation reads only integers of the group: labels, masks, positions.
+
+        Labels of the next position are in part on the next device. Integers have no gradient and are few, so
+        the devices may gather them, and each does the whole operation.
+        """
+        read = [value_of(source) for source in node.all_input_nodes if not self._is_whole(source)]
+        return all(isinstance(value, Tensor) and not value.is_floating_point() for value in read)
 
     def _is_whole(self, node: fx.Node) -> bool:
         found = self.layouts[node]
