@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from inspect import isfunction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,6 +151,14 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
     captured: an earlier program of the same model and loss, or its `recordings`. The model is then traced
     only for microbatch sizes that no compilation before has asked for.
     """
+    if not isinstance(job, Job):
+        raise ConfigError(
+            f"{getattr(job, '__name__', type(job).__name__)} is not a Job",
+            by="compile",
+            hint="call the recipe: piper.compile(recipe())"
+            if isfunction(job)
+            else "give a Job: piper.compile(piper.Job(model=..., loss=..., data=...))",
+        )
     batch = first_batch(job)
     known = known_recordings(job, device_kind(device), batch, captured, compiled=compile)
     program = build(job, capturing_with(batch, known, Path(cache) if compile else None))

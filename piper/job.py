@@ -143,12 +143,14 @@ class Job:
 
 
 def check_functions(job: Job) -> None:
-    """Refuse functions of a job that cannot be called, and a model that is built already."""
+    """Refuse functions of a job that cannot be called as it calls them, and a model that is built already."""
     for name in ("model", "loss", "data", "optimizer"):
         what = f"{name} is {type(getattr(job, name)).__name__}, which cannot be called"
         need(callable(getattr(job, name)), "Job", what, CALLABLES[name])
     built = f"model is a {type(job.model).__name__} that is built already"
     need(not is_module(job.model), "Job", built, CALLABLES["model"])
+    name = getattr(job.loss, "__name__", type(job.loss).__name__)
+    need(not of_torch(job.loss), "Job", f"loss is torch's {name}: it takes no model and no batch", A_LOSS)
     need(
         job.scheduler is None or callable(job.scheduler),
         "Job",
@@ -283,6 +285,14 @@ CALLABLES = {
     "data": "give a function that returns the batches: data=lambda: loader",
     "optimizer": "give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)",
 }
+
+
+A_LOSS = 'give a function that calls it: loss=lambda model, batch: criterion(model(batch["x"]), batch["y"])'
+
+
+def of_torch(value: object) -> bool:
+    """Return whether a value is one of torch's own losses, such as `nn.MSELoss()` or `F.mse_loss`."""
+    return str(getattr(value, "__module__", "")).startswith(("torch.nn.modules", "torch.nn.functional"))
 
 
 def is_module(value: object) -> bool:

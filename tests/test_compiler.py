@@ -3,6 +3,7 @@
 from inspect import cleandoc
 
 import pytest
+from torch import nn
 
 import piper
 from piper import at, place, remat, replicate, schedules, shard, split
@@ -97,3 +98,34 @@ def test_the_memory_of_bf16_counts_a_master_copy() -> None:
             residents[SlotId("state", bucket.name)].nbytes // bucket.numel,
         )
     assert held == {"fp32": (4, 8), "bf16": (2, 8 + 4)}
+
+
+def recipe() -> piper.Job:
+    return job(case("mlp"), [])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (recipe, "compile: recipe is not a Job\n  hint: call the recipe: piper.compile(recipe())"),
+        (
+            nn.Linear(1, 1),
+            "compile: Linear is not a Job\n"
+            "  hint: give a Job: piper.compile(piper.Job(model=..., loss=..., data=...))",
+        ),
+    ],
+    ids=["a recipe", "a model"],
+)
+def test_what_is_no_job(given: object, message: str) -> None:
+    with pytest.raises(piper.ConfigError) as refused:
+        piper.compile(given)  # type: ignore[arg-type]
+    assert str(refused.value) == message
+
+
+def test_a_job_that_is_not_compiled_cannot_be_launched() -> None:
+    with pytest.raises(piper.ConfigError) as refused:
+        piper.launch(recipe())  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "launch: Job is not a compiled program\n"
+        "  hint: compile the job first: piper.launch(piper.compile(job))"
+    )

@@ -4,6 +4,7 @@ from inspect import cleandoc
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from piper import Checkpoint, ConfigError, Job, at, place, schedules
 
@@ -28,6 +29,20 @@ def line_of(begin: str) -> int:
             """
             Job (test_job.py:LINE): model is int, which cannot be called
               hint: give a function that builds the model: model=MyModel or model=lambda: MyModel(8)
+            """,
+        ),
+        (
+            {"loss": nn.CrossEntropyLoss()},
+            """
+            Job (test_job.py:LINE): loss is torch's CrossEntropyLoss: it takes no model and no batch
+              hint: give a function that calls it: loss=lambda model, batch: criterion(model(batch["x"]), batch["y"])
+            """,
+        ),
+        (
+            {"loss": nn.functional.mse_loss},
+            """
+            Job (test_job.py:LINE): loss is torch's mse_loss: it takes no model and no batch
+              hint: give a function that calls it: loss=lambda model, batch: criterion(model(batch["x"]), batch["y"])
             """,
         ),
         (

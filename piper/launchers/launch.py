@@ -51,6 +51,12 @@ def launch(
     cluster: the network whose times `rank:N` keeps: a known name, or a TOML file.
     resume: the checkpoint to begin from. No process then builds the model: each reads what it needs.
     """
+    if not hasattr(program, "plans"):
+        raise ConfigError(
+            f"{type(program).__name__} is not a compiled program",
+            by="launch",
+            hint="compile the job first: piper.launch(piper.compile(job))",
+        )
     options = Options(
         timeout=timeout,
         streams=streams,

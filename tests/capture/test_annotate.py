@@ -191,6 +191,15 @@ def test_an_unknown_path_names_what_is_close() -> None:
     )
 
 
+def test_regions_without_tags() -> None:
+    with pytest.raises(ConfigError) as raised:
+        annotate_modules(Plain(), ["layers.0"])  # type: ignore[arg-type]
+    assert str(raised.value) == (
+        "annotate_modules: regions is list, not a dict of tags\n"
+        '  hint: name the regions of each tag: annotate_modules(model, {"PP": ["layers.0", "layers.1"]})'
+    )
+
+
 def test_a_bare_string_is_not_a_list_of_regions() -> None:
     with pytest.raises(ConfigError) as raised:
         annotate_modules(Plain(), {"PP": "layers.*"})

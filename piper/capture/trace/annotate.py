@@ -95,6 +95,12 @@ def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -
     regions: for each tag its regions in order. A region is a module's path, several paths together, or a
     pattern such as `layers.*.mlp.experts`, of which each match becomes a region.
     """
+    if not isinstance(regions, Mapping):
+        raise ConfigError(
+            f"regions is {type(regions).__name__}, not a dict of tags",
+            by="annotate_modules",
+            hint='name the regions of each tag: annotate_modules(model, {"PP": ["layers.0", "layers.1"]})',
+        )
     modules = dict(model.named_modules())
     listed: list[Region] = vars(model).setdefault(_LISTED, [])
     for tag, entries in regions.items():
