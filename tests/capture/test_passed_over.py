@@ -111,3 +111,34 @@ def test_a_buffer_may_be_changed_by_an_assignment_in_place() -> None:
     assert losses == pytest.approx(wanted.losses, rel=1e-9)
     assert plain.largest_difference(wanted.state, state) < 1e-9
     assert int(state["steps"]) == 3
+
+
+class Translating(nn.Module):
+    """torch's own encoder and decoder, with a causal mask that is not said to be one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Transformer(4, 2, 1, 1, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        result: Tensor = self.layers(x, x.flip(1), src_mask=mask, tgt_mask=mask)
+        return result
+
+
+def test_a_mask_of_torchs_transformer_is_not_compared_with_a_causal_one() -> None:
+    batch = {"x": torch.arange(48.0).view(4, 3, 4).cos()}
+    made = piper.Job(
+        model=Translating,
+        loss=loss,
+        data=lambda: [batch],
+        strategy=[piper.replicate(piper.at(), [0, 1], zero=3)],
+        optimizer=plain.sgd,
+        precision="fp64",
+    )
+    wanted = plain.train(Translating, loss, [batch] * 2)
+    with piper.launch(piper.compile(made)) as run:
+        losses = [run.step(batch).loss for _ in range(2)]
+        state = run.state_dict()
+    assert losses == pytest.approx(wanted.losses, rel=1e-9)
+    assert plain.largest_difference(wanted.state, state) < 1e-9

@@ -1,9 +1,11 @@
-"""Calls that a trace passes over: prints, logs and warnings, checkpoints, and attributes of tensors.
+"""Calls that a trace passes over: prints, logs, warnings, checkpoints, attributes of tensors, kinds of masks.
 
 Printing and logging happen in no step: a plan runs only what computes. A checkpoint of `torch.utils` says
 what to save, not what to compute, and in Piper a strategy says that: its function is traced as if called
 directly, so that regions inside it are seen. Checkpointed models let their inputs require a gradient, which
-nothing reads. `self.steps += 1` changes a buffer in place, and then assigns it to itself, which does nothing.
+nothing reads. torch's Transformer compares a mask with a causal one, to choose a faster kernel for the same
+values: no trace can branch on that. `self.steps += 1` changes a buffer in place, and then assigns it to
+itself, which does nothing.
 """
 
 import logging
@@ -19,6 +21,7 @@ from torch._dynamo.variables import ConstantVariable, TensorVariable, builtin
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
+from torch.nn.modules import transformer
 
 from piper.attributes import replaced
 from piper.capture.trace.blame import tracing_line
@@ -86,9 +89,15 @@ def passing_over() -> Iterator[PassedOver]:
         replaced(LoggingLoggerVariable, "call_method", logged),
         replaced(*SETATTR, set_attribute),
         replaced(TensorVariable, "method_requires_grad_", require),
+        replaced(transformer, "_detect_is_causal_mask", _known_to_be_causal),
         torch._dynamo.config.patch(ignore_logging_functions={*SILENT}),
     ):
         yield found
+
+
+def _known_to_be_causal(mask: object, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Return whether the caller says that a mask is causal. Otherwise the mask is used as it is."""
+    return is_causal is True
 
 
 def _holds(module: Any, tx: Any, name: object, tensor: Any) -> bool:  # noqa: ANN401
