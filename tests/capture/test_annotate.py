@@ -191,6 +191,18 @@ def test_an_unknown_path_names_what_is_close() -> None:
     )
 
 
+def test_a_second_name_of_a_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model.append(model[0])
+    with pytest.raises(ConfigError) as raised:
+        annotate_modules(model, {"PP": ["0", ["1", "2"]]})
+    assert str(raised.value) == (
+        "annotate_modules, PP: '2' is the module that is called '0' too\n"
+        "  hint: name '0' once: all calls of a module are one region. For a region of each, write "
+        "`with piper.annotate(...)` in the forward"
+    )
+
+
 def test_regions_without_tags() -> None:
     with pytest.raises(ConfigError) as raised:
         annotate_modules(Plain(), ["layers.0"])  # type: ignore[arg-type]

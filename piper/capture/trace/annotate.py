@@ -102,6 +102,7 @@ def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -
             hint='name the regions of each tag: annotate_modules(model, {"PP": ["layers.0", "layers.1"]})',
         )
     modules = dict(model.named_modules())
+    _name_once(model, modules, regions)
     listed: list[Region] = vars(model).setdefault(_LISTED, [])
     for tag, entries in regions.items():
         start = time.perf_counter_ns()
@@ -128,6 +129,24 @@ def _regions(tag: str, entries: Sequence[Entry], paths: Sequence[str]) -> Iterat
             yield from ([path] for path in matches)
         else:
             yield [path for part in entry for path in _matches(tag, part, paths)]
+
+
+def _name_once(
+    model: nn.Module, modules: Mapping[str, nn.Module], regions: Mapping[str, Sequence[Entry]]
+) -> None:
+    """Refuse the second name of a module that a model uses in several places: its calls are one region."""
+    first = {id(module): path for path, module in modules.items()}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for tag, entries in regions.items():
+            named = [part for entry in entries for part in ([entry] if isinstance(entry, str) else entry)]
+            if path not in modules and path in named:
+                name = first[id(module)]
+                raise ConfigError(
+                    f"{path!r} is the module that is called {name!r} too",
+                    by=f"annotate_modules, {tag}",
+                    hint=f"name {name!r} once: all calls of a module are one region. For a region of each, "
+                    "write `with piper.annotate(...)` in the forward",
+                )
 
 
 def _matches(tag: str, pattern: str, paths: Sequence[str]) -> list[str]:
