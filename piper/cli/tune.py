@@ -21,7 +21,13 @@ def tune(
         typer.Option(help="What a device may hold, such as 74GiB; else all it has.", metavar="BYTES"),
     ] = None,
     costs: CostsFile = None,
-    trials: Annotated[int, typer.Option(help="How many candidates to compile at most.", metavar="N")] = 80,
+    trials: Annotated[
+        int,
+        typer.Option(
+            help="How many candidates to compile at most in the search; its last steps compile a few more.",
+            metavar="N",
+        ),
+    ] = 80,
     start: Annotated[
         Path | None,
         typer.Option(help="A JSON strategy that you have: none is chosen that takes longer.", metavar="FILE"),

@@ -74,8 +74,10 @@ def tune(
     memory: bytes that a plan may hold on a device. None: what the cluster's devices have, less their reserve
     for context, communicators and fragmentation.
     costs: measured times of this model's chunks, from `piper profile --calibrate`, with the cluster's links.
-    trials: how many candidates are compiled at most. gap: stop when no candidate can be shorter than the best
-    by this fraction. space: what to choose from. front: also look for strategies that need less memory.
+    trials: how many candidates the search for the shortest step compiles at most. What follows compiles a few
+    more: longer searches for orders, tensor and context parallelism, `front`.
+    gap: stop when no candidate can be shorter than the best by this fraction. space: what to choose from.
+    front: also look for strategies that need less memory.
     start: a strategy that you have. It is evaluated first, and if it fits, none is chosen that takes longer.
     Tensor and context parallelism divide the weights and fields that it divides.
     extrapolate: predict a step of many microbatches from two shorter ones, and prove only what is chosen.
