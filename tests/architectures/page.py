@@ -22,6 +22,9 @@ plain PyTorch on one device in fp64: losses, gradients and parameters within 1e-
 """
 BOTTOM = """
 Set LayerDrop's probability to 0 (`layerdrop=0.0`, `encoder_layerdrop=0.0`): a plan runs the same layers in every step.
+
+A model is captured as `torch.compile` sees it. UMT5 of `transformers` 5.17 is another model there: without a mask its decoder
+attends to later positions in plain PyTorch, and to none under `torch.compile`, so `piper check` reports other numbers.
 """
 
 
