@@ -201,6 +201,12 @@ def check_parts(job: Job) -> None:
         f"buckets is {type(job.buckets).__name__}, not a Buckets",
         'give a piper.Buckets(lengths=[128, 256], pad={"tokens": 0, "labels": -100}), or leave it out',
     )
+    need(
+        isinstance(job.callbacks, Sequence),
+        "Job",
+        f"callbacks is {type(job.callbacks).__name__}, not a list",
+        "put callbacks in a list: callbacks=[piper.callbacks.EarlyStopping()]",
+    )
     for number, callback in enumerate(job.callbacks):
         need(
             isinstance(callback, Callback),

@@ -7,6 +7,7 @@ import pytest
 from torch import nn
 
 from piper import Checkpoint, ConfigError, Job, at, place, schedules
+from piper.callbacks import EarlyStopping
 
 GOOD = {"model": dict, "loss": max, "data": list}
 
@@ -50,6 +51,13 @@ def line_of(begin: str) -> int:
             """
             Job (test_job.py:LINE): data is list, which cannot be called
               hint: give a function that returns the batches: data=lambda: loader
+            """,
+        ),
+        (
+            {"callbacks": EarlyStopping()},
+            """
+            Job (test_job.py:LINE): callbacks is EarlyStopping, not a list
+              hint: put callbacks in a list: callbacks=[piper.callbacks.EarlyStopping()]
             """,
         ),
         (
