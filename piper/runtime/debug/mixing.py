@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from piper.runtime.debug.callers import model_line
 from piper.runtime.debug.distance import distance
@@ -56,7 +55,7 @@ class Call:
     """One operation that ran."""
 
     op: Any
-    where: str  # the module and the source line
+    where: str  # the module and the source line, where they are asked for
     sources: list["Value | None"]  # of each tensor argument; None: nothing that ran made it
     scalars: list[float]  # arguments that are numbers
     reduction: int  # of a loss: torch's number
@@ -75,11 +74,11 @@ Key = tuple[str, str, int]  # the operation, its module, and how often that modu
 
 
 class _Record(TorchDispatchMode):
-    """Records every operation with its results."""
+    """Records every operation with its results, and its source line where that is asked for."""
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str], *, lines: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names = names
+        self.names, self.lines = names, lines
         self.stack: list[str] = []
         self.calls: dict[Key, Call] = {}
         self.made: dict[
@@ -89,25 +88,30 @@ class _Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
+        leaves = [*leaves_of((args, kwargs))]
         module = self.stack[-1] if self.stack else ""
         place = str(op), module
         self.counts[place] = self.counts.get(place, -1) + 1
         call = Call(
             op=op,
-            where=f"{op._schema.name.removeprefix('aten::')} of {module or 'the loss'} ({model_line()})",
+            where=self.where(op, module) if self.lines else "",
             sources=[self.source(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
             scalars=[float(leaf) for leaf in leaves if isinstance(leaf, int | float)],
             reduction=args[3] if op in NLL else 0,
         )
         out = op(*args, **kwargs)
-        for result in tree_leaves(out):
+        for result in leaves_of(out):
             if isinstance(result, Tensor):
-                value = Value(tensor=result.detach().clone())
+                value = Value(tensor=result.clone())  # nothing records gradients here
                 self.made[id(result)] = result, value
                 call.results.append(value)
         self.calls[*place, self.counts[place]] = call
         return out
+
+    @staticmethod
+    def where(op: Any, module: str) -> str:  # noqa: ANN401
+        """Name an operation by its module and the source line that is running."""
+        return f"{op._schema.name.removeprefix('aten::')} of {module or 'the loss'} ({model_line()})"
 
     def source(self, tensor: Tensor) -> Value | None:
         """Return the recorded value of a tensor."""
@@ -130,6 +134,17 @@ class _Record(TorchDispatchMode):
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def leaves_of(value: object) -> Iterator[object]:
+    """Yield the values in the arguments or results of an operation, which are at most lists of values."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves_of(item)
+    elif isinstance(value, dict):
+        yield from leaves_of([*value.values()])
+    else:
+        yield value
 
 
 def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
@@ -184,7 +199,7 @@ def _record(
 ) -> tuple[dict[Key, Call], Tensor]:
     """Run the job's loss, and return every operation that ran, and the loss."""
     names = {id(module): name for name, module in reference.model.named_modules()}
-    record, draws = _Record(names), reference.replay
+    record, draws = _Record(names, lines=part is None), reference.replay  # slices need no lines
     steps = reference.steps
     if not replay:
         drawing: Any = nullcontext()
