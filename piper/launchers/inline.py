@@ -18,6 +18,7 @@ from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, priva
 from piper.launchers.messages import Call
 from piper.launchers.processes import ProcessStatus, SharedFile, running
 from piper.launchers.run_programs import Evaluates, Prepared
+from piper.launchers.transport.version_sections import VersionReader
 from piper.launchers.transport.versions import WorkerVersions
 from piper.runtime.comm.base import speaks_in
 from piper.runtime.comm.inline import World
@@ -127,8 +128,10 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
 
     def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
         """Take the state after a step from memory; `unread`: the values that no device holds."""
+        reader: VersionReader | None = None  # threads read the same memory
         for versions in self.versions.values():
-            versions.restore(step)
+            reader = reader or versions.reader(step)
+            versions.restore(step, reader)
         self.unread.update(unread)
 
     def _prepare(self, made: Prepared, *, trains: bool) -> None:

@@ -196,8 +196,8 @@ class WorkerVersions:
             self.writers[number] = SectionWriter(self.worker.device, self.descriptors, number)
         return self.writers[number]
 
-    def restore(self, step: int) -> None:
-        """Take the state after a step, which the driver has found complete."""
+    def reader(self, step: int) -> VersionReader:
+        """Return the tensors of a version, the same for all devices. The driver has found it complete."""
         files = {device: [opened(file) for file in found] for device, found in self.files.items()}
         try:
             chosen = self.holders.of(files, step)
@@ -207,7 +207,11 @@ class WorkerVersions:
         finally:
             for descriptor in (descriptor for pair in files.values() for descriptor in pair):
                 os.close(descriptor)
-        for act in read_state(self.worker, VersionReader(held, self.worker.setup.seed)):
+        return VersionReader(held, self.worker.setup.seed)
+
+    def restore(self, step: int, reader: VersionReader | None = None) -> None:
+        """Take the state after a step. reader: of this step, if it is known already."""
+        for act in read_state(self.worker, self.reader(step) if reader is None else reader):
             act()
         self.worker.env.step, self.began = step, None
 
