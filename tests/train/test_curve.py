@@ -21,8 +21,11 @@ def plain_curve(job: piper.Job, steps: int) -> list[float]:
     optimizer = job.optimizer(model.parameters())
     losses = []
     for batch in islice(job.data(), steps):
-        loss = job.loss(model, batch)
-        assert isinstance(loss, torch.Tensor)
+        found = job.loss(model, batch)
+        assert isinstance(found, tuple), "the recipe's loss is a sum over tokens, and their number"
+        total, count = found
+        assert isinstance(total, torch.Tensor) and isinstance(count, torch.Tensor)
+        loss = total / count
         optimizer.zero_grad()
         loss.backward()
         assert job.clip_norm is not None

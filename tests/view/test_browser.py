@@ -556,6 +556,7 @@ def test_a_large_page_is_small_and_zooms(
     opened.goto(file.as_uri())
     opened.on("pageerror", lambda error: pytest.fail(str(error)))
     for scene in ("pipeline", "devices", "timeline", "dag"):
+        opened.locator(f"#{scene} canvas").scroll_into_view_if_needed()
         whole = len(ink(opened, scene))
         press(opened, scene, "+", "+", "+", "-", "ArrowRight", "0")
         assert len(ink(opened, scene)) > 5000, f"{whole} before"
