@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -92,24 +92,31 @@ class Counting(nn.Module):
         return result
 
 
-def test_a_buffer_may_be_changed_by_an_assignment_in_place() -> None:
-    """`self.steps += 1` changes the buffer in place and assigns it to itself: nothing is replaced."""
-    batch = {"x": torch.arange(16.0).view(4, 4) / 16}
-    strategy = [piper.replicate(piper.at(), [0, 1], zero=3)]
+def train_as_plain(
+    model: Callable[[], nn.Module], batch: dict[str, Tensor], *, steps: int
+) -> dict[str, Tensor]:
+    """Train on two devices, compare every loss and the state with plain PyTorch, and return the state."""
     made = piper.Job(
-        model=Counting,
+        model=model,
         loss=loss,
         data=lambda: [batch],
-        strategy=strategy,
+        strategy=[piper.replicate(piper.at(), [0, 1], zero=3)],
         optimizer=plain.sgd,
         precision="fp64",
     )
-    wanted = plain.train(Counting, loss, [batch] * 3)
+    wanted = plain.train(model, loss, [batch] * steps)
     with piper.launch(piper.compile(made)) as run:
-        losses = [run.step(batch).loss for _ in range(3)]
+        losses = [run.step(batch).loss for _ in range(steps)]
         state = run.state_dict()
     assert losses == pytest.approx(wanted.losses, rel=1e-9)
     assert plain.largest_difference(wanted.state, state) < 1e-9
+    return state
+
+
+def test_a_buffer_may_be_changed_by_an_assignment_in_place() -> None:
+    """`self.steps += 1` changes the buffer in place and assigns it to itself: nothing is replaced."""
+    batch = {"x": torch.arange(16.0).view(4, 4) / 16}
+    state = train_as_plain(Counting, batch, steps=3)
     assert int(state["steps"]) == 3
 
 
@@ -128,17 +135,4 @@ class Translating(nn.Module):
 
 def test_a_mask_of_torchs_transformer_is_not_compared_with_a_causal_one() -> None:
     batch = {"x": torch.arange(48.0).view(4, 3, 4).cos()}
-    made = piper.Job(
-        model=Translating,
-        loss=loss,
-        data=lambda: [batch],
-        strategy=[piper.replicate(piper.at(), [0, 1], zero=3)],
-        optimizer=plain.sgd,
-        precision="fp64",
-    )
-    wanted = plain.train(Translating, loss, [batch] * 2)
-    with piper.launch(piper.compile(made)) as run:
-        losses = [run.step(batch).loss for _ in range(2)]
-        state = run.state_dict()
-    assert losses == pytest.approx(wanted.losses, rel=1e-9)
-    assert plain.largest_difference(wanted.state, state) < 1e-9
+    train_as_plain(Translating, batch, steps=2)

@@ -1,5 +1,6 @@
 """Records one forward and loss as a single graph, with the region and mode of each call."""
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from piper import errors
 from piper.capture.returned import FORMS, Returned, returned_by_loss
 from piper.capture.trace.annotate import Region, begin_trace, entered_regions, listed_regions
-from piper.capture.trace.blame import loss_failed, node_line, quiet, without_result
+from piper.capture.trace.blame import loss_failed, node_line, quiet, reason, without_result
 from piper.capture.trace.hooks import no_tensor_hooks
 from piper.capture.trace.layerdrop import no_layer_dropped
 from piper.capture.trace.left_state import Left, as_left, check_same
@@ -31,6 +32,7 @@ from piper.capture.trace.recording import (
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Batch, Constant
 
+log = logging.getLogger("piper")
 LossFn = Callable[[nn.Module, dict[str, Tensor]], object]
 
 
@@ -95,7 +97,8 @@ def _check_second_call(
     with entered_regions(), as_left(changes):
         try:
             second, _ = _captured(step, batch)
-        except Exception:  # noqa: BLE001  what only a second call cannot trace says nothing about the first
+        except Exception as error:  # noqa: BLE001  that of a second call alone says nothing about the first
+            log.info("What the forward leaves in attributes is not checked: %s", reason(error))
             return
         read = second.graph._codegen.process_inputs(batch)
     check_same(first.graph, second.graph, read, changes, step.model)
