@@ -10,18 +10,15 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from piper.capture.divide.collective import is_collective
 
 Marker = Literal["route", "unroute", "collective"]
 
-_IN_PLACE = frozenset(
-    (
-        *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
-        *(operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.setitem),
-        *(operator.ilshift, operator.irshift),
-    )
-)
+# By identity: `operator.and_` has a name that ends as those of torch's writes do, and writes nothing
+_OPERATORS = frozenset(function for function in vars(operator).values() if callable(function))
+_ASSIGNS = re.compile(r"i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)|setitem")
 _NOT_WRITES = ("requires_grad_", "detach_")  # change what autograd sees of a tensor, not its elements
 _DRAWS = re.compile(
     r"rand|randn|randint|randperm|rand_like|randn_like|randint_like|bernoulli_?|multinomial|normal_?|poisson|"
@@ -73,16 +70,22 @@ def writes(node: fx.Node) -> Sequence[fx.Node]:
         named = ((spec, node.kwargs.get(spec.name)) for spec in schema.arguments)
         hit = [value for spec, value in [*pairs, *named] if spec.alias_info and spec.alias_info.is_write]
         return [value for value in hit if isinstance(value, fx.Node)]
-    name = name_of(node)
     written: list[object] = [node.kwargs.get("out")]
-    in_place = name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITES
-    if in_place or node.target in _IN_PLACE or node.target is store or argument(node, "inplace", False):
-        written.append(node.args[0])
+    if _writes_first(node) or node.target is store or argument(node, "inplace", False):
+        written.append(node.args[0] if node.args else next(iter(node.all_input_nodes)))
     if node.target in (F.batch_norm, torch.batch_norm) and argument(node, "training", False):
         written += [argument(node, "running_mean"), argument(node, "running_var")]
     if node.target is F.instance_norm and argument(node, "use_input_stats", True):
         written += [argument(node, "running_mean"), argument(node, "running_var")]
-    return [value for value in written if isinstance(value, fx.Node)]
+    return [value for value in tree_leaves(written) if isinstance(value, fx.Node)]
+
+
+def _writes_first(node: fx.Node) -> bool:
+    """Return whether a node calls a function or method that writes its first argument, by its name."""
+    name = name_of(node)
+    if node.target in _OPERATORS or name.endswith("__"):  # `iadd` and `__iadd__`
+        return _ASSIGNS.fullmatch(name.strip("_")) is not None
+    return name.endswith("_") and name not in _NOT_WRITES
 
 
 def draws(node: fx.Node) -> bool:
