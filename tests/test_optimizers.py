@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,49 @@ def test_it_trains_as_in_plain_pytorch(name: str, zero: int) -> None:
     assert all(cut) if name in WHOLE and zero else not any(cut)
 
 
+class Averages:
+    """An exponential moving average of the trained parameters, in plain PyTorch."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    def take(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, value in named:
+            old = self.values.get(name, value.detach())
+            self.values[name] = 0.75 * old + 0.25 * value.detach()
+
+
+@pytest.mark.parametrize("zero", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_averages_and_momentum_are_those_of_plain_pytorch(name: str, zero: int) -> None:
+    ema = EMA(0.75)
+    size = 1e-4 if zero else None  # with one bucket, some of its parameters are not the optimizer's
+    small = [
+        *(piper.replicate(piper.at(PP=i), [2 * i, 2 * i + 1], zero=zero, bucket_mb=size) for i in range(2)),
+        piper.split(piper.at(), parts=2),
+    ]
+    program = piper.compile(replace(job(name, zero), strategy=small, callbacks=[ema]))
+    bounds = [bucket.bounds for bucket in program.plans.buckets.values() if bucket.bounds]
+    assert any(each[1] == 0 for each in bounds) == bool(zero), "a first device owns nothing of a bucket"
+    with piper.launch(program) as run:
+        list(run.train(3))
+        averages, momentum = ema.averages(run), run.optimizer_state("momentum_buffer")
+    torch.manual_seed(0)
+    model = (Matrices if name == "muon" else Net)().double()
+    optimizer = OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad])
+    trained = [n for n, p in model.named_parameters() if p.ndim == 2 or (name != "muon" and p.requires_grad)]
+    wanted = Averages()
+    for seed in range(3):
+        optimizer.zero_grad()
+        loss(model, rows(seed)).backward()
+        optimizer.step()
+        wanted.take((n, p) for n, p in model.named_parameters() if n in trained)
+    assert plain.largest_difference({**model.state_dict(), **wanted.values}, averages) < 1e-9
+    named = dict(model.named_parameters())
+    kept = {n: optimizer.state[named[n]].get("momentum_buffer") for n in trained}
+    assert plain.largest_difference({n: v for n, v in kept.items() if v is not None}, momentum) < 1e-9
+
+
 @pytest.fixture(scope="module")
 def program() -> Program:
     return piper.compile(job("adafactor", 3))
@@ -188,8 +232,6 @@ def test_each_matrix_has_one_owner(program: Program) -> None:
 
 
 def test_the_proof_notices_a_parameter_that_is_cut_apart(program: Program) -> None:
-    from dataclasses import replace
-
     plans = program.plans
     name, bucket = next(iter(plans.buckets.items()))
     for bounds, why in (

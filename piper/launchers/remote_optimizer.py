@@ -49,6 +49,6 @@ class RemoteOptimizer(ABC):
         owned = {
             (bucket, device): value
             for device, found in answers.items()
-            for bucket, value in cast("dict[str, Tensor | None]", found).items()
+            for bucket, value in cast("dict[str, tuple[Tensor, tuple[str, ...]]]", found).items()
         }
         return whole_state(buckets, owned)

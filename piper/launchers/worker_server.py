@@ -137,7 +137,7 @@ class WorkerServer:
         """Set an option of one of the optimizer's groups."""
         self.worker.env.state.set_option(*given)
 
-    def optimizer_state(self, asked: tuple[str, Sequence[str]]) -> dict[str, Tensor | None]:
+    def optimizer_state(self, asked: tuple[str, Sequence[str]]) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
         """Return what the optimizer keeps under a key for this device's part of some buckets."""
         key, buckets = asked
         return {name: self.worker.env.state.kept(name, key) for name in buckets}

@@ -185,22 +185,21 @@ class DeviceState:
         else:
             held[key] = value
 
-    def kept(self, bucket: str, key: str) -> Tensor | None:
+    def kept(self, bucket: str, key: str) -> tuple[Tensor, tuple[str, ...]]:
         """Return what the optimizer keeps under a key for this device's part of a bucket, in one flat tensor.
 
-        Parameters without it count as zeros. None: no parameter of the bucket has it.
+        The names are those of the parameters that have it; the others count as zeros.
         """
-        if self.optimizer is None:
-            return None
         found = torch.zeros_like(self.holdings[bucket].trained)
         places = dict(self.holdings[bucket].layout.segments(found))
-        some = False
+        state = {} if self.optimizer is None else self.optimizer.state
+        names = []
         for piece, tensor in self.segments[bucket]:
-            value = self.optimizer.state.get(tensor, {}).get(key)
+            value = state.get(tensor, {}).get(key)
             if isinstance(value, Tensor) and value.numel() == tensor.numel():
                 places[piece].copy_(value.view(places[piece].shape))
-                some = True
-        return found if some else None
+                names.append(piece)
+        return found, tuple(names)
 
     def _divisor(self, sums: Tensor | None, weight: Tensor | None) -> Tensor | None:
         """Return the divisor of the gradients: their weight, and more where that clips their norm."""

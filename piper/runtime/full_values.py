@@ -70,24 +70,13 @@ def cut(flat: Tensor, piece: Piece) -> Tensor:
 
 
 def whole_state(
-    buckets: Iterable[Bucket], owned: Mapping[tuple[str, int], Tensor | None]
+    buckets: Iterable[Bucket], owned: Mapping[tuple[str, int], tuple[Tensor, tuple[str, ...]]]
 ) -> dict[str, Tensor]:
     """Return in full what optimizers keep for the parameters of some buckets, by parameter.
 
-    owned: by bucket and device. None: the device keeps nothing; if none of a bucket's devices does, its
-    parameters are left out.
+    owned: by bucket and device, with the names of the parameters that have it there. A parameter that has it
+    on no device is left out.
     """
-    given: list[Bucket] = []
-    likes: dict[str, Tensor] = {}
-    for bucket in buckets:
-        held = (owned.get((bucket.name, device)) for device in bucket.devices)
-        like = next((value for value in held if value is not None), None)
-        if like is not None:
-            given.append(bucket)
-            likes[bucket.name] = like
-
-    def part(bucket: str, device: int) -> Tensor:
-        found = owned.get((bucket, device))
-        return torch.zeros_like(likes[bucket]) if found is None else found
-
-    return whole_parameters(given, part)
+    names = {name for _, held in owned.values() for name in held}
+    whole = whole_parameters(buckets, lambda bucket, device: owned[bucket, device][0])
+    return {name: value for name, value in whole.items() if name in names}
