@@ -55,7 +55,7 @@ class AgentVersions(Versions):
             int, dict[int, tuple[SharedFile, ...]]
         ] = {}  # files, as the worker of a device sees them
 
-    def of(self, plans: Plans, *, checked: bool = True) -> "AgentVersions":
+    def of(self, plans: Plans) -> "AgentVersions":
         """Return memory for another program, with the same agents' machines."""
         return AgentVersions(plans, self.calls)
 

@@ -15,7 +15,7 @@ from piper.launchers.messages import CODEC, Assignment, StoreAddress
 from piper.launchers.processes import SharedFile, gone, how
 from piper.launchers.rendezvous import LOOPBACK, store_on
 from piper.launchers.transport.channel import Channel
-from piper.launchers.transport.fork_server import ForkConnection, fork_server
+from piper.launchers.transport.fork_server import ForkServer, fork_server
 from piper.launchers.transport.nameless_files import map_marks, new_marks
 from piper.launchers.transport.shared_memory import TensorEntry, share
 from piper.launchers.worker_server import crowded
@@ -32,7 +32,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
         self,
         program: ProgramLike,
         options: Options,
-        forks: ForkConnection,
+        forks: ForkServer,
         versions: Mapping[int, tuple[SharedFile, ...]] | None = None,
     ) -> None:
         super().__init__(program, options)
@@ -97,7 +97,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
 
 @contextmanager
 def launch_local(
-    program: ProgramLike, options: Options | None = None, forks: ForkConnection | None = None
+    program: ProgramLike, options: Options | None = None, forks: ForkServer | None = None
 ) -> Iterator[RemoteRun]:
     """Start a program on processes of this machine, and end them with the block.
 

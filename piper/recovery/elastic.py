@@ -10,7 +10,6 @@ run's checkpoints if there are several machines, and the workers of the other la
 checkpoints reads any layout.
 """
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from piper.checkpoint.folder import step_path, whole
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.checkpointing import states_of, with_states
-from piper.launchers.transport.versions import Versions, check_versions
 from piper.recovery.flushing import copy_moved, write_version
 from piper.recovery.moving_states import MOVED, MovingStates
 from piper.recovery.recovering_run import REFILL, RecoveringRun
@@ -46,32 +44,19 @@ class ElasticRange:
     program: Callable[[int], ProgramLike]  # raises an error if the strategy has none for so many devices
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticLayout:
-    """The layout of an elastic run, as the driver that goes on with it needs it."""
-
-    size: int  # devices
-    turn: int  # which of two memories it uses
-    shrunk: bool
-    moved: tuple[str, int] | None
-
-
 class ElasticRun(RecoveringRun):
     """A run whose number of devices can change between steps."""
 
     shrunk = False  # a device was lost; all of them are tried again later
     moved: tuple[Path, int] | None = None  # the state that moves to another layout, and its step
     fewer: tuple[Sequence[int], str] | None = None  # accelerators to go on with when workers start, and why
-    safe = 0  # the memory that the driver after this one would use
 
     def __init__(self, *given: Any, sizes: ElasticRange, **more: Any) -> None:  # noqa: ANN401  as its base has them
         """Prepare a run that begins with all devices."""
         super().__init__(*given, **more)
         self.sizes = sizes
         self.places: Sequence[int] = range(sizes.most)  # the accelerators of its devices
-        self.memory: Sequence[Versions] = ()  # two, in turn, whose files outlive this process. None: its own
-        self.turn = 0
-        self.states: MovingStates | None = None  # of a supervisor, or made when the first state moves
+        self.states: MovingStates | None = None  # made when the first state moves
         self.folders: set[Path] = set()  # of states that have moved
         if self.disk is not None:
             for left in self.disk.folder.glob(f"{MOVED}*"):  # by a run that was killed
@@ -82,8 +67,7 @@ class ElasticRun(RecoveringRun):
         if self.shrunk and self.good and self.good % REFILL == 0:
             self._grow()
         result = super().step(batch)
-        if not self.memory:
-            self._drop(None)  # there is a version in the new layout now
+        self._drop(None)  # there is a version in the new layout now
         return result
 
     def resize(self, devices: int) -> None:
@@ -126,30 +110,6 @@ class ElasticRun(RecoveringRun):
             self.resize(size)
             self.left = self.good = 0  # a device that fails soon has not come back
 
-    def take(self, layout: ElasticLayout) -> None:
-        """Begin with the layout in which a driver before this one has left the state."""
-        if (layout.size, layout.turn) != (len(self.places), self.turn):
-            self._use(self.sizes.program(layout.size), range(layout.size), layout.turn)
-        self.safe, self.shrunk = layout.turn, layout.shrunk
-        if layout.moved is not None:
-            self.moved = Path(layout.moved[0]), layout.moved[1]
-            self.folders.add(self.moved[0].parent)
-
-    def layout(self) -> ElasticLayout:
-        """Return the layout. The state that has moved is needed until there is a version."""
-        moved = self.moved if self.moved is not None and self._newest() is None else None
-        return ElasticLayout(
-            size=len(self.places),
-            turn=self.turn,
-            shrunk=self.shrunk,
-            moved=None if moved is None else (str(moved[0]), moved[1]),
-        )
-
-    def noted(self, layout: ElasticLayout) -> None:
-        """Take note that the driver after this one would go on with a layout."""
-        self.safe = layout.turn
-        self._drop(None if layout.moved is None else Path(layout.moved[0]))
-
     def _where(self) -> Path | None:
         """Return the folder in which the state can move: all workers see it. None: there is none."""
         if not self.starter.near:
@@ -174,34 +134,21 @@ class ElasticRun(RecoveringRun):
         """Take another program from a state after a step on. No worker may run."""
         self.folders.add(state.parent)  # first: an interrupt between the two must not remove what is needed
         self.moved = (state, step)
-        if not self.memory:
-            self._drop(state)
+        self._drop(state)
         self._switch(program, places)
 
     def _switch(self, program: ProgramLike, places: Sequence[int]) -> None:
-        """Take another program, and memory without versions that no other driver needs. No worker may run.
+        """Take another program, and memory for its versions. No worker may run.
 
         Where there is too little memory, the run can go on as it was, from the state that has moved.
         """
-        turn = 1 - self.safe
-        (self.memory[turn] if self.memory else self.versions).empty()  # what it takes is free for the next
-        if self.memory:
-            check_versions(program.plans)
-        self._use(program, places, turn)
-        self.versions.forget(lambda step: True)
+        self.versions.empty()  # what it takes is free for the next
+        made = self.versions.of(program.plans)
+        self.versions.close()
+        self.versions = made
+        made.forget(lambda step: True)
         self.protected = False
-
-    def _use(self, program: ProgramLike, places: Sequence[int], turn: int) -> None:
-        """Take another program and the memory of its versions. No worker may run."""
-        made = self.versions.of(program.plans, checked=not self.memory)
-        if self.memory:
-            files = self.memory[turn].descriptors
-            made.close()
-            made.descriptors = {d: [*map(os.dup, files[d])] for d in program.plans.devices}
-        before, self.versions, self.turn = self.versions, made, turn
-        if before not in self.memory:
-            before.close()
-        self.starter.use(program, self.versions, places)
+        self.starter.use(program, made, places)
         self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
         self.results.clear()  # sums in another order have other bits
 

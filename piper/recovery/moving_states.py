@@ -1,10 +1,9 @@
 """The folder through which the state of a run moves to another layout, in memory. Nothing of it stays.
 
 Workers write and read a checkpoint there, so it has a name, and would outlive a run that is killed. The
-supervisor makes it, or the driver where there is none, and holds a lock on it. The drivers are forked from
-the supervisor, so they hold the same lock. A process of its own waits for the lock: it is free when all of
-them are gone, and the folder is removed. What is left if that process is killed too is removed when the next
-elastic run of this machine starts, because no process holds its lock.
+driver makes it and holds a lock on it. A process of its own waits for the lock: it is free when the driver is
+gone, and the folder is removed. What is left if that process is killed too is removed when the next elastic
+run of this machine starts, because no process holds its lock.
 """
 
 import fcntl
@@ -41,20 +40,13 @@ class MovingStates:
         """Make the folder, and remove those of runs that were killed."""
         where = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         remove_left(where)
-        self.owner = os.getpid()
         self.path, self.lock = locked_folder(where)
         words = [sys.executable, "-I", "-S", "-c", REMOVER, str(self.path)]
         self.remover = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
 
-    def clear(self, kept: Path | None) -> None:
-        """Remove the states of a driver that was killed, but for one that is `kept`."""
-        for folder in self.path.iterdir():
-            if kept is None or folder != kept.parent:
-                rmtree(folder)
-
     def close(self) -> None:
-        """Remove the folder, if this process has made it. Idempotent."""
-        if self.owner != os.getpid() or self.remover.returncode is not None:
+        """Remove the folder. Idempotent."""
+        if self.remover.returncode is not None:
             return
         rmtree(self.path, ignore_errors=True)  # the remover may have been faster
         self.remover.kill()

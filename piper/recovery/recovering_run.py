@@ -36,7 +36,7 @@ from piper.recovery.retrying import (
     no_version,
 )
 from piper.recovery.run_events import Notify, failure, mismatch, recovery, skipped, warm
-from piper.recovery.starters import Kept, Recoverable, Starter, starter_of, versions_of
+from piper.recovery.starters import Recoverable, Starter, starter_of, versions_of
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -316,7 +316,7 @@ class RecoveringRun(RetriedCalls):
 
     def begin(self) -> None:
         """Start all workers."""
-        self._call(lambda run: None, None if self.failed_at is None else self.done + 1)
+        self._call(lambda run: None)
 
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
@@ -405,7 +405,6 @@ def recovering(
     *,
     spares: int = 0,
     joining: bool = False,
-    kept: Kept | None = None,
     make: Callable[..., RecoveringRun] = RecoveringRun,
     **asked: Any,  # noqa: ANN401  as the run has them: retries, stall, notify, disk, replace_stragglers
 ) -> Iterator[RecoveringRun]:
@@ -413,18 +412,13 @@ def recovering(
 
     on: inline, local or ray. spares: workers more than devices, for which resources are claimed.
     joining: whether machines that join later are claimed as spares, where that can be.
-    kept: the part of a supervisor. None: there is none.
     """
     with ExitStack() as held:
-        versions = versions_of(program.plans, on) if kept is None else kept.versions
+        versions = versions_of(program.plans, on)
         held.callback(versions.close)
-        forks = None if kept is None else kept.forks
-        starter = starter_of(program, on, versions, spares, forks, joining=joining)
+        starter = starter_of(program, on, versions, spares, joining=joining)
         held.callback(starter.close)
         run = make(program, options, starter, versions, **asked)
         held.callback(run.close)
-        if kept is not None:
-            kept.take_over(run)
-        if kept is None or kept.begins:
-            run.begin()
+        run.begin()
         yield run

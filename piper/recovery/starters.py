@@ -1,7 +1,6 @@
 """Start the workers of a program again and again, from what stays when workers end."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +15,7 @@ from piper.launchers.inline import InlineRun
 from piper.launchers.local import LocalWorkerGroup
 from piper.launchers.processes import gone
 from piper.launchers.rank_environment import RankEnvironment, rank_environment
-from piper.launchers.transport.fork_server import ForkConnection, ForkServer
+from piper.launchers.transport.fork_server import ForkServer
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
@@ -78,16 +77,6 @@ class Starter(Protocol):
         """End what outlives workers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What outlives a driver, and how a run goes on where the driver before it was."""
-
-    versions: Versions
-    forks: ForkConnection
-    take_over: Callable[..., None]  # is given the run before it starts
-    begins: bool  # whether workers start at once, or with the first step: then it can be flushed before
-
-
 class InlineStarter:
     """Starts workers as threads. What hangs in a thread cannot be ended."""
 
@@ -131,10 +120,9 @@ class LocalStarter:
 
     near, waited = True, 0.0
 
-    def __init__(self, program: ProgramLike, versions: Versions, forks: ForkConnection | None = None) -> None:
-        """Prepare to start workers. forks: of a supervisor. None: it starts its own fork server."""
+    def __init__(self, program: ProgramLike, versions: Versions) -> None:
         self.program, self.versions = program, versions
-        self.forks = forks
+        self.forks: ForkServer | None = None
         self.places: Sequence[int] | None = None
         self.packed: bytes | None = None
         self.group: LocalWorkerGroup | None = None
@@ -146,7 +134,7 @@ class LocalStarter:
     def start(self, options: Options) -> RemoteRun:
         """Start all workers, and the fork server too where it is lost."""
         if self.forks is not None and gone(self.forks.server):
-            self._drop()
+            self.close()
         self.forks = self.forks or ForkServer()
         group = self.group = LocalWorkerGroup(self.program, options, self.forks, self.versions.files)
         group.packed, group.places = self.packed, self.places
@@ -154,7 +142,7 @@ class LocalStarter:
             run = group.start()
         except OSError as error:  # the fork server went while it was asked
             group.close()
-            self._drop(broken=True)
+            self.close()
             raise LaunchError(
                 "no process can be started",
                 by="launch",
@@ -164,7 +152,7 @@ class LocalStarter:
         except BaseException as error:
             group.close()
             if isinstance(error, LaunchError):
-                self._drop(broken=True)
+                self.close()
             raise
         self.packed = group.packed
         return run
@@ -190,16 +178,11 @@ class LocalStarter:
         """Return nothing: there are no spares."""
         return ()
 
-    def _drop(self, *, broken: bool = False) -> None:
-        if self.forks is not None:
-            if broken:
-                self.forks.kill()  # one that a supervisor has lent would keep its workers
-            self.forks.close()
-            self.forks = None
-
     def close(self) -> None:
         """End the fork server."""
-        self._drop()
+        if self.forks is not None:
+            self.forks.close()
+            self.forks = None
 
 
 def versions_of(plans: Plans, on: str) -> Versions:
@@ -225,7 +208,6 @@ def starter_of(
     on: str,
     versions: Versions,
     spares: int,
-    forks: ForkConnection | None = None,
     *,
     joining: bool = False,
 ) -> Starter:
@@ -241,7 +223,7 @@ def starter_of(
 
             return TorchrunStarter(program, versions, spares)
         case "local":
-            return LocalStarter(program, versions, forks)
+            return LocalStarter(program, versions)
         case "ray":
             from piper.launchers.ray import RayStarter
 

@@ -7,11 +7,15 @@ them, and neither does a run that loses a device later.
 import os
 import signal
 import struct
+import threading
+import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -22,13 +26,14 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.job import Job, directives_for
 from piper.launchers.base import Run
 from piper.launchers.messages import pack_setup, unpack_setup
+from piper.launchers.transport.fork_server import die_with
 from piper.launchers.transport.nameless_files import nameless_file
 from piper.plan.plan import Plans
 from piper.recovery.elastic import ElasticRange, ElasticRun
 from piper.recovery.recovering_run import RecoveringRun
-from piper.recovery.supervisor import PASSED, Ends, Supervisor
 from piper.runtime.batch import as_run, read_shapes, wanted_batch
 from piper.runtime.setup import Code, ProgramLike, Setup, Shapes, setup_of
+from piper.train.interrupt import SIGNALS
 
 PRIORITY = 19  # the lowest
 LENGTH = struct.Struct("=q")  # of a program, before it; 0: it is not complete
@@ -105,7 +110,8 @@ class Programs:
         self.fewest, self.most = program.job.elastic or (0, 0)  # of a job that is not elastic there is one
         self.whole, self.made = program, dict[int, ProgramLike]({self.most: program})
         self.files: dict[int, int] = {}  # of programs that another process compiles
-        self.compiler, self.ends = Supervisor(), Ends()
+        self.compiler: int | None = None  # the process that compiles them
+        self.waiter = threading.Thread(target=self._fork, name="compiler", daemon=True)
 
     @property
     def run(self) -> Callable[..., RecoveringRun]:
@@ -119,18 +125,42 @@ class Programs:
         """Begin to compile the programs of fewer devices in another process, which cannot capture on CUDA."""
         if self.whole.device == "cpu" and self.fewest < self.most:
             self.files = {size: nameless_file(LENGTH.size) for size in range(self.fewest, self.most)}
-            self.ends = self.compiler.start(self._compile, {})
+            self.waiter.start()
 
-    def _compile(self) -> bytes:
-        os.nice(PRIORITY)
-        for number in PASSED:
-            signal.signal(number, signal.SIG_DFL)
-        for size, file in sorted(self.files.items(), reverse=True):
-            with suppress(PiperError):  # it is raised again when this size is asked for
-                data = pack_setup(setup_of(resized(self.whole, size)))
-                os.pwrite(file, data, LENGTH.size)
-                os.pwrite(file, LENGTH.pack(len(data)), 0)  # last: now it is complete
-        return b""
+    def _fork(self) -> None:
+        """Fork the process that compiles, and wait for its end. Runs in a thread that has not computed.
+
+        OpenMP keeps its pool of threads for each thread that uses it, and a fork of one that has a pool hangs
+        when it computes. The thread waits because the system ends a process with the thread that forked it.
+        """
+        driver = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of any fork beside threads
+            process = os.fork()
+        if not process:
+            self._compile(driver)
+        self.compiler = process
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)  # its number stays taken until it is forgotten
+        self.compiler = None
+        os.waitpid(process, 0)
+
+    def _compile(self, driver: int) -> NoReturn:
+        """Compile all sizes, from the largest to the smallest, in a process that ends with the driver."""
+        try:
+            die_with(driver)
+            os.setpgid(0, 0)  # Ctrl-C is for the driver
+            os.nice(PRIORITY)
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            for size, file in sorted(self.files.items(), reverse=True):
+                with suppress(PiperError):  # it is raised again when this size is asked for
+                    data = pack_setup(setup_of(resized(self.whole, size)))
+                    os.pwrite(file, data, LENGTH.size)
+                    os.pwrite(file, LENGTH.pack(len(data)), 0)  # last: now it is complete
+        except BaseException:  # noqa: BLE001  it is shown, and is the end of the process
+            traceback.print_exc()
+        finally:
+            os._exit(0)
 
     def program(self, size: int) -> ProgramLike:
         """Return the program for so many devices. Compile it now, if that is not done yet."""
@@ -147,7 +177,7 @@ class Programs:
 
     def close(self) -> None:
         """End the process that compiles, and give the memory back."""
-        if (process := self.compiler.process) is not None:
+        if (process := self.compiler) is not None:
             os.kill(process, signal.SIGKILL)
         for file in self.files.values():
             os.close(file)

@@ -77,7 +77,6 @@ def interrupts(asked: Callable[[int], None], grace: float = GRACE) -> Iterator[I
     caught = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, made.handle) for number in caught}
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)  # some may wait for this moment
         yield made
     finally:
         made.close()

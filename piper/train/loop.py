@@ -52,7 +52,7 @@ class Course:
     stopping: Callable[[], bool] = lambda: False
     culprit: Callable[[], str | None] | None = None  # the first result of the last step that is not finite
     after: Callable[[int, Result], None] = lambda step, result: None  # evaluates and runs callbacks
-    complete: Callable[[bool], None] = lambda last: None  # all of a step is done; whether it is the last
+    complete: Callable[[], None] = lambda: None  # all of a step is done
 
 
 def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> int:
@@ -83,7 +83,7 @@ def train(run: Steps, batches: Iterator[Batch], rate: Rate, course: Course) -> i
         last = step == course.steps or course.stopping()
         if course.saves is not None and (last or step % course.saves.every == 0):
             course.saves.save(step, last)
-        course.complete(last)
+        course.complete()
         if last:
             return step
     return course.done

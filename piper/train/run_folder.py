@@ -227,9 +227,3 @@ def read_lines(path: Path) -> list[tuple[str, int]]:
         except (ValueError, KeyError, TypeError):
             continue
     return found
-
-
-def measures(folder: Path, first: int, last: int) -> list[Measure]:
-    """Return the measures of the steps after `first` up to `last` that a run has written."""
-    lines = read_lines(folder / METRICS)
-    return [Measure(**json.loads(line)) for line, step in lines if first < step <= last]

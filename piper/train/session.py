@@ -23,7 +23,6 @@ from piper.plan.memory_timeline import timeline
 from piper.plan.plan import Plans
 from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.run_events import Event
-from piper.recovery.starters import Kept
 from piper.runtime.batch import wanted_batch
 from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options
@@ -39,9 +38,8 @@ from piper.train.measure import Measure, Rate, unit_of
 from piper.train.nans import first_bad
 from piper.train.outcome import Outcome, RunSummary
 from piper.train.profiling import check_profile, profile_of, save_profile
-from piper.train.run_folder import Metrics, choose, claim, measures, prepare, record
+from piper.train.run_folder import Metrics, choose, claim, prepare, record
 from piper.train.saving import checkpoints_of, disk_of, go_on, past_of, prepare_saves, saves_of
-from piper.train.supervised import Driver, supervise, supervises
 from piper.train.train_options import (
     TrainOptions,
     asked_job,
@@ -108,10 +106,7 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
         console.print(f"Warning: {warning}")
     record(folder, program, asked.recipe, asked.on, job.steps)
     console.print(f"Proven. Starting {count(len(program.plans.devices), 'device')} on {asked.on}")
-    if not (recovering_asked(asked) and supervises(asked.on, program, console.file)):
-        return train_program(folder, program, asked, console, past, None)
-    drive = partial(train_program, folder, program, asked, console, past)
-    return supervise(drive, program, folder, asked.retries, EventLog(folder, console.print))
+    return train_program(folder, program, asked, console, past)
 
 
 def train_program(
@@ -120,42 +115,25 @@ def train_program(
     asked: TrainOptions,
     console: Console,
     past: Sequence[Path | DamagedError],
-    driver: Driver | None,
 ) -> Outcome:
-    """Train a compiled job. driver: the place of this process under a supervisor. None: there is none."""
+    """Train a compiled job."""
     job, memory, events = program.job, RunSummary(), EventLog(folder, console.print)
-    so_far = 0 if driver is None or driver.progress is None else driver.progress.done
-    preempting = partial(stopping_now, console, events, memory, asked.grace, so_far)
-    heeding = partial(interrupts, preempting, asked.grace - reserve(asked))
-    with ExitStack() as early:
-        takes_over = driver is not None and driver.takes_over  # then there is a state to save from now on
-        heard = early.enter_context(heeding()) if takes_over else None
-        session = Session(
-            folder=folder,
-            program=program,
-            asked=asked,
-            console=console,
-            driver=driver,
-            feed=Feed(job.data, job.seed),
-        )
-        kept = None if driver is None else driver.kept(session.feed, session.positions)
-        options = worker_options(asked, blank=bool(past))
-        with watched_start(console, started(program, folder, asked, options, events, kept)) as run:
-            begun = begin(run, driver, past, session.feed, session.positions, console)
-            check_profile(asked.profile, job.steps - begun.done)
-            for measure in measures(folder, begun.first, begun.done):
-                memory(measure)
-            with watching(console, folder, program, begun.done, memory) as tell, ExitStack() as heeded:
-                if heard is None:
-                    interrupted = heeded.enter_context(heeding())
-                else:
-                    interrupted = heard
-                    heeded.enter_context(early.pop_all())
-                done = session.train(run, begun, tell, interrupted)
-            if asked.profile:
-                console.print(
-                    save_profile(profile_of(run, program, asked.recipe, asked.on, begun.first), folder)
-                )
+    session = Session(
+        folder=folder, program=program, asked=asked, console=console, feed=Feed(job.data, job.seed)
+    )
+    options = worker_options(asked, blank=bool(past))
+    with watched_start(console, started(program, folder, asked, options, events)) as run:
+        begun = begin(run, past, session.feed, session.positions, console)
+        check_profile(asked.profile, job.steps - begun.done)
+        preempting = partial(stopping_now, console, events, memory, asked.grace, begun.done)
+        with (
+            watching(console, folder, program, begun.done, memory) as tell,
+            interrupts(preempting, asked.grace - reserve(asked)) as interrupted,
+        ):
+            done = session.train(run, begun, tell, interrupted)
+        if asked.profile:
+            found = profile_of(run, program, asked.recipe, asked.on, begun.done)
+            console.print(save_profile(found, folder))
     return Outcome(
         folder=folder,
         done=done,
@@ -186,7 +164,6 @@ class Session:
     program: Program
     asked: TrainOptions
     console: Console
-    driver: Driver | None  # the place of this process under a supervisor
     feed: Feed
     positions: dict[int, object] = field(default_factory=dict)  # of the data, by the steps done; the last few
 
@@ -194,11 +171,10 @@ class Session:
         """Train the steps that are left, and return how many are done."""
         with Evaluations(self.folder, begun.done) as evaluations:
             course = self._course(run, begun, tell, interrupted, evaluations)
-            rate = self._rate(begun)
+            sizes = {p.name: p.shape for p in self.program.outline.parameters if p.trainable}
+            rate = Rate(self.program.job, self.program.plans.buckets.values(), begun.trainer, sizes)
             batches = checked(self.feed, wanted_batch(setup_of(self.program)))
             try:
-                if isinstance(run, RecoveringRun):
-                    run.begin()  # if it has not: what it takes over can be flushed by now
                 done = train(run, batches, rate, course)
                 run.after_training(done)
             except PreemptedError:
@@ -222,56 +198,39 @@ class Session:
 
         return Course(
             done=begun.done,
-            steps=begun.done if begun.ended else job.steps,
+            steps=job.steps,
             tell=partial(noting, tell, self.feed, self.positions, kept_positions(self.program.plans)),
             saves=saves_of(run, self.folder, job, self.feed, self.console.print, run.after_saving),
             stopping=lambda: stopping(run, interrupted) or run.stopping,
             culprit=culprit if self.asked.detect_nan else None,
             after=after,
-            complete=partial(completed, run, self.driver, self.positions),
+            complete=run.complete if isinstance(run, RecoveringRun) else lambda: None,
         )
-
-    def _rate(self, begun: "Begun") -> Rate:
-        """Return the learning rate after the steps that are done."""
-        program = self.program
-        sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
-        rate = Rate(program.job, program.plans.buckets.values(), begun.trainer, sizes)
-        for step in range(begun.first + 1, begun.done + 1):
-            rate.advance(step)
-        return rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """Where a run has begun: in this process, or in the first of its drivers."""
+    """Where a run has begun."""
 
-    first: int  # steps before
-    done: int  # steps so far
+    done: int  # steps before
     trainer: Trainer | None = None  # of the checkpoint that it began from
-    ended: bool = False  # no step is left
 
 
 def begin(
     run: Run,
-    driver: Driver | None,
     past: Sequence[Path | DamagedError],
     feed: Feed,
     positions: dict[int, object],
     console: Console,
 ) -> Begun:
-    """Return where a run begins. Let it take up its newest checkpoint, if there is no driver before it."""
-    if driver is not None and driver.progress is not None:
-        origin, so_far = driver.journal.beginning(), driver.progress
-        return Begun(first=origin.done, done=so_far.done, trainer=origin.trainer, ended=so_far.ended)
+    """Return where a run begins. Let it take up its newest checkpoint, if there is one."""
     done, trainer = 0, None
     if past:
         path, done = go_on(run, past, feed, console.print)
         console.print(f"Going on from {path}, after step {done}")
         trainer = read_record(path).trainer
     positions[done] = feed.state_dict() if done else None
-    if driver is not None:
-        driver.begin(run, positions, trainer)
-    return Begun(first=done, done=done, trainer=trainer)
+    return Begun(done=done, trainer=trainer)
 
 
 @contextmanager
@@ -291,7 +250,6 @@ def started(
     asked: TrainOptions,
     options: Options,
     notify: EventLog,
-    kept: Kept | None = None,
 ) -> Iterator[Run]:
     """Start a run, and end it with the block. It recovers from failures if asked to and possible."""
     with ExitStack() as held:
@@ -312,7 +270,6 @@ def started(
                 spares=asked.spares,
                 joining=joining_asked(asked, program.job),
                 replace_stragglers=asked.replace_stragglers,
-                kept=kept,
                 make=programs.run,
             )
         )
@@ -339,14 +296,6 @@ def noting(tell: Reporter, feed: Feed, positions: dict[int, object], kept: int, 
     positions.pop(measure.step - kept, None)
 
 
-def completed(run: Run, driver: Driver | None, positions: Mapping[int, object], last: bool) -> None:
-    """Note that all of a step is done: a run that ends before this repeats the step."""
-    if isinstance(run, RecoveringRun):
-        run.complete()
-    if driver is not None:
-        driver.commit(run, positions, ended=last)
-
-
 def flushed(run: Run, folder: Path, job: Job, positions: Mapping[int, object]) -> int:
     """Write the newest version in memory as a checkpoint, because a step does not end in time."""
     where = checkpoints_of(folder, job)
@@ -357,19 +306,18 @@ def flushed(run: Run, folder: Path, job: Job, positions: Mapping[int, object]) -
 
 
 def stopping_now(
-    console: Console, events: EventLog, memory: RunSummary, grace: float, so_far: int, number: int
+    console: Console, events: EventLog, memory: RunSummary, grace: float, done: int, number: int
 ) -> None:
     """Say that the run ends after this step. A terminal that hung up is not written to any more.
 
-    so_far: the steps of the drivers before this one.
+    done: the steps before this run.
     """
     if number == signal.SIGHUP and console.is_terminal:
         console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
     if number == signal.SIGTERM:
         last = memory.last
         what = f"preempted: saving after this step, within {grace:g} s"
-        done = so_far if last is None else last.step
-        events(Event(event="preemption", step=done + 1, what=what))
+        events(Event(event="preemption", step=(done if last is None else last.step) + 1, what=what))
     else:
         console.print("Stopping after this step; once more to stop now")
 

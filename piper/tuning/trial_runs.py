@@ -21,7 +21,7 @@ import torch
 from piper.errors import ConfigError, PiperError
 from piper.format import count, percent
 from piper.launchers.rank_environment import rank_environment
-from piper.launchers.transport.fork_server import ForkConnection, fork_server
+from piper.launchers.transport.fork_server import ForkServer, fork_server
 from piper.runtime.setup import device_kind
 from piper.simulate.cluster import Cluster
 from piper.tuning.evaluate import Evaluation
@@ -34,7 +34,7 @@ APART = 4  # steps of a turn where a run is started for each of its turns
 LOADED = 1.1  # how much longer fixed work may take on an idle machine
 BY = "tune --measure"
 Step = Callable[[], object]
-Start = Callable[[ForkConnection], AbstractContextManager[Step]]
+Start = Callable[[ForkServer], AbstractContextManager[Step]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class Turns:
     starts: Sequence[Start]
     together: bool  # all run at the same time. False: one after another
     clock: Callable[[], float] = perf_counter
-    serve: Callable[[], AbstractContextManager[ForkConnection]] = fork_server  # for each start
+    serve: Callable[[], AbstractContextManager[ForkServer]] = fork_server  # for each start
     times: list[list[list[float]]] = field(default_factory=list)  # of each run in each of its starts
     failed: dict[int, PiperError] = field(default_factory=dict)
 
@@ -147,7 +147,7 @@ class Turns:
             for one in Random(number * ROUNDS + turn).sample(range(len(steps)), len(steps)):
                 self._turn(one, steps[one])
 
-    def _started(self, one: int, forks: ForkConnection, held: ExitStack) -> Step:
+    def _started(self, one: int, forks: ForkServer, held: ExitStack) -> Step:
         """Start a run, unless it has failed, and take the steps that do not count. Return its step."""
         step: Step = lambda: None  # noqa: E731  of a run that has failed
         if one not in self.failed:

@@ -16,7 +16,7 @@ from piper.errors import ConfigError, PiperError
 from piper.gc_pause import no_collection
 from piper.job import Job
 from piper.launchers.local import launch_local
-from piper.launchers.transport.fork_server import ForkConnection
+from piper.launchers.transport.fork_server import ForkServer
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import MeasuredOn, read_costs
@@ -269,7 +269,7 @@ def measured_here(
         return compile_job(job, compile=recordings.compiled, captured=recordings)
 
     @contextmanager
-    def started(number: int, forks: ForkConnection) -> Iterator[Step]:
+    def started(number: int, forks: ForkServer) -> Iterator[Step]:
         with launch_local(program(number), forks=forks) as run:
             yield lambda: run.step(model.capturing.batch)
 

@@ -31,7 +31,6 @@ from tests.launchers.test_preemption import ranks_of
 from tests.launchers.test_torchrun import ENVIRONMENT, command
 from tests.recovery import test_elastic
 from tests.recovery.test_recovery import SHARDED, Killer, shared_memory
-from tests.recovery.test_supervisor import is_driver
 from tests.runtime.grid import batches, compiled
 
 BOUND = 240.0  # seconds that a process may take to start, to train some steps or to end
@@ -302,26 +301,3 @@ def pids(members: Family, process: subprocess.Popen[str], on: str, target: str) 
     if on == "torchrun":
         return [ranks_of(members, "train")["1"]]
     return members.forked("fork_server")[-1:]
-
-
-def drivers(asked: Asked) -> Seen:
-    """Kill the driver of a local run again and again: a supervisor starts it again."""
-    rng, seen, members = Random(asked.seed), Seen(), asked.members
-    with training(asked, 30 * asked.events + 20) as folder:
-        run = folder / "run"
-        process = train(members, folder, "local", "run", "--retries", str(2 * asked.events))
-        for _ in asked.numbers():
-            wait_for_more(process, run, rng.randint(5, 30))
-            time.sleep(rng.uniform(0, 0.1))
-            found = [pid for pid in members.members() if pid != process.pid and is_driver(pid)]
-            if process.poll() is not None or not found:
-                break
-            began = time.monotonic()
-            os.kill(found[0], signal.SIGKILL)
-            seen.events += 1
-            wait_for_more(process, run, 1)
-            seen.recovered += 1
-            seen.seconds.append(time.monotonic() - began)
-        process.communicate(timeout=BOUND + 3 * asked.events)
-        seen.identical = process.returncode == 0 and written(run) == written(folder / "whole")
-    return seen

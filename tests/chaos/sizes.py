@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tests.chaos.lost_hosts import torchrun_hosts
-from tests.chaos.parts import Asked, Part, Seen, drivers, elastic, hangs, preempted, signalled
+from tests.chaos.parts import Asked, Part, Seen, elastic, hangs, preempted, signalled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,6 @@ def ray_nodes(asked: Asked) -> Seen:
 
 PARTS = {
     "elastic": Sized(act=elastic, events=50, minutes=2, p95=5, most=10),
-    "drivers": Sized(act=drivers, events=20, minutes=2, p95=15, most=15),
     "hangs": Sized(act=hangs, events=50, minutes=5, p95=10, most=10),
     "stops": Sized(act=partial(signalled, signal.SIGSTOP), events=100, minutes=6, p95=10, most=10),
     "sigterm-local": Sized(act=partial(preempted, "local"), events=20, minutes=5, p95=30, most=30),

@@ -2,13 +2,14 @@
 
 import os
 import resource
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from piper.launchers.transport.fork_server import ForkServer
+from piper.launchers.transport.fork_server import FORKED, NOTICE, ForkServer
 
 MANY = 1100
 
@@ -40,5 +41,18 @@ def test_workers_start_and_end_beyond_those_of_select() -> None:
             assert server.fileno() > 1024
             server.wait([pid], 30.0)
             assert pid in server.ended()
+        finally:
+            server.close()
+
+
+def test_a_process_with_the_number_of_one_that_has_ended_lives() -> None:
+    server, (here, there) = ForkServer("tests.launchers.idle", "json"), socket.socketpair()
+    with here, there:
+        try:
+            server.warm()
+            end, server.end, server.exits[7] = server.end, here, -signal.SIGKILL
+            there.sendall(NOTICE.pack(FORKED, 7, 0))
+            assert server.fork([there.fileno()]) == 7 and server.ended() == {}
+            server.end = end
         finally:
             server.close()

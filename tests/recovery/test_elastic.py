@@ -33,7 +33,6 @@ from piper.recovery.recovering_run import recovering
 from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
 from piper.recovery.starters import InlineStarter, Starter
-from piper.recovery.supervisor import Ended
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.train.elastic_programs import Programs, SentProgram, SizeFile
@@ -90,8 +89,8 @@ def programs(program: Program) -> Iterator[Programs]:
     """Those of fewer devices are compiled in another process."""
     made = Programs(program)
     made.prepare()
-    ended = made.ends.get(timeout=120)
-    assert isinstance(ended, Ended) and ended.code == 0
+    made.waiter.join(timeout=120)
+    assert not made.waiter.is_alive()
     yield made
     made.close()
 

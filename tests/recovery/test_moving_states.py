@@ -24,20 +24,17 @@ import json, os, signal, sys
 from pathlib import Path
 from piper.recovery.moving_states import MovingStates
 states = MovingStates()
-driver = os.fork()
-if not driver:
-    (states.path / "moved").mkdir()
-    (states.path / "moved" / "state").write_text("half")
-    print(json.dumps([os.getppid(), os.getpid(), states.remover.pid, str(states.path)]), flush=True)
+(states.path / "moved").mkdir()
+(states.path / "moved" / "state").write_text("half")
+print(json.dumps([os.getpid(), states.remover.pid, str(states.path)]), flush=True)
 signal.pause()
 """
 
 
 @dataclass(frozen=True)
 class Killed:
-    """A supervisor and its driver, which has moved half of a state."""
+    """A driver that has moved half of a state."""
 
-    supervisor: int
     driver: int
     remover: int
     path: Path
@@ -48,18 +45,17 @@ class Killed:
 
 
 @pytest.fixture
-def both() -> Iterator[Killed]:
+def one() -> Iterator[Killed]:
     words, env = [sys.executable, "-c", PROGRAM], {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
-        supervisor, driver, remover, path = json.loads(started.stdout.readline())
-        made = Killed(supervisor, driver, remover, Path(path))
+        driver, remover, path = json.loads(started.stdout.readline())
+        made = Killed(driver, remover, Path(path))
         assert [*made.path.glob("*/state")]
         yield made
         started.kill()
-    for process in (made.driver, made.remover):
-        if "piper" in command(process):
-            os.kill(process, signal.SIGKILL)
+    if "piper" in command(made.remover):
+        os.kill(made.remover, signal.SIGKILL)
 
 
 def command(process: int) -> str:
@@ -81,27 +77,20 @@ def locked(path: Path) -> bool:
         return lock is None
 
 
-def test_nothing_is_left_where_supervisor_and_driver_are_killed(both: Killed) -> None:
-    both.kill(both.driver, both.supervisor)
-    eventually(lambda: not both.path.exists())
-    eventually(lambda: not command(both.remover))
+def test_nothing_is_left_where_a_driver_is_killed(one: Killed) -> None:
+    remove_left(one.path.parent)
+    assert locked(one.path) and (one.path / "moved" / "state").exists(), "its run lives"
+    one.kill(one.driver)
+    eventually(lambda: not one.path.exists())
+    eventually(lambda: not command(one.remover))
 
 
-def test_a_state_stays_as_long_as_another_driver_may_need_it(both: Killed) -> None:
-    both.kill(both.driver)
-    eventually(lambda: not command(both.driver))
-    remove_left(both.path.parent)
-    assert locked(both.path) and (both.path / "moved" / "state").exists()
-    both.kill(both.supervisor)
-    eventually(lambda: not both.path.exists())
-
-
-def test_what_is_left_when_all_are_killed_goes_with_the_next_start(both: Killed) -> None:
-    both.kill(both.remover, both.driver, both.supervisor)
-    eventually(lambda: not locked(both.path))
-    assert both.path.exists()
+def test_what_is_left_when_both_are_killed_goes_with_the_next_start(one: Killed) -> None:
+    one.kill(one.remover, one.driver)
+    eventually(lambda: not locked(one.path))
+    assert one.path.exists()
     states = MovingStates()
-    assert not both.path.exists() and states.path.exists()
+    assert not one.path.exists() and states.path.exists()
     other = MovingStates()
     assert states.path.exists(), "its run lives"
     for made in (states, other):
@@ -132,22 +121,6 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
     assert not locked(path)
 
 
-def test_a_driver_removes_its_states_and_leaves_the_folder_to_its_supervisor() -> None:
-    states = MovingStates()
-    for name in ("first", "second"):
-        (states.path / name).mkdir()
-    process = os.fork()
-    if not process:
-        states.close()
-        os._exit(0)
-    assert os.waitpid(process, 0)[1] == 0
-    states.clear(states.path / "second" / "state")
-    assert [path.name for path in states.path.iterdir()] == ["second"]
-    states.clear(None)
-    assert [*states.path.iterdir()] == []
-    states.close()
-
-
 RECIPE = (
     elastic.RECIPE
     + """
@@ -156,7 +129,6 @@ move = ElasticRun._move
 def kill(self, state, *given):
     assert list(state.iterdir())
     print(state, flush=True)
-    os.kill(os.getppid(), 9)
     os.kill(os.getpid(), 9)
 ElasticRun._move = kill
 """
@@ -165,7 +137,7 @@ ElasticRun._move = kill
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_supervisor_and_driver_are_killed_in_a_resize(tmp_path: Path) -> None:
+def test_a_driver_is_killed_in_a_resize(tmp_path: Path) -> None:
     before = elastic.memory()
     (tmp_path / "net.py").write_text(
         RECIPE.replace("RUN", "run").replace("KILLS", "False").replace("SIZES", '{3: "2"}')

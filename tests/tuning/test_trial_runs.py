@@ -19,7 +19,7 @@ from piper import strategies
 from piper.compiler import Program
 from piper.errors import ConfigError, WorkerError
 from piper.launchers.base import Run
-from piper.launchers.transport.fork_server import ForkConnection
+from piper.launchers.transport.fork_server import ForkServer
 from piper.simulate.cluster import load_cluster
 from piper.tuning import trial_runs
 from piper.tuning.choice import StrategyChoice
@@ -61,7 +61,7 @@ class Machine:
     now: float = 0.0
     taken: list[int] = field(default_factory=list)  # whose step it was
     started: list[int] = field(default_factory=list)
-    servers: list[ForkConnection] = field(default_factory=list)  # that were started
+    servers: list[ForkServer] = field(default_factory=list)  # that were started
     running: int = 0
     most: int = 0  # runs at one time
     instead: dict[int, BaseException] = field(default_factory=dict)  # by the number of a step
@@ -70,15 +70,15 @@ class Machine:
         return self.now
 
     @contextmanager
-    def serve(self) -> Iterator[ForkConnection]:
+    def serve(self) -> Iterator[ForkServer]:
         """Stand for a fork server: none may run when it starts, and none when it ends."""
         assert not self.running
-        self.servers.append(cast(ForkConnection, object()))
+        self.servers.append(cast(ForkServer, object()))
         yield self.servers[-1]
         assert not self.running
 
     @contextmanager
-    def start(self, one: int, forks: ForkConnection) -> Iterator[Step]:
+    def start(self, one: int, forks: ForkServer) -> Iterator[Step]:
         assert forks is self.servers[-1]
         self.started.append(one)
         self.running += 1
@@ -388,10 +388,10 @@ TWO = Space(ranks=(1,), rows=(8,), zeros=(0, 1, 2), recompute=Space().recompute[
 
 def test_the_best_of_a_search_is_the_one_measured_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[object] = []
-    server = cast(ForkConnection, object())
+    server = cast(ForkServer, object())
 
     @contextmanager
-    def launched(program: Program, *, forks: ForkConnection) -> Iterator[Run]:
+    def launched(program: Program, *, forks: ForkServer) -> Iterator[Run]:
         assert forks is server
         ran.append(program.job.strategy)
         with piper.launch(program, on="inline") as run:

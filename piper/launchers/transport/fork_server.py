@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from queue import SimpleQueue
-from time import monotonic, sleep
+from time import monotonic
 
 from piper.errors import LaunchError
 from piper.launchers.processes import StopWatch, gone, stopped
@@ -36,21 +36,25 @@ PROGRAM = (
 WORKER = "piper.launchers.worker_server"  # the module whose `main` a worker runs
 NOTICE = struct.Struct("!Bii")  # what happened, to which process, and how it ended
 READY, FORKED, ENDED = range(3)
-FORK, LEND = b"f", b"n"  # requests: start a worker; from now on serve another driver
+FORK = b"f"  # the request to start a worker
 Main = Callable[[Sequence[int]], int]  # takes its descriptors; gives its exit code
 MOST = 8  # descriptors that a worker may be given
 START = 120.0  # seconds that importing torch may take
 END = 2.0  # seconds that the fork server may take to end by itself
 LOOK = 0.1  # seconds between two looks at processes
-SOON = 0.005  # seconds between two looks at a process that was killed
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
-class ForkConnection:
-    """A connection to a fork server: starts workers and learns how they end."""
+class ForkServer:
+    """The handle of a fork server: starts it, lets it start workers, learns how they end, and ends it."""
 
-    def __init__(self, end: socket.socket, server: int) -> None:
-        self.end, self.server = end, server
+    def __init__(self, module: str = WORKER, preload: str = PRELOAD) -> None:
+        """Start the server; `module` holds the `main` of a worker, `preload` is imported once for all."""
+        self.end, there = socket.socketpair()
+        words = [sys.executable, "-c", PROGRAM, str(there.fileno()), str(os.getpid()), module, preload]
+        with there:
+            self.process = start_with_thread(words, there.fileno())
+        self.server = self.process.pid
         self.ready = False
         self.exits: dict[int, int] = {}
 
@@ -117,47 +121,9 @@ class ForkConnection:
                 return
             wait([self.end], LOOK)
 
-    def clear(self) -> None:
-        """Wait until no worker of an earlier connection is left; a server that cannot say so is killed."""
-        try:
-            self.warm()
-        except (LaunchError, OSError):
-            self.kill()
-
-    def kill(self) -> None:
-        """Kill the fork server, with which its workers end. Idempotent."""
-        until = monotonic() + END
-        if not gone(self.server):
-            os.kill(self.server, signal.SIGKILL)
-        while not gone(self.server) and monotonic() < until:
-            sleep(SOON)
-
-    def close(self) -> None:
-        """End every process that was started through this connection."""
-        self.end.close()
-
-
-class ForkServer(ForkConnection):
-    """The handle of the process that starts a fork server, and ends it."""
-
-    def __init__(self, module: str = WORKER, preload: str = PRELOAD) -> None:
-        """Start the server; `module` holds the `main` of a worker, `preload` is imported once for all."""
-        here, there = socket.socketpair()
-        words = [sys.executable, "-c", PROGRAM, str(there.fileno()), str(os.getpid()), module, preload]
-        with there:
-            self.process = start_with_thread(words, there.fileno())
-        super().__init__(here, self.process.pid)
-
-    def lend(self) -> ForkConnection:
-        """Return a connection for another driver. Workers of the one before are killed."""
-        here, there = socket.socketpair()
-        with there:
-            socket.send_fds(self.end, [LEND], [there.fileno()])
-        return ForkConnection(here, self.server)
-
     def close(self) -> None:
         """End the fork server and every process it started, whatever state it is in."""
-        super().close()
+        self.end.close()
         try:
             self.process.wait(0 if stopped(self.process.pid) else END)
         except subprocess.TimeoutExpired:
@@ -230,11 +196,7 @@ def read_exactly(end: socket.socket, size: int) -> bytes:
 
 
 def serve(descriptor: int, module: str, preload: str) -> None:
-    """Fork workers for the driver until it is gone. Runs in the process of the fork server.
-
-    A supervisor keeps the first connection and gives each driver one of its own. When a driver is gone, its
-    workers are killed and the fork server waits for the next driver.
-    """
+    """Fork workers for the driver until it is gone. Runs in the process of the fork server."""
     end = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     importlib.import_module(preload)
@@ -245,33 +207,22 @@ def serve(descriptor: int, module: str, preload: str) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the driver, which saves first
     children: set[int] = set()
-    driver = end
-    notify(driver, READY, os.getpid(), 0)
+    notify(end, READY, os.getpid(), 0)
     try:
         while True:
-            ready = wait([*{end, driver}, awake])  # any number of descriptors, unlike `select`
+            ready = wait([end, awake])  # any number of descriptors, unlike `select`
             if awake in ready:
                 os.read(awake, 4096)
                 for pid, status in reap():
                     children.discard(pid)
-                    notify(driver, ENDED, pid, status)
-            for source in [one for one in {end, driver} if one in ready]:
-                if source not in (end, driver):
-                    continue  # another driver has just taken its place
-                request, descriptors = asked(source)
-                if request == FORK:
-                    pid = fork(main, [end.fileno(), driver.fileno(), awake, waker], descriptors)
-                    children.add(pid)
-                    notify(driver, FORKED, pid, 0)
-                    continue
-                if source is end and request != LEND:
+                    notify(end, ENDED, pid, status)
+            if end in ready:
+                request, descriptors = asked(end)
+                if request != FORK:
                     return
-                kill(children)
-                if source is end:
-                    driver = socket.socket(fileno=descriptors[0])
-                    notify(driver, READY, os.getpid(), 0)
-                else:
-                    driver = end  # until the next one comes
+                pid = fork(main, [end.fileno(), awake, waker], descriptors)
+                children.add(pid)
+                notify(end, FORKED, pid, 0)
     finally:  # whatever happens, no worker outlives the fork server
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
@@ -327,7 +278,7 @@ def fork(main: Main, ours: Sequence[int], descriptors: Sequence[int]) -> int:
     die_with(parent)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for descriptor in {*ours}:
+    for descriptor in ours:
         os.close(descriptor)
     code = 1
     try:

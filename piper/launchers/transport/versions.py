@@ -235,9 +235,9 @@ class Versions:
             check_versions(plans)
         self.descriptors = {d: [nameless_file(HEAD.size) for _ in range(GENERATIONS)] for d in self.devices}
 
-    def of(self, plans: Plans, *, checked: bool = True) -> "Versions":
+    def of(self, plans: Plans) -> "Versions":
         """Return memory for another program, of the same kind."""
-        return Versions(plans, checked=checked)
+        return Versions(plans)
 
     def empty(self) -> None:
         """Drop all versions, and give back the memory that they take. No worker may live."""
