@@ -1,7 +1,6 @@
 """Starts the workers of a program on several machines, through agents that outlive workers."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from threading import RLock
@@ -87,17 +86,6 @@ class AgentStarter(ABC):
         answered = self.calls.answers(dict(enumerate(self.warm[bundle])), REACH)
         if len(answered) == len(self.warm[bundle]):
             self.fresh.append(WarmAgent(address=self.agents[bundle][0].address, seconds=seconds))
-
-    def _wanting(self) -> int:
-        """Return how many bundles are missing, so that the loss of any one machine leaves enough of them.
-
-        A spare does not count on a machine that has workers, because it is lost with them, nor on one that is
-        short of memory.
-        """
-        where = {bundle: agents[0].node for bundle, agents in self.agents.items()}
-        busy = Counter(where[bundle] for bundle in self.used.values() if bundle in where)
-        spares = [b for b, node in where.items() if node not in busy and b not in self.unfit]
-        return max(busy.values(), default=0) - len(spares)
 
     def warmed(self) -> list[WarmAgent]:
         """Return the spares that have become warm since the last call, one for each machine."""

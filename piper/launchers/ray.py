@@ -6,15 +6,12 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from time import monotonic
 from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -36,7 +33,6 @@ from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 
 GROUP = 60.0  # seconds that a cluster may take to find resources for all agents
-CLAIM = 10.0  # seconds that Ray may take to place a bundle where there was room for it
 END = 10.0  # seconds that removing the folder of our own Ray may take
 REMOVER = """
 import os, shutil, signal, sys, time
@@ -177,42 +173,23 @@ class RayCalls(AgentCalls):
         return key, key
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """A bundle on a node that joined while the job ran."""
-
-    group: PlacementGroup
-    node: str
-    since: float
-
-
 class RayStarter(AgentStarter):
     """Starts workers through agents that are actors, on the nodes that are left.
 
-    Bundles are claimed when the job starts, and Ray gives those of a lost node to another one. A job that is
-    elastic or has spares claims more on nodes that join while no bundle is missing, until it would outlive
-    the loss of any one node. So an agent is warm there when that happens.
+    Bundles are claimed when the job starts, and Ray gives those of a lost node to another one.
     """
 
-    def __init__(
-        self, program: ProgramLike, versions: Versions | None, spares: int, *, joining: bool = False
-    ) -> None:
-        """Claim resources for every device and for spares; a cluster without room for all is refused.
-
-        joining: whether nodes that join later are claimed as spares.
-        """
+    def __init__(self, program: ProgramLike, versions: Versions | None, spares: int) -> None:
+        """Claim resources for every device and for spares; a cluster without room for all is refused."""
         super().__init__(program, versions, RayCalls())
-        self.joining = joining
-        self.first: set[str] | None = None  # nodes that were there when the job started
-        self.claims: dict[int, Claim] = {}  # by bundle
         self.gpus = int(setup_of(program).device.type == "cuda")
         room = float(self.width)
         self.bundle = {"CPU": room, "GPU": room} if self.gpus else {"CPU": room}
         self.held = ExitStack()
-        self.count = len(self.machines) + -(-spares // self.width)
+        count = len(self.machines) + -(-spares // self.width)
         try:
-            self.held.enter_context(cluster(self.count * self.width))
-            self.placed = self.held.enter_context(resources(self.count, self.bundle, apart=self.apart))
+            self.held.enter_context(cluster(count * self.width))
+            self.placed = self.held.enter_context(resources(count, self.bundle, apart=self.apart))
             self.held.callback(self._dismiss)
         except BaseException:
             self.held.close()
@@ -222,18 +199,14 @@ class RayStarter(AgentStarter):
         """Start agents in bundles that have none, or whose node Ray has replaced."""
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         alive = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
-        self.first = self.first or {*alive}
         where = placement_group_table(self.placed)["bundles_to_node_id"]
-        bundles = {int(index): (self.placed, int(index), node) for index, node in where.items()}
-        whole = len(bundles) == self.count and all(node in alive for _, _, node in bundles.values())
-        bundles |= {b: (claim.group, 0, claim.node) for b, claim in self._kept_claims(alive).items()}
-        for bundle, (group, index, node) in bundles.items():
+        for bundle, node in ((int(index), node) for index, node in where.items()):
             known = self.agents.get(bundle)
             if known is not None and known[0].node == node and node in alive:
                 continue
             self.agents.pop(bundle, None)
             if node in alive:
-                place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+                place = PlacementGroupSchedulingStrategy(self.placed, placement_group_bundle_index=bundle)
                 made = ray.remote(AgentProcess).options(
                     num_cpus=1, num_gpus=self.gpus, scheduling_strategy=place, max_restarts=0
                 )
@@ -241,42 +214,6 @@ class RayStarter(AgentStarter):
                     Agent(actor=made.remote(), node=node, address=alive[node]) for _ in range(self.width)
                 ]
                 self._take(bundle, tuple(agents))
-        if self.joining and whole:  # else Ray places what is missing
-            self._claim([node for node in alive if node not in self.first])
-
-    def _kept_claims(self, alive: Container[str]) -> dict[int, Claim]:
-        """Return the claims that have their node. Give up those whose node is lost or full."""
-        found: dict[int, Claim] = {}
-        for bundle, claim in [*self.claims.items()]:
-            about = placement_group_table(claim.group)
-            there = about["state"] == "CREATED" and [*about["bundles_to_node_id"].values()] == [claim.node]
-            if there and claim.node in alive:
-                found[bundle] = claim
-            elif bundle in self.agents or about["state"] == "CREATED" or monotonic() > claim.since + CLAIM:
-                remove_placement_group(claim.group)
-                del self.claims[bundle]
-                self.agents.pop(bundle, None)
-        return found
-
-    def _claim(self, joined: Sequence[str]) -> None:
-        """Claim a bundle on a node that has joined, if the job wants one more."""
-        if any(bundle not in self.agents for bundle in self.claims) or self._wanting() < 1:
-            return  # Ray has not placed the last one yet, or there are enough
-        ours = {agents[0].node for bundle, agents in self.agents.items() if self._excludes(bundle)}
-        free = available_resources_per_node()  # type: ignore[no-untyped-call]
-        for node in joined:
-            has = free.get(node, {})
-            if node not in ours and all(has.get(name, 0) >= amount for name, amount in self.bundle.items()):
-                group = placement_group(
-                    [dict(self.bundle)], strategy="STRICT_PACK", _soft_target_node_id=node
-                )
-                bundle = max([self.count - 1, *self.claims]) + 1
-                self.claims[bundle] = Claim(group=group, node=node, since=monotonic())
-                return
-
-    def _excludes(self, bundle: int) -> bool:
-        """Return whether the node of a bundle cannot hold a spare as well."""
-        return self.apart or bundle in self.used.values() or bundle in self.unfit
 
     def _arrange(self, plans: Plans) -> None:
         self.machines, self.apart = packed_machines(plans, self.width)  # bundles stay as they were claimed
@@ -287,8 +224,6 @@ class RayStarter(AgentStarter):
     def _dismiss(self) -> None:
         for agent in (agent for agents in self.agents.values() for agent in agents):
             ray.kill(agent.actor)
-        for claim in self.claims.values():
-            remove_placement_group(claim.group)
 
     def close(self) -> None:
         """End the agents, give the resources back, and end a Ray of our own."""

@@ -404,19 +404,17 @@ def recovering(
     options: Options,
     *,
     spares: int = 0,
-    joining: bool = False,
     make: Callable[..., RecoveringRun] = RecoveringRun,
     **asked: Any,  # noqa: ANN401  as the run has them: retries, stall, notify, disk, replace_stragglers
 ) -> Iterator[RecoveringRun]:
     """Start a program on workers that are replaced when they are lost, and end them with the block.
 
     on: inline, local or ray. spares: workers more than devices, for which resources are claimed.
-    joining: whether machines that join later are claimed as spares, where that can be.
     """
     with ExitStack() as held:
         versions = versions_of(program.plans, on)
         held.callback(versions.close)
-        starter = starter_of(program, on, versions, spares, joining=joining)
+        starter = starter_of(program, on, versions, spares)
         held.callback(starter.close)
         run = make(program, options, starter, versions, **asked)
         held.callback(run.close)

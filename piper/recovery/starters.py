@@ -208,13 +208,8 @@ def starter_of(
     on: str,
     versions: Versions,
     spares: int,
-    *,
-    joining: bool = False,
 ) -> Starter:
-    """Return what starts the workers of a launcher, without importing the others.
-
-    joining: whether machines that join later are claimed as spares, where that can be.
-    """
+    """Return what starts the workers of a launcher, without importing the others."""
     match on:
         case "inline":
             return InlineStarter(program, versions)
@@ -227,5 +222,5 @@ def starter_of(
         case "ray":
             from piper.launchers.ray import RayStarter
 
-            return RayStarter(program, versions, spares, joining=joining)
+            return RayStarter(program, versions, spares)
     raise AssertionError(f"{on} is checked")

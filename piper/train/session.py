@@ -44,7 +44,6 @@ from piper.train.train_options import (
     TrainOptions,
     asked_job,
     check_options,
-    joining_asked,
     recovering_asked,
     reserve,
 )
@@ -268,7 +267,6 @@ def started(
                 notify=notify,
                 disk=disk_of(folder, program.job),
                 spares=asked.spares,
-                joining=joining_asked(asked, program.job),
                 replace_stragglers=asked.replace_stragglers,
                 make=programs.run,
             )

@@ -71,14 +71,6 @@ def recovering_asked(asked: TrainOptions) -> bool:
     return asked.retries > 0 and not asked.profile and recovers(asked.on, asked.spares)
 
 
-def joining_asked(asked: TrainOptions, job: Job) -> bool:
-    """Return whether machines that join later are to be spares: the job has spares, or can change its size.
-
-    The state of an elastic job moves between machines only through the folder of its checkpoints.
-    """
-    return asked.spares > 0 if job.elastic is None else job.checkpoint is not None
-
-
 def reserve(asked: TrainOptions) -> float:
     """Return the seconds of the grace in which a version is written if the step does not end in time."""
     return min(asked.grace / 2, RESERVE) if recovering_asked(asked) else 0.0

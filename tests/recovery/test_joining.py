@@ -11,7 +11,6 @@ from piper.errors import LaunchError
 from piper.launchers import agent_starter, agent_watch
 from piper.launchers.agent_calls import Agent
 from piper.launchers.agent_starter import AgentStarter
-from piper.launchers.agent_versions import ShortMachine
 from piper.launchers.agent_watch import AgentWatch
 from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.torchrun_agents import AgentLostError, RankCalls
@@ -106,25 +105,6 @@ def test_an_agent_of_a_machine_that_joins_is_reported_once_it_is_warm() -> None:
     (found,) = cluster.warmed()
     assert found.address == "10.0.0.2" and found.seconds > 0
     assert not cluster._notice() and reported(cluster) == []
-
-
-def test_spares_are_wanted_until_the_loss_of_any_machine_leaves_enough() -> None:
-    """A spare that would be lost with workers is none for that, nor is one that is short of memory."""
-    cluster = Cluster()
-    for bundle, node in ((0, 0), (1, 0), (2, 0), (3, 1)):
-        cluster.join(bundle, warm=True, node=node)
-    assert cluster._wanting() == 0, "nothing runs"
-    assert cluster.chosen() == ["10.0.0.0", "10.0.0.0"]
-    assert cluster._wanting() == 1, "two workers share a machine, and one spare is on another"
-    cluster.join(4, node=2)
-    cluster._hire()
-    assert cluster._wanting() == 0
-    cluster.unfit[3] = ShortMachine(address="10.0.0.1", needs=2, has=1)
-    assert cluster._wanting() == 1
-    del cluster.there[0], cluster.there[1], cluster.there[2]
-    cluster.there[4].actor.importing.set_result(None)
-    cluster.unfit.clear()
-    assert cluster.chosen() == ["10.0.0.1", "10.0.0.2"] and cluster._wanting() == 1
 
 
 def test_an_agent_that_is_lost_before_it_is_warm_is_not_reported() -> None:
