@@ -17,9 +17,9 @@ from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.trace.record import LossFn
 from piper.capture.trace.trace import Traced
 from piper.data.taking import batches_of
-from piper.directives import Directive, Remat, ShardAxis, apply
+from piper.directives import Directive, Order, Remat, ShardAxis, apply
 from piper.divisions import requests_of
-from piper.errors import CaptureError, ConfigError, LossError, ScheduleError
+from piper.errors import CaptureError, CompilerError, ConfigError, LossError, ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job, strategy_of
@@ -29,6 +29,7 @@ from piper.lower.lower import lower
 from piper.lower.state import Completed, LoweringState, Settings
 from piper.optimizer_probe import Probe, check_streamed, probe_optimizer
 from piper.plan.plan import Bucket, Piece, Plans
+from piper.plan.prove import ProofError
 from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
 from piper.runtime.setup import Shapes, device_kind, setup_of
 from piper.runtime.trainers import empty_optimizer, try_scheduler
@@ -311,6 +312,16 @@ def placing(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[N
         if error.by != "strategy" or not strategy:
             raise
         raise error.located(f"strategy ({strategy[0].source})") from error.__cause__
+    except ProofError as error:
+        raise CompilerError(
+            "this is a bug in Piper: the plans of this strategy fail their proof",
+            by=f"strategy ({strategy[0].source})" if strategy else "strategy",
+            facts={
+                "strategy": "\n".join(d.title(i) for i, d in enumerate(strategy) if not isinstance(d, Order)),
+                "proof": str(error),
+            },
+            hint="please report it with this message; meanwhile, leave out one of these directives",
+        ) from error
 
 
 def first_batch(job: Job) -> Batch:

@@ -31,6 +31,10 @@ class ScheduleError(PiperError):
     """A directive that cannot be applied, or a strategy that can never run."""
 
 
+class CompilerError(PiperError):
+    """Plans that fail their proof: a bug in Piper, which this strategy shows."""
+
+
 class CaptureError(PiperError):
     """A model, loss or batch that cannot be captured."""
 

@@ -29,6 +29,8 @@ class ShardAxis(Directive):
     F[PP=0] @0
     -->
     F[PP=0] @0,1, all-reduce, F[PP=0 #1] @0,1 ...      (each device holds a slice of the named parameters)
+
+    Groups of one device divide nothing: the directive then only places the regions.
     """
 
     at: At
@@ -70,7 +72,7 @@ class ShardAxis(Directive):
 
         def divided(_: str, policy: Policy) -> Policy:
             others = tuple(held for held in policy.axes if held.axis != self.axis)
-            return replace(policy, axes=(*others, own))
+            return replace(policy, axes=(*others, own) if ways > 1 else others)
 
         graph = graph.with_policies(nodes, divided)
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)

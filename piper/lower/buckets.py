@@ -285,9 +285,8 @@ def tied_buckets(
     total = sum(len(devices) for devices in by_set)
     everyone = tuple(sorted({d for devices in by_set for d in devices}))
     if len(sizes) == 1 and total == len(everyone):  # same size and disjoint: shards line up, one by one
-        zero = min(placement.policy.zero for placement in placements) if sizes != {1} else 0
         made = [bucket(f"{named}@{members[0].chunk}", members) for members in by_set.values()]
-        return as_siblings(made, zero, held.alike), []
+        return as_siblings(made, min(b.zero for b in made), held.alike), []
     if held.apart:
         raise ScheduleError(
             f"the tied parameter {param.name} is divided on sets of devices that differ in size or overlap",

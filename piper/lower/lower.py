@@ -32,6 +32,7 @@ from piper.lower.step_end import (
 )
 from piper.lower.validate import capture, every_microbatch_has_one_placement, every_node_has_a_phase, settle
 from piper.plan.plan import Plans
+from piper.plan.prove import ProofError
 
 log = logging.getLogger("piper")
 LOWERING: tuple[tuple[Rewrite, Property], ...] = (
@@ -65,7 +66,7 @@ def lower(
     """Lower a graph to plans and prove them. prove=False: for plans that are only simulated.
 
     capture: gives the outline with every phase, or is that outline; None: the graph has it.
-    Each rewrite's property is checked right after it: a failure is our bug, so it is an assertion.
+    Each rewrite's property is checked right after it: a failure is our bug, and raises ProofError.
     """
     given = (lambda _: Completed(outline=capture)) if isinstance(capture, CapturedModel) else capture
     work = LoweringState(graph=graph, settings=settings or Settings(), capture=given)
@@ -75,6 +76,7 @@ def lower(
                 log.debug("Lowering and proving the plans")  # what lies before is capture, and says so itself
             work = rewrite(work)
             broken = next(holds(work), None) if prove else None
-            assert broken is None, f"{rewrite.__name__} broke {holds.__name__}: {broken}"
+            if broken is not None:
+                raise ProofError(f"{rewrite.__name__} broke {holds.__name__}: {broken}")
     assert work.plans is not None
     return work.plans, work

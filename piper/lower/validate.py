@@ -209,13 +209,15 @@ def check_expert_regions(graph: Graph) -> None:
     for layout in layouts_of(graph):
         for chunk in graph.outline.chunks:
             placement = layout.placements[chunk.name]
-            ways = placement.policy.ways
-            if chunk.kind in ROUTED and len(placement.devices) % ways:
+            ways, degree = placement.policy.ways, placement.policy.degree
+            if chunk.kind in ROUTED and len(placement.devices) % (ways * degree):
+                axes = " x ".join(f"{held.axis}={held.degree}" for held in placement.policy.axes)
+                over = f" over the groups of {axes}" if axes else ""
                 raise ScheduleError(
-                    f"{len(placement.devices)} devices cannot form groups of {ways}",
+                    f"{len(placement.devices)} devices cannot form groups of {ways}{over}",
                     by=placement.by,
                     facts={"region": chunk.name, "devices": show(placement.devices)},
-                    hint="place the region on a multiple of `ways` devices",
+                    hint=f"place the region on a multiple of {ways * degree} devices, or choose other `ways`",
                 )
             if chunk.kind not in ("expert", "unroute"):
                 continue

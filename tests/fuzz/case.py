@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.compiler import compile
-from piper.errors import PiperError
+from piper.errors import CompilerError, PiperError
 from piper.launchers.inline import launch_inline
 from piper.runtime.worker import Options
 from tests.fuzz.models import Model, Spec, draw_batch, draw_spec, loss_of
@@ -143,6 +143,7 @@ def try_case(case: Case) -> str | None:
     try:
         program = program_of(case)
     except PiperError as error:
+        assert not isinstance(error, CompilerError), f"{error}\n{case}"
         assert "hint:" in str(error), f"a refusal without a way out: {error}\n{case}"
         return str(error)
     for step, (got, wanted) in enumerate(zip(run(case, program), plainly(case), strict=True)):

@@ -90,7 +90,7 @@ def test_a_divided_region_on_devices_that_do_not_form_groups() -> None:
         place #1 (here): 3 devices cannot form groups of 2
           region:  PP=0 EP=0 route
           devices: 0-2
-          hint:    place the region on a multiple of `ways` devices
+          hint:    place the region on a multiple of 2 devices, or choose other `ways`
     """)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from piper.devices import Devices
+from piper.errors import CompilerError
 from piper.ids import SlotId
 from piper.lower.emit import plan_of
 from piper.lower.events import PendingInstr
@@ -28,10 +29,15 @@ def test_a_mistake_of_the_lowering_is_refused(monkeypatch: pytest.MonkeyPatch) -
         return plan_of(work, devices, edited)
 
     monkeypatch.setattr("piper.lower.emit.plan_of", mistaken)
-    with pytest.raises(ProofError) as caught:
+    with pytest.raises(CompilerError) as caught:
         program(lambda: models.Dense(1), stages([0]))
-    assert str(caught.value).splitlines()[:2] == [
+    assert isinstance(caught.value.__cause__, ProofError)
+    proof = [
         "the plans compute something else:",
         "norm[@0] reads loss, which holds (PP=0 MB=1) over cells 0-0; "
         "it should hold (PP=0 MB=0 + PP=0 MB=1) over cells 0-0",
     ]
+    assert caught.value.facts["proof"].splitlines()[:2] == proof
+    assert [line[:8] for line in caught.value.facts["strategy"].splitlines()] == ["replicat", "split #1"]
+    assert "this is a bug in Piper: the plans of this strategy fail their proof" in str(caught.value)
+    assert "please report it" in caught.value.hint
