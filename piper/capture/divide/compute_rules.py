@@ -1,15 +1,17 @@
 """Rules for operations that compute: pointwise work, products, tables, norms, reductions."""
 
 import operator
+from dataclasses import replace
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.node import Argument, map_arg
 
 from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum
-from piper.capture.divide.shape_rules import argument, getitem, number, operand
+from piper.capture.divide.reshapes import value_of
+from piper.capture.divide.shape_rules import argument, getitem, number, operand, unchanged
 
 ADDS = frozenset((aten.add.Tensor, aten.sub.Tensor))
 SCALES = frozenset((aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar))
@@ -33,7 +35,6 @@ POINTWISE = CASTS | frozenset(
         aten.gelu.default,
         aten.__and__.Tensor,
         aten.__or__.Tensor,
-        aten.glu.default,
     )
 )
 
@@ -98,18 +99,31 @@ def pointwise(d: Divider, node: fx.Node) -> None:
 
 def _stays_sum(d: Divider, node: fx.Node, sources: list[fx.Node]) -> bool:
     """Write linear work on terms of a sum: the result is such a sum too."""
-    terms = [source for source in sources if d.layout(source) == Sum()]
-    alone = len(terms) == len(sources)
-    scaled = node.target in SCALES and len(sources) == 1 and sources[0] is node.args[0]
-    if not terms or not alone or not (node.target in ADDS or node.target in LINEAR or scaled):
+    if any(d.layout(source) != Sum() for source in sources) or not _is_linear(node):
         return False
-    if node.target in ADDS and len(sources) < 2 and node.args[0] is not node.args[1]:
-        return False  # a number is added once, not by every device
     made = d.emit(
         node.target, map_arg(node.args, d.local.__getitem__), map_arg(node.kwargs, d.local.__getitem__)
     )
     d.done(node, made, Sum())
     return True
+
+
+def _is_linear(node: fx.Node) -> bool:
+    """Return whether an operation on sums is the sum of the operation on their terms.
+
+    A number may scale a sum; added, every device would add it. A sum may not scale a sum, nor itself.
+    """
+    numbers = not isinstance(node.args[1], fx.Node) if len(node.args) > 1 else True
+    if node.target in SCALES:
+        return numbers
+    if node.target in ADDS:
+        return not numbers
+    if node.target not in LINEAR:
+        return False
+    made, given = value_of(node), value_of(operand(node))
+    assert isinstance(made, Tensor) and isinstance(given, Tensor)
+    exact = not given.is_floating_point() and made.dtype is not torch.bool
+    return made.is_floating_point() or exact  # a cast of terms to integers rounds each of them
 
 
 def _dropout(d: Divider, node: fx.Node, local: fx.Node, layout: Divided) -> fx.Node:
@@ -218,10 +232,11 @@ def embedding(d: Divider, node: fx.Node) -> None:
     """Look up rows of a table: a whole one, or one divided by columns or by rows."""
     table, index = node.args[0], node.args[1]
     assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
-    held = d.layout(table)
+    held, given = d.layout(table), d.layout(index)
     rest = node.args[2:]
+    if argument(node, 3, "scale_grad_by_freq", False) and (given != WHOLE or held not in (WHOLE, Divided(1))):
+        raise NoRuleError("how often an index occurs, by which it scales gradients, is not counted")
     if held == WHOLE:
-        given = d.layout(index)
         made = d.emit(node.target, (d.to(table, WHOLE, varies=True), d.local[index], *rest))
         d.done(node, made, given)
     elif isinstance(held, Divided) and held.dim == 1:
@@ -256,6 +271,20 @@ def masked(d: Divider, found: fx.Node, outside: fx.Node) -> fx.Node:
     for _ in range(more):
         outside = d.emit(aten.unsqueeze.default, (outside, -1))
     return d.emit(aten.masked_fill.Scalar, (found, outside, 0.0))
+
+
+def glu(d: Divider, node: fx.Node) -> None:
+    """Multiply half of a dimension by gates in its other half: a sharded one is sharded half by half."""
+    x = operand(node)
+    have = d.settle(x)
+    if not isinstance(have, Divided):
+        d.plain(node)
+        return
+    dim = number(argument(node, 1, "dim", -1)) % len(d.shape(x))
+    if have.dim == dim and (have.blocks % 2 or have.zigzag):
+        raise NoRuleError("its two halves lie on different devices")
+    layout = replace(have, blocks=have.blocks // 2) if have.dim == dim else have
+    d.done(node, unchanged(d, node), layout)
 
 
 def gather(d: Divider, node: fx.Node) -> None:
@@ -330,9 +359,25 @@ def reduction(d: Divider, node: fx.Node) -> None:
     elif node.target in MEANS:
         d.done(node, d.emit(aten.div.Scalar, (made, d.degree)), Sum())
     elif node.target in MAXIMA:
-        d.done(node, d.emit(aten.detach.default, (made,)), Sum("max"))
+        _maximum(d, node, x, made, dims)
     else:
         d.done(node, made, Sum())
+
+
+def _maximum(d: Divider, node: fx.Node, x: fx.Node, made: fx.Node, dims: tuple[int, ...]) -> None:
+    """Take a maximum over the sharded dimension; all elements that are equal to it share its gradient."""
+    fixed = d.emit(aten.detach.default, (made,))
+    if not d.trains(made):
+        d.done(node, fixed, Sum("max"))
+        return
+    shape = [1 if dim in dims else size for dim, size in enumerate(d.shape(x))]
+    largest = d.emit(aten.reshape.default, (d.collect(fixed, Sum("max")), shape))
+    equal = d.emit(aten.eq.Tensor, (d.local[x], largest))
+    counts = d.emit(aten.to.dtype, (equal, made.meta["example_value"].dtype))
+    count = d.collect(d.emit(aten.sum.dim_IntList, (counts, list(dims), True)), Sum())
+    shares = d.emit(aten.div.Tensor, (d.emit(aten.where.ScalarOther, (equal, d.local[x], 0.0)), count))
+    keep = len(d.shape(node)) == len(d.shape(x))
+    d.done(node, d.emit(aten.sum.dim_IntList, (shares, list(dims), keep)), Sum())
 
 
 MEANS = frozenset((aten.mean.default, aten.mean.dim))
@@ -347,6 +392,7 @@ RULES: dict[object, Rule] = {
     aten.bmm.default: matmul,
     aten.embedding.default: embedding,
     aten.gather.default: gather,
+    aten.glu.default: glu,
     aten.layer_norm.default: norm,
     aten.rms_norm.default: norm,
     aten.sum.default: reduction,

@@ -11,6 +11,7 @@ from piper.capture.divide.division import Division
 from piper.capture.divide.layout import Divided
 from piper.capture.divide.reshapes import RESHAPES, value_of
 from piper.capture.divide.rules import rules
+from piper.capture.divide.shape_rules import argument, number
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.recording import FromParameter, Origin, Recording
 from piper.capture.trace.regions import find_regions
@@ -99,15 +100,15 @@ def _blocks(node: fx.Node) -> int:
     """Return into how many equal parts the last dimension of a product is split."""
     while len(node.users) == 1:
         user = next(iter(node.users))
-        if user.target in SPLITS:
-            parts = value_of(user)
-            assert isinstance(parts, tuple | list)
-            last = parts[0].dim() - 1
-            dim = user.args[2] if len(user.args) > 2 else user.kwargs.get("dim", 0)
-            assert isinstance(dim, int)
-            sizes = {int(part.shape[last]) for part in parts}
-            return len(parts) if dim % (last + 1) == last and len(sizes) == 1 else 1
         made, given = value_of(user), value_of(node)
+        if user.target in SPLITS:
+            assert isinstance(made, tuple | list)
+            last = made[0].dim() - 1
+            dim = number(argument(user, 2, "dim", 0))
+            sizes = {int(part.shape[last]) for part in made}
+            return len(made) if dim % (last + 1) == last and len(sizes) == 1 else 1
+        if user.target is aten.glu.default and isinstance(given, Tensor):
+            return 2 if number(argument(user, 1, "dim", -1)) in (-1, given.dim() - 1) else 1
         if user.target not in RESHAPES or not isinstance(made, Tensor) or not isinstance(given, Tensor):
             return 1
         if not made.dim() or made.shape[-1] != given.shape[-1]:

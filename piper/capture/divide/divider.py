@@ -176,6 +176,9 @@ class Divider:
     def to(self, node: fx.Node, want: Layout, *, varies: bool) -> fx.Node:
         """Return the local value of a node in a layout, through a collective where it has another."""
         have, local = self.layout(node), self.local[node]
+        origin = self.recording.origins.get(node)
+        if isinstance(origin, FromParameter) and have == want == WHOLE and not varies and self.trains(local):
+            self.same.add(origin.name)  # every device reads it for the same work
         if have == want and not (isinstance(want, Whole) and varies and self._must_vary(node, local)):
             return local
         key = (node, want, varies if isinstance(want, Whole) else None, self._place(node, have))
@@ -225,12 +228,6 @@ class Divider:
         if local.op == "placeholder":  # a collective is a chunk of its own, and reads what chunks compute
             local = self.emit(aten.clone.default, (local,))
         return self.emit(collective, (local, how))  # type: ignore[arg-type]  # a graph can hold any argument
-
-    def used_alike(self, node: fx.Node) -> None:
-        """Note that every device reads a parameter for the same work."""
-        origin = self.recording.origins.get(node)
-        if isinstance(origin, FromParameter) and self.trains(self.local[node]):
-            self.same.add(origin.name)
 
     def _collect(self, local: fx.Node, have: Layout, want: Layout, varies: bool) -> fx.Node:
         made = self.exchange(local, change(self.division.axis, self.degree, have, want, varies))
@@ -343,7 +340,6 @@ class Divider:
             for source in sources:
                 if isinstance(self.layouts[source], Sum):
                     self.settle(source)
-            self._count_uses(node)
             self.plain(node)
             return
         if draws(node) and node.target not in DRAWN:
@@ -393,13 +389,6 @@ class Divider:
     def _is_whole(self, node: fx.Node) -> bool:
         found = self.layouts[node]
         return all(layout == WHOLE for layout in found) if isinstance(found, list) else found == WHOLE
-
-    def _count_uses(self, node: fx.Node) -> None:
-        """Note the parameters that work which every device does alike reads."""
-        if self.varies(node.all_input_nodes):
-            return
-        for source in node.all_input_nodes:
-            self.used_alike(source)
 
     def facts(self) -> dict[str, str]:
         """Return what an error says about the operation: its source line, and how its operands are held."""

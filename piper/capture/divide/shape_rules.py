@@ -217,10 +217,13 @@ def cat(d: Divider, node: fx.Node) -> None:
     parts = [s for s in sources if isinstance(s, fx.Node) and (d.shape(s) != (0,) or len(d.shape(node)) == 1)]
     for part in parts:
         d.settle(part)
+    have = next((layout for part in parts if isinstance(layout := d.layout(part), Divided)), None)
+    if have is None:
+        d.plain(node)
+        return
     rank = len(d.shape(parts[0]))
     stacked = node.target is aten.stack.default
     dim = number(argument(node, 1, "dim", 0)) % (rank + stacked)
-    have = next(layout for part in parts if isinstance(layout := d.layout(part), Divided))
     out = have
     if stacked:
         out = have.at(have.dim + (dim <= have.dim))
