@@ -137,7 +137,6 @@ def test_verbs_and_flags() -> None:
             "--on",
             "--out",
             "--profile",
-            "--replace-stragglers",
             "--resume",
             "--retries",
             "--spares",

@@ -63,9 +63,6 @@ def train(
         int,
         typer.Option(help="On Ray, under torchrun: workers more than devices.", metavar="N"),
     ] = 0,
-    replace_stragglers: Annotated[
-        bool, typer.Option("--replace-stragglers", help="Replace the worker of a straggler, once a device.")
-    ] = False,
 ) -> None:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
     if on.startswith("rank:"):
@@ -104,7 +101,6 @@ def train(
         retries=retries,
         stall=stall,
         spares=spares,
-        replace_stragglers=replace_stragglers,
     )
     train_and_report(asked)
 

@@ -46,7 +46,6 @@ class AgentStarter(ABC):
         self.agents: dict[int, tuple[Agent, ...]] = {}  # by bundle
         self.warm: dict[int, list[Any]] = {}  # calls that end when the agents of a bundle are warm
         self.used: dict[int, int] = {}  # the bundle of each machine
-        self.avoided: set[int] = set()  # bundles that are used only if there are no others
         self.lock = RLock()
         self.taken: dict[int, float] = {}  # since when the agents of a spare bundle start
         self.fresh: list[WarmAgent] = []  # those that have become warm and are not reported
@@ -144,12 +143,6 @@ class AgentStarter(ABC):
     def _arrange(self, plans: Plans) -> None:
         """Divide the devices of another program among machines."""
 
-    def avoid(self, device: int | None) -> None:
-        """Start the worker of a device on a spare next time, if there is one, with others of its machine."""
-        for machine, bundle in self.used.items():
-            if device in self.machines[machine]:
-                self.avoided = {bundle}
-
     def _agents(self) -> dict[int, Agent]:
         """Return an agent for each device, once they are warm. Those that still answer are used again."""
         began, self.waited = monotonic(), 0.0
@@ -180,7 +173,7 @@ class AgentStarter(ABC):
 
     def _chosen(self, ranks: Mapping[int, int]) -> list[int]:
         """Return the bundles to use of those that live: first those in use, then warm ones."""
-        usable = sorted(ranks, key=lambda b: (b in self.avoided, b not in self.used.values(), ranks[b], b))
+        usable = sorted(ranks, key=lambda b: (b not in self.used.values(), ranks[b], b))
         return usable[: len(self.machines)]
 
     def _placed(self, chosen: Sequence[int]) -> dict[int, int]:

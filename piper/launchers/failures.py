@@ -18,6 +18,7 @@ from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 from piper.runtime.comm.base import CommError, StoppedError
 from piper.runtime.context import Bound
+from piper.runtime.cuda.device_times import DeviceTimes
 from piper.usercode import failed_line
 
 Origins = Callable[[str], Sequence[str]]  # the directives that made a node, in words
@@ -247,9 +248,15 @@ def private_marks(width: int) -> memoryview:
 class Watcher:
     """Marks which instructions of one device run, and reports its first failure."""
 
-    def __init__(self, device: int, marks: memoryview, report: Callable[[Failure], None]) -> None:
-        """Watch one device; `marks`: a number for each stream. `report`: takes the first failure, once."""
+    def __init__(
+        self, device: int, marks: memoryview, report: Callable[[Failure], None], *, cuda: bool = False
+    ) -> None:
+        """Watch one device; `marks`: a number for each stream. `report`: takes the first failure, once.
+
+        cuda: instructions are issued long before they run, so events measure the time that they take.
+        """
         self.device, self.marks, self.report = device, marks, report
+        self.device_times = DeviceTimes() if cuda else None
         self.streams: dict[str, int] = {}
         self.busy = [0.0] * len(marks)  # seconds of each stream that were not spent on communication
         self.first: Exception | None = None
@@ -270,6 +277,8 @@ class Watcher:
 
         if ins.op in COMMUNICATION:
             return marked
+        if self.device_times is not None:
+            return self.device_times.watch(place, marked)
         busy = self.busy
 
         def timed() -> None:
@@ -281,6 +290,8 @@ class Watcher:
 
     def take_busy(self) -> float:
         """Return the seconds that this device has computed since the last call."""
+        if self.device_times is not None:
+            return self.device_times.take()
         total = sum(self.busy)
         self.busy[:] = [0.0] * len(self.busy)
         return total

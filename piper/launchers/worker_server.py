@@ -60,7 +60,7 @@ class WorkerServer:
         if setup.device.type == "cuda":
             take_one(given.local)
         self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
-        self.watcher = Watcher(self.device, marks, self.answers.put)
+        self.watcher = Watcher(self.device, marks, self.answers.put, cuda=setup.device.type == "cuda")
         comms = self._comms(setup, "")
         self.worker = Worker(
             setup,

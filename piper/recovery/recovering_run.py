@@ -61,13 +61,11 @@ class RecoveringRun(RetriedCalls):
         stall: float | None = None,
         notify: Notify = lambda event: None,
         disk: Disk | None = None,
-        replace_stragglers: bool = False,
     ) -> None:
         """Prepare a run.
 
         stall: seconds without progress that are a failure. None: as steps turn out to take.
         disk: the checkpoints to go on from where memory is lost. None: there are none.
-        replace_stragglers: whether a straggler's worker is ended and started elsewhere, once for each device.
         """
         self.disk, self.source = disk, "memory"
         self.program, self.options, self.starter, self.versions = program, options, starter, versions
@@ -89,8 +87,7 @@ class RecoveringRun(RetriedCalls):
         self.phases = Phases()
         self.good = 0
         self.times = StepTimes()
-        self.stragglers, self.replaces = Stragglers(program.plans), replace_stragglers
-        self.replaced: set[int | None] = set()  # devices whose worker was a straggler, and is another one now
+        self.stragglers = Stragglers(program.plans)
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
@@ -134,21 +131,9 @@ class RecoveringRun(RetriedCalls):
         if self.run is not None:
             self.starter.expect(self.run, self.stall)
             for event in self.stragglers.note(self.done, self.run.busy):
-                new = self.replaces and event.device not in self.replaced
-                self.notify(replace(event, what=f"{event.what}; replacing it") if new else event)
-                if new:
-                    self._replace(event.device)
+                self.notify(event)
         for agent in self.starter.warmed():
             self.notify(warm(agent, self.done))
-
-    def _replace(self, device: int | None) -> None:
-        """End all workers. The next call starts them again, that of this device elsewhere if it can be."""
-        self.replaced.add(device)
-        self.failed_at, self.phases = monotonic(), Phases()
-        with self.phases.timed("end"):
-            self._end()
-        self.starter.avoid(device)
-        self.stragglers = Stragglers(self.program.plans)
 
     @property
     def stall(self) -> float:
@@ -405,7 +390,7 @@ def recovering(
     *,
     spares: int = 0,
     make: Callable[..., RecoveringRun] = RecoveringRun,
-    **asked: Any,  # noqa: ANN401  as the run has them: retries, stall, notify, disk, replace_stragglers
+    **asked: Any,  # noqa: ANN401  as the run has them: retries, stall, notify, disk
 ) -> Iterator[RecoveringRun]:
     """Start a program on workers that are replaced when they are lost, and end them with the block.
 

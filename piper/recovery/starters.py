@@ -64,9 +64,6 @@ class Starter(Protocol):
     def expect(self, run: Recoverable, stall: float) -> None:
         """Let a run end when nothing has moved for so many seconds."""
 
-    def avoid(self, device: int | None) -> None:
-        """Start the worker of a device on a spare next time, if there is one."""
-
     def warmed(self) -> Sequence[WarmAgent]:
         """Return the spares whose agents have become warm since the last call."""
 
@@ -99,9 +96,6 @@ class InlineStarter:
 
     def expect(self, run: Recoverable, stall: float) -> None:
         """Do nothing: waits of threads have the timeout that they began with."""
-
-    def avoid(self, device: int | None) -> None:
-        """Do nothing: every start makes new threads."""
 
     def warmed(self) -> Sequence[WarmAgent]:
         """Return nothing: there are no spares."""
@@ -166,9 +160,6 @@ class LocalStarter:
         """Let a run end when nothing has moved for so many seconds."""
         assert self.group is not None
         self.group.stall = stall
-
-    def avoid(self, device: int | None) -> None:
-        """Do nothing: every start forks new processes."""
 
     def warmed(self) -> Sequence[WarmAgent]:
         """Return nothing: there are no spares."""

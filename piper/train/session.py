@@ -267,7 +267,6 @@ def started(
                 notify=notify,
                 disk=disk_of(folder, program.job),
                 spares=asked.spares,
-                replace_stragglers=asked.replace_stragglers,
                 make=programs.run,
             )
         )

@@ -31,7 +31,6 @@ class TrainOptions:
     grace: float = GRACE  # seconds from SIGTERM to the end
     retries: int = 3  # failures in a row that a run may have
     spares: int = 0  # workers more than devices, on Ray or under torchrun
-    replace_stragglers: bool = False  # end the worker of a straggler, and start another
     stall: float | None = None  # seconds without progress after which a step has failed. None: as steps take
 
 

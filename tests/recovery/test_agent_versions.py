@@ -49,7 +49,7 @@ def hired() -> Iterator[Hired]:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_device_that_changes_its_agent_brings_its_versions(hired: Hired, lost: bool) -> None:
-    """As that of a straggler, whose agent still answers. The versions of one that is lost are lost with it."""
+    """Of one whose agent still answers. The versions of one that is lost are lost with it."""
     versions, (first, second, third) = hired.versions, hired.agents
     versions.place({0: first, 1: second})
     assert versions.newest() is None
