@@ -11,6 +11,7 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
+from piper.capture.divide.attention_shapes import in_four_dimensions
 from piper.capture.trace.blame import quiet, reason
 from piper.capture.trace.recording import Mode, Recording, number_regions
 from piper.errors import CaptureError
@@ -29,6 +30,7 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
     traced = _traced(_Interpreter(module, modes, exact), placeholders)
     graph = traced.graph
     graph.eliminate_dead_code()
+    in_four_dimensions(graph)
     made = [node for node in graph.nodes if node.op == "placeholder"]
     results = next(node for node in graph.nodes if node.op == "output").args[0]
     assert isinstance(results, tuple | list)

@@ -1,5 +1,6 @@
 """Runs a divided forward on every device of a group at once, with the collectives' backwards as they are written."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -83,39 +84,74 @@ def run(
     buffers: Mapping[str, Tensor],
     batches: Sequence[Mapping[str, Tensor]],
 ) -> tuple[list[Tensor], Counter[str]]:
-    """Run a forward on every device; returns the losses and how often each collective ran."""
+    """Run a forward on every device of one group; returns the losses and how often each collective ran."""
+    return run_on_axes(recording, [("", degree)], params, buffers, batches)
+
+
+def run_on_axes(
+    recording: Recording,
+    axes: Sequence[tuple[str, int]],
+    params: Sequence[Mapping[str, Tensor]],
+    buffers: Mapping[str, Tensor],
+    batches: Sequence[Mapping[str, Tensor]],
+) -> tuple[list[Tensor], Counter[str]]:
+    """Run a forward on a grid of devices. axes: name and degree, the innermost first; a lone one has any name."""
     env: dict[fx.Node, list[object]] = {}
     ran: Counter[str] = Counter()
+    count = math.prod(degree for _, degree in axes)
     for node in recording.graph.nodes:
         if node.op == "placeholder":
-            env[node] = given(recording, recording.origins[node], degree, params, buffers, batches)
+            env[node] = given(recording, recording.origins[node], axes, params, buffers, batches)
         elif node.op == "get_attr":
-            env[node] = [getattr(recording.root, str(node.target))] * degree
+            env[node] = [getattr(recording.root, str(node.target))] * count
         elif is_collective(node):
             how = how_of(node)
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            env[node] = list(Exchange.apply(how, *env[source]))  # type: ignore[no-untyped-call]
+            env[node] = [None] * count
+            for members in groups(axes, how.axis):
+                made = Exchange.apply(how, *(env[source][i] for i in members))  # type: ignore[no-untyped-call]
+                for i, value in zip(members, made, strict=True):
+                    env[node][i] = value
             ran[how.op] += 1
             if node.meta["example_value"].requires_grad:
                 ran["back " + how.back] += 1
         else:
             with torch.set_grad_enabled(recording.modes[node].grad):
                 env[node] = [
-                    call(node, {used: env[used][i] for used in node.all_input_nodes}) for i in range(degree)
+                    call(node, {used: env[used][i] for used in node.all_input_nodes}) for i in range(count)
                 ]
     return env[recording.results[0]], ran  # type: ignore[return-value]
+
+
+def stride(axes: Sequence[tuple[str, int]], axis: str) -> tuple[int, int]:
+    """Return how far apart neighbours along an axis are, and how many they are."""
+    apart = 1
+    for name, degree in axes:
+        if name == axis or len(axes) == 1:
+            return apart, degree
+        apart *= degree
+    raise AssertionError(f"no axis {axis} among {axes}")
+
+
+def groups(axes: Sequence[tuple[str, int]], axis: str) -> list[list[int]]:
+    """Return the devices of each group along an axis, in order."""
+    apart, degree = stride(axes, axis)
+    count = math.prod(size for _, size in axes)
+    firsts = [i for i in range(count) if i // apart % degree == 0]
+    return [[first + apart * j for j in range(degree)] for first in firsts]
 
 
 def given(
     recording: Recording,
     origin: Origin,
-    degree: int,
+    axes: Sequence[tuple[str, int]],
     params: Sequence[Mapping[str, Tensor]],
     buffers: Mapping[str, Tensor],
     batches: Sequence[Mapping[str, Tensor]],
 ) -> list[object]:
     """Return what every device gives for an input."""
+    degree = math.prod(size for _, size in axes)
     match origin:
         case FromParameter(name=name):
             return [p[name] for p in params]
@@ -125,8 +161,9 @@ def given(
             return [batch[name] for batch in batches]
         case Constant(name=name):
             return [recording.constants[name]] * degree
-        case AxisPosition() | HostPlace():
-            return [torch.tensor([i]) for i in range(degree)]
+        case AxisPosition(axis=axis) | HostPlace(axis=axis):
+            apart, ways = stride(axes, axis)
+            return [torch.tensor([i // apart % ways]) for i in range(degree)]
     raise AssertionError(origin)
 
 
