@@ -211,12 +211,12 @@ def check_expert_regions(graph: Graph) -> None:
             placement = layout.placements[chunk.name]
             ways, degree = placement.policy.ways, placement.policy.degree
             if chunk.kind in ROUTED and len(placement.devices) % (ways * degree):
-                axes = " x ".join(f"{held.axis}={held.degree}" for held in placement.policy.axes)
-                over = f" over the groups of {axes}" if axes else ""
+                axes = [f"{held.axis}={held.degree}" for held in placement.policy.axes]
+                both = {"groups": " x ".join([*axes, f"experts={ways}"])} if axes else {}
                 raise ScheduleError(
-                    f"{len(placement.devices)} devices cannot form groups of {ways}{over}",
+                    f"{len(placement.devices)} devices cannot form groups of {ways * degree}",
                     by=placement.by,
-                    facts={"region": chunk.name, "devices": show(placement.devices)},
+                    facts={"region": chunk.name, "devices": show(placement.devices), **both},
                     hint=f"place the region on a multiple of {ways * degree} devices, or choose other `ways`",
                 )
             if chunk.kind not in ("expert", "unroute"):

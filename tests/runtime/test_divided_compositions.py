@@ -70,5 +70,6 @@ def test_experts_wider_than_the_groups_that_are_left_are_refused() -> None:
     ]
     with pytest.raises(ScheduleError) as caught:
         piper.compile(job_of("moe", 1, lambda _: strategy))
-    assert "4 devices cannot form groups of 4 over the groups of TP=2" in str(caught.value)
+    assert "4 devices cannot form groups of 8" in str(caught.value)
+    assert caught.value.facts["groups"] == "TP=2 x experts=4"
     assert "a multiple of 8 devices" in caught.value.hint
