@@ -33,7 +33,7 @@ from piper.plan.prove import ProofError
 from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
 from piper.runtime.setup import Shapes, device_kind, setup_of
 from piper.runtime.trainers import empty_optimizer, try_scheduler
-from piper.slices import capture_slices, likely_rows, outline_by_slice, rows_of
+from piper.slices import capture_slices, check_sums, likely_rows, outline_by_slice, uneven_slices
 from piper.usercode import defined_at, named
 
 if TYPE_CHECKING:
@@ -193,6 +193,7 @@ def build(
     requests: list[Request] = []
 
     def completed(graph: Graph) -> Completed:
+        check_sums(graph, samples, capturing)
         before = probed(job, graph, settings) if state_bytes is None else None
         codes.update(capture_slices(graph, samples, capturing, requests))
         outline = outline_by_slice(graph, samples, codes)
@@ -284,17 +285,6 @@ def capturing_with(batch: Batch, recordings: Recordings, folder: Path | None) ->
     """Return what captures a model for a batch. folder: the cache of compiled code. None: no cache."""
     cache = None if folder is None else usable_cache(folder)
     return Capturing(batch=batch, recordings=recordings, cache=cache, folder=folder)
-
-
-def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]:
-    """Return a warning if the batch is sliced and the loss is a mean whose slices may weigh unevenly."""
-    if not traced.means or rows_of(graph, samples)[traced.outline.loss.chunk] == samples:
-        return ()
-    return (
-        f"the loss is a mean that divides by a number of the data: {', '.join(traced.means)}. Replicas and "
-        "microbatches whose numbers differ then train on another loss than one device. Return (sum, weight): "
-        "see piper.losses",
-    )
 
 
 @contextmanager

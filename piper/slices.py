@@ -7,7 +7,10 @@ from dataclasses import replace
 from piper.capture.autodiff.differentiate import Captured
 from piper.capture.divide.request import Request
 from piper.capture.recordings import Capturing
+from piper.capture.trace.summed_losses import may_be_sum, sums_over_samples
+from piper.capture.trace.trace import Traced
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split
+from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph
 from piper.lower.validate import parts_of
@@ -61,3 +64,34 @@ def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) 
     for size, chunks in by_rows.items():
         assert list(chunks) == names, f"the model has other chunks for slices of {size} samples"
     return replace(first, chunks=tuple(by_rows[rows[name]][name] for name in names))
+
+
+def check_sums(graph: Graph, samples: int, capturing: Capturing) -> None:
+    """Refuse a loss that adds up samples where the batch is sliced: the slices' mean is another loss."""
+    rows = rows_of(graph, samples)[graph.outline.loss.chunk]
+    few = capturing.traced(rows).recording
+    if rows == samples or not may_be_sum(few):
+        return
+    found = sums_over_samples(few, rows, capturing.traced(samples).recording, samples)
+    if found:
+        slices = samples // rows
+        raise CaptureError(
+            "the loss is a sum over samples, and the slices of a batch are averaged",
+            by="loss",
+            facts={
+                "sum": ", ".join(found),
+                "slices": f"{slices} of {rows} samples each, whose mean is 1/{slices} of the sum",
+            },
+            hint="return (sum, weight), as piper.losses does, or a mean, such as sum / len(batch)",
+        )
+
+
+def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]:
+    """Return a warning if the batch is sliced and the loss is a mean whose slices may weigh unevenly."""
+    if not traced.means or rows_of(graph, samples)[traced.outline.loss.chunk] == samples:
+        return ()
+    return (
+        f"the loss is a mean that divides by a number of the data: {', '.join(traced.means)}. Replicas and "
+        "microbatches whose numbers differ then train on another loss than one device. Return (sum, weight): "
+        "see piper.losses",
+    )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import piper
 from piper.cli.plan_report import print_plan
 from piper.compiler import compile
-from piper.errors import ConfigError
+from piper.errors import CaptureError, ConfigError
 from piper.launchers.inline import launch_inline
 from piper.recipe import load_recipe
 from piper.runtime.debug.check import check
@@ -309,6 +309,66 @@ def test_a_mean_that_may_be_uneven_is_warned_of(
         assert text.startswith(
             f"the loss is a mean that divides by a number of the data: {warned} (test_losses.py:"
         )
+
+
+# Losses that are sums. Each has `out` [samples, 3, 5], and `y` [samples, 3] of classes.
+
+SUMS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
+    "cross entropy": lambda _, out, y: F.cross_entropy(out.mT, y, reduction="sum"),
+    "a share": lambda _, out, y: 0.5 * F.cross_entropy(out.mT, y, reduction="sum"),
+    "a fixed divisor": lambda _, out, y: F.cross_entropy(out.mT, y, reduction="sum") / 4,
+    "a module": lambda _, out, y: nn.MSELoss(reduction="sum")(out, torch.zeros_like(out)),
+    "squares": lambda _, out, y: out.square().sum(),
+    "means of samples": lambda _, out, y: torch.sum(out.square().mean(-1)),
+    "a term": lambda _, out, y: out.square().mean() + 0.1 * out.abs().sum(),
+    "steps": lambda _, out, y: sum(F.cross_entropy(out[:, i], y[:, i], reduction="sum") for i in range(3)),
+    "by hand": lambda _, out, y: -(out.log_softmax(-1) * F.one_hot(y, 5)).sum(),
+}
+MEANS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
+    "by the samples": lambda _, out, y: F.cross_entropy(out.mT, y, reduction="sum") / len(y),
+    "by the elements": lambda _, out, y: out.square().sum().div(out.numel()),
+    "times a share": lambda _, out, y: out.square().sum() * (1 / out.numel()),
+    "of a tensor": lambda _, out, y: out.square().sum() * out.new_tensor(1 / len(out)),
+    "elements divided": lambda _, out, y: (out.square() / len(out)).sum(),
+    "of sums": lambda _, out, y: out.square().sum(-1).mean(),
+    "a sum of means": lambda _, out, y: out.square().mean(0).sum(),
+    "a penalty": lambda net, out, y: out.square().mean() + sum(p.square().sum() for p in net.parameters()),
+    "shares of samples": lambda _, out, y: (out.mean((1, 2)).softmax(0) * out.mean((1, 2))).sum(),
+    "shares of all": lambda _, out, y: (out.mean(-1).flatten().softmax(-1) * y.flatten()).sum(),
+    "selected": lambda _, out, y: (out.square().mean(-1) * (y > 1) / (y > 1).sum()).sum(),
+    "a sum with its weight": lambda _, out, y: (out.square().sum(), (y > -1).sum()),
+    "batchmean": lambda _, out, y: F.kl_div(out.log_softmax(-1), out.softmax(-1), reduction="batchmean"),
+}
+FEW = ["cross entropy", "a fixed divisor", "squares", "by the samples", "a sum of means", "a penalty"]
+
+
+def of_table(made: Callable[[nn.Module, Tensor, Tensor], Any], strategy: list[piper.Directive]) -> piper.Job:
+    batch = {"x": torch.randn(8, 3, 4), "y": torch.randint(5, (8, 3))}
+    return piper.Job(
+        model=Table,
+        loss=lambda model, given: made(model, model(given["x"]), given["y"]),
+        data=lambda: [batch],
+        strategy=strategy,
+    )
+
+
+def shortened(names: Mapping[str, object]) -> list[Any]:
+    return [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", shortened(SUMS))
+def test_a_loss_that_adds_up_samples_is_refused_where_batches_are_sliced(name: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        compile(of_table(SUMS[name], [piper.replicate(piper.at(), [0, 1]), *SPLIT]), device="cpu")
+    assert "the loss is a sum over samples, and the slices of a batch are averaged" in str(caught.value)
+    assert "(test_losses.py:" in caught.value.facts["sum"]
+    assert caught.value.facts["slices"] == "4 of 2 samples each, whose mean is 1/4 of the sum"
+    assert len(compile(of_table(SUMS[name], []), device="cpu").plans) == 1, "on one device it is what it is"
+
+
+@pytest.mark.parametrize("name", shortened(MEANS))
+def test_a_mean_written_as_a_sum_is_not_refused(name: str) -> None:
+    compile(of_table(MEANS[name], [piper.replicate(piper.at(), [0, 1]), *SPLIT]), device="cpu")
 
 
 RECIPE = """

@@ -1,0 +1,126 @@
+"""Finds sums over samples in a captured loss: the mean over slices of a batch is only a part of such a sum.
+
+A loss is divided by nothing (`reduction="sum"`, `x.sum()`), or by a number that does not grow with the batch.
+`x.sum() / x.numel()` is a mean: its divisor does grow. One recording cannot tell the two apart, so the loss
+is recorded for two sizes of batch, and what differs between them decides. Where an element of the sum may
+hold such a divisor itself (softmax over samples, a division by a count), nothing is said.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from piper.capture.trace.blame import node_line
+from piper.capture.trace.effects import argument, name_of
+from piper.capture.trace.functionalize import value
+from piper.capture.trace.recording import Recording
+from piper.ir.chunk import Batch
+
+_TERMS = re.compile(r"_*r?(add|sub|neg)_*|to|float|double|clone|squeeze|reshape|view|contiguous")
+_FACTORS = re.compile(r"_*r?(mul|multiply|(true_?)?div|divide)_*")
+_NUMBERS = re.compile(
+    r"_*r?(mul|multiply|(true_?)?div|divide|pow)_*|tensor|as_tensor|new_tensor|(new_)?full(_like)?"
+)
+_PRODUCTS = re.compile(
+    r"linear|bilinear|embedding|einsum|tensordot|conv.*|.*m[mv]|matmul|.*attention|.*(loss|entropy).*"
+)
+_OVER_AN_AXIS = ("softmax", "log_softmax", "normalize", "cumsum", "cumprod")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A loss recorded for two sizes of batch, node by node."""
+
+    few: Recording
+    rows: int
+    pairs: dict[fx.Node, fx.Node]  # of the smaller batch, and of the larger one
+    samples: int  # of the larger batch
+    of_batch: set[fx.Node]  # nodes that depend on the batch
+
+    def grows(self, node: fx.Node) -> bool:
+        """Return whether a tensor has as many more elements as the batch has more samples."""
+        small, large = value(node), value(self.pairs[node])
+        if not isinstance(small, Tensor) or not isinstance(large, Tensor):
+            return False
+        sizes = (*small.shape, *large.shape)
+        whole = not any(isinstance(size, torch.SymInt) for size in sizes)
+        return whole and large.numel() * self.rows == small.numel() * self.samples
+
+    def along_samples(self, node: fx.Node) -> bool:
+        """Return whether an operation may run along an axis that grows with the batch."""
+        small, large = value(node), value(self.pairs[node])
+        assert isinstance(small, Tensor) and isinstance(large, Tensor), "it grows"
+        axes = [n for n in _numbers(node) if isinstance(n, int) and -small.dim() <= n < small.dim()]
+        return not axes or any(small.shape[axis] != large.shape[axis] for axis in axes)
+
+
+def may_be_sum(recording: Recording) -> bool:
+    """Return whether a loss has a term that ends in a sum, of samples or of something else."""
+    return not recording.weighted and any(_sums(recording, _of_batch(recording)))
+
+
+def sums_over_samples(few: Recording, rows: int, many: Recording, samples: int) -> tuple[str, ...]:
+    """Return each sum over samples in a loss, with its line. many: the same loss for a larger batch."""
+    nodes = [*few.graph.nodes], [*many.graph.nodes]
+    if [name_of(node) for node in nodes[0]] != [name_of(node) for node in nodes[1]]:
+        return ()
+    pairs = dict(zip(*nodes, strict=True))
+    if any(_NUMBERS.fullmatch(name_of(a)) and _numbers(a) != _numbers(b) for a, b in pairs.items()):
+        return ()  # it divides by a number of samples
+    of_batch = _of_batch(few)
+    both = Recorded(few=few, rows=rows, pairs=pairs, samples=samples, of_batch=of_batch)
+    found = [node for node in _sums(few, of_batch) if _adds_samples(both, node.all_input_nodes[0])]
+    return tuple(dict.fromkeys(f"{name_of(node)}{node_line(node)}" for node in found))
+
+
+def _sums(recording: Recording, of_batch: set[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the sums that a loss consists of: itself, its terms, and those times a factor."""
+    stack, reached = [recording.results[0]], set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        result = value(node)
+        if node in reached or node not in of_batch or not isinstance(result, Tensor) or result.numel() != 1:
+            continue
+        reached.add(node)
+        name = name_of(node)
+        if name == "sum" or argument(node, "reduction") == "sum":
+            yield node
+        elif _TERMS.fullmatch(name):
+            stack += node.all_input_nodes
+        elif _FACTORS.fullmatch(name):
+            dependent = [each for each in node.all_input_nodes if each in of_batch]
+            if len(dependent) == 1 and (node.args[0] is dependent[0] or "mul" in name):
+                stack += dependent
+
+
+def _adds_samples(both: Recorded, summed: fx.Node) -> bool:
+    """Return whether a summed tensor has elements of each sample, of a size that no other sample changes."""
+    stack, reached = [summed], set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in reached or node not in both.of_batch:
+            continue
+        reached.add(node)
+        if not both.grows(node) or (name_of(node) in _OVER_AN_AXIS and both.along_samples(node)):
+            return False
+        if not _PRODUCTS.fullmatch(name_of(node)):
+            stack += node.all_input_nodes
+    return True
+
+
+def _of_batch(recording: Recording) -> set[fx.Node]:
+    """Return the nodes that depend on the batch."""
+    found: set[fx.Node] = set()
+    for node in recording.graph.nodes:
+        if isinstance(recording.origins.get(node), Batch) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _numbers(node: fx.Node) -> list[float]:
+    """Return the numbers among the arguments of a node."""
+    return [each for each in tree_leaves((node.args, node.kwargs)) if isinstance(each, int | float)]
