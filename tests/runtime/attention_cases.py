@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +103,7 @@ MASKS: Mapping[str, Masker | None] = {
     "per head": whole(lambda n, m: (torch.arange(m) % (2 + torch.arange(HEADS).view(-1, 1, 1))) < 2),
     "padding": lambda net, batch, n, m: batch["keep"][:, None, None, :m],
     "per sample": lambda net, batch, n, m: window(n, m) | batch["keep"][:, None, None, :m],
-    "learned": lambda net, batch, n, m: net.bias,  # type: ignore[dict-item,return-value]
+    "learned": lambda net, batch, n, m: cast(Tensor, net.bias),
 }
 
 
@@ -118,7 +119,7 @@ class Attends(nn.Module):
         self.v = nn.Linear(WIDTH, operands.kv_heads * self.size)
         self.o = nn.Linear(WIDTH, WIDTH)
         bias = torch.randn(HEADS, LENGTH, max(LENGTH, operands.memory))
-        self.bias = nn.Parameter(bias) if mask == "learned" else None
+        self.bias: nn.Parameter | None = nn.Parameter(bias) if mask == "learned" else None
 
     def apart(self, x: Tensor, heads: int) -> Tensor:
         """Return [samples, sequence, width] in the shape that attention is given."""
