@@ -32,7 +32,7 @@ _OVER_AN_AXIS = ("softmax", "log_softmax", "normalize", "cumsum", "cumprod")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class TwoSizes:
     """A loss recorded for two sizes of batch, node by node."""
 
     few: Recording
@@ -72,7 +72,7 @@ def sums_over_samples(few: Recording, rows: int, many: Recording, samples: int) 
     if any(_NUMBERS.fullmatch(name_of(a)) and _numbers(a) != _numbers(b) for a, b in pairs.items()):
         return ()  # it divides by a number of samples
     of_batch = _of_batch(few)
-    both = Recorded(few=few, rows=rows, pairs=pairs, samples=samples, of_batch=of_batch)
+    both = TwoSizes(few=few, rows=rows, pairs=pairs, samples=samples, of_batch=of_batch)
     found = [node for node in _sums(few, of_batch) if _adds_samples(both, node.all_input_nodes[0])]
     return tuple(dict.fromkeys(f"{name_of(node)}{node_line(node)}" for node in found))
 
@@ -97,7 +97,7 @@ def _sums(recording: Recording, of_batch: set[fx.Node]) -> Iterator[fx.Node]:
                 stack += dependent
 
 
-def _adds_samples(both: Recorded, summed: fx.Node) -> bool:
+def _adds_samples(both: TwoSizes, summed: fx.Node) -> bool:
     """Return whether a summed tensor has elements of each sample, of a size that no other sample changes."""
     stack, reached = [summed], set[fx.Node]()
     while stack:
