@@ -142,7 +142,7 @@ def torch_step(config: decoder.Config, batch: Batch, parts: int) -> Step:
         model = decoder.Decoder(config)
     masters = [parameter.detach().clone() for parameter in model.parameters()]
     model = model.bfloat16()
-    apply_step = master_step(list(model.parameters()), masters)
+    apply_step = master_step(list(model.parameters()), masters, microbatches=parts)
     loss = torch.compile(lambda tokens, labels: decoder.loss(model, {"tokens": tokens, "labels": labels}))
     pieces = [
         {key: value.cuda() for key, value in zip(batch, values, strict=True)}

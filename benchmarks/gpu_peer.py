@@ -97,13 +97,31 @@ def fused_adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-4, fused=True)
 
 
-def master_step(params: list[Tensor], masters: list[Tensor]) -> Step:
-    """Update float32 masters by bf16 gradients, and the parameters by the masters."""
+def master_step(params: list[Tensor], masters: list[Tensor], *, microbatches: int) -> Step:
+    """Update float32 masters by gradients, and the parameters by the masters.
+
+    The gradients of several microbatches are added up in float32, as Megatron does: behind each backward, in
+    the gradient of the master.
+    """
     optimizer = fused_adamw(masters)
+    pairs = [*zip(masters, params, strict=True)]
+
+    def add(parameter: Tensor, master: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    if microbatches > 1:
+        for master, parameter in pairs:
+            parameter.register_post_accumulate_grad_hook(functools.partial(add, master=master))
 
     def step() -> None:
-        for master, parameter in zip(masters, params, strict=True):
-            master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
+        if microbatches == 1:
+            for master, parameter in pairs:
+                add(parameter, master)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -190,7 +208,7 @@ def peer_step(network: Network, stage: int, size: int, zero: int, parts: int, *,
     for block in module.blocks:  # type: ignore[union-attr]
         block.compile()  # before `fully_shard`, as TorchTitan does
     if zero >= 2:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in module.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=zero == 3)
         fully_shard(module, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=zero == 3)
@@ -201,7 +219,7 @@ def peer_step(network: Network, stage: int, size: int, zero: int, parts: int, *,
     else:
         masters = [parameter.detach().clone() for parameter in module.parameters()]
         module = module.bfloat16()
-        apply_step = master_step(list(module.parameters()), masters)
+        apply_step = master_step(list(module.parameters()), masters, microbatches=parts)
     shape = (size, 1024) if stage == 0 else (size, 1024, LARGE.dim)
     kind = torch.long if stage == 0 else torch.bfloat16
     example = torch.empty(shape, dtype=kind, device="cuda", requires_grad=stage > 0)

@@ -10,7 +10,6 @@ from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Plans
 
 MOST = 3  # names that an error lists
-LOW = ("bfloat16", "float16")  # trained through a float32 copy
 
 
 def wanted_model(plans: Plans, outline: CapturedModel) -> dict[str, Spec]:
@@ -20,7 +19,7 @@ def wanted_model(plans: Plans, outline: CapturedModel) -> dict[str, Spec]:
     for parameter in outline.parameters:
         spec = Spec(shape=parameter.shape)
         if (bucket := buckets.get(parameter.name)) is not None:
-            exact = "float32" if bucket.trainable and bucket.dtype in LOW else bucket.dtype
+            exact = bucket.sum_dtype if bucket.trainable else bucket.dtype  # trained through a copy
             spec = replace(spec, dtype=exact, trainable=bucket.trainable)
         found[parameter.name] = spec
     held = {name for chunk in outline.chunks for name in chunk.buffers}

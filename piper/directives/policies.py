@@ -46,6 +46,7 @@ def contradiction(graph: Graph, chunk: str, found: Mapping[Tags, Policy]) -> Sch
     for part, policy in found.items():
         asked = [f"zero={policy.zero}", f"ways={policy.ways}"]
         asked += [f"{held.axis}={held.degree}" for held in policy.axes]
+        asked += [] if policy.reduce == "fp32" else [f"reduce={policy.reduce}"]
         asked += [] if policy.bucket_mb is None else [f"bucket_mb={policy.bucket_mb:g}"]
         number = max(n for n in (policy.origin, *(held.origin for held in policy.axes)) if n is not None)
         numbers.append(number)

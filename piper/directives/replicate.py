@@ -20,6 +20,7 @@ from piper.ir.graph import Graph
 from piper.ir.select import At
 
 ZERO_LEVELS = (0, 1, 2, 3)
+REDUCED = ("fp32", "bf16")
 FLAGS = {"shard_optimizer": 1, "shard_grads": 2, "shard_params": 3}  # what JSON says for a level
 
 
@@ -39,6 +40,7 @@ class Replicate(Directive):
     bucket_mb: float | None = spelt("bucket_size", "a size in MB", default=None)
     reduce_stream: str | None = None
     gather_stream: str | None = None
+    reduce: str = spelt("reduce", 'the type gradients travel in: "fp32" or "bf16"', default="fp32")
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
@@ -51,6 +53,7 @@ class Replicate(Directive):
                 policy,
                 zero=self.zero,
                 bucket_mb=self.bucket_mb,
+                reduce=self.reduce,
                 reduce_stream=self.reduce_stream or "reduce",
                 gather_stream=self.gather_stream or "gather",
                 ways=1,  # a later replicate wins over an earlier shard
@@ -66,6 +69,12 @@ class Replicate(Directive):
                 f"there is no ZeRO level {self.zero!r}",
                 by=by,
                 hint="0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too",
+            )
+        if self.reduce not in REDUCED:
+            raise ScheduleError(
+                f"reduce={self.reduce!r} is no type that gradients travel in",
+                by=by,
+                hint='give "fp32", or "bf16" for half the bytes between replicas',
             )
         size = self.bucket_mb
         if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not size > 0):
@@ -83,8 +92,13 @@ def replicate(
     bucket_mb: float | None = None,
     reduce_stream: str | None = None,
     gather_stream: str | None = None,
+    reduce: str = "fp32",
 ) -> Replicate:
-    """Keep the selected chunks' parameters equal on `devices`; `zero` says what is sharded between uses."""
+    """Keep the selected chunks' parameters equal on `devices`; `zero` says what is sharded between uses.
+
+    reduce: the type in which gradients travel between the devices. Their sums over microbatches are float32
+    in either.
+    """
     return Replicate(
         at=given_filter("replicate", at),
         devices=given_devices("replicate", devices),
@@ -92,4 +106,5 @@ def replicate(
         bucket_mb=bucket_mb,
         reduce_stream=given_stream("replicate", "reduce_stream", reduce_stream),
         gather_stream=given_stream("replicate", "gather_stream", gather_stream),
+        reduce=reduce,
     )

@@ -42,6 +42,7 @@ class Policy:
 
     zero: int = 0  # 1: optimizer state is sharded, 2: gradients too, 3: parameters too
     bucket_mb: float | None = None
+    reduce: str = "fp32"  # the type gradients travel in between replicas: "fp32" or "bf16"
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     ways: int = 1  # how many devices divide the experts among them

@@ -1,7 +1,6 @@
 """Buckets: which parameters live, travel and are updated together, and among which devices."""
 
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,11 +12,11 @@ from piper.ir.chunk import CapturedModel, Chunk, Parameter
 from piper.ir.graph import Graph, OffloadedChunk
 from piper.lower.placements import ChunkPlacement, placements_of
 from piper.lower.state import LoweringState
+from piper.plan.dtypes import itemsize
 from piper.plan.plan import Bucket, Piece, Slot
 from piper.sharding import Sharding, local_sizes
 
 MEGABYTE = 2**20
-BITS = re.compile(r"\d+")  # the first number in a type's name: float32, bfloat16, float8_e4m3fn
 
 
 def make_buckets(work: LoweringState) -> LoweringState:
@@ -228,12 +227,6 @@ def chunk_buckets(
         number += 1
 
 
-def itemsize(dtype: str) -> int:
-    """Return the number of bytes of one element of a dtype."""
-    bits = BITS.search(dtype)
-    return int(bits[0]) // 8 if bits else 1  # bool
-
-
 def bucket_for(
     name: str,
     pieces: list[Piece],
@@ -257,10 +250,17 @@ def bucket_for(
         zero=zero,
         trainable=trainable,
         copies=(1 if zero else len(groups[0])) * held.alike,
+        reduced_as=reduced_as(dtype, placements) if trainable else "",
         reduce_stream=placement.policy.reduce_stream,
         gather_stream=placement.policy.gather_stream,
         origin=tuple(dict.fromkeys(n for h in placements for n in h.origin)),
     )
+
+
+def reduced_as(dtype: str, placements: Iterable[ChunkPlacement]) -> str:
+    """Return the type that gradients travel in, if not that of their sum. float64 is never rounded."""
+    short = all(placement.policy.reduce == "bf16" for placement in placements)
+    return "bfloat16" if short and dtype != "float64" else ""
 
 
 def tied_buckets(

@@ -186,7 +186,9 @@ def weight_gradients(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[Slot
         bucket = flow.work.buckets[name]
         if any(piece.name in wanted for piece in bucket.pieces):
             slot = gradient_slot(name, bucket.chunks, chunk.name)
-            flow.values[slot] = Slot(nbytes=bucket.numel * bucket.itemsize)
+            flat = any(piece.name in spec.in_place for piece in bucket.pieces)  # it is given a sum's memory
+            size = bucket.sum_itemsize if flat else bucket.itemsize
+            flow.values[slot] = Slot(nbytes=bucket.numel * size)
             yield slot
 
 

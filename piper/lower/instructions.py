@@ -248,16 +248,21 @@ def draft_reduce(emission: Emission, node: Reduce, draft: PendingInstr, number: 
         draft.comm, size = emission.comm(("tied", node.bucket), lambda: rows, node.stream)
         slot = final_gradient(mine)
         draft.reads, draft.writes = tuple(s for s in node.reads if s == slot), (slot,)
-        draft.nbytes = 2 * emission.size(slot) * (size - 1) // size
+        elements = emission.size(slot) // mine.sum_itemsize
+        draft.nbytes = 2 * elements * mine.travel_itemsize * (size - 1) // size
+        draft.workspace = cast_workspace(mine, elements)
         return
     draft.comm, size = emission.comm(("b", node.bucket, node.stream), lambda: bucket.groups, node.stream)
-    whole = bucket.nbytes * (size - 1) // size
+    elements = bucket.padded if bucket.zero else bucket.numel
+    whole = elements * bucket.travel_itemsize * (size - 1) // size
     draft.nbytes = whole if node.scatter else 2 * whole
     here = (number, node.reads[0])
     summed, given = here in emission.begun, here in emission.given
     if node.scatter:
         flat = summed or here in emission.flat
         draft.workspace = scatter_workspace(bucket, node, flat=flat, given=given)
+    else:
+        draft.workspace = cast_workspace(bucket, bucket.numel)
     if not (summed or (given and node.scatter)):
         draft.reads = node.reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
 
@@ -265,12 +270,21 @@ def draft_reduce(emission: Emission, node: Reduce, draft: PendingInstr, number: 
 def scatter_workspace(bucket: Bucket, node: Reduce, *, flat: bool, given: bool) -> int:
     """Return the bytes of workspace that a reduce-scatter needs in addition to its slots.
 
-    It flattens the gradients, unless compiled code or an accumulation already has; a device without any gives
-    zeros. It also holds this device's reduced shard before that is added to the shard accumulated so far.
+    It flattens the gradients in the type they travel in, unless compiled code or an accumulation has done so;
+    a device without any gives zeros. It also holds this device's reduced shard before that is added to the
+    shard accumulated so far, or cast to its type.
     """
     again = len(node.reads) > 1
-    apart = not flat and (len(bucket.pieces) > 1 or not given)
-    return (bucket.numel * bucket.itemsize if apart else 0) + (bucket.shard_nbytes if again else 0)
+    cast = (bucket.sum_dtype if flat else bucket.dtype) != bucket.travel_dtype
+    apart = cast or (not flat and (len(bucket.pieces) > 1 or not given))
+    shard = again or bucket.sum_dtype != bucket.travel_dtype
+    elements = (bucket.numel if apart else 0) + (bucket.largest_shard if shard else 0)
+    return elements * bucket.travel_itemsize
+
+
+def cast_workspace(bucket: Bucket, elements: int) -> int:
+    """Return the bytes of the copy of a sum that an all-reduce sends in another type."""
+    return elements * bucket.travel_itemsize if bucket.travel_dtype != bucket.sum_dtype else 0
 
 
 def draft_transfer(emission: Emission, node: Transfer) -> None:

@@ -12,10 +12,10 @@ from piper.lower.buckets import param_slot
 from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState
 from piper.lower.value_table import buffer_slot
+from piper.plan.dtypes import HALF
 from piper.plan.plan import Bucket, Slot
 from piper.protection import Protection
 
-SHORT = ("bfloat16", "float16")  # types of which the optimizer keeps a master copy
 Owners = dict[tuple[object, ...], list[int]]  # the devices that hold the same elements, by those elements
 
 
@@ -101,7 +101,7 @@ def bucket_copies(work: LoweringState, written: set[SlotId]) -> Iterator[Copying
         seen.update(member.name for member in family)
         held = SlotId("state", bucket.name)
         shard = bucket.largest_shard if bucket.zero else bucket.numel
-        whole = 0 if bucket.dtype in SHORT else shard * bucket.itemsize
+        whole = 0 if bucket.dtype in HALF else shard * bucket.itemsize
         yield Copying(
             what=bucket.name,
             chunks=tuple(chunk for member in family for chunk in member.chunks),

@@ -185,7 +185,7 @@ def reduce_node(
     scatter = bucket.zero > 0
     result = shard_gradient(bucket) if scatter else full_gradient(bucket)
     if scatter:
-        weaving.values[result] = Slot(nbytes=bucket.shard_nbytes)
+        weaving.values[result] = Slot(nbytes=bucket.largest_shard * bucket.sum_itemsize)
     node = Reduce(
         bucket=bucket.name,
         run=weaving.run(place),
@@ -202,10 +202,13 @@ def reduce_node(
 def reduce_once(weaving: Weaving, bucket: Bucket, given: dict[int, SlotId]) -> None:
     """Accumulate all gradients on each device, then reduce once."""
     total = full_gradient(bucket)
-    weaving.values[total] = Slot(nbytes=bucket.numel * bucket.itemsize)
+    single = len(given) == 1 and not any(weaving.writes_flat(*giver) for giver in given.items())
+    alone = single and not bucket.travels  # a gradient that nothing is added to keeps its type
+    weaving.values[total] = Slot(nbytes=bucket.numel * (bucket.itemsize if alone else bucket.sum_itemsize))
+    in_place = alone or (not bucket.travels and bucket.sum_dtype == bucket.dtype)
     begun: dict[Devices, bool] = {}
     for place, value in given.items():
-        if not begun and not bucket.travels:  # the first gradient can be added to as it is
+        if not begun and in_place:  # the first gradient can be added to as it is
             begun[weaving.sequence[place].devices] = weaving.writes_flat(place, value)
             weaving.rename(place, value, total)
         else:
@@ -229,7 +232,7 @@ def reduce_each_run(
         value = given[where[0]]
         if len(where) > 1:
             value = full_gradient(bucket).of_run(weaving.run(where[0]))
-            weaving.values[full_gradient(bucket)] = Slot(nbytes=bucket.numel * bucket.itemsize)
+            weaving.values[full_gradient(bucket)] = Slot(nbytes=bucket.numel * bucket.sum_itemsize)
             begun: dict[Devices, bool] = {}
             apart = are_apart([run.devices for run in met])
             for run in met:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from piper.devices import Devices, show
 from piper.ids import SlotId, Tags
+from piper.plan.dtypes import itemsize, summed_as
 from piper.plan.instr import Instr
 from piper.protection import Protection
 from piper.sharding import WHOLE, Sharding
@@ -74,6 +75,7 @@ class Bucket:
     siblings: tuple[str, ...] = ()  # the other buckets of a tied parameter
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
+    reduced_as: str = ""  # the type its gradients travel in between replicas; empty: that of their sum
     gathered_as: str = ""  # "fp8": rounded row by row when its shards are gathered; empty: as it is
     origin: tuple[int, ...] = ()  # the directives that made it so
     bounds: tuple[int, ...] = ()  # where each shard begins, and the end, in elements. Empty: equal shards
@@ -139,6 +141,24 @@ class Bucket:
     @property
     def shard_nbytes(self) -> int:
         return self.largest_shard * self.itemsize
+
+    @property
+    def sum_dtype(self) -> str:
+        """Return the type that gradients of several microbatches or replicas are summed in."""
+        return summed_as(self.dtype)
+
+    @property
+    def sum_itemsize(self) -> int:
+        return itemsize(self.sum_dtype)
+
+    @property
+    def travel_dtype(self) -> str:
+        """Return the type that gradients travel in between replicas."""
+        return self.reduced_as or self.sum_dtype
+
+    @property
+    def travel_itemsize(self) -> int:
+        return itemsize(self.travel_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

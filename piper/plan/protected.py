@@ -13,12 +13,12 @@ from functools import cached_property
 from piper.devices import Devices, show
 from piper.format import size
 from piper.ids import SlotId
+from piper.plan.dtypes import HALF
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plan, Plans
 
 MIRRORED = 2**24  # bytes of copies that a device sends at a time
 GENERATIONS = 2  # versions that are held: one that is complete, and one that is written
-SHORT = ("bfloat16", "float16")  # types of which the optimizer keeps a master copy, as a part of its state
 Elements = tuple[str, object]  # a bucket or buffer, and which slice and shard of it
 
 
@@ -124,7 +124,7 @@ class ProtectedState:
         if bucket.name not in self._sizes:
             longest = bucket.largest_shard if bucket.zero else bucket.numel
             state = plan.residents.get(SlotId("state", bucket.name))
-            each = 0 if bucket.dtype in SHORT else bucket.itemsize
+            each = 0 if bucket.dtype in HALF else bucket.itemsize
             self._sizes[bucket.name] = bucket.numel, each + (state.everywhere // longest if state else 0)
         numel, each = self._sizes[bucket.name]
         start, stop = bucket.shard(self._slices(bucket)[device][1]) if bucket.zero else (0, numel)

@@ -28,12 +28,13 @@ class Layout:
         group = next(group for group in bucket.groups if device in group)
         self.rank = group.index(device)
         self.sharded = bucket.zero > 0
+        self.sums: torch.dtype = getattr(torch, bucket.sum_dtype)
+        self.travels: torch.dtype = getattr(torch, bucket.travel_dtype)
         self.length = bucket.padded if self.sharded else bucket.numel
         self.start, self.stop = bucket.shard(self.rank) if self.sharded else (0, self.length)
         self.shard = self.stop - self.start if self.sharded else bucket.padded // bucket.group_size
         shards = map(bucket.shard, range(bucket.group_size))
         self.shards = [stop - start for start, stop in shards] if bucket.bounds else None  # if they differ
-        self.sizes = [piece.numel for piece in bucket.pieces]
         self.shapes = [piece.shape for piece in bucket.pieces]
         self.index = {piece.name: i for i, piece in enumerate(bucket.pieces)}
         shown = [(piece.shape, torch.empty(piece.shape, device="meta").stride()) for piece in bucket.pieces]
@@ -48,15 +49,16 @@ class Layout:
         """Return a flat tensor with its pieces."""
         return Flat(flat, self.pieces(flat))
 
-    def flatten(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Concatenate the gradients of the pieces into a flat tensor; a piece without one counts as zeros."""
+    def flatten(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Flat:
+        """Copy the gradients of the pieces into one flat tensor; a piece without one counts as zeros."""
         like = next(g for g in gradients if g is not None)
-        return torch.cat(
-            [
-                like.new_zeros(size) if g is None else g.reshape(-1)
-                for g, size in zip(gradients, self.sizes, strict=True)
-            ]
-        )
+        flat = self.over(like.new_empty(self.bucket.numel, dtype=dtype))
+        given = [(piece, g) for piece, g in zip(flat, gradients, strict=True) if g is not None]
+        torch._foreach_copy_([piece for piece, _ in given], [g for _, g in given])
+        for piece, g in zip(flat, gradients, strict=True):
+            if g is None:
+                piece.zero_()
+        return flat
 
     def owned(self, flat: Tensor) -> Tensor:
         """Return the part of a flat bucket that this device updates."""

@@ -75,10 +75,7 @@ def with_flat_gradients(
     adds = bool(begun)
     # The code adds to all of its targets or to none. What only begins is zero then.
     allocate = torch.zeros if adds else torch.empty
-    kinds = [
-        (slot, slot in begun, layout, layout.bucket.numel, getattr(torch, layout.bucket.dtype))
-        for (slot, _), layout in buckets
-    ]
+    kinds = [(slot, slot in begun, layout, layout.bucket.numel, layout.sums) for (slot, _), layout in buckets]
     where = {
         piece.name: (number, index)
         for number, (_, layout) in enumerate(buckets)

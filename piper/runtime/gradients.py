@@ -26,7 +26,7 @@ def accumulate(env: Env, ins: Instr) -> Bound:
     def begin() -> None:
         given = slots[value]
         # What compiled code wrote as one flat tensor has no other reader: the sum goes on in its memory.
-        slots[total] = given if isinstance(given, Flat) else layout.over(layout.flatten(given))  # type: ignore[arg-type]
+        slots[total] = given if isinstance(given, Flat) else layout.flatten(given, layout.sums)  # type: ignore[arg-type]
 
     def add() -> None:
         pairs = [(t, g) for t, g in zip(slots[total], slots[value], strict=True) if g is not None]  # type: ignore[call-overload]
@@ -56,17 +56,20 @@ def all_reduce(env: Env, ins: Instr) -> Bound:
     layout = env.layouts[ins.writes[0].owner]
     whole = ins.writes[0].kind == "grad"
     length = layout.bucket.numel if whole else layout.shard
-    dtype, device = getattr(torch, layout.bucket.dtype), env.setup.device
+    device = env.setup.device
 
     def run() -> None:
         value = slots[target]
         mine = value.whole if isinstance(value, Flat) else cast(Tensor, value)
-        total = group.all_reduce(mine)
-        if total is not mine:
+        sent = mine.to(layout.travels)
+        total = group.all_reduce(sent)
+        if sent is not mine:
+            mine.copy_(total)
+        elif total is not mine:
             slots[target] = layout.over(total) if whole else total
 
     def run_without() -> None:  # no backward reaches this copy: it adds nothing, but gets the sum
-        total = group.all_reduce(torch.zeros(length, dtype=dtype, device=device))
+        total = group.all_reduce(torch.zeros(length, dtype=layout.travels, device=device)).to(layout.sums)
         slots[target] = layout.over(total) if whole else total
 
     return run if ins.reads else run_without
@@ -79,11 +82,11 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
     slots, target = env.slots, env.at(ins.writes[0])
     again = ins.writes[0] in ins.reads
     value = next((env.at(slot) for slot in ins.reads if slot != ins.writes[0]), None)
-    dtype, device = getattr(torch, layout.bucket.dtype), env.setup.device
+    device = env.setup.device
 
     def run() -> None:
         if value is None:  # no microbatch of this device gives a gradient: it adds nothing
-            flat = torch.zeros(layout.bucket.numel, dtype=dtype, device=device)
+            flat = torch.zeros(layout.bucket.numel, dtype=layout.travels, device=device)
         else:
             flat = flat_of(slots[value], layout)
         if layout.shards is None:
@@ -93,19 +96,19 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
         if again:
             cast(Tensor, slots[target]).add_(shard)
         else:
-            slots[target] = shard
+            slots[target] = shard.to(layout.sums)
 
     return run
 
 
 def flat_of(value: object, layout: Layout) -> Tensor:
-    """Return a gradient as one flat tensor to read from, whether or not it was accumulated before."""
+    """Return a gradient as one flat tensor in the type that it travels in, accumulated before or not."""
     match value:
         case Flat():
-            return value.whole
+            return value.whole.to(layout.travels)
         case [Tensor() as only]:
-            return only.reshape(-1)
-    return layout.flatten(cast(Sequence[Tensor], value))
+            return only.reshape(-1).to(layout.travels)
+    return layout.flatten(cast(Sequence[Tensor], value), layout.travels).whole
 
 
 def parts_of(value: object) -> list[Tensor]:

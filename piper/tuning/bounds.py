@@ -239,20 +239,23 @@ def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list
     several = sum(len(stage.layers) for stage in stages) > 1
     for stage in stages:
         for place, layer in enumerate(stage.layers):
-            sizes = [p.trained_bytes for name, p in layer.parameters.items() if choice.experts == 1]
-            nbytes = sum(sizes) // choice.context * (replicas - 1) // replicas
+            held = [*layer.parameters.values()] if choice.experts == 1 else []
+            sums, nbytes = (
+                sum(sizes) // choice.context * (replicas - 1) // replicas
+                for sizes in ([p.sum_bytes for p in held], [p.trained_bytes for p in held])
+            )
             if not nbytes:
                 continue
             times = choice.microbatches if several else 1
             if zero == 0:
-                found.append(("all_reduce", 2 * nbytes))
+                found.append(("all_reduce", 2 * sums))
             elif zero == 1:
-                found += [("reduce_scatter", nbytes), ("gather", nbytes)]
+                found += [("reduce_scatter", sums), ("gather", nbytes)]
             elif zero == 2:
-                found += [("reduce_scatter", nbytes * times), ("gather", nbytes)]
+                found += [("reduce_scatter", sums * times), ("gather", nbytes)]
             else:
                 uses = times if place + 1 == len(stage.layers) else 2 * times
-                found += [("reduce_scatter", nbytes * times), ("gather", nbytes * (uses if several else 1))]
+                found += [("reduce_scatter", sums * times), ("gather", nbytes * (uses if several else 1))]
     return found
 
 
@@ -301,10 +304,11 @@ def resident(
     """Return what a rank with some stages holds between steps, and the gradients it sums during one."""
     sums = layers.sums(stages)
     replicas = choice.replicas * choice.context  # ZeRO may shard over both
+    alone = replicas == 1 and choice.microbatches == 1  # its gradients are added to nothing
     return LeastMemory(
         parameters=sums.nbytes // replicas if zero == 3 else sums.nbytes,
         optimizer=sums.trained * state.optimizer // (replicas if zero else 1),
-        gradients=sums.trained_bytes // (replicas if zero >= 2 else 1),
+        gradients=(sums.trained_bytes if alone else sums.sum_bytes) // (replicas if zero >= 2 else 1),
         rank=rank,
     )
 

@@ -3,7 +3,6 @@
 Every number is a lower bound of what a plan will show: seconds of compute alone, bytes that must be live.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from math import prod
 from typing import TypeVar
 
 from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Phase, TensorSpec, bundles
+from piper.plan.dtypes import itemsize, summed_as
 from piper.schedules.grid import Grid
 from piper.simulate.costs import Costs
 
@@ -29,7 +29,8 @@ class LayerParameters:
 
     nbytes: int = 0
     trained: int = 0  # elements that are trained
-    trained_bytes: int = 0  # of one gradient
+    trained_bytes: int = 0  # of those parameters
+    sum_bytes: int = 0  # of a sum of their gradients
 
     def divided(self, degree: int) -> "LayerParameters":
         """Return the share of one of `degree` devices."""
@@ -37,6 +38,7 @@ class LayerParameters:
             nbytes=self.nbytes // degree,
             trained=self.trained // degree,
             trained_bytes=self.trained_bytes // degree,
+            sum_bytes=self.sum_bytes // degree,
         )
 
 
@@ -118,6 +120,7 @@ class ModelLayers:
                 nbytes=sum(one.nbytes for one in found),
                 trained=sum(one.trained for one in found),
                 trained_bytes=sum(one.trained_bytes for one in found),
+                sum_bytes=sum(one.sum_bytes for one in found),
             )
         return self._sums[stages]
 
@@ -257,10 +260,10 @@ class ModelLayers:
         """
         adding = [chunk for chunk in chunks if adds_gradients(chunk)]
         flat = self._parameters(adding)
-        read = sum(one.trained_bytes for one in flat.values())
+        read = sum(one.sum_bytes for one in flat.values())
         every = self._parameters(chunks).items()
-        apart = sum(one.trained_bytes for name, one in every if name not in flat)
-        added = self.costs.touch("accumulate", 3 * apart) if apart else 0.0
+        apart = sum(one.trained_bytes + 2 * one.sum_bytes for name, one in every if name not in flat)
+        added = self.costs.touch("accumulate", apart) if apart else 0.0
         return added + (self.costs.touch("compute", read) if read else 0.0)
 
     def _parameters(self, chunks: Sequence[Chunk]) -> dict[str, LayerParameters]:
@@ -270,12 +273,14 @@ class ModelLayers:
             share = self.shares.get(chunk.name, 1)
             for name in chunk.params:
                 elements = prod(self.known[name].local_shape) // share
-                nbytes = elements * itemsize(self.known[name].dtype)
+                dtype = self.known[name].dtype
+                nbytes, summed = elements * itemsize(dtype), elements * itemsize(summed_as(dtype))
                 trained = name in reached
                 found[name] = LayerParameters(
                     nbytes=nbytes,
                     trained=elements if trained else 0,
                     trained_bytes=nbytes if trained else 0,
+                    sum_bytes=summed if trained else 0,
                 )
         return found
 
@@ -350,9 +355,3 @@ def adds_gradients(chunk: Chunk) -> bool:
     """Return whether a backward of a chunk, whole or of its weights, can add gradients to a sum."""
     halves: tuple[Phase, ...] = ("B", "BW")
     return any(chunk.phases[phase].in_place for phase in halves if phase in chunk.phases)
-
-
-def itemsize(dtype: str) -> int:
-    """Return the bytes of one element of a type, by torch's name of it."""
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) // 8 if digits else 1

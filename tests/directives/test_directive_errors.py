@@ -121,6 +121,13 @@ def test_a_bad_zero_level(zero: int) -> None:
     """)
 
 
+def test_a_type_that_gradients_do_not_travel_in() -> None:
+    assert said(DENSE, replicate(at(), [0], reduce="fp16")) == cleandoc("""
+        replicate #0 (here): reduce='fp16' is no type that gradients travel in
+          hint: give "fp32", or "bf16" for half the bytes between replicas
+    """)
+
+
 @pytest.mark.parametrize("size", [0, -1.5, float("nan"), "25", True])
 def test_a_bad_bucket(size: float) -> None:
     assert said(DENSE, replicate(at(), [0], bucket_mb=size)) == cleandoc(f"""

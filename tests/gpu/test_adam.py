@@ -20,8 +20,11 @@ MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("divisor", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "summed"])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_several_steps_are_as_close_to_float64_as_those_of_torch(kind: str, divisor: float | None) -> None:
+def test_several_steps_are_as_close_to_float64_as_those_of_torch(
+    kind: str, dtype: torch.dtype, divisor: float | None
+) -> None:
     from piper.runtime.cuda.adam import CastingAdam
 
     torch.manual_seed(0)
@@ -35,7 +38,7 @@ def test_several_steps_are_as_close_to_float64_as_those_of_torch(kind: str, divi
     kernel = CastingAdam(optimizer, {trained: copy})
     taken = []
     for _ in range(5):
-        gradient = torch.randn(SIZE, device="cuda").bfloat16()
+        gradient = torch.randn(SIZE, device="cuda").to(dtype)
         exact.grad = gradient.double() / (divisor or 1)
         wanted.step()
         plain.grad = gradient.float() / (divisor or 1)

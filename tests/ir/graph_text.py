@@ -42,6 +42,7 @@ CHUNK: Readers = {
     "gather": str,
     "zero": int,
     "bucket_mb": float,
+    "reduce": str,
     "reduce_stream": str,
     "gather_stream": str,
     "ways": int,

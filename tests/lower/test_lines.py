@@ -13,9 +13,9 @@ from piper.ir.chain import chain
 from piper.ir.chunk import Buffer, CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import at
-from piper.lower.buckets import itemsize
 from piper.lower.lower import lower
 from piper.lower.state import Settings
+from piper.plan.dtypes import itemsize
 from piper.plan.plan import Plan, Plans
 from piper.plan.prove import prove
 from piper.schedules import dualpipe_v, gpipe, one_f_one_b, zero_bubble

@@ -22,7 +22,7 @@ Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 def source_in_place(source: Source) -> Source:
     """Return a phase that writes those of its results that it can into further arguments, or adds to them."""
     outputs = _outputs(source.module)
-    targets = [outputs[place].meta["val"] for place in source.in_place]
+    targets = [_summed(outputs[place]) for place in source.in_place]
     module = write_in_place(source.module, source.in_place)
     return replace(source, module=module, arguments=[*source.arguments, *targets, torch.tensor(False)])
 
@@ -48,7 +48,7 @@ def write_in_place(module: fx.GraphModule, results: Sequence[int]) -> fx.GraphMo
     targets: dict[fx.Node, fx.Node] = {}  # by product
     for number, place in enumerate(results):
         given = graph.placeholder(f"into_{number}")
-        given.meta = {"val": outputs[place].meta["val"]}
+        given.meta = {"val": _summed(outputs[place])}
         targets[_product(outputs[place])] = given
     add = graph.placeholder("add")
     add.meta = {"val": torch.tensor(False)}
@@ -70,6 +70,12 @@ def write_in_place(module: fx.GraphModule, results: Sequence[int]) -> fx.GraphMo
     graph.output(tuple(copies[node] for place, node in enumerate(outputs) if place not in results))
     graph.eliminate_dead_code()
     return fx.GraphModule(module, graph)
+
+
+def _summed(gradient: fx.Node) -> Tensor:
+    """Return a fake tensor for a sum of gradients: float32 where the gradients are shorter."""
+    value: Tensor = gradient.meta["val"]
+    return value.new_empty(value.shape, dtype=torch.promote_types(value.dtype, torch.float32))
 
 
 def _outputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:

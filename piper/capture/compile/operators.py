@@ -77,10 +77,23 @@ def _mm_into(left: Tensor, right: Tensor, out: Tensor, add: Tensor) -> None:
     add: on the host, so that one compiled graph does both and no device is waited for.
     """
     columns, rows = left.flatten(0, -2).t(), right.flatten(0, -2)
-    if add.item():
+    if out.dtype is not columns.dtype:
+        _mm_into_wider(columns, rows, out, add=bool(add.item()))
+    elif add.item():
         out.addmm_(columns, rows)
     else:
         torch.mm(columns, rows, out=out)
+
+
+def _mm_into_wider(columns: Tensor, rows: Tensor, out: Tensor, *, add: bool) -> None:
+    """Write a product of half precision into a sum in float32, or add it. A GPU does not round it first."""
+    if not out.is_cuda:
+        product = torch.mm(columns, rows)
+        out.add_(product) if add else out.copy_(product)
+    elif add:
+        torch.ops.aten.addmm.dtype_out(out, columns, rows, out.dtype, out=out)
+    else:
+        torch.ops.aten.mm.dtype_out(columns, rows, out.dtype, out=out)
 
 
 def _fake_mm_into(left: Tensor, right: Tensor, out: Tensor, add: Tensor) -> None:
