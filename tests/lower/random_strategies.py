@@ -82,7 +82,6 @@ class Dice(random.Random):
                     self.devices(),
                     zero=self.randint(0, 3),
                     bucket_mb=self.choice((None, 1e-5, 1)),
-                    reduce=self.choice(("fp32", "bf16")),
                     reduce_stream=self.choice(STREAMS),
                     gather_stream=self.choice(STREAMS),
                 )
