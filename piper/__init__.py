@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from piper.experts import grouped_mm as grouped_mm
     from piper.experts import route as route
     from piper.experts import unroute as unroute
-    from piper.launchers.base import Run as Run
     from piper.launchers.launch import launch as launch
+    from piper.launchers.run import Run as Run
     from piper.models.tensor_plan import tensor_plan as tensor_plan
     from piper.tuning.tune import tune as tune
 
@@ -50,7 +50,7 @@ NEEDS_TORCH = {
     "compile": "piper.compiler",
     "export_hf": "piper.checkpoint.huggingface",
     "import_hf": "piper.checkpoint.huggingface",
-    "Run": "piper.launchers.base",
+    "Run": "piper.launchers.run",
     "grouped_mm": "piper.experts",
     "launch": "piper.launchers.launch",
     "route": "piper.experts",

@@ -2,9 +2,8 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +27,6 @@ from piper.callbacks import (
 )
 from piper.checkpoint.metadata import read_record
 from piper.errors import ConfigError
-from piper.launchers.base import epochs
 from piper.train.session import train_recipe
 from piper.train.train_options import TrainOptions
 from tests import plain
@@ -86,22 +84,6 @@ class Notes(Callback):
 
     def on_end(self, run: Running, step: int) -> None:
         self.seen.append(f"end {step}")
-
-
-def test_the_data_begins_again_where_it_ends() -> None:
-    two = [made_of_ones(2.0), made_of_ones(3.0)]
-    calls: list[int] = []
-
-    def data() -> Iterator[dict[str, Tensor]]:
-        calls.append(len(calls))
-        yield from two if len(calls) < 3 else ()
-
-    given = [batch["x"][0, 0].item() for batch in islice(epochs(data), 9)]
-    assert (given, calls) == ([2.0, 3.0, 2.0, 3.0], [0, 1, 2])
-
-
-def made_of_ones(scale: float) -> dict[str, Tensor]:
-    return {"x": scale * torch.ones(2, 2)}
 
 
 class StopAt(Callback):
@@ -224,12 +206,10 @@ def test_averages_and_counts_survive_a_resume_bit_for_bit(tmp_path: Path) -> Non
     ema, early, best, rest = made()
     alone = replace(rest, strategy=[])  # under another strategy
     with piper.launch(piper.compile(alone), resume=tmp_path / "half") as run:
-        run.batches = iter(rows(seed) for seed in range(4, 6))  # type: ignore[attr-defined]
         list(run.train(2))
         assert plain.largest_difference(wanted, ema.averages(run)) < 1e-15
     ema, early, best, rest = made()
     with piper.launch(piper.compile(rest), resume=tmp_path / "half") as run:
-        run.batches = iter(rows(seed) for seed in range(4, 6))  # type: ignore[attr-defined]
         list(run.train(2))
         assert plain.largest_difference(wanted, ema.averages(run)) == 0.0
     assert early.state_dict() == counts

@@ -120,6 +120,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "custom_operators",
         "protection",  # in a message about it
         "callbacks",
+        "data",  # the batches of the training loop
         "usercode",
         "private_files",
         "ids",
@@ -136,6 +137,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "devices",
     },  # experts: code calls its operators; simulate: how long a network takes
     "recovery": {
+        "data",
         "devices",
         "launchers",
         "checkpoint",

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from itertools import count
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -84,14 +85,18 @@ class Feed:
             own = self._data.state_dict() if isinstance(self._data, Stateful) else None
         return {"step": self.step, "epoch": self.epoch, "data": own}
 
-    def seek(self, step: int, state: Mapping[str, object] | None = None) -> None:
-        """Go on from a step: at once where the data can, else by reading what came before."""
-        own = state.get("data") if state is not None else None
+    def seek(self, step: int, state: object = None) -> None:
+        """Go on from a position: at once where the data can, else by reading what came before.
+
+        state: as `state_dict` returned it. If it is something else, `step` batches are passed over.
+        """
+        found = state if is_position(state) else {"step": step, "epoch": 0, "data": None}
+        step, own = int(str(found["step"])), found["data"]
         if isinstance(self._data, Batches):
             self._data.load_state_dict({"step": step})
             self._batches, self.step = None, step
-        elif state is not None and isinstance(own, dict) and isinstance(self._data, Stateful):
-            self.epoch = int(str(state["epoch"]))
+        elif isinstance(own, dict) and isinstance(self._data, Stateful):
+            self.epoch = int(str(found["epoch"]))
             self._data = self._made()
             assert isinstance(self._data, Stateful)
             with naming(self.make, "load_state_dict()"):
@@ -99,6 +104,23 @@ class Feed:
             self._batches, self.step = None, step
         while self.step < step:
             next(self)
+
+
+def is_position(state: object) -> TypeGuard[Mapping[str, object]]:
+    """Return whether a value is the position of a feed."""
+    return isinstance(state, Mapping) and state.keys() == {"step", "epoch", "data"}
+
+
+def one_epoch(make: Callable[[], Iterable[Given]], seed: int) -> Iterator[Given]:
+    """Yield the batches of one call of `data`. What the data draws is the same each time."""
+    with dice(seed, 0, MAKING):
+        batches = begin(call_data(make), make)
+    for step in count():
+        with dice(seed, step):
+            batch = take(batches, step + 1, make)
+        if batch is None:
+            return
+        yield batch
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from piper.launchers.agent_calls import REACH, Agent, AgentCalls
 from piper.launchers.agent_versions import AgentVersions, ShortMachine
 from piper.launchers.agent_watch import AgentWatch, WarmAgent
 from piper.launchers.agent_workers import AgentWorkerGroup
-from piper.launchers.base import Run
 from piper.launchers.driver import RemoteRun
 from piper.launchers.machines import machines_of, not_started
+from piper.launchers.run import Run
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike

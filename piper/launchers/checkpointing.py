@@ -1,8 +1,7 @@
 """The driver's side of checkpoints: workers write and read their parts, the driver commits."""
 
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -10,7 +9,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.callbacks import Callback, named_callbacks
 from piper.checkpoint.background import Done
 from piper.checkpoint.bucket_spans import buffers_of
 from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
@@ -24,12 +22,12 @@ from piper.checkpoint.target import target_of, unwritten
 from piper.checkpoint.verified_files import FileRecord, StorageError
 from piper.errors import ConfigError
 from piper.launchers.base import Resumed
+from piper.launchers.callback_states import split_states
 from piper.launchers.messages import Call
 from piper.runtime.setup import JobLike, ProgramLike
 from piper.runtime.trainers import empty_optimizer
 
 Ask = Callable[[Call, Mapping[int, object]], dict[int, object]]
-CALLBACKS, DATA = "piper callbacks", "data"  # keys of the data of a checkpoint that has both
 WAIT = 0.5  # seconds that a worker may take to answer that it is not done yet
 
 
@@ -185,7 +183,8 @@ class Checkpoints:
         self.unread.update(unread)
         if record.sealed:
             self.retention.trust(folder)
-        return Resumed(step=record.step, data=data)
+        data, callbacks = split_states(data)
+        return Resumed(step=record.step, data=data, callbacks=callbacks, path=str(path))
 
 
 def model_of(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Spec]:
@@ -235,51 +234,3 @@ def trainer_names(program: ProgramLike) -> Trainer:
         return Trainer()
     scheduler = job.scheduler(optimizer) if job.scheduler else None
     return Trainer(optimizer=name_of(optimizer), scheduler=None if scheduler is None else name_of(scheduler))
-
-
-def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, object]]:
-    """Return the states of callbacks by their names, of those that have any."""
-    states = {name: callback.state_dict() for name, callback in named_callbacks(callbacks).items()}
-    return {name: state for name, state in states.items() if state}
-
-
-def with_states(states: Mapping[str, object], data: object) -> object:
-    """Return the data of a checkpoint, with the states of callbacks if they have any."""
-    return {CALLBACKS: states, DATA: data} if states else data
-
-
-class CheckpointedRun(ABC):
-    """A run that saves and loads with `Checkpoints`."""
-
-    checkpoints: Checkpoints
-
-    def save(
-        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
-    ) -> None:
-        """Write a checkpoint, with the states of the job's callbacks."""
-        states = states_of(self.checkpoints.program.job.callbacks)
-        self.write(path, with_states(states, data), wait=wait, keep=keep)
-
-    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
-        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
-        self.checkpoints.save(path, data=data, wait=wait, keep=keep)
-
-    def load(self, path: Path | str) -> Resumed:
-        """Go on from a checkpoint."""
-        return self.resumed(self.read(path))
-
-    def read(self, path: Path | str) -> Resumed:
-        """Let workers go on from a checkpoint, and callbacks as they are."""
-        found = self.checkpoints.load(path)
-        if isinstance(found.data, Mapping) and CALLBACKS in found.data:
-            states = cast("Mapping[str, object]", found.data[CALLBACKS])
-            found = Resumed(step=found.step, data=found.data[DATA], callbacks=states)
-        return found
-
-    @abstractmethod
-    def resumed(self, found: Resumed) -> Resumed:
-        """Continue from a checkpoint that workers have loaded."""
-
-    def settle(self) -> None:
-        """Wait until the save that is under way is complete."""
-        self.checkpoints.settle()

@@ -12,13 +12,12 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.launchers.base import (
     Readable,
-    Trains,
     ended,
     state_by_name,
     streams_of,
     unread_values,
 )
-from piper.launchers.checkpointing import CheckpointedRun, Checkpoints
+from piper.launchers.checkpointing import Checkpoints
 from piper.launchers.failures import Failure, JobSnapshot, blame
 from piper.launchers.messages import (
     PATIENCE,
@@ -32,7 +31,7 @@ from piper.launchers.messages import (
 )
 from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped
 from piper.launchers.remote_optimizer import RemoteOptimizer, holders
-from piper.launchers.run_programs import Evaluates, Prepared
+from piper.launchers.run_programs import Prepared, ProgramRun
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import TensorEntry, layout
 from piper.plan.divided import Share
@@ -129,7 +128,7 @@ class SocketWorkerGroup(WorkerGroup):
 
     def run(self, unread: dict[str, Tensor]) -> "RemoteRun":
         """Return the run of the started workers."""
-        return RemoteRun(self.program, self, unread)
+        return RemoteRun(self.program, self, unread, self.options)
 
     @abstractmethod
     def ended(self) -> Mapping[int, str]:
@@ -270,12 +269,14 @@ class SocketWorkerGroup(WorkerGroup):
         )
 
 
-class RemoteRun(RemoteOptimizer, Evaluates, Trains, CheckpointedRun):
+class RemoteRun(RemoteOptimizer, ProgramRun):
     """A job whose devices are processes."""
 
-    def __init__(self, program: ProgramLike, group: WorkerGroup, unread: dict[str, Tensor]) -> None:
+    def __init__(
+        self, program: ProgramLike, group: WorkerGroup, unread: dict[str, Tensor], options: Options
+    ) -> None:
         """Drive the workers of a program; `unread`: initial parameters and buffers that no device holds."""
-        super().__init__(program)
+        super().__init__(program, options)
         self.group, self.unread = group, unread
         self.devices = program.plans.devices
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step

@@ -12,12 +12,12 @@ from torch import Tensor
 from piper.checkpoint.background import BackgroundSaver
 from piper.checkpoint.load import blank_values
 from piper.errors import WorkerError
-from piper.launchers.base import Trains, ended, state_by_name, streams_of
-from piper.launchers.checkpointing import CheckpointedRun, Checkpoints
+from piper.launchers.base import ended, state_by_name, streams_of
+from piper.launchers.checkpointing import Checkpoints
 from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
 from piper.launchers.messages import Call
 from piper.launchers.processes import ProcessStatus, SharedFile, running
-from piper.launchers.run_programs import Evaluates, Prepared
+from piper.launchers.run_programs import Prepared, ProgramRun
 from piper.launchers.transport.version_sections import VersionReader
 from piper.launchers.transport.versions import WorkerVersions
 from piper.runtime.comm.base import speaks_in
@@ -30,7 +30,7 @@ from piper.runtime.setup import Initial, ProgramLike, initial_values, setup_of
 from piper.runtime.worker import Options, Sums, Worker
 
 
-class InlineRun(Evaluates, Trains, CheckpointedRun):
+class InlineRun(ProgramRun):
     """A job whose devices are threads."""
 
     def __init__(
@@ -39,8 +39,7 @@ class InlineRun(Evaluates, Trains, CheckpointedRun):
         options: Options,
         versions: Mapping[int, tuple[SharedFile, ...]] | None = None,
     ) -> None:
-        super().__init__(program)
-        self.options = options
+        super().__init__(program, options)
         self.world = World(program.plans, options.timeout)
         self.worlds = [self.world]  # and those of programs that have other communicators
         self.threads_before = torch.get_num_threads()

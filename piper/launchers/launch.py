@@ -1,5 +1,6 @@
 """Starting a program: on threads, on processes of this machine, or on Ray."""
 
+import logging
 import weakref
 from contextlib import AbstractContextManager, ExitStack
 from difflib import get_close_matches
@@ -8,8 +9,9 @@ from types import TracebackType
 from typing import Literal, cast, get_args
 
 from piper.errors import ConfigError
-from piper.launchers.base import Run
 from piper.launchers.rank_environment import rank_environment
+from piper.launchers.run import Run
+from piper.launchers.saves import checkpoints_at
 from piper.launchers.worker_server import crowded
 from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.setup import ProgramLike, setup_of
@@ -18,6 +20,7 @@ from piper.runtime.worker import Options
 On = Literal["inline", "local", "ray"]
 ALONE = "rank:"  # and the number of a device
 DEFAULT = Options()
+log = logging.getLogger("piper")
 
 
 def launch(
@@ -49,7 +52,9 @@ def launch(
     graphs: on CUDA, issue each step as one graph after the first few, so that the host has next to nothing to
     do. The learning rate is then single precision. Not for steps that need the host: experts, dropout.
     cluster: the network whose times `rank:N` keeps: a known name, or a TOML file.
-    resume: the checkpoint to begin from. No process then builds the model: each reads what it needs.
+    resume: the checkpoint to begin from, or the folder of a run or of checkpoints, of which the newest intact
+    one is taken. No process then builds the model: each reads what it needs. `run.train()` goes on as
+    `piper train --resume` does. A run that has saved nothing yet starts at its first step.
     """
     if not hasattr(program, "plans"):
         raise ConfigError(
@@ -57,6 +62,7 @@ def launch(
             by="launch",
             hint="compile the job first: piper.launch(piper.compile(job))",
         )
+    begins = resume is not None and bool(checkpoints_at(Path(resume), program.job))
     options = Options(
         timeout=timeout,
         streams=streams,
@@ -65,13 +71,16 @@ def launch(
         keep_outputs=keep_outputs,
         profile=profile,
         graphs=graphs,
-        blank=resume is not None,
+        blank=begins,
     )
     held = ExitStack()
     run = held.enter_context(launcher(program, on, options, cluster=cluster))
     try:
-        if resume is not None:
+        if resume is not None and begins:
             run.load(resume)
+        elif resume is not None:
+            run.folder = Path(resume)
+            log.warning("%s has no complete checkpoint yet: starting at the first step", resume)
     except BaseException as error:
         held.__exit__(type(error), error, error.__traceback__)
         raise
@@ -87,6 +96,9 @@ class LaunchedRun:
 
     def __getattr__(self, name: str) -> object:
         return getattr(vars(self)["_run"], name)
+
+    def __dir__(self) -> list[str]:
+        return dir(vars(self)["_run"])
 
     def __setattr__(self, name: str, value: object) -> None:
         setattr(vars(self)["_run"], name, value)
@@ -108,6 +120,9 @@ class LaunchedRun:
 
     def __repr__(self) -> str:
         return repr(vars(self)["_run"])
+
+
+Run.register(LaunchedRun)
 
 
 def launcher(
@@ -175,4 +190,4 @@ def local_launcher(program: ProgramLike, options: Options) -> AbstractContextMan
         return launch_torchrun(program, options, world)
     from piper.launchers.torchrun_worker import launch_torchrun_worker
 
-    return launch_torchrun_worker(program, world)
+    return launch_torchrun_worker(program, options, world)

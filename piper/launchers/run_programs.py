@@ -6,16 +6,20 @@ evaluation runs forward-only programs, and its sums become weighted means.
 """
 
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from piper.data.feed import one_epoch
 from piper.errors import ConfigError
 from piper.format import size
-from piper.launchers.base import EvaluationResult, StepResult, ratio, result_of
+from piper.launchers.base import EvaluationResult, Resumed, StepResult, ratio, result_of
+from piper.launchers.checkpointing import Checkpoints
+from piper.launchers.run import Batch, Run
 from piper.plan.memory_timeline import timeline
 from piper.plan.plan import Plans
 from piper.runtime.batch import (
@@ -24,14 +28,12 @@ from piper.runtime.batch import (
     padded,
     read_shapes,
     shapes_of,
-    wanted_batch,
 )
 from piper.runtime.compute import slices_of
-from piper.runtime.setup import ProgramLike, Shapes, initial_tensors, setup_of
+from piper.runtime.setup import ProgramLike, Shapes, initial_tensors
 from piper.runtime.uneven import COUNTS
-from piper.runtime.worker import Sums
+from piper.runtime.worker import Options, Sums
 
-Batch = Mapping[str, Tensor]
 MANY = 8  # shapes after which a message says how to need fewer
 log = logging.getLogger("piper")
 
@@ -94,26 +96,26 @@ class Prepared:
     buffers: Mapping[str, Tensor]  # those that came from the driver: the first program does not use them
 
 
-class RunsPrograms(ABC):
+class ProgramRun(Run):
     """A run whose workers hold several programs. Each shape of batches gets one, compiled when first seen."""
 
-    program: ProgramLike
     plans: Plans
     unread: dict[str, Tensor]  # the values that no worker holds
+    checkpoints: Checkpoints
+    busy: dict[int, float]  # seconds that each device computed in the last step, where it is known
 
-    def __init__(self, program: ProgramLike) -> None:
-        self.program, self.plans = program, program.plans
-        self.wanted = wanted_batch(setup_of(program))
+    def __init__(self, program: ProgramLike, options: Options) -> None:
+        self.program, self.plans, self.options = program, program.plans, options
         self.first = Prepared(number=0, program=program, buffers={})
         self.prepared: dict[tuple[bool, Shapes], Prepared] = {}  # by whether it trains, and by shape
         self.preparations = 0  # how many programs workers have been given since they were started
 
     def step(self, batch: Batch) -> StepResult:
-        """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
         check_batch(batch, self.wanted)
         rows, first = as_run(self.program, batch, self.wanted)
         ready = self.first if first else self._prepared(rows, trains=True, given=batch)
         sums = self._step(ready, rows)
+        self.done += 1
         return result_of(ready.program.plans, ready.program.outline, sums)
 
     def _prepared(self, batch: Batch, *, trains: bool, given: Batch | None = None) -> Prepared:
@@ -161,6 +163,14 @@ class RunsPrograms(ABC):
         return {name: self.unread[name] for name in used if name not in held}
 
     @abstractmethod
+    def protect(self) -> None:
+        """Copy the state into memory that outlives workers, where it is kept."""
+
+    @abstractmethod
+    def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
+        """Take the state after a step from memory; `unread`: the values that no device holds."""
+
+    @abstractmethod
     def _prepare(self, made: Prepared, *, trains: bool) -> None:
         """Give workers a program, and the values of buffers that only this program reads."""
 
@@ -172,16 +182,7 @@ class RunsPrograms(ABC):
     def _forward(self, ready: Prepared, batch: Batch) -> Sums:
         """Run an evaluation program on a global batch."""
 
-
-class Evaluates(RunsPrograms):
-    """A run that can evaluate."""
-
     def evaluate(self, batches: Iterable[Batch] | None = None) -> EvaluationResult:
-        """Return the loss and the metrics of some batches, by default of the job's `evaluate`.
-
-        The model is in eval mode, and nothing is trained. A mean loss counts each batch by its samples, a
-        (sum, weight) by its weight, and so do metrics.
-        """
         means, names = Means(), tuple[str, ...]()
         for batch in self._batches(batches):
             check_samples(batch)
@@ -209,7 +210,16 @@ class Evaluates(RunsPrograms):
                 hint="give them: run.evaluate(batches); or let the job have some: "
                 "piper.Job(..., evaluate=piper.Evaluate(data=...))",
             )
-        return asked.data()
+        return one_epoch(asked.data, self.program.job.seed)
+
+    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
+        self.checkpoints.save(path, data=data, wait=wait, keep=keep)
+
+    def read(self, path: Path | str) -> Resumed:
+        return self.checkpoints.load(path)
+
+    def settle(self) -> None:
+        self.checkpoints.settle()
 
 
 def buffers_of(program: ProgramLike) -> list[str]:

@@ -12,8 +12,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from piper.errors import ConfigError, LaunchError
 from piper.ir.chunk import CapturedModel
-from piper.launchers.base import EvaluationResult, Resumed, Trains
-from piper.launchers.run_programs import Prepared, RunsPrograms
+from piper.launchers.base import EvaluationResult, Resumed
+from piper.launchers.run_programs import Prepared, ProgramRun
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.comm.synthetic import AloneComms, arriving, totalled
@@ -40,11 +40,13 @@ class PeakMemory:
     measured: int | None  # none on a host, which does not count
 
 
-class SingleRankRun(RunsPrograms, Trains):
+class SingleRankRun(ProgramRun):
     """One device of a job, for its step time and peak memory. Its numbers mean nothing."""
 
+    saves = False
+
     def __init__(self, program: ProgramLike, device: int, options: Options, cluster: str | None) -> None:
-        super().__init__(program)
+        super().__init__(program, options)
         self.device, self.unread = device, {}
         self.setup = setup = setup_of(program)
         self.threads_before = torch.get_num_threads()
@@ -118,16 +120,20 @@ class SingleRankRun(RunsPrograms, Trains):
         """Return what every chunk returned in the last step; `keep_outputs` must be on."""
         return {} if self.worker.trail is None else {self.device: self.worker.trail.kept}
 
-    def save(
-        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
-    ) -> None:
+    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
         raise single_rank_error("there is nothing worth saving")
 
-    def load(self, path: Path | str) -> Resumed:
+    def read(self, path: Path | str) -> Resumed:
         raise single_rank_error("a checkpoint cannot be loaded")
 
     def settle(self) -> None:
         """Return at once: no checkpoint is written."""
+
+    def protect(self) -> None:
+        raise single_rank_error("its state is not kept")
+
+    def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
+        raise single_rank_error("its state is not kept")
 
     def close(self) -> None:
         """End the worker's threads. Idempotent."""

@@ -119,7 +119,7 @@ class TorchrunWorkerGroup(SocketWorkerGroup):
         )
 
     def run(self, unread: dict[str, Tensor]) -> "TorchrunRun":
-        return TorchrunRun(self.program, self, unread)
+        return TorchrunRun(self.program, self, unread, self.options)
 
     def publish(self, result: RankZeroResult) -> None:
         """Send the result of a method to the scripts of the other ranks."""

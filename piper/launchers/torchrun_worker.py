@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from piper import errors
+from piper.checkpoint.metadata import DamagedError
+from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.errors import LaunchError, PiperError, WorkerError
-from piper.launchers.base import Resumed, Trains
+from piper.launchers.base import Resumed, StepResult
 from piper.launchers.driver import RemoteRun
 from piper.launchers.failures import failure_of
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, RankInfo, RankZeroResult
@@ -32,6 +34,8 @@ from piper.launchers.rendezvous import (
     next_launch,
     own_address,
 )
+from piper.launchers.run import Batch, Run
+from piper.launchers.saves import checkpoints_of
 from piper.launchers.torchrun_agents import serve_agent
 from piper.launchers.transport.channel import Channel, ClosedError, connect
 from piper.launchers.transport.nameless_files import map_marks, new_marks
@@ -39,10 +43,12 @@ from piper.launchers.transport.open_sockets import OpenSockets
 from piper.launchers.transport.shared_memory import HeldValues, SharedValues
 from piper.launchers.worker_server import WorkerServer
 from piper.runtime.setup import Initial, ProgramLike
+from piper.runtime.worker import Options
 
 P = ParamSpec("P")
 T = TypeVar("T")
 CHANGES = ("step", "evaluate", "load")  # methods that every rank has to call when rank 0 does
+KINDS = {kind.__name__: kind for kind in (UnwrittenError, UndroppedError, DamagedError)}
 BEAT = 2.0  # seconds between two heartbeats of a worker that is at work
 LEAVE = 5.0  # seconds that a worker may take to end when its sockets are shut
 Hear = Callable[[RankZeroResult | None], None]  # None: the run has ended
@@ -234,13 +240,15 @@ def received(
     return act
 
 
-class TorchrunWorkerRun(Trains):
+class TorchrunWorkerRun(Run):
     """A run on a rank other than 0: rank 0 slices the batch, and every rank gets its results."""
 
     drives = False
 
-    def __init__(self, program: ProgramLike, results: SimpleQueue[RankZeroResult | None]) -> None:
-        self.program, self.results = program, results
+    def __init__(
+        self, program: ProgramLike, options: Options, results: SimpleQueue[RankZeroResult | None]
+    ) -> None:
+        self.program, self.options, self.results = program, options, results
         self.over = False
 
     def _next(self, method: str) -> object:
@@ -265,13 +273,19 @@ class TorchrunWorkerRun(Trains):
             "the run has ended on rank 0", by="run", hint="look at what rank 0 says; it may have failed"
         )
 
-    step = received(RemoteRun.step)
+    def step(self, batch: Batch) -> StepResult:
+        result = cast(StepResult, self._next("step"))
+        self.done += 1
+        return result
+
     evaluate = received(RemoteRun.evaluate)
     state_dict = received(RemoteRun.state_dict)
     gradients = received(RemoteRun.gradients)
     trails = received(RemoteRun.trails)
     recordings = received(RemoteRun.recordings)
     save = received(RemoteRun.save)
+    write = received(RemoteRun.write)
+    read = received(RemoteRun.read)
     optimizer_state = received(RemoteRun.optimizer_state)
     optimizer_groups = received(RemoteRun.optimizer_groups)
     set_optimizer_option = received(RemoteRun.set_optimizer_option)
@@ -279,7 +293,11 @@ class TorchrunWorkerRun(Trains):
 
     def load(self, path: Path | str) -> Resumed:
         """Continue from the checkpoint that rank 0 has loaded."""
-        return self.resumed(cast(Resumed, self._next("load")))
+        return self.resumed(cast(Resumed, self._next("load")), newest=True)
+
+    def _prepare_saves(self) -> None:
+        """Take the folder as it is: rank 0 looks at it."""
+        self.saves_to = checkpoints_of(self.folder, self.program.job)
 
     def close(self) -> None:
         """Stop asking for results. The worker continues until rank 0 ends the run."""
@@ -288,7 +306,7 @@ class TorchrunWorkerRun(Trains):
 
 def error_of(result: RankZeroResult) -> PiperError:
     """Return the error that rank 0 has raised."""
-    kind = getattr(errors, result.error or "", None)
+    kind = KINDS.get(result.error or "") or getattr(errors, result.error or "", None)
     assert isinstance(kind, type) and issubclass(kind, PiperError), result.error
     error = kind.__new__(kind)
     error.args = (result.text,)
@@ -298,7 +316,9 @@ def error_of(result: RankZeroResult) -> PiperError:
 
 
 @contextmanager
-def launch_torchrun_worker(program: ProgramLike, world: RankEnvironment) -> Iterator[TorchrunWorkerRun]:
+def launch_torchrun_worker(
+    program: ProgramLike, options: Options, world: RankEnvironment
+) -> Iterator[TorchrunWorkerRun]:
     """Join what rank 0 launches. The end of the block waits for the end of the run on rank 0."""
     check_size(world, len(program.plans.devices))
     check_key(world)
@@ -306,7 +326,7 @@ def launch_torchrun_worker(program: ProgramLike, world: RankEnvironment) -> Iter
     results: SimpleQueue[RankZeroResult | None] = SimpleQueue()
     worker = join(world, find_address(world, next_launch(world)), results.put)
     try:
-        yield TorchrunWorkerRun(program, results)
+        yield TorchrunWorkerRun(program, options, results)
         worker.wait()
     finally:
         worker.leave()

@@ -24,7 +24,7 @@ from torch import Tensor
 from piper.checkpoint.folder import step_path, whole
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
-from piper.launchers.checkpointing import states_of, with_states
+from piper.launchers.callback_states import states_of, with_states
 from piper.recovery.flushing import copy_moved, write_version
 from piper.recovery.moving_states import MOVED, MovingStates
 from piper.recovery.recovering_run import REFILL, RecoveringRun
@@ -236,21 +236,22 @@ class ElasticRun(RecoveringRun):
                 rmtree(folder)
                 self.folders.discard(folder)
 
-    def flush(self, folder: Path, positions: Mapping[int, object]) -> int | None:
+    def flush(self, folder: Path) -> int | None:
         """End all workers, and write the newest state as a checkpoint. Return its step.
 
         A state that has just moved has no version yet. If it moved before all callbacks of its step had run,
         the checkpoint has them as they are.
         """
         moved = self.moved
-        step = super().flush(folder, positions) if self.versions.descriptors else None
+        step = super().flush(folder) if self.versions.descriptors else None
         if step is not None or moved is None:
             return step
         state, step = moved
         if not whole(path := step_path(folder, step)):
-            states = self.completed.get(step) or states_of(self.program.job.callbacks)
-            data, options = with_states(states, positions.get(step)), self.set_after.get(step, ())
-            copy_moved(state, path, data=data, options=options)
+            if step not in self.completed:
+                self.completed[step] = with_states(states_of(self.program.job.callbacks), self.position())
+            options = self.set_after.get(step, ())
+            copy_moved(state, path, data=self.completed[step], options=options)
         return step
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from piper.checkpoint.folder import discard, step_path, whole
 from piper.checkpoint.target import UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult
-from piper.launchers.checkpointing import states_of, with_states
+from piper.launchers.callback_states import states_of, with_states
 from piper.launchers.transport.versions import Versions
 from piper.plan.protected import GENERATIONS
 from piper.recovery.flushing import write_version
@@ -78,7 +78,8 @@ class RecoveringRun(RetriedCalls):
         self.done = self.at = 0  # steps: complete, and under way
         self.held: dict[int, Mapping[str, Tensor]] = {}
         self.results: dict[int, StepResult] = {}
-        self.completed = {0: states_of(program.job.callbacks)}  # states of callbacks after complete steps
+        self.completed: dict[int, object] = {}  # what a checkpoint has besides tensors, by complete steps
+        self.complete()
         self.saving: Saving | None = None
         self.unsaved: ConfigError | None = None  # why a save failed, for the next call that waits for it
         self.set_after: dict[int, list[tuple[int, str, float]]] = {}  # options of the optimizer, by step
@@ -91,8 +92,8 @@ class RecoveringRun(RetriedCalls):
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         """Train on one global batch."""
-        if self.done not in self.completed:
-            self.complete()
+        if self.done not in self.completed:  # the loop is the user's own
+            self.completed[self.done] = with_states(states_of(self.program.job.callbacks), None)
         self.held[self.done + 1] = batch
         if self.times.begin(batch) and self.run is not None:
             self.starter.expect(self.run, self.stall)
@@ -119,7 +120,7 @@ class RecoveringRun(RetriedCalls):
 
     def complete(self) -> None:
         """Note that all of the last step is done: it is evaluated, and callbacks have run."""
-        self.completed[self.done] = states_of(self.program.job.callbacks)
+        self.completed[self.done] = with_states(states_of(self.program.job.callbacks), self.position())
         self.completed.pop(self.done - self._kept, None)
 
     def _passed(self) -> None:
@@ -303,30 +304,26 @@ class RecoveringRun(RetriedCalls):
         """Start all workers."""
         self._call(lambda run: None)
 
-    def save(
-        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
-    ) -> None:
-        """Write a checkpoint."""
+    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
+        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
         self.settle()
-        given = with_states(states_of(self.program.job.callbacks), data)
-        self.saving = None if wait else Saving(step=self.done, path=Path(path), data=given, keep=keep)
-        self._call(lambda run: run.write(path, given, wait=wait, keep=keep))
+        self.saving = None if wait else Saving(step=self.done, path=Path(path), data=data, keep=keep)
+        self._call(lambda run: run.write(path, data, wait=wait, keep=keep))
 
-    def load(self, path: Path | str) -> Resumed:
-        """Go on from a checkpoint."""
+    def read(self, path: Path | str) -> Resumed:
+        """Let workers go on from a checkpoint, and callbacks as they are."""
         found = self._call(lambda run: run.read(path))
         self.versions.forget(lambda step: True)
         assert self.run is not None
         self.unread, self.protected = dict(self.run.unread), False
-        self.begun, self.done = (path, found.step), found.step
-        self.saving = None
+        self.begun, self.saving = (path, found.step), None
         for known in (self.held, self.results, self.set_after):
             known.clear()
-        return self.resumed(found)
+        return found
 
-    def resumed(self, found: Resumed) -> Resumed:
-        """Continue with the steps and the states of the callbacks that a checkpoint has."""
-        super().resumed(found)
+    def resumed(self, found: Resumed, *, newest: bool) -> Resumed:
+        """Continue with the steps, the data and the states of callbacks that a checkpoint has."""
+        super().resumed(found, newest=newest)
         self.completed.clear()
         self.complete()
         return found
@@ -351,18 +348,17 @@ class RecoveringRun(RetriedCalls):
         for group, key, value in self.set_after.get(step, ()):
             run.set_optimizer_option(group, key, value)
 
-    def flush(self, folder: Path, positions: Mapping[int, object]) -> int | None:
+    def flush(self, folder: Path) -> int | None:
         """End all workers, and write the newest state of a complete step as a checkpoint. Return its step.
 
-        For a step that takes longer than there is time. positions: the state of the data after each step.
-        None: there is no version in memory.
+        For a step that takes longer than there is time. None: there is no version in memory.
         """
         self._end()
         for _ in range(GENERATIONS):
             step = self.versions.newest(max(self.completed))
             if step is None or whole(path := step_path(folder, step)):
                 return step
-            data = with_states(self.completed.get(step, {}), positions.get(step))
+            data = self.completed.get(step)
             unread, options = self.unread, self.set_after.get(step, ())
             with suppress(LaunchError):  # a machine that held it was lost: is another version complete?
                 write_version(

@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from piper.launchers.base import EvaluationResult, Trains
+from piper.launchers.base import EvaluationResult
+from piper.launchers.run import Run
 from piper.recovery.starters import Recoverable
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
@@ -14,7 +15,7 @@ from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 T = TypeVar("T")
 
 
-class RetriedCalls(Trains):
+class RetriedCalls(Run):
     """A run that asks its workers again where an answer is lost."""
 
     @abstractmethod

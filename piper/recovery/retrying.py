@@ -10,9 +10,14 @@ from time import monotonic
 
 from torch import Tensor
 
+from piper.checkpoint.folder import candidates
+from piper.checkpoint.metadata import read_record
 from piper.checkpoint.target import UnwrittenError
+from piper.data.feed import Feed
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.base import Resumed
+from piper.launchers.saves import checkpoints_of
+from piper.runtime.setup import JobLike
 
 STEPS = 5  # steps whose times are known before a stall is judged by them
 SLOWER = 10.0  # times the median step that any one wait may take
@@ -27,6 +32,24 @@ class Disk:
     folder: Path  # that all machines see
     past: Callable[[int], Sequence[Path]]  # those up to a step that are complete, the newest first
     batches: Callable[[Resumed], Iterator[Mapping[str, Tensor]]]  # those that follow a checkpoint
+
+
+def disk_of(folder: Path, job: JobLike) -> Disk | None:
+    """Return how a run goes on from its checkpoints where its memory is lost. None: it saves none."""
+    where = checkpoints_of(folder, job)
+    if where is None:
+        return None
+
+    def past(last: int) -> list[Path]:
+        found = [path for path in candidates(where) if isinstance(path, Path)]
+        return [path for path in found if read_record(path).step <= last]
+
+    def batches(found: Resumed) -> Feed:
+        feed = Feed(job.data, job.seed)
+        feed.seek(found.step, found.data)
+        return feed
+
+    return Disk(folder=where, past=past, batches=batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

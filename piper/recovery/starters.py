@@ -1,44 +1,24 @@
 """Start the workers of a program again and again, from what stays when workers end."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Protocol
-
-from torch import Tensor
 
 from piper.errors import LaunchError
 from piper.launchers.agent_versions import AgentVersions, ShortMachine
 from piper.launchers.agent_watch import WarmAgent
-from piper.launchers.base import Resumed, Run
 from piper.launchers.driver import RemoteRun
 from piper.launchers.inline import InlineRun
 from piper.launchers.local import LocalWorkerGroup
 from piper.launchers.processes import gone
 from piper.launchers.rank_environment import RankEnvironment, rank_environment
+from piper.launchers.run_programs import ProgramRun
 from piper.launchers.transport.fork_server import ForkServer
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
-
-class Recoverable(Run, Protocol):
-    """A run whose state can be kept in memory and taken from there."""
-
-    unread: dict[str, Tensor]
-    busy: dict[int, float]  # seconds that each device computed in the last step, where it is known
-
-    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
-        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
-
-    def read(self, path: Path | str) -> Resumed:
-        """Let workers go on from a checkpoint, and callbacks as they are."""
-
-    def protect(self) -> None:
-        """Copy the state into memory that outlives workers."""
-
-    def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
-        """Take the state after a step from memory."""
+Recoverable = ProgramRun  # a run whose state can be kept in memory and taken from there
 
 
 class Starter(Protocol):

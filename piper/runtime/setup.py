@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -38,6 +39,17 @@ class EvaluateLike(Protocol):
     def every(self) -> int: ...
 
 
+class CheckpointLike(Protocol):
+    """Where the checkpoints of a job go, how often they are written, and how many are kept."""
+
+    @property
+    def folder(self) -> Path | str: ...
+    @property
+    def every(self) -> int: ...
+    @property
+    def keep(self) -> int: ...
+
+
 class BucketsLike(Protocol):
     """The lengths that the batches of a job are padded to, and with which values."""
 
@@ -70,6 +82,8 @@ class JobLike(Protocol):
     def seed(self) -> int: ...
     @property
     def initial(self) -> str: ...
+    @property
+    def checkpoint(self) -> CheckpointLike | None: ...
     @property
     def evaluate(self) -> EvaluateLike | None: ...
     @property

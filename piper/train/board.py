@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from piper.train.loop import Reporter
-from piper.train.measure import Measure
+from piper.train.measure import Measure, Reporter
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from rich.progress import (
 from rich.text import Text
 
 from piper.format import size
-from piper.train.loop import Reporter
-from piper.train.measure import Measure
+from piper.train.measure import Measure, Reporter
 
 LEVELS = "▁▂▃▄▅▆▇█"
 WIDTH = 40  # of the curve

@@ -24,8 +24,8 @@ from piper.compiler import Program, compile
 from piper.errors import ConfigError, PiperError, ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.job import Job, directives_for
-from piper.launchers.base import Run
 from piper.launchers.messages import pack_setup, unpack_setup
+from piper.launchers.run import Run
 from piper.launchers.transport.fork_server import die_with
 from piper.launchers.transport.nameless_files import nameless_file
 from piper.plan.plan import Plans

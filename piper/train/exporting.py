@@ -18,11 +18,11 @@ from piper.compiler import compile
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.launchers.initial_weights import write_start
+from piper.launchers.saves import checkpoints_of, past_of, prepare_saves
 from piper.recipe import file_and_function
 from piper.runtime.setup import build_model
 from piper.train.lock import locked
 from piper.train.run_folder import ABOUT, choose, claim, prepare
-from piper.train.saving import checkpoints_of, past_of, prepare_saves
 
 
 def export_values(
@@ -74,7 +74,7 @@ def import_start(recipe: str, job: Job, weights: Path, out: Path | None) -> Path
     claim(folder)
     with locked(folder):
         prepare(folder, job, resume=False)
-        where = prepare_saves(folder, job, resume=False)
+        where = prepare_saves(folder, job, lambda path: False)
         assert where is not None, "the job has a checkpoint"
         write_start(program, values, step_path(where, 0))
     return folder

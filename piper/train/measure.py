@@ -1,6 +1,6 @@
 """The measures of a training step, and the learning rate of the next."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -26,6 +26,9 @@ class Measure:
     lr: float
     tokens_per_s: float  # samples, where the batch has no tokens
     step_s: float
+
+
+Reporter = Callable[[Measure], None]
 
 
 class Rate:

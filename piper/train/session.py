@@ -3,43 +3,37 @@
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from rich.console import Console
 
-from piper.checkpoint.metadata import DamagedError, Trainer, read_record
+from piper.checkpoint.metadata import DamagedError, read_record
 from piper.compiler import Program, compile
-from piper.data.feed import Feed
 from piper.format import count
 from piper.job import Job
-from piper.launchers.base import Run, StepResult
 from piper.launchers.launch import check_launcher, launcher
+from piper.launchers.run import Run
+from piper.launchers.saves import checkpoints_of, past_of, prepare_saves
 from piper.plan.memory_timeline import timeline
-from piper.plan.plan import Plans
 from piper.recovery.recovering_run import RecoveringRun, recovering
+from piper.recovery.retrying import disk_of
 from piper.recovery.run_events import Event
-from piper.runtime.batch import wanted_batch
-from piper.runtime.setup import setup_of
 from piper.runtime.worker import Options
 from piper.train.board import board
+from piper.train.command_watch import CommandWatch
 from piper.train.display import Stages, display
 from piper.train.elastic_programs import Programs, SizeFile
-from piper.train.evaluations import Evaluations, evaluation_line
+from piper.train.evaluations import Evaluations
 from piper.train.event_log import EventLog
-from piper.train.interrupt import Interrupts, PreemptedError, interrupts, preemptible
+from piper.train.interrupt import PreemptedError, interrupts, preemptible
 from piper.train.lock import locked
-from piper.train.loop import Course, Reporter, Result, checked, train
-from piper.train.measure import Measure, Rate, unit_of
-from piper.train.nans import first_bad
+from piper.train.measure import Measure, Rate, Reporter, unit_of
 from piper.train.outcome import Outcome, RunSummary
 from piper.train.profiling import check_profile, profile_of, save_profile
 from piper.train.run_folder import Metrics, choose, claim, prepare, record
-from piper.train.saving import checkpoints_of, disk_of, go_on, past_of, prepare_saves, saves_of
 from piper.train.train_options import (
     TrainOptions,
     asked_job,
@@ -47,8 +41,6 @@ from piper.train.train_options import (
     recovering_asked,
     reserve,
 )
-
-KEPT = 3  # the last steps, at least, of which the position of the data is kept
 
 
 class ConsoleLog(logging.Handler):
@@ -87,7 +79,7 @@ def train_locked(asked: TrainOptions, console: Console) -> Outcome:
         if (warning := held.enter_context(locked(folder))) is not None:
             console.print(warning)
         prepare(folder, job, asked.resume)
-        where = prepare_saves(folder, job, asked.resume)
+        where = prepare_saves(folder, job, lambda path: asked.resume)
         if where is not None and not where.resolve().is_relative_to(folder.resolve()):
             held.enter_context(locked(where))  # runs of other folders may save there too
         return train_in(folder, job, asked, console)
@@ -117,22 +109,37 @@ def train_program(
 ) -> Outcome:
     """Train a compiled job."""
     job, memory, events = program.job, RunSummary(), EventLog(folder, console.print)
-    session = Session(
-        folder=folder, program=program, asked=asked, console=console, feed=Feed(job.data, job.seed)
-    )
     options = worker_options(asked, blank=bool(past))
     with watched_start(console, started(program, folder, asked, options, events)) as run:
-        begun = begin(run, past, session.feed, session.positions, console)
-        check_profile(asked.profile, job.steps - begun.done)
-        preempting = partial(stopping_now, console, events, memory, asked.grace, begun.done)
+        run.folder = folder
+        first, trainer = 0, None
+        if past:
+            found = run.load(folder)
+            console.print(f"Going on from {found.path}, after step {found.step}")
+            first, trainer = found.step, read_record(Path(found.path)).trainer
+        run.saves_to = checkpoints_of(folder, job)  # which `train_locked` has looked at
+        check_profile(asked.profile, job.steps - first)
+        sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
         with (
-            watching(console, folder, program, begun.done, memory) as tell,
-            interrupts(preempting, asked.grace - reserve(asked)) as interrupted,
+            watching(console, folder, program, first, memory) as tell,
+            Evaluations(folder, first) as evaluations,
+            interrupts(
+                partial(stopping_now, console, events, memory, asked.grace, first),
+                asked.grace - reserve(asked),
+            ) as interrupted,
         ):
-            done = session.train(run, begun, tell, interrupted)
+            run.watch = CommandWatch(
+                tell,
+                console.print,
+                Rate(job, program.plans.buckets.values(), trainer, sizes),
+                evaluations,
+                SizeFile(folder, console.print),
+                interrupted,
+            )
+            done = trained(run)
         if asked.profile:
-            found = profile_of(run, program, asked.recipe, asked.on, begun.done)
-            console.print(save_profile(found, folder))
+            recorded = profile_of(run, program, asked.recipe, asked.on, first)
+            console.print(save_profile(recorded, folder))
     return Outcome(
         folder=folder,
         done=done,
@@ -155,81 +162,22 @@ def worker_options(asked: TrainOptions, *, blank: bool) -> Options:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
-    """The part of a run that this process drives: its job, its folder and its data."""
+def trained(run: Run) -> int:
+    """Train up to the last step of the job, or until asked to stop. Return how many steps are done.
 
-    folder: Path
-    program: Program
-    asked: TrainOptions
-    console: Console
-    feed: Feed
-    positions: dict[int, object] = field(default_factory=dict)  # of the data, by the steps done; the last few
-
-    def train(self, run: Run, begun: "Begun", tell: Reporter, interrupted: Interrupts) -> int:
-        """Train the steps that are left, and return how many are done."""
-        with Evaluations(self.folder, begun.done) as evaluations:
-            course = self._course(run, begun, tell, interrupted, evaluations)
-            sizes = {p.name: p.shape for p in self.program.outline.parameters if p.trainable}
-            rate = Rate(self.program.job, self.program.plans.buckets.values(), begun.trainer, sizes)
-            batches = checked(self.feed, wanted_batch(setup_of(self.program)))
-            try:
-                done = train(run, batches, rate, course)
-                run.after_training(done)
-            except PreemptedError:
-                return flushed(run, self.folder, self.program.job, self.positions)
-        return done
-
-    def _course(
-        self, run: Run, begun: "Begun", tell: Reporter, interrupted: Interrupts, evaluations: Evaluations
-    ) -> Course:
-        job, size_file = self.program.job, SizeFile(self.folder, self.console.print)
-
-        def culprit() -> str | None:
-            return first_bad(self.program.outline, run.trails(), run.state_dict())
-
-        def after(step: int, result: Result) -> None:
-            evaluated = run.after_step(step, cast(StepResult, result), job.steps)
-            if evaluated is not None:
-                evaluations.write(step, evaluated)
-                self.console.print(evaluation_line(step, evaluated))
-            size_file.obey(run)
-
-        return Course(
-            done=begun.done,
-            steps=job.steps,
-            tell=partial(noting, tell, self.feed, self.positions, kept_positions(self.program.plans)),
-            saves=saves_of(run, self.folder, job, self.feed, self.console.print, run.after_saving),
-            stopping=lambda: stopping(run, interrupted) or run.stopping,
-            culprit=culprit if self.asked.detect_nan else None,
-            after=after,
-            complete=run.complete if isinstance(run, RecoveringRun) else lambda: None,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """Where a run has begun."""
-
-    done: int  # steps before
-    trainer: Trainer | None = None  # of the checkpoint that it began from
-
-
-def begin(
-    run: Run,
-    past: Sequence[Path | DamagedError],
-    feed: Feed,
-    positions: dict[int, object],
-    console: Console,
-) -> Begun:
-    """Return where a run begins. Let it take up its newest checkpoint, if there is one."""
-    done, trainer = 0, None
-    if past:
-        path, done = go_on(run, past, feed, console.print)
-        console.print(f"Going on from {path}, after step {done}")
-        trainer = read_record(path).trainer
-    positions[done] = feed.state_dict() if done else None
-    return Begun(done=done, trainer=trainer)
+    Where a step does not end in time, the newest version in memory is written as a checkpoint.
+    """
+    try:
+        if run.done < run.program.job.steps:
+            for _ in run.train():
+                pass
+        return run.done
+    except PreemptedError:
+        where = checkpoints_of(run.folder, run.program.job)
+        step = run.flush(where) if isinstance(run, RecoveringRun) and where is not None else None
+        if step is None:
+            raise
+        return step
 
 
 @contextmanager
@@ -272,34 +220,6 @@ def started(
         )
         programs.prepare()
         yield run
-
-
-def stopping(run: Run, interrupted: Interrupts) -> bool:
-    """Return whether a run is to end after this step: a signal came to this process, or to a worker."""
-    if run.leaving() and not interrupted.preempted:
-        interrupted.handle(signal.SIGTERM, None)
-    return interrupted()
-
-
-def kept_positions(plans: Plans) -> int:
-    """Return for how many of the last steps to keep the position of the data: the oldest version needs it."""
-    return KEPT if plans.protection is None else max(KEPT, plans.protection.every + 2)
-
-
-def noting(tell: Reporter, feed: Feed, positions: dict[int, object], kept: int, measure: Measure) -> None:
-    """Pass on the measures of a step, and note the position of the data after it."""
-    tell(measure)
-    positions[measure.step] = feed.state_dict()
-    positions.pop(measure.step - kept, None)
-
-
-def flushed(run: Run, folder: Path, job: Job, positions: Mapping[int, object]) -> int:
-    """Write the newest version in memory as a checkpoint, because a step does not end in time."""
-    where = checkpoints_of(folder, job)
-    step = run.flush(where, positions) if isinstance(run, RecoveringRun) and where is not None else None
-    if step is None:
-        raise PreemptedError
-    return step
 
 
 def stopping_now(

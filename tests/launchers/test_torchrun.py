@@ -19,6 +19,7 @@ from piper.launchers.messages import RankZeroResult
 from piper.launchers.rank_environment import RankEnvironment, rank_environment
 from piper.launchers.rendezvous import apart, prefix, ranks_absent
 from piper.launchers.torchrun_worker import TorchrunWorkerRun
+from piper.runtime.worker import Options
 from tests.launchers.family import family, free_port, wait_for
 from tests.launchers.ranks import CELL
 from tests.runtime.grid import batches, job
@@ -226,7 +227,7 @@ def follower(*told: RankZeroResult | None) -> TorchrunWorkerRun:
     queue: SimpleQueue[RankZeroResult | None] = SimpleQueue()
     for item in told:
         queue.put(item)
-    return TorchrunWorkerRun(compile(job(CELL)), queue)
+    return TorchrunWorkerRun(compile(job(CELL)), Options(), queue)
 
 
 def test_ranks_that_do_not_do_the_same() -> None:

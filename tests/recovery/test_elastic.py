@@ -339,6 +339,7 @@ def test_a_preemption_whose_time_is_over_while_the_state_moves(
     with running(program, sizes, []) as run:
         for number in (0, 1):
             run.step(given[number])
+            run.position = lambda: "here"  # type: ignore[method-assign]
             run.complete()
         run.set_optimizer_option(0, "lr", 0.02)
 
@@ -355,8 +356,8 @@ def test_a_preemption_whose_time_is_over_while_the_state_moves(
             monkeypatch.setattr(run.starter, when, over)
         with pytest.raises(KeyboardInterrupt):
             run.resize(2) if when != "step" else run.step(given[2])
-        assert run.flush(tmp_path, {2: "here"}) == 2
-        assert run.flush(tmp_path, {}) == 2, "once"
+        assert run.flush(tmp_path) == 2
+        assert run.flush(tmp_path) == 2, "once"
     saved = tmp_path / "step-00000002"
     record = verify(saved)
     assert record.step == 2 and decode(record.data) == "here"
@@ -383,7 +384,7 @@ def test_a_preemption_whose_time_is_over_before_the_state_has_moved(
         monkeypatch.setattr(run, "_switch", over)
         with pytest.raises(KeyboardInterrupt):
             run.resize(2)
-        assert run.flush(tmp_path, {1: "here"}) == 1
+        assert run.flush(tmp_path) == 1
     assert verify(tmp_path / "step-00000001").step == 1
     assert memory() == before
 

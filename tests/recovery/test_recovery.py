@@ -37,6 +37,7 @@ from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
 from piper.recovery.starters import LocalStarter, Recoverable
 from piper.recovery.stragglers import Stragglers
+from piper.runtime.batch import FLOATING, BatchSpec
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.train.event_log import described
@@ -144,6 +145,9 @@ class Counting:
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         self.script.do(f"set {group} {key} {value}")
 
+    def leaving(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.script.log.append("end")
 
@@ -151,7 +155,7 @@ class Counting:
 def scripted(script: Script, retries: int = 3, **more: object) -> tuple[RecoveringRun, list[Event]]:
     events: list[Event] = []
     run = RecoveringRun(
-        cast(ProgramLike, SimpleNamespace(plans=(), job=SimpleNamespace(callbacks=()))),
+        cast(ProgramLike, SimpleNamespace(plans=(), job=SimpleNamespace(callbacks=(), checkpoint=None))),
         Options(),
         script,
         cast(Versions, script),
@@ -242,7 +246,7 @@ def test_a_step_whose_answer_is_lost_is_not_in_what_is_flushed(monkeypatch: pyte
         train(run, 1, 3)
     written: list[int] = []
     monkeypatch.setattr(recovering_run, "write_version", lambda *given, **more: written.append(given[2]))
-    assert run.flush(Path("none"), {}) == 2 and written == [2]
+    assert run.flush(Path("none")) == 2 and written == [2]
 
 
 def test_steps_since_the_version_are_repeated_and_a_failure_there_is_one_more() -> None:
@@ -471,7 +475,16 @@ def test_nan_is_no_other_result() -> None:
 
 def test_a_run_that_counts_its_steps_trains_on_the_data_of_its_job() -> None:
     run, _ = scripted(Script())
-    run.program.job.data, run.program.job.evaluate = lambda: [batch(n) for n in range(1, 9)], None  # type: ignore[misc]
+    job = SimpleNamespace(
+        data=lambda: [{"x": torch.full((1,), float(n))} for n in range(1, 9)],
+        evaluate=None,
+        checkpoint=None,
+        callbacks=(),
+        seed=0,
+        steps=9,
+    )
+    run.program = cast(ProgramLike, SimpleNamespace(plans=(), job=job))
+    run.wanted = BatchSpec(shapes={"x": (1,)}, types={"x": FLOATING})
     assert [result.loss for result in run.train(3)] == [1.0, 2.0, 3.0] and run.done == 3
 
 
@@ -499,9 +512,10 @@ def test_what_is_flushed_holds_complete_steps_only(programs: dict[str, Program],
             counter.on_step(run, number, result)
             if number == 2:
                 run.set_optimizer_option(0, "lr", 0.125)
+                run.position = lambda: "here"  # type: ignore[method-assign]
                 run.complete()
         assert run.versions.newest() == 3
-        assert run.flush(tmp_path, {2: "here", 3: "there"}) == 2
+        assert run.flush(tmp_path) == 2
     saved = tmp_path / "step-00000002"
     record = verify(saved)
     assert record.step == 2
@@ -532,7 +546,7 @@ def test_a_version_that_is_lost_while_it_is_flushed(
         for given in batches(PAIR, 2):
             run.step(given)
             run.complete()
-        assert run.flush(tmp_path, {}) == (1 if left else None)
+        assert run.flush(tmp_path) == (1 if left else None)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"] * left
 
 

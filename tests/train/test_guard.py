@@ -8,21 +8,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from inspect import cleandoc
 from pathlib import Path
 
 import pytest
-import torch
 
 from piper.checkpoint.folder import latest
 from piper.checkpoint.target import UndroppedError, unwritten
-from piper.data.feed import Feed
 from piper.errors import ConfigError
-from piper.job import Checkpoint, Job
+from piper.launchers.base import StepResult
 from piper.train.interrupt import interrupts
 from piper.train.lock import locked
-from piper.train.saving import ResumePoint, saves_of
 from tests.train.conftest import Piper
+from tests.train.counting import Counting
 
 HOLD = """
 import os, signal, sys, time
@@ -82,7 +81,7 @@ def test_checkpoints_of_another_run_are_not_overwritten(piper: Piper, recipe: Pa
     message = """
         error: run/checkpoints: this folder holds the checkpoints of another run
           newest: step-00000002
-          hint:   add --resume to go on with it, or let the job save elsewhere: Checkpoint(folder=...)
+          hint:   go on with it: --resume, or piper.launch(program, resume=...); or let the job save elsewhere: Checkpoint(folder=...)
     """
     refused(piper, recipe, "single", message, "--out", "run")
 
@@ -203,68 +202,44 @@ def test_a_resume_without_any_good_one(piper: Piper, recipe: Path, tmp_path: Pat
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
 
 
-class Failing:
-    """A run whose saves fail: those that are left to finish by themselves when the next call waits for them."""
-
-    def __init__(self, begun: ConfigError | None = None, finished: ConfigError | None = None) -> None:
-        self.begun, self.finished = begun, finished
-        self.saved: list[str] = []
-
-    def save(
-        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
-    ) -> None:
-        if self.begun is not None:
-            raise self.begun
-        self.saved.append(f"{Path(path).name} {wait} {keep}")
-
-    def load(self, path: Path | str) -> ResumePoint:
-        raise AssertionError(path)
-
-    def settle(self) -> None:
-        error, self.finished = self.finished, None
-        if error is not None:
-            raise error
-
-
 FULL = unwritten(Path("run/step-1"), "the disk is full")
 STUCK = UndroppedError("an old checkpoint could not be dropped", by="save", hint="look")
 BROKEN = ConfigError("the state cannot be written down", by="save", hint="change it")
 
 
 @pytest.mark.parametrize(
-    ("run", "last", "warned", "raised", "saved"),
+    ("begun", "finished", "last", "warned", "raised", "saved"),
     [
-        (Failing(), False, [], None, ["step-00000004 False 2"]),
-        (Failing(), True, [], None, ["step-00000004 True 2"]),
-        (Failing(finished=FULL), False, [FULL], None, ["step-00000004 False 2"]),
-        (Failing(finished=FULL), True, [FULL], None, ["step-00000004 True 2"]),
-        (Failing(finished=STUCK), False, [STUCK], None, ["step-00000004 False 2"]),
-        (Failing(begun=FULL), False, [FULL], None, []),
-        (Failing(begun=FULL), True, [], FULL, []),
-        (Failing(begun=STUCK), True, [STUCK], None, []),
-        (Failing(begun=BROKEN), False, [], BROKEN, []),
+        (None, None, False, [], None, ["saved 4 keep 2"]),
+        (None, None, True, [], None, ["saved 4 last keep 2"]),
+        (None, FULL, False, [FULL], None, ["saved 4 keep 2"]),
+        (None, FULL, True, [FULL], None, ["saved 4 last keep 2"]),
+        (None, STUCK, False, [STUCK], None, ["saved 4 keep 2"]),
+        (FULL, None, False, [FULL], None, []),
+        (FULL, None, True, [], FULL, []),
+        (STUCK, None, True, [STUCK], None, []),
+        (BROKEN, None, False, [], BROKEN, []),
     ],
 )
 def test_which_saves_may_fail(
-    run: Failing, last: bool, warned: list[ConfigError], raised: ConfigError | None, saved: list[str]
+    begun: ConfigError | None,
+    finished: ConfigError | None,
+    last: bool,
+    warned: list[ConfigError],
+    raised: ConfigError | None,
+    saved: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What can never be saved ends the run at once; a disk that is full only when it is the last save."""
-    job = Job(
-        model=torch.nn.Identity,
-        loss=lambda model, batch: model(batch["x"]).mean(),
-        data=lambda: [],
-        checkpoint=Checkpoint(folder="checkpoints"),
-    )
-    told: list[str] = []
-    saves = saves_of(run, Path("run"), job, Feed(lambda: [{}], 0), told.append)
-    assert saves is not None
-    if raised is None:
-        saves.save(4, last)
-    else:
-        with pytest.raises(ConfigError) as error:
-            saves.save(4, last)
-        assert error.value is raised
-    assert told == [f"warning: {error}" for error in warned] and run.saved == saved
+    run = Counting(every=4)
+    run.folder, run.done, run.begun, run.finished = tmp_path, 4, begun, finished
+    result = StepResult(loss=1.0, grad_norm=1.0)
+    with nullcontext() if raised is None else pytest.raises(ConfigError) as error:
+        run.after_step(4, result, 4 if last else 9)
+    assert raised is None or (error is not None and error.value is raised)
+    assert caplog.messages == [f"warning: {error}" for error in warned]
+    assert run.events == ["told 4", *saved]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -1,8 +1,11 @@
 """The loop by itself: when it saves, when it stops, and what it tells first."""
 
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,9 +15,12 @@ from piper.checkpoint.json_state import encode
 from piper.checkpoint.metadata import Trainer
 from piper.errors import ConfigError
 from piper.job import Job
+from piper.launchers.base import StepResult
+from piper.launchers.run import Run
 from piper.plan.plan import Bucket, Piece
-from piper.train.loop import Course, SavePolicy, train
+from piper.runtime.setup import ProgramLike
 from piper.train.measure import Measure, Rate, counted, unit_of
+from tests.train.counting import Counting
 
 WEIGHT = Piece(name="w", shape=(2, 2), offset=0)
 BUCKETS = [
@@ -31,84 +37,92 @@ BUCKETS = [
 JOB = Job(model=torch.nn.Identity, loss=lambda model, batch: batch["x"].sum(), data=list)
 
 
-@dataclass
-class Result:
-    loss: float
-    grad_norm: float = 1.0
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
-class Counting:
-    """Steps that only count; the loss of a step is its number."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def step(self, batch: Mapping[str, Tensor]) -> Result:
-        self.steps += 1
-        return Result(float(self.steps))
-
-
-def batches() -> Iterator[Mapping[str, Tensor]]:
-    while True:
-        yield {"x": torch.zeros(4)}
-
-
-def course(
-    events: list[str], steps: int, done: int = 0, every: int = 2, stop_at: int | None = None
-) -> Course:
-    return Course(
-        done=done,
-        steps=steps,
-        tell=lambda measure: events.append(f"told {measure.step}"),
-        saves=SavePolicy(every=every, save=lambda step, last: events.append(f"saved {step}{' last' * last}")),
-        stopping=lambda: stop_at is not None and f"told {stop_at}" in events,
-    )
+def losses(run: Run, steps: int | None = None) -> list[float]:
+    return [result.loss for result in run.train(steps)]
 
 
 def test_a_step_is_told_of_before_it_is_saved_and_the_last_always_is() -> None:
-    events: list[str] = []
-    assert train(Counting(), batches(), Rate(JOB, BUCKETS), course(events, 5)) == 5
-    assert events == [
+    run = Counting(steps=5)
+    assert losses(run) == [1, 2, 3, 4, 5]
+    assert run.events == [
         "told 1",
         "told 2",
-        "saved 2",
+        "saved 2 keep 2",
         "told 3",
         "told 4",
-        "saved 4",
+        "saved 4 keep 2",
         "told 5",
-        "saved 5 last",
+        "saved 5 last keep 2",
     ]
 
 
 def test_a_request_to_stop_is_heard_after_the_step() -> None:
-    events: list[str] = []
-    assert train(Counting(), batches(), Rate(JOB, BUCKETS), course(events, 9, stop_at=3)) == 3
-    assert events[-2:] == ["told 3", "saved 3 last"]
+    run = Counting(stop_at=3)
+    assert losses(run) == [1, 2, 3]
+    assert run.events[-2:] == ["told 3", "saved 3 last keep 2"]
+    assert losses(run, 2) == [4, 5], "a second call goes on"
 
 
-def test_a_run_goes_on_from_the_step_after() -> None:
-    events: list[str] = []
-    assert train(Counting(), batches(), Rate(JOB, BUCKETS), course(events, 8, done=7)) == 8
-    assert events == ["told 8", "saved 8 last"]
-    assert train(Counting(), batches(), Rate(JOB, BUCKETS), course(events, 8, done=8)) == 8
+def test_a_run_goes_on_from_the_step_after(caplog: pytest.LogCaptureFixture) -> None:
+    run = Counting(steps=8)
+    assert run.load("somewhere").step == 7
+    assert losses(run) == [8]
+    assert run.events == ["told 8", "saved 8 last keep 2"]
+    assert losses(run) == [], "up to the steps of the job"
+    assert caplog.messages == ["The run is at step 8 of 8 already: run.train(n) trains n more"]
+    assert losses(run, 2) == [9, 10], "more than that"
+
+
+def test_a_loop_that_is_left_goes_on_where_it_was() -> None:
+    run = Counting(steps=5)
+    for result in run.train():
+        if result.loss == 2:
+            break
+    assert run.events[-1] == "saved 2 keep 2", "all of a step is done before its result is given"
+    assert losses(run) == [3, 4, 5]
+    assert run.feed.step == 5
+
+
+def test_an_own_loop_ends_where_a_callback_stops_it() -> None:
+    run = Counting(stop_at=2)
+    for batch in run.batches():
+        result = run.step(batch)
+        run.after_step(run.done, result, 5)
+    assert run.done == 2
+
+
+def test_data_that_ends_early_says_so() -> None:
+    run = Counting()
+    once = iter([{"x": torch.zeros(4)}] * 2)
+    run.program = cast(ProgramLike, SimpleNamespace(job=replace(run.program.job, data=lambda: once)))  # type: ignore[type-var]
+    with pytest.raises(ConfigError, match=r"data\(\) ended after 2 batches"):
+        losses(run, 5)
+    assert run.done == 2
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan"))])
 def test_numbers_that_are_none_are_neither_told_nor_saved(loss: float, norm: float) -> None:
     class Bad(Counting):
-        def step(self, batch: Mapping[str, Tensor]) -> Result:
-            return Result(loss, norm)
+        def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+            self.done += 1
+            return StepResult(loss=loss, grad_norm=norm)
 
-    events: list[str] = []
+    run = Bad(every=1)
     with pytest.raises(ConfigError) as error:
-        train(Bad(), batches(), Rate(JOB, BUCKETS), course(events, 5, every=1))
+        losses(run)
     assert str(error.value) == (
         "step 1: the numbers are not finite any more\n"
         f"  loss:     {loss:g}\n"
         f"  gradient: norm {norm:g}\n"
-        "  hint:     run with --detect-nan to name the first chunk that made it"
+        "  hint:     name the first chunk that made it: --detect-nan, or "
+        "piper.launch(program, keep_outputs=True)"
     )
-    assert not events
+    assert not run.events
 
 
 def test_a_rate_is_the_workers_rate() -> None:

@@ -219,7 +219,7 @@ def test_a_loss_that_is_no_number_stops_and_leaves_checkpoints(
         error: step 4: the numbers are not finite any more
           loss:     nan
           gradient: norm nan
-          hint:     run with --detect-nan to name the first chunk that made it
+          hint:     name the first chunk that made it: --detect-nan, or piper.launch(program, keep_outputs=True)
     """
     refused(piper, recipe, "finite_only", message, "--out", "run")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000002"]

@@ -18,7 +18,7 @@ import piper
 from piper import strategies
 from piper.compiler import Program
 from piper.errors import ConfigError, WorkerError
-from piper.launchers.base import Run
+from piper.launchers.run import Run
 from piper.launchers.transport.fork_server import ForkServer
 from piper.simulate.cluster import load_cluster
 from piper.tuning import trial_runs

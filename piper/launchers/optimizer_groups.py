@@ -1,0 +1,64 @@
+"""The options of a run's optimizer, to read and to set: `run.optimizer[0]["lr"] = 1e-4`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, overload
+
+from piper.errors import ConfigError
+
+
+class HasOptimizer(Protocol):
+    """A run that knows the options of its optimizer."""
+
+    def optimizer_groups(self) -> list[dict[str, object]]: ...
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None: ...
+
+
+class OptimizerGroups(Sequence["OptimizerGroup"]):
+    """The groups of a run's optimizer. `run.optimizer[0]["lr"]` is the learning rate of the first."""
+
+    def __init__(self, run: HasOptimizer) -> None:
+        self.run = run
+
+    @overload
+    def __getitem__(self, index: int) -> "OptimizerGroup": ...
+    @overload
+    def __getitem__(self, index: slice) -> "list[OptimizerGroup]": ...
+    def __getitem__(self, index: int | slice) -> "OptimizerGroup | list[OptimizerGroup]":
+        found = [OptimizerGroup(self.run, number) for number in range(len(self))]
+        return found[index]
+
+    def __len__(self) -> int:
+        return len(self.run.optimizer_groups())
+
+    def __repr__(self) -> str:
+        return repr(self.run.optimizer_groups())
+
+
+class OptimizerGroup(Mapping[str, object]):
+    """The options of one group of parameters. Those that are numbers can be set, between steps."""
+
+    def __init__(self, run: HasOptimizer, number: int) -> None:
+        self.run, self.number = run, number
+
+    def __getitem__(self, key: str) -> Any:  # noqa: ANN401  an optimizer may have any options
+        return self.run.optimizer_groups()[self.number][key]
+
+    def __setitem__(self, key: str, value: float) -> None:
+        known = self.run.optimizer_groups()[self.number]
+        if key not in known or isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(
+                f"the option {key!r} of an optimizer cannot be set to {value!r}",
+                by="run.optimizer",
+                facts={"options": ", ".join(known)},
+                hint='set one of these to a number: run.optimizer[0]["lr"] = 1e-4',
+            )
+        self.run.set_optimizer_option(self.number, key, value)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.run.optimizer_groups()[self.number])
+
+    def __len__(self) -> int:
+        return len(self.run.optimizer_groups()[self.number])
+
+    def __repr__(self) -> str:
+        return repr(self.run.optimizer_groups()[self.number])

@@ -1,0 +1,318 @@
+"""A running job and its training loop, which `run.train()`, a script's own loop and `piper train` share.
+
+A step of the loop: take the next batch of the job's data, train on it, refuse numbers that are not finite,
+call the callbacks, evaluate and save where that is due. The position in the data is saved with the state, so
+a run that goes on from a checkpoint is the run that was not stopped, to the last bit.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Self, cast
+
+from torch import Tensor
+
+from piper.callbacks import Callback, Running, named_callbacks
+from piper.checkpoint.folder import step_path
+from piper.checkpoint.target import UndroppedError, UnwrittenError
+from piper.data.feed import Feed, is_position
+from piper.errors import ConfigError
+from piper.launchers.base import EvaluationResult, Resumed, StepResult
+from piper.launchers.callback_states import states_of, with_states
+from piper.launchers.nans import check_finite
+from piper.launchers.optimizer_groups import OptimizerGroups
+from piper.launchers.saves import checkpoints_at, load_newest, prepare_saves, run_folder
+from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
+from piper.runtime.setup import ProgramLike, setup_of
+from piper.runtime.worker import Options
+from piper.usercode import named
+
+Batch = Mapping[str, Tensor]
+log = logging.getLogger("piper")
+
+
+class Watch(Callback):
+    """What `piper train` adds to the loop: a callback that runs before those of the job. This is empty."""
+
+    everywhere = True
+
+    def begin(self, step: int) -> None:
+        """Run before the batch of a step is taken."""
+
+    def end(self, batch: Batch) -> None:
+        """Run when a step is trained, before its result is looked at."""
+
+    def between(self, run: "Run") -> bool:
+        """Run after the callbacks, before the step is saved. Return whether the training ends here."""
+        return run.leaving()
+
+
+class Run(ABC):
+    """A running job. It ends with its `with` block, with `close`, or when nothing refers to it any more."""
+
+    program: ProgramLike
+    options: Options
+    done = 0  # steps that are trained, those before a loaded checkpoint included
+    stopping = False  # a callback has asked to stop
+    drives = True  # this process writes what callbacks write
+    saves = True  # it has a state that can be saved
+    folder = Path()  # in which a relative folder of checkpoints lies
+    watch = Watch()
+    _feed: Feed | None = None  # made with the first batch that is taken
+    _loaded: Resumed | None = None  # the checkpoint that it goes on from
+    _from_newest = False  # and whether that was the newest of its folder
+    saves_to: Path | None = None  # the folder of checkpoints, once it is known to be free
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self.close()
+        return None
+
+    @abstractmethod
+    def step(self, batch: Batch) -> StepResult:
+        """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
+
+    def train(self, steps: int | None = None) -> Iterator[StepResult]:
+        """Train so many more steps on the job's data, by default up to the job's `steps`.
+
+        Batches follow those that were taken before, in this run or before its checkpoint. Where the data
+        ends, the next epoch begins with a new call of `data`. After each step callbacks run, and the job is
+        evaluated and saved where that is due, and at the last step. The training ends early where a callback
+        calls `stop`, or the system asks a worker to end.
+        """
+        last = self._last(steps)
+        for batch in self.batches(steps):
+            result = self.step(batch)
+            self.watch.end(batch)
+            self.after_step(self.done, result, last)
+            yield result
+        self.after_training(self.done)
+
+    def batches(self, steps: int | None = None) -> Iterator[Batch]:
+        """Yield the batches of so many more steps, by default up to the job's `steps`: for your own loop."""
+        last = self._last(steps)
+        if steps is None and self.done >= last:
+            log.warning("The run is at step %d of %d already: run.train(n) trains n more", self.done, last)
+        self._prepare_saves()
+        try:
+            while self.done < last:
+                self.watch.begin(self.done + 1)
+                batch = next(self.feed)
+                by = f"{named('data', self.feed.make)}, step {self.feed.step}"
+                check_batch(batch, self.wanted, by=by)
+                yield batch
+                if self.stopping:
+                    break
+        finally:
+            self.stopping = False  # a second call goes on
+
+    @cached_property
+    def wanted(self) -> BatchSpec:
+        """Return the fields that a batch must have."""
+        return wanted_batch(setup_of(self.program))
+
+    def _last(self, steps: int | None) -> int:
+        return self.program.job.steps if steps is None else self.done + steps
+
+    @property
+    def feed(self) -> Feed:
+        """Return the job's data, from the batch that follows the last step on."""
+        if self._feed is None:
+            job = self.program.job
+            self._feed = Feed(job.data, job.seed)
+            self._feed.seek(self.done, None if self._loaded is None else self._loaded.data)
+        return self._feed
+
+    def position(self) -> object:
+        """Return the position in the data, for a checkpoint. None: no batch of it was taken by this run."""
+        if self._feed is not None:
+            return self._feed.state_dict()
+        loaded = None if self._loaded is None else self._loaded.data
+        return loaded if is_position(loaded) else None
+
+    def after_step(self, step: int, result: StepResult, last: int) -> EvaluationResult | None:
+        """Do what the job asks for after a step, in a loop of your own too. `train` does so by itself.
+
+        Refuse a loss that is not finite, call the callbacks, evaluate and save where that is due or the step
+        is the `last`. Return the result of an evaluation.
+        """
+        check_finite(self, step, result)
+        for callback in self._callbacks():
+            callback.on_step(cast(Running, self), step, result)
+        asked, found = self.program.job.evaluate, None
+        if asked is not None and (step % asked.every == 0 or step == last):
+            found = self.evaluate()
+            for callback in self._callbacks():
+                callback.on_evaluate(cast(Running, self), step, found)
+        if self.watch.between(self):
+            self.stop()
+        ends = step == last or self.stopping
+        self._save_step(step, ends)
+        self.complete()
+        return found
+
+    def after_training(self, step: int) -> None:
+        """Call the callbacks at the end of the training, in a loop of your own too."""
+        for callback in self._callbacks():
+            callback.on_end(cast(Running, self), step)
+
+    def _callbacks(self) -> Iterator[Callback]:
+        """Yield the callbacks that run in this process."""
+        for callback in (self.watch, *self.program.job.callbacks):
+            if self.drives or callback.everywhere:
+                yield callback
+
+    def _prepare_saves(self) -> None:
+        """Find out where checkpoints go, before the first step: not among those of another run."""
+        if self.saves_to is None and self.saves:
+            self.saves_to = prepare_saves(self.folder, self.program.job, self._own)
+
+    def _own(self, path: Path) -> bool:
+        """Return whether the run goes on from a checkpoint, or from a later one of its folder."""
+        loaded = self._loaded
+        if loaded is None or Path(loaded.path).parent.absolute() != path.parent.absolute():
+            return False
+        return self._from_newest or path.absolute() <= Path(loaded.path).absolute()
+
+    def _save_step(self, step: int, last: bool) -> None:
+        """Save where it is due. That it fails is a warning, except at the end, for which it waits."""
+        wanted = self.program.job.checkpoint
+        if wanted is None or not self.saves or (step % wanted.every and not last):
+            return
+        self._prepare_saves()
+        assert self.saves_to is not None
+        path = step_path(self.saves_to, step)
+        try:
+            self.settle()  # the save before this one, which was left to finish by itself
+        except (UnwrittenError, UndroppedError) as error:
+            log.warning("warning: %s", error)
+        try:
+            self.save(path, wait=last, keep=wanted.keep)
+            for callback in self._callbacks():
+                callback.on_save(cast(Running, self), step, path)
+        except UndroppedError as error:
+            log.warning("warning: %s", error)
+        except UnwrittenError as error:
+            if last:
+                raise
+            log.warning("warning: %s", error)
+
+    def complete(self) -> None:  # noqa: B027  only a run that recovers needs it
+        """Take note that all of a step is done: it is evaluated and saved, and callbacks have run."""
+
+    def stop(self) -> None:
+        """End the training after this step. For callbacks."""
+        self.stopping = True
+
+    def leaving(self) -> bool:
+        """Return whether the system has asked a worker to end, by SIGTERM."""
+        return False
+
+    def resize(self, devices: int) -> None:
+        """Go on with so many devices, if the job is elastic. For callbacks."""
+        raise ConfigError(
+            f"this run cannot go on with {devices} devices: their number is fixed",
+            by="resize",
+            hint="let piper train recover (--retries) and make the job elastic: piper.Job(elastic=(2, 4))",
+        )
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[Batch] | None = None) -> EvaluationResult:
+        """Evaluate on global batches, by default those of the job's `evaluate`; nothing is trained.
+
+        The model is in eval mode. A mean loss counts each batch by its samples, a (sum, weight) by its
+        weight, and so do metrics.
+        """
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint: model, optimizer, scheduler, step, callbacks, and the position in the data.
+
+        data: what to save in place of the position in the job's data, for batches that come from elsewhere.
+        wait: False returns once the state is copied, and training goes on while it is written; an error then
+        comes with the next `save`, `settle` or `close`.
+        keep: how many of the newest `step-*` checkpoints in its folder stay once it is complete. None: all.
+        """
+        states = states_of(self.program.job.callbacks)
+        given = self.position() if data is None else data
+        self.write(path, with_states(states, given), wait=wait, keep=keep)
+
+    def load(self, path: Path | str) -> Resumed:
+        """Go on from a checkpoint, saved under any strategy, or from the newest of a run's folder."""
+        given, job = Path(path), self.program.job
+        past = checkpoints_at(given, job)
+        alone = past in ([], [given])
+        found = load_newest(self.read, past) if not alone else self.read(given)
+        return self.resumed(found, newest=not alone)
+
+    def resumed(self, found: Resumed, *, newest: bool) -> Resumed:
+        """Continue with the steps, the data and the states of callbacks that a checkpoint has.
+
+        newest: it was chosen as the newest of a folder.
+        """
+        self.done, self._loaded, self._from_newest = found.step, found, newest
+        self._feed = self.saves_to = None
+        self.folder = run_folder(Path(found.path), self.program.job) or self.folder
+        for name, callback in named_callbacks(self.program.job.callbacks).items():
+            if name in found.callbacks:
+                callback.load_state_dict(cast("Mapping[str, object]", found.callbacks[name]))
+        return found
+
+    @abstractmethod
+    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
+        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
+
+    @abstractmethod
+    def read(self, path: Path | str) -> Resumed:
+        """Let workers go on from a checkpoint, and callbacks as they are."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until the save that is under way is complete."""
+
+    @property
+    def optimizer(self) -> OptimizerGroups:
+        """Return the options of the optimizer's groups: `run.optimizer[0]["lr"] = 1e-4`."""
+        return OptimizerGroups(self)
+
+    @abstractmethod
+    def optimizer_groups(self) -> list[dict[str, object]]:
+        """Return the options of each group of parameters."""
+
+    @abstractmethod
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of a group of parameters on all devices."""
+
+    @abstractmethod
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return every parameter and buffer in full, by fully qualified name."""
+
+    @abstractmethod
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
+
+    @abstractmethod
+    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
+        """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
+
+    @abstractmethod
+    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
+        """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every worker. Idempotent."""

@@ -1,0 +1,94 @@
+"""A run that only counts its steps, for tests of the loop by itself."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+import piper
+from piper.callbacks import Callback, Running, StepNumbers
+from piper.errors import ConfigError
+from piper.launchers.base import EvaluationResult, Resumed, StepResult
+from piper.launchers.run import Run
+from piper.runtime.batch import FLOATING, BatchSpec
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+
+
+class Tells(Callback):
+    """Writes down the steps that it sees."""
+
+    def __init__(self, events: list[str], stop_at: int | None = None) -> None:
+        self.events, self.stop_at = events, stop_at
+
+    def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
+        self.events.append(f"told {step}")
+        if step == self.stop_at:
+            run.stop()
+
+
+class Counting(Run):
+    """A run that only counts; the loss of a step is its number."""
+
+    wanted = BatchSpec(shapes={"x": (4,)}, types={"x": FLOATING})
+
+    def __init__(self, every: int = 2, steps: int = 100, stop_at: int | None = None) -> None:
+        self.events: list[str] = []
+        job = piper.Job(
+            model=torch.nn.Identity,
+            loss=lambda model, batch: batch["x"].sum(),
+            data=lambda: [{"x": torch.zeros(4)}] * 3,
+            checkpoint=piper.Checkpoint(folder="checkpoints", every=every),
+            callbacks=[Tells(self.events, stop_at)],
+            steps=steps,
+        )
+        self.program, self.options = cast(ProgramLike, SimpleNamespace(job=job)), Options()
+        self.begun: ConfigError | None = None  # why a save cannot begin
+        self.finished: ConfigError | None = None  # why the save before was not finished
+
+    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+        self.done += 1
+        return StepResult(loss=float(self.done), grad_norm=1.0)
+
+    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
+        if self.begun is not None:
+            raise self.begun
+        self.events.append(f"saved {int(Path(path).name.removeprefix('step-'))}{' last' * wait} keep {keep}")
+
+    def settle(self) -> None:
+        error, self.finished = self.finished, None
+        if error is not None:
+            raise error
+
+    def read(self, path: Path | str) -> Resumed:
+        return Resumed(step=7, path=str(path))
+
+    def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
+        return EvaluationResult(loss=0.0)
+
+    def optimizer_groups(self) -> list[dict[str, object]]:
+        return []
+
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None: ...
+
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        return {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {}
+
+    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
+        return {}
+
+    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
+        return {}
+
+    def close(self) -> None: ...
