@@ -238,7 +238,10 @@ class EMA(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes the numbers of steps and evaluations for TensorBoard."""
+    """Writes the numbers of steps and evaluations for TensorBoard.
+
+    A run that resumes takes the place of what an earlier one wrote of the same steps.
+    """
 
     def __init__(self, folder: Path | str = "tensorboard") -> None:
         self.folder = Path(folder)
@@ -264,7 +267,7 @@ class TensorBoard(Callback):
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
                 refuse("TensorBoard is not installed", "install it: pip install tensorboard")
-            self.writer = SummaryWriter(str(self.folder))
+            self.writer = SummaryWriter(str(self.folder), purge_step=step)
         for name, value in numbers.items():
             self.writer.add_scalar(f"{part}/{name}", value, step)
 

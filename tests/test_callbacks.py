@@ -2,10 +2,12 @@
 
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from piper.callbacks import (
 )
 from piper.checkpoint.metadata import read_record
 from piper.errors import ConfigError
+from piper.launchers.base import StepResult
 from piper.train.session import train_recipe
 from piper.train.train_options import TrainOptions
 from tests import plain
@@ -237,6 +240,24 @@ def test_training_from_the_command_line_evaluates_and_resumes(tmp_path: Path) ->
     lines = (tmp_path / "out" / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 4]
     assert set(json.loads(lines[0])) == {"step", "loss", "metrics", "samples", "batches"}
+
+
+def test_tensorboard_reads_every_number(tmp_path: Path) -> None:
+    """A run that was killed after step 3 wrote of steps that the resumed run takes again."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = cast(Running, SimpleNamespace())
+    for steps in ((1, 2, 3, 4, 5), (4,)):
+        board = piper.callbacks.TensorBoard(tmp_path)
+        for step in steps:
+            board.on_step(run, step, StepResult(loss=5 / step, grad_norm=1.25, metrics={"right": 0.5}))
+        board.on_end(run, steps[-1])
+        time.sleep(1.1)  # files are read in the order of their names: the second, then a count without zeros
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["train/grad_norm", "train/loss", "train/right"]
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(step, pytest.approx(5 / step)) for step in (1, 2, 3, 4)]
 
 
 def test_numbers_go_to_weights_and_biases(monkeypatch: pytest.MonkeyPatch) -> None:

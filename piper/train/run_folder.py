@@ -1,7 +1,7 @@
 """A run's folder: its recipe, versions, metrics and checkpoints.
 
 recipe.py     the recipe's source         strategy.txt  its directives       plan.txt  the plans in full
-run.json      recipe, seed, versions      metrics.jsonl one object a step    checkpoints/, tensorboard/
+run.json      recipe, seed, versions      metrics.jsonl one object a step    checkpoints/
 view.json     what made the plans' nodes, and what chunks cost, for `piper view`
 events.jsonl  what happened to workers, where anything did
 run.lock      held while the run lasts: who runs in the folder

@@ -22,7 +22,6 @@ from piper.recovery.recovering_run import RecoveringRun, recovering
 from piper.recovery.retrying import disk_of
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
-from piper.train.board import board
 from piper.train.command_watch import CommandWatch
 from piper.train.display import Stages, display
 from piper.train.elastic_programs import Programs, SizeFile
@@ -246,8 +245,6 @@ def watching(
     """Yield a function that passes the measures of a step to the metrics file first, then to the displays."""
     with ExitStack() as held:
         watchers: list[Reporter] = [memory, held.enter_context(Metrics(folder, done))]
-        if (written := held.enter_context(board(folder, done))) is not None:
-            watchers.append(written)
         programs = (program, *program.shapes.values())
         peak = max(timeline(plan).peak for one in programs for plan in one.plans)
         unit = unit_of(program.outline.batch)

@@ -1,15 +1,10 @@
-"""What a person sees: a live display on a terminal, plain lines elsewhere; and what TensorBoard is given."""
+"""What a person sees: a live display on a terminal, plain lines elsewhere."""
 
 import io
 import logging
-import sys
-import time
-from pathlib import Path
 
-import pytest
 from rich.console import Console
 
-from piper.train.board import board
 from piper.train.display import Lines, Stages, curve, display
 from piper.train.measure import Measure
 
@@ -59,31 +54,6 @@ def test_a_slow_run_is_not_silent() -> None:
 def test_a_curve_of_one_value_is_flat() -> None:
     assert curve([2.0]) == "▁"
     assert len(curve([float(i) for i in range(1000)])) == 40
-
-
-def test_tensorboard_reads_every_measure(tmp_path: Path) -> None:
-    """A run that was killed after step 3 told of steps that the resumed run takes again."""
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for done, steps in ((0, (1, 2, 3, 4, 5)), (3, (4,))):
-        with board(tmp_path, done) as tell:
-            assert tell is not None
-            for step in steps:
-                tell(measure(step))
-        time.sleep(1.1)  # files are read in the order of their names: the second, then a count without zeros
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    names = ("grad_norm", "loss", "lr", "step_s", "tokens_per_s")
-    assert sorted(events.Tags()["scalars"]) == [f"train/{name}" for name in names]
-    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert losses == [(step, pytest.approx(5 / step)) for step in (1, 2, 3, 4)]
-
-
-def test_without_tensorboard_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with board(tmp_path, done=0) as tell:
-        assert tell is None
-    assert not [*tmp_path.iterdir()]
 
 
 def test_stages_before_the_first_step_are_shown_and_counted_on_a_terminal() -> None:
