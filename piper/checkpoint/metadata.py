@@ -22,7 +22,7 @@ from piper.errors import ConfigError
 FILE = "checkpoint.json"
 SUFFIX = ".safetensors"
 OURS = re.compile(r"checkpoint\.json|(?:device-\d+|values-\d+|driver)\.safetensors")  # names in a checkpoint
-FORMAT, VERSION, UNSEALED = "piper checkpoint", 2, 1  # UNSEALED: the version that had no digests
+FORMAT, VERSION = "piper checkpoint", 2
 UNSIGNED = "0" * DIGEST  # stands for the digest while it is computed
 LARGEST = 2**63  # integers beyond it are no step and no size
 
@@ -38,6 +38,20 @@ class DamagedError(ConfigError):
             hint="load an earlier one; a save that is interrupted never leaves one like this",
         )
         self.path, self.why = path, why
+
+
+class OldFormatError(DamagedError):
+    """A checkpoint of format version 1, which has no digests."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.why = path, "it has format version 1"
+        ConfigError.__init__(
+            self,
+            f"this checkpoint has format version 1, and this Piper reads version {VERSION}",
+            by="load",
+            facts={"path": str(path)},
+            hint="load it with Piper at commit 4ce2bcb, the last that reads version 1, and save it again",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +131,6 @@ class Record:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     block: int = BLOCK  # bytes of a file for which there is one digest
 
-    @property
-    def sealed(self) -> bool:
-        """Return whether all files have digests."""
-        return all(file.digests is not None for file in self.files.values())
-
     def to_json(self) -> str:
         """Return the record as text that holds its own digest."""
         fields = asdict(self)
@@ -172,15 +181,12 @@ def parse(folder: Path, text: str) -> Record:
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise ValueError(f"it is not a {FORMAT}")
         version = found["version"]
-        if type(version) is not int or version not in (UNSEALED, VERSION):
+        if version == 1:
+            raise OldFormatError(folder)
+        if version != VERSION:
             raise ValueError(f"it has version {version!r}, and this Piper reads version {VERSION}")
-        if (version == UNSEALED) == ("digest" in found):
-            raise ValueError(f"it has version {version} and {'a' if 'digest' in found else 'no'} digest")
-        if version == VERSION:
-            check_seal(text, found["digest"])
+        check_seal(text, found["digest"])
         record = record_of(found)
-        if (version == VERSION) != record.sealed and record.files:
-            raise ValueError(f"it has version {version} and {'' if record.sealed else 'no '}digests of files")
         check_sections(record)
         return record
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
@@ -206,8 +212,7 @@ def record_of(found: Mapping[str, Any]) -> Record:
     }
     trainer = table(found, "trainer")
     names = [name for name in Trainer.__slots__ if name != "kept"]
-    kept = trainer["kept"] if found["version"] != UNSEALED else None
-    seed = found["seed"]
+    kept, seed = trainer["kept"], found["seed"]
     if seed is not None and type(seed) is not int:
         raise TypeError(f"seed is {seed!r}, not an integer")
     return Record(
@@ -226,7 +231,7 @@ def record_of(found: Mapping[str, Any]) -> Record:
         numbers={name: table(table(found, "numbers"), name) for name in table(found, "numbers")},
         tensors=tensors,
         files=files,
-        block=whole_number(found["block"], "block") if "block" in found else BLOCK,
+        block=whole_number(found["block"], "block"),
     )
 
 
@@ -253,10 +258,8 @@ def spec_of(found: Mapping[str, Any]) -> Spec:
     return Spec(shape=shape_of(found["shape"]), dtype=found["dtype"], trainable=found["trainable"])
 
 
-def file_of(found: object) -> FileRecord:
-    """Return the record of a file. Without digests it holds only the size."""
-    if not isinstance(found, dict):
-        return FileRecord(size=whole_number(found, "the size of a file"))
+def file_of(found: Mapping[str, Any]) -> FileRecord:
+    """Return the record of a file."""
     digests = tuple(found["digests"])
     if not all(isinstance(digest, str) and len(digest) == DIGEST for digest in digests):
         raise ValueError("a digest of a file is not one")
@@ -334,7 +337,7 @@ def check_files(record: Record) -> None:
     if record.block < 1:
         raise ValueError(f"block is {record.block}")
     for name, file in record.files.items():
-        if file.digests is not None and len(file.digests) != -(-file.size // record.block):
+        if len(file.digests) != -(-file.size // record.block):
             raise ValueError(f"{name} has {len(file.digests)} digests for {file.size} bytes")
 
 
@@ -355,7 +358,7 @@ def check_trainer_section(record: Record) -> None:
     if trainer.groups is not None and not (isinstance(trainer.groups, list) and all(trainer.groups)):
         raise ValueError("trainer has groups without settings")
     found = kept_by(record.moments, record.numbers)
-    if trainer.kept is None and trainer.optimizer is not None and record.sealed:
+    if trainer.kept is None and trainer.optimizer is not None:
         raise ValueError("trainer does not list what the optimizer keeps")
     if trainer.kept is not None and dict(trainer.kept) != found:
         differ = sorted(n for n in trainer.kept.keys() | found.keys() if trainer.kept.get(n) != found.get(n))

@@ -25,7 +25,7 @@ class FileRecord:
     """A file of a checkpoint: its bytes, and the digest of each block of them."""
 
     size: int
-    digests: tuple[str, ...] | None = None  # None: written before there were digests
+    digests: tuple[str, ...]
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
@@ -108,7 +108,7 @@ class BlockReader:
             raise StorageError(f"{name}: {error}") from error
         if len(data) != wanted:
             raise StorageError(f"{name} has {first + len(data)} bytes, not {record.size}")
-        if record.digests is not None and digest_of(data) != record.digests[number]:
+        if digest_of(data) != record.digests[number]:
             span = f"{first} to {first + wanted - 1}"
             raise StorageError(f"{name}: bytes {span} are not those that were written (their digest differs)")
         return data

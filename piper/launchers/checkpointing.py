@@ -1,6 +1,5 @@
 """The driver's side of checkpoints: workers write and read their parts, the driver commits."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,9 +147,6 @@ class Checkpoints:
         self.settle()
         folder = settled(Path(path).absolute())
         record = read_record(folder)
-        if not record.sealed:
-            text = f"{folder} has no digests: it was saved by an older Piper, and is not verified"
-            warnings.warn(text, stacklevel=2)
         check_model(folder, record, wanted_model(self.program.plans, self.program.outline))
         check_trainer(folder, record, trainer_names(self.program), self.program.job.seed)
         try:
@@ -181,8 +177,7 @@ class Checkpoints:
             self.give_up()  # some workers may have the new state and some the old
             raise
         self.unread.update(unread)
-        if record.sealed:
-            self.retention.trust(folder)
+        self.retention.trust(folder)
         data, callbacks = split_states(data)
         return Resumed(step=record.step, data=data, callbacks=callbacks, path=str(path))
 
