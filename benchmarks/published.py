@@ -13,8 +13,9 @@ ones. `--full` simulates every microbatch.
 
 `--tune` also searches for a strategy of each run, from the published one, so that what is found is never
 slower. The space is small: up to twice the ranks, the published microbatch or smaller ones, the published
-degrees of tensor and context parallelism, half of the tensor parallelism, or none. Long steps are
-extrapolated here too. The search evaluates the published strategy first: that is the prediction of its row.
+degrees of tensor and context parallelism, half of the tensor parallelism, or none. Every microbatch is
+simulated here, so long steps take long. The search evaluates the published strategy first: that is the
+prediction of its row.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from typing import TypeVar
 import torch
 from published_models import Decoder, Sizes, divided_weights, loss
 from repeated import repeated
+from shorter import shorter_lengths
 
 import piper
 from piper.directives import Directive, apply
@@ -51,7 +53,6 @@ from piper.simulate.simulate import Simulation, simulate
 from piper.tuning.choice import GIVEN, SYNTHESISED, StrategyChoice
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.result import Tuned
-from piper.tuning.shorter import shorter_lengths
 from piper.tuning.space import Space
 from piper.tuning.strategy_search import StrategySearch
 
@@ -388,7 +389,6 @@ def searched(row: Row, memory: int | None) -> tuple[Tuned, float]:
         memory=memory,
         space=space_of(row),
         start=strategy_of(row, row.microbatches),
-        extrapolate=True,
         trials=TRIALS,
         front=False,
         compile=True,

@@ -174,9 +174,8 @@ def build(
     *,
     state_bytes: int | None = None,
     whole: bool = False,
-    prove: bool = True,
 ) -> Program:
-    """Compile a job whose model is captured as `capturing` does. prove=False: it is only simulated.
+    """Compile a job whose model is captured as `capturing` does.
 
     state_bytes: the optimizer's state for one element, where an earlier compilation has tried the optimizer.
     None: it is tried. whole: that compilation found that it needs whole parameters.
@@ -207,7 +206,7 @@ def build(
         if applied.graph.precisions and job.precision != "fp64":
             by = next(each.title for each in applied.graph.directives if each.verb == "precision")
             check_machine(capturing.recordings.device, by)
-        plans, work = lower(applied.graph, settings, completed, prove=prove)
+        plans, work = lower(applied.graph, settings, completed)
     reasons = [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,

@@ -176,7 +176,6 @@ def test_verbs_and_flags() -> None:
             "--compile",
             "--costs",
             "--devices",
-            "--extrapolate",
             "--json",
             "--measure",
             "--memory",

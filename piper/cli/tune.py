@@ -32,9 +32,6 @@ def tune(
         Path | None,
         typer.Option(help="A JSON strategy that you have: none is chosen that takes longer.", metavar="FILE"),
     ] = None,
-    extrapolate: Annotated[
-        bool, typer.Option("--extrapolate", help="Predict steps of many microbatches from shorter ones.")
-    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the best strategy as JSON.", metavar="FILE")] = None,
     python: Annotated[
         Path | None, typer.Option(help="Write the best strategy as Python.", metavar="FILE")
@@ -80,7 +77,6 @@ def tune(
             costs=costs,
             trials=trials,
             start=first,
-            extrapolate=extrapolate,
             compile=compiled,
             progress=progress,
             workers=workers,

@@ -60,10 +60,8 @@ def lower(
     graph: Graph,
     settings: Settings | None = None,
     capture: Capture | CapturedModel | None = None,
-    *,
-    prove: bool = True,
 ) -> tuple[Plans, LoweringState]:
-    """Lower a graph to plans and prove them. prove=False: for plans that are only simulated.
+    """Lower a graph to plans and prove them.
 
     capture: gives the outline with every phase, or is that outline; None: the graph has it.
     Each rewrite's property is checked right after it: a failure is our bug, and raises ProofError.
@@ -75,7 +73,7 @@ def lower(
             if rewrite is make_buckets:
                 log.debug("Lowering and proving the plans")  # what lies before is capture, and says so itself
             work = rewrite(work)
-            broken = next(holds(work), None) if prove else None
+            broken = next(holds(work), None)
             if broken is not None:
                 raise ProofError(f"{rewrite.__name__} broke {holds.__name__}: {broken}")
     assert work.plans is not None

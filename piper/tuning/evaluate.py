@@ -1,19 +1,18 @@
 """Evaluates a candidate: compiles it with the shared recordings, proves it, and simulates a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from piper.directives import Directive
 from piper.errors import PiperError
 from piper.gc_pause import no_collection
-from piper.plan.plan import Plan, Plans
+from piper.plan.plan import Plans
 from piper.runtime.cuda.memory_release import predicted_peak
 from piper.schedules.grid import Grid
 from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import Simulation, simulate
 from piper.tuning.choice import GIVEN, StrategyChoice, directives_of
 from piper.tuning.model import Model
-from piper.tuning.shorter import StepLengths, shortened, shorter_lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,58 +53,13 @@ def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None, bound: flo
 def evaluate_strategy(
     model: Model, choice: StrategyChoice, strategy: Sequence[Directive], bound: float = 0.0
 ) -> Evaluation:
-    """Compile, prove and simulate a strategy. If the model asks for that, only simulate two shorter steps."""
-    lengths = lengths_of(model, strategy)
-    if lengths is None:
-        return evaluate_whole(model, strategy, choice, bound)
-    one, two = (
-        evaluate_whole(*shorter_step(model, strategy, lengths, parts), choice, bound, lengths.whole / parts)
-        for parts in lengths.simulated
-    )
-    return replace(
-        two,
-        strategy=tuple(strategy),
-        step=two.step + lengths.beyond * (two.step - one.step),
-        busy=two.busy + lengths.beyond * (two.busy - one.busy),
-        exposed=two.exposed + lengths.beyond * max(0.0, two.exposed - one.exposed),
-    )
-
-
-def verify(model: Model, strategy: Sequence[Directive]) -> None:
-    """Compile and prove a strategy once more, and try the job's optimizer on it."""
-    lengths = lengths_of(model, strategy)
-    if lengths is not None:
-        model, strategy = shorter_step(model, strategy, lengths, lengths.few)
-    model.compile(list(strategy), tried=False)
-
-
-def lengths_of(model: Model, strategy: Sequence[Directive]) -> StepLengths | None:
-    """Return the lengths that a strategy is simulated with. None: all its microbatches are simulated."""
-    lengths = shorter_lengths(strategy) if model.extrapolate else None
-    return None if lengths is None or model.samples % lengths.whole else lengths
-
-
-def shorter_step(
-    model: Model, strategy: Sequence[Directive], lengths: StepLengths, parts: int
-) -> tuple[Model, list[Directive]]:
-    """Return the model and the strategy for the first microbatches of a step."""
-    return model.shortened(model.samples // lengths.whole * parts), shortened(strategy, parts)
-
-
-def evaluate_whole(
-    model: Model, strategy: Sequence[Directive], choice: StrategyChoice, bound: float, times: float = 1.0
-) -> Evaluation:
-    """Compile, prove and simulate all microbatches of a step.
-
-    times: how often the step that is meant has as many microbatches. Their samples are all in memory.
-    """
+    """Compile, prove and simulate a strategy."""
     with no_collection():
-        program = model.compile(list(strategy), prove=not model.extrapolate)
+        program = model.compile(list(strategy))
         found = simulate(program.plans, program.outline, model.costs)
         busy, exposed = averages(found)
         peaks = [
             max(memory.peak, predicted_peak(plan))  # by the simulated times, and as the runtime frees
-            + int((times - 1) * loaded_bytes(plan))
             for memory, plan in zip(found.memories, program.plans, strict=True)
         ]
     return Evaluation(
@@ -140,11 +94,6 @@ def attempt(model: Model, choice: StrategyChoice, grid: Grid | None) -> Evaluati
         return evaluate(model, choice, grid)
     except PiperError as error:
         return str(error).splitlines()[0]
-
-
-def loaded_bytes(plan: Plan) -> int:
-    """Return the bytes of the samples that a device loads in a step."""
-    return sum(plan.slots[name].nbytes for ins in plan.instrs if ins.op == "load" for name in ins.writes)
 
 
 def averages(found: Simulation) -> tuple[float, float]:

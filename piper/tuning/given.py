@@ -6,10 +6,11 @@ from piper.directives import Directive
 from piper.directives.place import Place
 from piper.directives.replicate import Replicate
 from piper.directives.shard_axis import ShardAxis
+from piper.directives.split import Split
 from piper.errors import ConfigError
+from piper.ir.select import At
 from piper.job import Job, directives_for, strategy_of
 from piper.tuning.choice import GIVEN, Divide, StrategyChoice
-from piper.tuning.shorter import split_of
 
 BY = "tune"
 
@@ -51,6 +52,12 @@ def given_choice(strategy: Sequence[Directive], devices: int, samples: int, laye
         sizes=(layers,),
         schedule=GIVEN,
     )
+
+
+def split_of(strategy: Sequence[Directive]) -> Split | None:
+    """Return the directive that cuts the whole batch into microbatches. None: there is none, or several."""
+    splits = [directive for directive in strategy if isinstance(directive, Split)]
+    return splits[0] if len(splits) == 1 and splits[0].at == At() else None
 
 
 def divided_as(strategy: Sequence[Directive], known: Divide) -> Divide:

@@ -35,7 +35,6 @@ class Model:
     state: State
     samples: int  # in a global batch
     communicator: float = 0.0  # bytes that each communicator of a device takes
-    extrapolate: bool = False  # steps of many microbatches from two shorter ones
     tables: dict[Key, ModelLayers] = field(default_factory=dict, repr=False)
 
     @property
@@ -125,19 +124,13 @@ class Model:
         stage = next(number for number, layers in enumerate(choice.stages) if layer in layers)
         return choice.microbatches > 1 or choice.zeros[choice.placement.ranks[stage]] >= 2
 
-    def shortened(self, samples: int) -> "Model":
-        """Return the model with the first samples of its batch."""
-        batch = {name: values[:samples] for name, values in self.capturing.batch.items()}
-        return replace(self, capturing=replace(self.capturing, batch=batch), samples=samples)
-
-    def compile(self, strategy: list[Directive], *, tried: bool = True, prove: bool = True) -> Program:
+    def compile(self, strategy: list[Directive], *, tried: bool = True) -> Program:
         """Compile the job with a strategy. tried: the optimizer need not be tried again."""
         state = self.state.optimizer - MASTER_BYTES[self.job.precision]
         return build(
             replace(self.job, strategy=strategy),
             self.capturing,
             state_bytes=state if tried else None,
-            prove=prove,
         )
 
 

@@ -23,7 +23,7 @@ from piper.simulate.measured import MeasuredOn, read_costs
 from piper.tuning.candidates import Discard
 from piper.tuning.captured_model import captured_model, shapes_of
 from piper.tuning.choice import GIVEN
-from piper.tuning.evaluate import Evaluation, verify
+from piper.tuning.evaluate import Evaluation
 from piper.tuning.forked_calls import made_beside
 from piper.tuning.front import widen_front, with_front_ahead
 from piper.tuning.given import divided_as, own_strategy
@@ -59,7 +59,6 @@ def tune(
     trials: int = TRIALS,
     space: Space | None = None,
     start: Sequence[Directive] | None = None,
-    extrapolate: bool = False,
     gap: float = GAP,
     front: bool = True,
     captured: Program | Recordings | None = None,
@@ -80,7 +79,6 @@ def tune(
     front: also look for strategies that need less memory.
     start: a strategy that you have. It is evaluated first, and if it fits, none is chosen that takes longer.
     Tensor and context parallelism divide the weights and fields that it divides.
-    extrapolate: predict a step of many microbatches from two shorter ones, and prove only what is chosen.
     compile: the chunks are or will be compiled, so operations that Inductor fuses cost one kernel.
     workers: processes that evaluate candidates. None: one for each core, up to eight. The result is the same.
     measure: how many of the shortest run on this machine, which must be one of the cluster, with `start` or
@@ -104,7 +102,7 @@ def tune(
         if memory is None:
             reserve = machine.communicator * (1 - machine.fragmentation)
             model = replace(model, communicator=reserve)
-        model = replace(model, divide=divided_as(start or (), model.divide), extrapolate=extrapolate)
+        model = replace(model, divide=divided_as(start or (), model.divide))
         search = StrategySearch(
             model=model,
             space=wanted,
@@ -223,8 +221,8 @@ def verify_and_widen(search: StrategySearch, best: Evaluation) -> tuple[Directiv
 
 
 def verified_strategy(model: Model, strategy: Sequence[Directive]) -> bool:
-    """Verify a strategy; raise an exception if it does not hold."""
-    verify(model, strategy)
+    """Compile and prove a strategy once more, and try the job's optimizer on it. Raise what they raise."""
+    model.compile(list(strategy), tried=False)
     return True
 
 
@@ -246,7 +244,7 @@ def verified(
             continue
         try:
             if found.strategy != proven:
-                verify(search.model, found.strategy)
+                verified_strategy(search.model, found.strategy)
         except PiperError as error:
             refused = refused or error
             continue

@@ -56,7 +56,7 @@ def test_from_a_recipe_to_a_strategy_that_checks(recipe: str) -> None:
     space: dict[str, object] = {}
     exec(Path("best.py").read_text(encoding="utf-8"), space)
     assert space["STRATEGY"] == piper.directives.json.load_strategy(Path("best.json"))
-    again = ["--start", "best.json", "--extrapolate", "--trials", "1", "--json"]
+    again = ["--start", "best.json", "--trials", "1", "--json"]
     done = CliRunner().invoke(app, [*asked, *again], catch_exceptions=False)
     assert json.loads(done.stdout)["best"]["label"] == "the given strategy"
     for verb in (["check", recipe], ["plan", recipe], ["simulate", recipe]):

@@ -13,6 +13,7 @@ from piper.directives.place import Place
 from piper.directives.replicate import Replicate
 from piper.directives.split import Split
 from piper.ir.select import At
+from piper.tuning.given import split_of
 
 FEWEST = 2  # microbatches of the shorter step
 STEADY = 8  # a pipeline of so many ranks needs one more microbatch to show how it repeats itself
@@ -57,12 +58,6 @@ def shorter_lengths(strategy: Sequence[Directive]) -> StepLengths | None:
     if under_way(strategy) != under_way(short):
         return None
     return StepLengths(few=few, more=more, whole=split.parts)
-
-
-def split_of(strategy: Sequence[Directive]) -> Split | None:
-    """Return the directive that cuts the whole batch into microbatches. None: there is none, or several."""
-    splits = [directive for directive in strategy if isinstance(directive, Split)]
-    return splits[0] if len(splits) == 1 and splits[0].at == At() else None
 
 
 def shortened(strategy: Sequence[Directive], parts: int) -> list[Directive]:
