@@ -2,17 +2,21 @@
 
 import os
 import statistics
+import sys
 import time
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from piper import at, place, replicate, schedules, split
 from piper.directives import Directive, apply
-from piper.ir.chain import chain
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.plan.plan import Plan
 from piper.runtime.executor import Executor
+
+sys.path.append(str(Path(__file__).parents[1]))  # where `tests` is found
+from tests.chain import chain
 
 ROUNDS = 15
 LIMIT = 30.0  # microseconds

@@ -10,6 +10,9 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # where `tests` is found
 
 CASES = {  # name: stages, replicas, microbatches, zero
     "PP=16 x DP=64, 64 microbatches": (16, 64, 64, 0),
@@ -24,12 +27,12 @@ def simulate_chain(stages: int, replicas: int, microbatches: int, zero: int) -> 
     """Compile a chain under 1F1B, then simulate it on H100s."""
     from piper import at, replicate, schedules, split
     from piper.directives import Directive, apply
-    from piper.ir.chain import chain
     from piper.ir.graph import start
     from piper.lower.lower import lower
     from piper.simulate.cluster import load_cluster
     from piper.simulate.costs import Roofline
     from piper.simulate.simulate import simulate
+    from tests.chain import chain
 
     outline = chain(stages)
     begin = time.perf_counter()

@@ -3,6 +3,7 @@
 `make gallery` runs this. A test draws everything again and compares it byte for byte.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,6 @@ from pictures.placement import placement
 from piper import at, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
-from piper.ir.chain import chain
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.lower.lower import lower
@@ -29,6 +29,9 @@ from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans, of_schedule
 from piper.view.shade import shade_of
 from piper.view.svg_grid import grid
+
+sys.path.append(str(Path(__file__).parents[1]))  # where `tests` is found
+from tests.chain import chain
 
 DOCS = Path(__file__).parent
 RANKS, MICROBATCHES = 4, 8

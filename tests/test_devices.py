@@ -4,8 +4,8 @@ import pytest
 
 from piper.devices import Devices, columns, groups_of, parse, show, strided_groups
 from piper.errors import ConfigError
-from piper.ir.chain import UNIT, chain
 from piper.text_fields import BadLineError, each_line, flag, numbers, pairs, read_fields
+from tests.chain import UNIT, chain
 
 
 @pytest.mark.parametrize(

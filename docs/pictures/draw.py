@@ -13,7 +13,6 @@ from placement import placement
 from piper import Directive, Job, at, compile, place, remat, replicate, shard, split
 from piper.devices import Devices
 from piper.directives import apply
-from piper.ir.chain import UNIT, chain
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
@@ -28,6 +27,9 @@ from piper.simulate.simulate import simulate
 from piper.strategies import tensor
 from piper.view.cells import of_plans
 from piper.view.svg_grid import grid
+
+sys.path.append(str(Path(__file__).parents[2]))  # where `tests` is found
+from tests.chain import UNIT, chain
 
 HERE = Path(__file__).parent
 

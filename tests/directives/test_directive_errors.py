@@ -9,10 +9,10 @@ import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.errors import ScheduleError
-from piper.ir.chain import chain
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import At, at
+from tests.chain import chain
 
 DENSE = chain(2)
 EXPERTS = chain(2, experts=4)

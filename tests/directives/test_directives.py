@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
-from piper.ir.chain import chain
 from piper.ir.graph import Graph, GroupMember, Policy, start
 from piper.ir.select import at
 from piper.sharding import Sharding
+from tests.chain import chain
 
 
 def after(*strategy: Directive, experts: int = 0) -> Graph:

@@ -9,12 +9,12 @@ import pytest
 from piper.directives import Directive, apply, order, precision, replicate, split
 from piper.directives.json import parse_strategy
 from piper.errors import ScheduleError
-from piper.ir.chain import chain
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
 from piper.lower.state import LoweringState, Settings
 from piper.lower.validate import settle
+from tests.chain import chain
 from tests.ir.graph_text import read_graph, show_graph
 
 

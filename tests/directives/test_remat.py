@@ -8,10 +8,10 @@ import pytest
 from piper.directives import Directive, apply, order, remat, split
 from piper.directives.json import parse_strategy
 from piper.errors import ConfigError, ScheduleError
-from piper.ir.chain import chain
 from piper.ir.chunk import CapturedModel, Chunk
 from piper.ir.graph import Graph, start
 from piper.ir.select import At, at
+from tests.chain import chain
 from tests.ir.graph_text import read_graph, show_graph
 
 DENSE = chain(2)

@@ -6,9 +6,9 @@ import pytest
 
 from piper import ScheduleError, at, order, place, remat, replicate, schedules, shard, split
 from piper.directives import Directive, apply
-from piper.ir.chain import chain
 from piper.ir.graph import Graph, GroupMember, start
 from piper.schedules.grid import Stage
+from tests.chain import chain
 
 
 def after(*strategy: Directive, experts: int = 0) -> Graph:

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from piper.directives import apply, order, place, replicate, split
-from piper.ir.chain import chain
 from piper.ir.chunk import Output
 from piper.ir.graph import Graph, has_backward, inputs_from_chunks, start
 from piper.ir.select import At, at
+from tests.chain import chain
 
 
 def names(graph: Graph, what: At) -> list[str]:

@@ -6,8 +6,8 @@ import pytest
 
 from piper import ConfigError, at, order, place, replicate, schedules, shard, split
 from piper.directives import Directive, apply
-from piper.ir.chain import chain
 from piper.ir.graph import start
+from tests.chain import chain
 from tests.ir.graph_text import read_graph, show_graph
 
 COMPOSED: list[Directive] = [

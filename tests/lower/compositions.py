@@ -7,11 +7,11 @@ from functools import cache
 from piper import schedules
 from piper.directives import Directive, apply, remat, replicate, shard, split
 from piper.directives.order import Order
-from piper.ir.chain import chain
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
 from piper.lower.lower import lower
 from piper.plan.plan import Plans
+from tests.chain import chain
 from tests.covering import Choices, covering
 
 Layout = Callable[[int, int], int]  # (stage, ranks) -> rank

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from piper.directives import apply
 from piper.errors import ScheduleError
-from piper.ir.chain import chain
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.state import Settings
 from piper.plan.memory_timeline import timeline
+from tests.chain import chain
 from tests.lower.oracle import examine
 from tests.lower.outlines import ROWS, fitted, frozen, layered, mixture, normed, skips
 from tests.lower.random_strategies import strategy_of

@@ -9,7 +9,6 @@ import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.ids import Pass
-from piper.ir.chain import chain
 from piper.ir.chunk import Buffer, CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import at
@@ -19,6 +18,7 @@ from piper.plan.dtypes import itemsize
 from piper.plan.plan import Plan, Plans
 from piper.plan.prove import prove
 from piper.schedules import dualpipe_v, gpipe, one_f_one_b, zero_bubble
+from tests.chain import chain
 from tests.lower.outlines import SCALAR, Drawing, X, Y, pp
 
 
@@ -264,7 +264,7 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
     code = cleandoc("""
         from piper.directives import *
         from piper.directives import apply
-        from piper.ir.chain import chain
+        from tests.chain import chain
         from piper.ir.graph import start
         from piper.ir.select import at
         from piper.lower.lower import lower

@@ -8,12 +8,12 @@ import pytest
 
 from piper.directives import Directive, apply, order, place, remat, replicate, shard, split
 from piper.errors import ScheduleError
-from piper.ir.chain import chain
 from piper.ir.chunk import CapturedModel, Output
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.lower import lower
 from piper.lower.state import Settings
+from tests.chain import chain
 from tests.lower.outlines import (
     EXPERTS,
     HIDDEN,

@@ -7,12 +7,12 @@ import pytest
 
 from piper.directives import Directive, offload, place, remat, replicate, split
 from piper.errors import ScheduleError
-from piper.ir.chain import chain
 from piper.ir.select import at
 from piper.plan.memory_timeline import allocations, host_peak, timeline
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
 from piper.schedules import gpipe, zero_bubble
+from tests.chain import chain
 from tests.lower.outlines import normed
 from tests.lower.test_lines import compiled, shown, stages
 from tests.proof.plans import made

@@ -10,7 +10,6 @@ from piper.directives import Directive, apply, order, place, remat, replicate, s
 from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.ids import SlotId
-from piper.ir.chain import chain
 from piper.ir.chunk import CapturedModel, Chunk, Phase, PhaseSpec, TensorSpec, bundles
 from piper.ir.graph import start
 from piper.ir.select import at
@@ -20,6 +19,7 @@ from piper.lower.state import LoweringState, Settings
 from piper.plan.plan import Bucket, Plans
 from piper.plan.prove import prove
 from piper.schedules import one_f_one_b, zero_bubble
+from tests.chain import chain
 from tests.lower.outlines import HIDDEN, SCALAR, Drawing, X, Y, fitted, normed, pp
 
 WHOLE = 8 * 8 * 4  # bytes of a stage's one matrix

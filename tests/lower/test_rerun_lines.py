@@ -7,12 +7,12 @@ import pytest
 
 from piper.directives import Directive, order, place, remat, replicate, shard, split
 from piper.ids import SlotId
-from piper.ir.chain import chain
 from piper.ir.chunk import Output
 from piper.ir.select import at
 from piper.plan.plan import Plan
 from piper.plan.text import read_plans, show_plans
 from piper.schedules import zero_bubble
+from tests.chain import chain
 from tests.lower.outlines import HIDDEN, SCALAR, Drawing, X, layered, pp
 from tests.lower.test_lines import compiled, shown, stages
 from tests.slots import slot, slots

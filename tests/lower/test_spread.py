@@ -7,13 +7,13 @@ import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.errors import ScheduleError
-from piper.ir.chain import chain
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.lower import lower
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
+from tests.chain import chain
 from tests.lower.oracle import examine
 from tests.lower.outlines import fitted, frozen, mixture, normed, skips
 

@@ -7,7 +7,6 @@ from inspect import cleandoc
 import pytest
 
 from piper.directives import apply, replicate, shard, split
-from piper.ir.chain import chain
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.lower import lower
@@ -15,6 +14,7 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans, Slot
 from piper.plan.prove import ProofError, prove
 from piper.schedules import one_f_one_b
+from tests.chain import chain
 from tests.slots import slot, slots
 
 

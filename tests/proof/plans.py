@@ -7,7 +7,6 @@ from typing import cast
 
 from piper.directives import Directive, apply, place, remat, replicate, shard, split
 from piper.ids import read_slot
-from piper.ir.chain import chain
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
@@ -17,6 +16,7 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.proof.values import value_problems
 from piper.schedules import one_f_one_b
+from tests.chain import chain
 from tests.lower.outlines import fitted, mixture, normed, skips
 
 Made = tuple[Plans, Graph]

@@ -6,13 +6,13 @@ from functools import cache
 
 from piper.directives import offload, protect, remat, replicate, split
 from piper.ids import SlotId
-from piper.ir.chain import chain
 from piper.ir.select import at
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
 from piper.proof.values import value_problems
 from piper.schedules import gpipe, zero_bubble
+from tests.chain import chain
 from tests.proof.plans import Made, made
 from tests.proof.test_protected import each, refused
 

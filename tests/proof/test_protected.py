@@ -8,7 +8,6 @@ import pytest
 
 from piper.directives import Directive, protect, replicate, split
 from piper.ids import SlotId
-from piper.ir.chain import chain
 from piper.ir.select import at
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
@@ -16,6 +15,7 @@ from piper.plan.protected import survival
 from piper.plan.prove import ProofError, prove
 from piper.plan.text import read_plans, show_plans
 from piper.proof.values import value_problems
+from tests.chain import chain
 from tests.lower.outlines import normed
 from tests.proof.plans import Made, made
 

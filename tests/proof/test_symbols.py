@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from piper.directives import apply, order, replicate, shard, split
 from piper.ids import Pass, SlotId
-from piper.ir.chain import chain
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
 from piper.lower.lower import lower
@@ -23,6 +22,7 @@ from piper.proof.decode import (
     rows_of,
 )
 from piper.proof.specification import Specification, microbatches_of
+from tests.chain import chain
 from tests.lower.outlines import normed, skips
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from piper import at, place, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
-from piper.ir.chain import chain
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
@@ -18,6 +17,7 @@ from piper.schedules import Memory, Placement, StageCosts
 from piper.schedules.grid import Grid
 from piper.simulate.costs import Talk, Unit
 from piper.simulate.simulate import simulate
+from tests.chain import chain
 
 SECONDS = 5.0  # of one unit of cost to the compiler, whose rough cost is 2e14 flops and 5e10 bytes a second
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 from piper import at, replicate, split
 from piper.directives import Directive, apply
-from piper.ir.chain import chain
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState
 from piper.plan.plan import Plans
+from tests.chain import chain
 
 Schedule = Callable[[int, int], Sequence[Directive]]
 

@@ -4,11 +4,11 @@ import pytest
 
 from piper import at, schedules, shard, split
 from piper.directives import Directive, apply
-from piper.ir.chain import chain
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.simulate.costs import Unit
 from piper.simulate.simulate import simulate
+from tests.chain import chain
 from tests.simulate.overlapped_groups import overlapped
 from tests.simulate.pipelines import pipeline
 

@@ -8,7 +8,6 @@ import pytest
 from piper import schedules
 from piper.errors import ConfigError
 from piper.ids import Pass
-from piper.ir.chain import chain
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
 from piper.simulate.calibrate import calibrate
@@ -18,6 +17,7 @@ from piper.simulate.measured import Measured, check_model, read_costs, write_cos
 from piper.simulate.profile import ChunkWork, Profile, Track, fingerprint, works_of
 from piper.simulate.regression import NOTHING, Line, line_through, two_features
 from piper.simulate.simulate import simulate
+from tests.chain import chain
 from tests.simulate.pipelines import Schedule, pipeline
 from tests.simulate.test_profiles import measured
 

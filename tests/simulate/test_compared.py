@@ -11,13 +11,13 @@ from piper.cli.diff_report import Compared, print_compared, summary
 from piper.cli.plan_report import bytes_by_kind, moved
 from piper.compiler import Program
 from piper.directives import apply
-from piper.ir.chain import chain
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.simulate.costs import Unit
 from piper.simulate.difference import difference
 from piper.simulate.simulate import simulate
 from piper.view.css import hue
+from tests.chain import chain
 from tests.simulate.pipelines import pipeline
 
 

@@ -9,7 +9,6 @@ from benchmarks.exposure import Exposure, exposure, main_phase
 from piper import at, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
-from piper.ir.chain import chain
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
@@ -19,6 +18,7 @@ from piper.plan.plan import Plan
 from piper.simulate.costs import Talk
 from piper.simulate.simulate import Simulation, simulate
 from piper.simulate.timeline import Span
+from tests.chain import chain
 
 EXCHANGES: tuple[Op, ...] = ("exchange",)
 COMPUTE: dict[Phase, float] = {"F": 1.0, "B": 2.0, "BI": 1.0, "BW": 1.0}

@@ -7,7 +7,6 @@ import pytest
 
 from piper import schedules
 from piper.errors import ConfigError
-from piper.ir.chain import chain
 from piper.plan.plan import Plans
 from piper.simulate.profile import (
     Profile,
@@ -19,6 +18,7 @@ from piper.simulate.profile import (
 )
 from piper.simulate.simulate import Simulation
 from piper.simulate.trace_events import profile_trace
+from tests.chain import chain
 from tests.simulate.pipelines import pipeline
 from tests.simulate.test_simulate import Timed, job, run, step
 

@@ -8,7 +8,6 @@ from piper import at, place, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ids import Pass
-from piper.ir.chain import chain
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
@@ -19,6 +18,7 @@ from piper.plan.plan import Comm, Plan, Plans, Slot
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Costs, Roofline, Talk, Unit, type_of
 from piper.simulate.simulate import Simulation, simulate
+from tests.chain import chain
 from tests.simulate.pipelines import pipeline
 from tests.slots import slot, slots
 

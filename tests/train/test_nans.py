@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from piper.ids import read_pass
-from piper.ir.chain import chain
 from piper.launchers.nans import Mark, first_bad, kind_of
+from tests.chain import chain
 from tests.slots import AXES, slot
 
 NAN, INF, GOOD = (torch.tensor([1.0, number]) for number in (float("nan"), float("inf"), 2.0))

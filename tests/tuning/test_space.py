@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from piper.ir.chain import chain
 from piper.tuning.choice import Divide, Recompute, StrategyChoice, directives_of
 from piper.tuning.scaling import scaled
 from piper.tuning.space import Shapes, Sizes, Space, balanced, divisors, grid_of, late, meshes, schedules_of
+from tests.chain import chain
 
 DENSE = Shapes(devices=8, samples=32, layers=8, experts=0, tensor=False, context=False)
 

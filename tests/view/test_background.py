@@ -10,12 +10,12 @@ import pytest
 from piper.cli.prices import prices_of
 from piper.cli.view_subject import of_background
 from piper.errors import ConfigError
-from piper.ir.chain import chain
 from piper.plan.text import read_plans, show_plans
 from piper.simulate.profile import fingerprint
 from piper.view.provenance import FILE, Provenance, read_background, show_background
 from piper.view.report import page
 from piper.view.subject import Subject
+from tests.chain import chain
 from tests.view.scenes import again, deep, demo
 
 

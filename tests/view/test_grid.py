@@ -7,7 +7,6 @@ import pytest
 
 from piper import at, place, remat, schedules, split
 from piper.directives import Directive, apply
-from piper.ir.chain import chain
 from piper.ir.graph import start
 from piper.ir.select import At
 from piper.lower.lower import lower
@@ -15,6 +14,7 @@ from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
 from piper.view.pipeline_stages import stage_tags
 from piper.view.text_grid import grid
+from tests.chain import chain
 
 V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v", "dualpipe")  # and both ways at once
 
