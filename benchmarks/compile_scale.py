@@ -32,6 +32,7 @@ def compile_chain(stages: int, replicas: int, microbatches: int, zero: int) -> d
     from piper.directives import apply
     from piper.ir.graph import start
     from piper.lower.lower import lower
+    from piper.lower.validate import validate
     from tests.chain import chain
 
     begin = time.perf_counter()
@@ -41,7 +42,7 @@ def compile_chain(stages: int, replicas: int, microbatches: int, zero: int) -> d
     strategy += [split(at(), parts=microbatches), *schedules.one_f_one_b(stages, microbatches)]
     graph = apply(start(chain(stages)), strategy)
     directed = time.perf_counter()
-    plans, _ = lower(graph)
+    plans, _ = lower(validate(graph))
     end = time.perf_counter()
     return {
         "directives": directed - begin,

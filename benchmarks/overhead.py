@@ -12,6 +12,7 @@ from piper import at, place, replicate, schedules, split
 from piper.directives import Directive, apply
 from piper.ir.graph import start
 from piper.lower.lower import lower
+from piper.lower.validate import validate
 from piper.plan.plan import Plan
 from piper.runtime.executor import Executor
 
@@ -65,7 +66,7 @@ def main() -> None:
     }
     print(f"{'plan':22} {'instructions':>12} {'in order of issue':>18} {'streams as threads':>19}   bar")
     for name, strategy in cases.items():
-        plans, _ = lower(apply(start(chain(2)), strategy))
+        plans, _ = lower(validate(apply(start(chain(2)), strategy)))
         plan = plans.plans[-1]
         inline, threads = (seconds_per_instruction(plan, streams) * 1e6 for streams in (False, True))
         print(

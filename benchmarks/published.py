@@ -44,6 +44,7 @@ from piper.ir.graph import Graph, start
 from piper.ir.select import At
 from piper.lower.lower import LOWERING, lower
 from piper.lower.state import LoweringState, Settings
+from piper.lower.validate import validate
 from piper.plan.plan import Plans
 from piper.schedules.grid import Grid, orders
 from piper.schedules.names import grid_for
@@ -267,6 +268,7 @@ def simulated(
 
 def lowered(graph: Graph, settings: Settings, *, prove: bool) -> Plans:
     """Lower a graph to plans. A proof takes longer than all rewrites together."""
+    graph = validate(graph, settings.samples)
     if prove:
         return lower(graph, settings)[0]
     work = LoweringState(graph=graph, settings=settings)

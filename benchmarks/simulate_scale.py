@@ -29,6 +29,7 @@ def simulate_chain(stages: int, replicas: int, microbatches: int, zero: int) -> 
     from piper.directives import Directive, apply
     from piper.ir.graph import start
     from piper.lower.lower import lower
+    from piper.lower.validate import validate
     from piper.simulate.cluster import load_cluster
     from piper.simulate.costs import Roofline
     from piper.simulate.simulate import simulate
@@ -40,7 +41,7 @@ def simulate_chain(stages: int, replicas: int, microbatches: int, zero: int) -> 
         replicate(at(PP=s), range(s * replicas, (s + 1) * replicas), zero=zero) for s in range(stages)
     ]
     strategy += [split(at(), parts=microbatches), *schedules.one_f_one_b(stages, microbatches)]
-    plans, _ = lower(apply(start(outline), strategy))
+    plans, _ = lower(validate(apply(start(outline), strategy)))
     compiled = time.perf_counter()
     used = time.process_time()
     found = simulate(plans, outline, Roofline(load_cluster("h100")))

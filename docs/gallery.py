@@ -19,6 +19,7 @@ from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState
+from piper.lower.validate import validate
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Plans
@@ -123,7 +124,7 @@ def example() -> Example:
         devices = (2 * rank, 2 * rank + 1)
         strategy += [replicate(at(PP=stage), devices, zero=1), shard(at(PP=stage, EP="*"), devices)]
     strategy += [split(at(), parts=4), *schedules.dualpipe_v(2, 4)]
-    plans, work = lower(apply(start(outline), strategy))
+    plans, work = lower(validate(apply(start(outline), strategy)))
     return Example(outline=outline, plans=plans, work=work)
 
 
@@ -216,7 +217,7 @@ def placed() -> Plans:
         replicate(at(PP=1), [2, 3], zero=3),
         split(at(), parts=4),
     ]
-    return lower(apply(start(chain(2)), strategy))[0]
+    return lower(validate(apply(start(chain(2)), strategy)))[0]
 
 
 def pictures() -> list[Picture]:

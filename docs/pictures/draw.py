@@ -17,6 +17,7 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState
+from piper.lower.validate import validate
 from piper.models import decoder
 from piper.plan.ops import Op
 from piper.plan.plan import Plans
@@ -78,7 +79,7 @@ def composed() -> list[Directive]:
 
 def lowered(strategy: list[Directive], stages: int, experts: int) -> tuple[Plans, LoweringState]:
     """The plans of a chain of stages under a strategy."""
-    return lower(apply(start(chain(stages, experts=experts, rows=8)), strategy))
+    return lower(validate(apply(start(chain(stages, experts=experts, rows=8)), strategy)))
 
 
 def holdings(strategy: list[Directive], title: str, stages: int = 2, experts: int = 0) -> str:
@@ -171,7 +172,7 @@ def kept(name: str, *strategy: Directive) -> MemoryRow:
     """The first device under a strategy that says what four regions keep."""
     graph = apply(start(chain(4, width=64, rows=4096)), strategy)
     outline = made_again(graph.outline, graph.budgets)
-    plans, _ = lower(graph, capture=outline)
+    plans, _ = lower(replace(validate(graph), outline=outline))
     found = simulate(plans, outline, ByWork())
     return MemoryRow(name=name, plan=plans.plans[0], timeline=found.timelines[0], memory=found.memories[0])
 

@@ -231,7 +231,9 @@ class CapturedModel:
 
     @property
     def reached(self) -> set[str]:
-        """Return the parameters that a backward reaches: those that get a gradient."""
+        """Return the parameters that a backward reaches; before differentiation, all that are trained."""
+        if not any(chunk.phases for chunk in self.chunks):
+            return {parameter.name for parameter in self.parameters if parameter.trainable}
         backwards = (chunk.phases["B"] for chunk in self.chunks if "B" in chunk.phases)
         return {name for phase in backwards for name in phase.grad_params}
 

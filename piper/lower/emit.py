@@ -49,7 +49,7 @@ def emit(work: LoweringState) -> LoweringState:
         axes=dict(axis for axes in work.graph.parts.values() for axis in axes),
         chunks=placed_chunks(work.graph),
         why=work.why,
-        protection=work.graph.protection if work.settings.buckets is None else None,
+        protection=work.graph.protection if work.settings.trains else None,
     )
     return replace(work, plans=plans)
 

@@ -1,9 +1,6 @@
 """The compiler from a directed graph to proven plans. `LOWERING` lists its rewrites in order."""
 
-import logging
-
 from piper.gc_pause import no_collection
-from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph
 from piper.lower.buckets import every_parameter_has_a_bucket, make_buckets
 from piper.lower.emit import emit, plans_can_run
@@ -20,7 +17,7 @@ from piper.lower.reductions import (
 )
 from piper.lower.reruns import add_reruns, backwards_read_what_ran_last
 from piper.lower.schedule import schedule, sequence_respects_every_edge
-from piper.lower.state import Capture, Completed, LoweringState, Property, Rewrite, Settings
+from piper.lower.state import LoweringState, Property, Rewrite, Settings
 from piper.lower.state_offloads import add_state_offloads, offloaded_state_comes_back
 from piper.lower.step_end import (
     add_loads,
@@ -30,14 +27,12 @@ from piper.lower.step_end import (
     every_gradient_is_applied,
     every_value_is_where_it_is_read,
 )
-from piper.lower.validate import capture, every_microbatch_has_one_placement, every_node_has_a_phase, settle
+from piper.lower.validate import drop_idle_nodes, every_node_has_a_place_and_a_phase
 from piper.plan.plan import Plans
 from piper.plan.prove import ProofError
 
-log = logging.getLogger("piper")
 LOWERING: tuple[tuple[Rewrite, Property], ...] = (
-    (settle, every_microbatch_has_one_placement),
-    (capture, every_node_has_a_phase),
+    (drop_idle_nodes, every_node_has_a_place_and_a_phase),
     (make_buckets, every_parameter_has_a_bucket),
     (bind_values, no_value_crosses_devices),
     (add_orders, edges_join_nodes_that_exist),
@@ -56,22 +51,14 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
 )
 
 
-def lower(
-    graph: Graph,
-    settings: Settings | None = None,
-    capture: Capture | CapturedModel | None = None,
-) -> tuple[Plans, LoweringState]:
-    """Lower a graph to plans and prove them.
+def lower(graph: Graph, settings: Settings | None = None) -> tuple[Plans, LoweringState]:
+    """Lower a validated graph, whose chunks have all their phases, to plans, and prove them.
 
-    capture: gives the outline with every phase, or is that outline; None: the graph has it.
     Each rewrite's property is checked right after it: a failure is our bug, and raises ProofError.
     """
-    given = (lambda _: Completed(outline=capture)) if isinstance(capture, CapturedModel) else capture
-    work = LoweringState(graph=graph, settings=settings or Settings(), capture=given)
+    work = LoweringState(graph=graph, settings=settings or Settings())
     with no_collection():
         for rewrite, holds in LOWERING:
-            if rewrite is make_buckets:
-                log.debug("Lowering and proving the plans")  # what lies before is capture, and says so itself
             work = rewrite(work)
             broken = next(holds(work), None)
             if broken is not None:

@@ -71,7 +71,7 @@ def add_offloads(work: LoweringState) -> LoweringState:
     F[MB=0]  F[MB=1], offload[MB=0]  F[MB=2]  B[MB=2], fetch[MB=0]  B[MB=1]  B[MB=0]
     """
     asked = {chunk: how for (what, chunk), how in work.graph.offloaded.items() if what == "activations"}
-    if not asked or work.settings.buckets is not None:  # an evaluation has no backward
+    if not asked or not work.settings.trains:
         return work
     families = families_of(work, asked)
     places = computes_by_set(work.sequence, {family.devices for family in families})

@@ -52,7 +52,7 @@ def add_protections(work: LoweringState) -> LoweringState:
     protect[PP=0/0], F[PP=0]  B[PP=0], mirror (copies=1), norm  total  update
     """
     asked = work.graph.protection
-    if asked is None or work.settings.buckets is not None:  # an evaluation writes nothing
+    if asked is None or not work.settings.trains:
         return work
     written = {value for node in work.sequence for value in node.writes if value in work.residents}
     nodes: list[Node] = []
@@ -78,7 +78,7 @@ def add_protections(work: LoweringState) -> LoweringState:
 
 def everything_written_is_copied(work: LoweringState) -> Iterator[str]:
     """Yield each bucket or buffer that a step writes and that is not copied before."""
-    if work.graph.protection is None or work.settings.buckets is not None:
+    if work.graph.protection is None or not work.settings.trains:
         return
     copied: set[SlotId] = set()
     for node in work.sequence:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from piper.ids import SlotId
-from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph
 from piper.ir.node import Node
 from piper.plan.plan import Bucket, Plans, Slot
@@ -23,17 +22,10 @@ class Settings:
     whole: bool = False  # the optimizer needs whole parameters: under ZeRO each has one owner
     buckets: Mapping[str, Bucket] | None = None  # of the program that trains what this one only reads
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completed:
-    """A model after capture has differentiated its chunks."""
-
-    outline: CapturedModel  # with every phase, each chunk for the slice that it gets
-    state_bytes: int | None = None  # optimizer state per parameter, where that was not known before
-    whole: bool = False  # the optimizer needs whole parameters
-
-
-Capture = Callable[[Graph], Completed]
+    @property
+    def trains(self) -> bool:
+        """Return whether the program updates parameters. An evaluation only reads those of another."""
+        return self.buckets is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +34,6 @@ class LoweringState:
 
     graph: Graph
     settings: Settings
-    capture: Capture | None = None  # None: the graph's outline is complete
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
     chunk_buckets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     values: Mapping[SlotId, Slot] = field(default_factory=dict)  # by `SlotId.base`

@@ -41,7 +41,7 @@ def add_state_offloads(work: LoweringState) -> LoweringState:
     F[PP=0], fetch[PP=0/0.state]  B[PP=0], fetch[PP=0/1.state], update[PP=0/0], offload[PP=0/0.state], ...
     """
     asked = state_offloads(work.graph)
-    if not asked or work.settings.buckets is not None:  # an evaluation updates nothing
+    if not asked or not work.settings.trains:
         return work
     check_state(work, asked)
     updates = {place: node for place, node in enumerate(work.sequence) if isinstance(node, Update)}
@@ -82,7 +82,7 @@ def offloaded_state_comes_back(work: LoweringState) -> Iterator[str]:
         if held is not None:
             seen.setdefault(held, []).append(type(node).__name__)
     away = {slot for slot, found in work.residents.items() if slot.kind == "state" and found.host}
-    if work.settings.buckets is None:
+    if work.settings.trains:
         for slot in away:
             once = len(seen.get(slot, ())) // 3
             if not once or sorted(seen[slot]) != sorted(["StateBack", "Update", "StateOut"] * once):

@@ -1,4 +1,4 @@
-"""Decides what directives left open, refuses what cannot run, and gives every chunk its phases."""
+"""Decides what directives left open, and refuses what cannot run."""
 
 import math
 from collections.abc import Iterator
@@ -16,14 +16,15 @@ from piper.lower.state import LoweringState
 ROUTED = ("route", "expert", "unroute")
 
 
-def settle(work: LoweringState) -> LoweringState:
-    """Place a strategy without placements on device 0, and run all checks before capture, which is slow.
+def validate(graph: Graph, samples: int | None = None) -> Graph:
+    """Place a strategy without placements on device 0, and refuse a graph that cannot run.
 
     F[PP=0]  B[PP=0]
     -->
     F[PP=0]@0  B[PP=0]@0
+
+    samples: in the global batch. None: any number that divides.
     """
-    graph = work.graph
     if not any(node.devices for node in graph.nodes.values()):
         graph = graph.update(replace(node, devices=(0,)) for node in graph.nodes.values())
     check_placed(graph)
@@ -36,12 +37,29 @@ def settle(work: LoweringState) -> LoweringState:
     check_reruns(graph)
     check_precisions(graph)
     check_fp8_gathers(graph)
-    check_batch(graph, work.settings.samples)
+    check_batch(graph, samples)
+    return graph
+
+
+def drop_idle_nodes(work: LoweringState) -> LoweringState:
+    """Drop the nodes whose chunk has nothing to do in their phase.
+
+    F[PP=0]  BI[PP=0 MB=1] (nothing to give back)  BW[PP=0 MB=1]
+    -->
+    F[PP=0]  BW[PP=0 MB=1]
+    """
+    graph, chunks = work.graph, work.graph.chunks
+    graph = graph.drop(node.name for node in graph.nodes.values() if is_idle(chunks[node.chunk], node))
+    check_expert_buffers(graph)
     return replace(work, graph=graph)
 
 
-def every_microbatch_has_one_placement(work: LoweringState) -> Iterator[str]:
-    """Yield each node that is not placed, or placed on other devices than the rest of its microbatch."""
+def every_node_has_a_place_and_a_phase(work: LoweringState) -> Iterator[str]:
+    """Yield each node that is not placed with the rest of its microbatch, or has nothing to do.
+
+    The backward of a route or a collective is done in its BI half; it has no BW half.
+    """
+    chunks = work.graph.chunks
     placements: dict[tuple[str, Tags], Devices] = {}
     for node in work.graph.nodes.values():
         if not node.devices:
@@ -50,34 +68,6 @@ def every_microbatch_has_one_placement(work: LoweringState) -> Iterator[str]:
         first = placements.setdefault((node.chunk, node.part), node.devices)
         if first is not node.devices and first != node.devices:
             yield f"{node.name} is on {show(node.devices)}, its microbatch on {show(first)}"
-
-
-def capture(work: LoweringState) -> LoweringState:
-    """Give every chunk its phases, and drop the nodes that then have nothing to do.
-
-    F[PP=0]  BI[PP=0 MB=1] (nothing to give back)  BW[PP=0 MB=1]
-    -->
-    F[PP=0]  BW[PP=0 MB=1]
-    """
-    graph, settings = work.graph, work.settings
-    if work.capture is not None:
-        made = work.capture(graph)
-        graph = replace(graph, outline=made.outline)
-        if made.state_bytes is not None:
-            settings = replace(settings, state_bytes=made.state_bytes, whole=made.whole)
-    chunks = graph.chunks
-    graph = graph.drop(node.name for node in graph.nodes.values() if is_idle(chunks[node.chunk], node))
-    check_expert_buffers(graph)
-    return replace(work, graph=graph, settings=settings, capture=None)  # frees what it holds
-
-
-def every_node_has_a_phase(work: LoweringState) -> Iterator[str]:
-    """Yield each node that has nothing to do.
-
-    The backward of a route or a collective is done in its BI half; it has no BW half.
-    """
-    chunks = work.graph.chunks
-    for node in work.graph.nodes.values():
         chunk = chunks[node.chunk]
         moves = chunk.kind in ("route", "unroute", "collective") and node.phase == "BI"
         if is_idle(chunk, node) or (node.phase not in chunk.phases and not moves):

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from piper.capture.recordings import Capturing, Recordings
 from piper.capture.short import short_capturing
-from piper.compiler import MASTER_BYTES, Program, first_batch, known_recordings, probed
+from piper.compiler.build import MASTER_BYTES, Program, first_batch, known_recordings
+from piper.compiler.optimizer_facts import facts_of_optimizer
 from piper.directives import apply, place
 from piper.errors import ConfigError
 from piper.ir.graph import start
@@ -85,7 +86,7 @@ def optimizer_bytes(model: Model, rows: int) -> int:
     master = MASTER_BYTES[model.job.precision]
     graph = apply(start(model.capturing.traced(rows).outline), [place(at(), [0])])
     settings = Settings(samples=model.samples, state_bytes=0, master_bytes=master)
-    return probed(model.job, graph, settings).probe.state_bytes + master
+    return facts_of_optimizer(model.job, graph, settings).state_bytes + master
 
 
 def possible_rows(space: Space, samples: int, devices: int) -> list[int]:

@@ -6,7 +6,8 @@ from functools import partial
 
 from piper.capture.recordings import Capturing
 from piper.capture.trace.repeated_layers import TAG
-from piper.compiler import MASTER_BYTES, Program, build
+from piper.compiler.build import MASTER_BYTES, Program, build
+from piper.compiler.optimizer_facts import OptimizerFacts
 from piper.directives import Directive
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk
@@ -130,7 +131,7 @@ class Model:
         return build(
             replace(self.job, strategy=strategy),
             self.capturing,
-            state_bytes=state if tried else None,
+            optimizer=OptimizerFacts(state_bytes=state) if tried else None,
         )
 
 

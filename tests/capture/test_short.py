@@ -10,8 +10,8 @@ import piper
 from piper.capture.divide.request import DeviceGrid, Request
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.short import ShortCapturing, short_capturing
+from piper.compiler.requests import requests_of
 from piper.directives import Directive, apply
-from piper.divisions import requests_of
 from piper.ir.graph import start
 
 DIM, DEPTH, ROWS = 8, 9, 2

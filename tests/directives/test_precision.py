@@ -12,8 +12,7 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
-from piper.lower.state import LoweringState, Settings
-from piper.lower.validate import settle
+from piper.lower.validate import validate
 from tests.chain import chain
 from tests.ir.graph_text import read_graph, show_graph
 
@@ -33,8 +32,7 @@ def after(*strategy: Directive, outline: CapturedModel = DENSE) -> Graph:
 
 def said(*strategy: Directive, outline: CapturedModel = DENSE) -> str:
     with pytest.raises(ScheduleError) as caught:
-        work = LoweringState(graph=apply(start(outline), strategy), settings=Settings(samples=8))
-        settle(work)
+        validate(apply(start(outline), strategy), samples=8)
     return re.sub(r"test_\w+\.py:\d+", "here", str(caught.value))
 
 

@@ -9,10 +9,10 @@ from piper.directives import Directive, apply, remat, replicate, shard, split
 from piper.directives.order import Order
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
-from piper.lower.lower import lower
 from piper.plan.plan import Plans
 from tests.chain import chain
 from tests.covering import Choices, covering
+from tests.lower.lowering import lower
 
 Layout = Callable[[int, int], int]  # (stage, ranks) -> rank
 EXPERTS = 4

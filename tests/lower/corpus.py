@@ -16,12 +16,12 @@ from piper.errors import PiperError
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.job import Job
-from piper.lower.lower import lower
 from piper.lower.state import Settings
 from piper.plan.text import show_plans
 from piper.recipe import import_file, load_recipe
 from tests.lower import outlines
 from tests.lower.compositions import every, pairwise
+from tests.lower.lowering import lower
 from tests.lower.outlines import fitted
 from tests.lower.random_strategies import strategy_of
 

@@ -11,10 +11,10 @@ from piper.directives import apply
 from piper.errors import ScheduleError
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
-from piper.lower.lower import lower
 from piper.lower.state import Settings
 from piper.plan.memory_timeline import timeline
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.lower.oracle import examine
 from tests.lower.outlines import ROWS, fitted, frozen, layered, mixture, normed, skips
 from tests.lower.random_strategies import strategy_of

@@ -12,13 +12,13 @@ from piper.ids import Pass
 from piper.ir.chunk import Buffer, CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import at
-from piper.lower.lower import lower
 from piper.lower.state import Settings
 from piper.plan.dtypes import itemsize
 from piper.plan.plan import Plan, Plans
 from piper.plan.prove import prove
 from piper.schedules import dualpipe_v, gpipe, one_f_one_b, zero_bubble
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.lower.outlines import SCALAR, Drawing, X, Y, pp
 
 
@@ -267,7 +267,7 @@ def test_plans_do_not_depend_on_the_hash_seed() -> None:
         from tests.chain import chain
         from piper.ir.graph import start
         from piper.ir.select import at
-        from piper.lower.lower import lower
+        from tests.lower.lowering import lower
         from piper.plan.text import show_plans
         strategy = [replicate(at(PP=0), [0, 1], zero=2), replicate(at(PP=1), [1, 2, 3, 4], zero=3)]
         strategy += [shard(at(EP="*", PP=1), [1, 2, 3, 4], ways=2), place(at(PP=2), [0, 3])]

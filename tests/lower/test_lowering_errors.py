@@ -11,9 +11,9 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import CapturedModel, Output
 from piper.ir.graph import start
 from piper.ir.select import at
-from piper.lower.lower import lower
 from piper.lower.state import Settings
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.lower.outlines import (
     EXPERTS,
     HIDDEN,
@@ -114,7 +114,7 @@ def test_what_writes_a_buffer_cannot_run_again() -> None:
           hint:    leave this region out of the filter, or leave across= out
     """)
     fine = apply(start(normed()), [remat(at(), 1, across="PP"), remat(at(PP=1), 0.5)])
-    lower(fine, capture=fitted(fine))
+    lower(fine, outline=fitted(fine))
 
 
 def test_what_reads_a_buffer_that_another_writes_cannot_run_again() -> None:

@@ -9,11 +9,11 @@ from piper.directives import apply, place, remat, replicate, shard, split
 from piper.ids import Pass, SlotId
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
-from piper.lower.lower import lower
 from piper.plan.instr import Field, Instr, Routing, Rows
 from piper.plan.plan import Plans
 from piper.plan.prove import prove
 from piper.proof.values import value_problems
+from tests.lower.lowering import lower
 from tests.lower.oracle import examine
 from tests.lower.outlines import fitted, layered, mixture, normed, skips
 
@@ -25,7 +25,7 @@ def unequal() -> tuple[Plans, Graph]:
     sets = ([0], [1, 2], [3, 4, 5, 6])
     strategy = [*(replicate(at(PP=i), s, zero=1) for i, s in enumerate(sets)), split(at(), parts=2)]
     graph = apply(start(skips()), strategy)
-    plans, work = lower(graph, capture=fitted(graph))
+    plans, work = lower(graph, outline=fitted(graph))
     return plans, replace(work.graph, outline=skips())
 
 
@@ -33,14 +33,14 @@ def grouped() -> tuple[Plans, Graph]:
     """Experts divided over two groups of two devices, zero=2."""
     strategy = [replicate(at(), range(4), zero=2), shard(at(EP="*"), range(4), ways=2), split(at(), parts=2)]
     graph = apply(start(mixture()), strategy)
-    plans, work = lower(graph, capture=fitted(graph))
+    plans, work = lower(graph, outline=fitted(graph))
     return plans, replace(work.graph, outline=mixture())
 
 
 def counted() -> tuple[Plans, Graph]:
     """A loss that is a sum and a weight, buffers, two devices a stage."""
     graph = apply(start(normed()), [replicate(at(), [0, 1]), place(at(PP=2), [2, 3])])
-    plans, work = lower(graph, capture=fitted(graph))
+    plans, work = lower(graph, outline=fitted(graph))
     return plans, replace(work.graph, outline=normed())
 
 
@@ -48,7 +48,7 @@ def repeated() -> tuple[Plans, Graph]:
     """Two stages of layers that run again, on two devices each."""
     strategy = [*(replicate(at(PP=i), [2 * i, 2 * i + 1], zero=3) for i in range(2)), split(at(), parts=2)]
     graph = apply(start(layered()), [*strategy, remat(at(), 1, across="PP")])
-    plans, work = lower(graph, capture=fitted(graph))
+    plans, work = lower(graph, outline=fitted(graph))
     return plans, replace(work.graph, outline=layered())
 
 
@@ -166,7 +166,7 @@ def test_a_region_that_runs_again_and_should_not_or_the_other_way_round() -> Non
         examine(plans, replace(graph, reruns={}))
     with pytest.raises(AssertionError):
         examine(plans, replace(graph, reruns={name: "PP=1" for name in graph.reruns if "PP=1" in name}))
-    plain, _ = lower(replace(graph, reruns={}), capture=fitted(graph))
+    plain, _ = lower(replace(graph, reruns={}), outline=fitted(graph))
     examine(plain, replace(graph, reruns={}))
     with pytest.raises(AssertionError):
         examine(plain, graph)

@@ -14,12 +14,12 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase, PhaseSpec, TensorSpec, b
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.lower.explain import explain
-from piper.lower.lower import lower
 from piper.lower.state import LoweringState, Settings
 from piper.plan.plan import Bucket, Plans
 from piper.plan.prove import prove
 from piper.schedules import one_f_one_b, zero_bubble
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.lower.outlines import HIDDEN, SCALAR, Drawing, X, Y, fitted, normed, pp
 
 WHOLE = 8 * 8 * 4  # bytes of a stage's one matrix

@@ -127,9 +127,9 @@ def ungathered(work: LoweringState) -> LoweringState:
 @pytest.mark.parametrize(
     ("rewrite", "breaks", "said"),
     [
-        ("settle", moved, "B[PP=1 MB=0] is on 9, its microbatch on 2,3"),
-        ("settle", unplaced, "B[PP=1 MB=0] is not placed"),
-        ("capture", idle, "B[PP=0 MB=0] has nothing to do"),
+        ("drop_idle_nodes", moved, "B[PP=1 MB=0] is on 9, its microbatch on 2,3"),
+        ("drop_idle_nodes", unplaced, "B[PP=1 MB=0] is not placed"),
+        ("drop_idle_nodes", idle, "B[PP=0 MB=0] has nothing to do"),
         ("make_buckets", bucketless, "PP=0 finds a in 0 of its buckets"),
         ("bind_values", untransferred, "F[PP=1 MB=0] on 2,3 reads PP=0.out0@2,3[MB=0], written on None"),
         ("bind_values", written_twice, "PP=0.out0[MB=0] is written twice"),
@@ -175,4 +175,4 @@ def test_a_property_can_fail(rewrite: str, breaks: Break, said: str) -> None:
 
 
 def test_every_rewrite_has_a_property_here() -> None:
-    assert len(LOWERING) == len(stages()) == 17
+    assert len(LOWERING) == len(stages()) == 16

@@ -8,9 +8,9 @@ from piper.directives import Directive, apply, order, place, replicate, shard, s
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import at
-from piper.lower.lower import lower
 from piper.plan.plan import Plans
 from piper.plan.prove import prove
+from tests.lower.lowering import lower
 from tests.lower.oracle import examine
 from tests.lower.outlines import (
     EXPERTS,
@@ -32,7 +32,7 @@ from tests.slots import slot
 def compiled(outline: CapturedModel, strategy: list[Directive]) -> Plans:
     """Plans that are proven, and examined in several orders that they allow."""
     graph = apply(start(outline), strategy)
-    plans, work = lower(graph, capture=fitted(graph))
+    plans, work = lower(graph, outline=fitted(graph))
     prove(plans)
     examine(plans, replace(work.graph, outline=outline), 0, 1)
     return plans

@@ -10,10 +10,10 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import at
-from piper.lower.lower import lower
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.lower.oracle import examine
 from tests.lower.outlines import fitted, frozen, mixture, normed, skips
 
@@ -24,7 +24,7 @@ Sets = dict[int, list[tuple[list[int], list[int]]]]  # by stage: microbatches an
 def compiled(outline: CapturedModel, strategy: list[Directive]) -> Plans:
     """Plans that are proven, examined in several orders that they allow, and read back from text."""
     graph = apply(start(outline), [split(at(), parts=PARTS), *strategy])
-    plans, work = lower(graph, capture=fitted(graph))
+    plans, work = lower(graph, outline=fitted(graph))
     examine(plans, replace(work.graph, outline=outline), 0, 1)
     assert read_plans(show_plans(plans)) == plans
     return plans
@@ -104,7 +104,7 @@ def test_parameters_live_on_all_devices_and_are_sharded_over_them() -> None:
 def said(outline: CapturedModel, *strategy: Directive) -> str:
     with pytest.raises(ScheduleError) as caught:
         graph = apply(start(outline), list(strategy))
-        lower(graph, capture=fitted(graph))
+        lower(graph, outline=fitted(graph))
     return str(caught.value)
 
 

@@ -9,12 +9,12 @@ import pytest
 from piper.directives import apply, replicate, shard, split
 from piper.ir.graph import start
 from piper.ir.select import at
-from piper.lower.lower import lower
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans, Slot
 from piper.plan.prove import ProofError, prove
 from piper.schedules import one_f_one_b
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.slots import slot, slots
 
 

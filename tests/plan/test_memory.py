@@ -5,12 +5,12 @@ from dataclasses import replace
 from piper.directives import Directive, apply, place, replicate, split
 from piper.ir.graph import start
 from piper.ir.select import at
-from piper.lower.lower import lower
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import timeline
 from piper.plan.plan import Bucket, Piece, Plan, Slot
 from piper.schedules import gpipe, one_f_one_b
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.slots import slot, slots
 
 

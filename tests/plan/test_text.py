@@ -12,13 +12,13 @@ from piper.directives import Directive, apply
 from piper.ids import OF_STEP, Pass, SlotId, SlotKind
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
-from piper.lower.lower import lower
 from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm, Piece, PlacedChunk, Plan, Plans, Slot
 from piper.plan.text import PAYLOADS, read_plans, show_instr, show_plans
 from piper.sharding import Sharding
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.slots import slots
 
 COMPOSED: list[Directive] = [

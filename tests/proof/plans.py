@@ -10,13 +10,13 @@ from piper.ids import read_slot
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
-from piper.lower.lower import lower
 from piper.lower.state import Settings
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.proof.values import value_problems
 from piper.schedules import one_f_one_b
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.lower.outlines import fitted, mixture, normed, skips
 
 Made = tuple[Plans, Graph]

@@ -7,7 +7,6 @@ from piper.directives import apply, order, replicate, shard, split
 from piper.ids import Pass, SlotId
 from piper.ir.graph import Graph, start
 from piper.ir.select import at
-from piper.lower.lower import lower
 from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.plan import Comm, Plan, Plans
 from piper.proof.amounts import NOTHING, Amounts
@@ -23,6 +22,7 @@ from piper.proof.decode import (
 )
 from piper.proof.specification import Specification, microbatches_of
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.lower.outlines import normed, skips
 
 

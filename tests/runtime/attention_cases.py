@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from piper.capture.divide.request import DividedModel, divide_model
 from piper.compiler import Program, compile
+from piper.compiler.requests import requests_of
 from piper.directives import Directive, apply, shard
-from piper.divisions import requests_of
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import ParameterSlice
 from piper.ir.graph import start

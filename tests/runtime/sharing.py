@@ -20,10 +20,10 @@ from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
 from piper.capture.divide.request import Request
 from piper.capture.trace.trace import Traced, divided, trace
-from piper.compiler import Program
+from piper.compiler import Program, optimizer_facts
+from piper.compiler.optimizer_probe import Probe, probe_optimizer
 from piper.gc_pause import no_collection
 from piper.launchers.inline import launch_inline
-from piper.optimizer_probe import Probe, probe_optimizer
 from piper.plan.plan import Bucket
 from piper.runtime.debug.check import ComparedNumbers, Report, check, numbers
 from piper.runtime.debug.localise import Launch
@@ -96,7 +96,7 @@ class Shared:
             return self.codes[key]
 
         with (
-            patch.object(compiler, "probe_optimizer", self.probed),
+            patch.object(optimizer_facts, "probe_optimizer", self.probed),
             patch.object(recordings, "trace", traced),
             patch.object(recordings, "divided", cut),
             patch.object(recordings, "differentiate", captured),

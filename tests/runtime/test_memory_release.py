@@ -7,12 +7,12 @@ import pytest
 from piper.directives import Directive, apply, replicate, shard, split
 from piper.ir.graph import start
 from piper.ir.select import at
-from piper.lower.lower import lower
 from piper.plan.memory_timeline import timeline
 from piper.plan.plan import Plan, Plans
 from piper.runtime.cuda.memory_release import predicted_peak, releases
 from piper.schedules import one_f_one_b, zero_bubble
 from tests.chain import chain
+from tests.lower.lowering import lower
 
 
 def pipeline(zero: int, *, experts: int = 0, parts: int = 4) -> Plans:

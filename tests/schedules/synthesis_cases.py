@@ -11,13 +11,13 @@ from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import start
-from piper.lower.lower import lower
 from piper.plan.ops import Op
 from piper.schedules import Memory, Placement, StageCosts
 from piper.schedules.grid import Grid
 from piper.simulate.costs import Talk, Unit
 from piper.simulate.simulate import simulate
 from tests.chain import chain
+from tests.lower.lowering import lower
 
 SECONDS = 5.0  # of one unit of cost to the compiler, whose rough cost is 2e14 flops and 5e10 bytes a second
 

@@ -6,10 +6,10 @@ from piper import at, replicate, split
 from piper.directives import Directive, apply
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
-from piper.lower.lower import lower
 from piper.lower.state import LoweringState
 from piper.plan.plan import Plans
 from tests.chain import chain
+from tests.lower.lowering import lower
 
 Schedule = Callable[[int, int], Sequence[Directive]]
 

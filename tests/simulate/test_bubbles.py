@@ -5,10 +5,10 @@ import pytest
 from piper import at, schedules, shard, split
 from piper.directives import Directive, apply
 from piper.ir.graph import start
-from piper.lower.lower import lower
 from piper.simulate.costs import Unit
 from piper.simulate.simulate import simulate
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.simulate.overlapped_groups import overlapped
 from tests.simulate.pipelines import pipeline
 

@@ -12,12 +12,12 @@ from piper.cli.plan_report import bytes_by_kind, moved
 from piper.compiler import Program
 from piper.directives import apply
 from piper.ir.graph import start
-from piper.lower.lower import lower
 from piper.simulate.costs import Unit
 from piper.simulate.difference import difference
 from piper.simulate.simulate import simulate
 from piper.view.css import hue
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.simulate.pipelines import pipeline
 
 

@@ -11,7 +11,6 @@ from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.graph import start
-from piper.lower.lower import lower
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Plan
@@ -19,6 +18,7 @@ from piper.simulate.costs import Talk
 from piper.simulate.simulate import Simulation, simulate
 from piper.simulate.timeline import Span
 from tests.chain import chain
+from tests.lower.lowering import lower
 
 EXCHANGES: tuple[Op, ...] = ("exchange",)
 COMPUTE: dict[Phase, float] = {"F": 1.0, "B": 2.0, "BI": 1.0, "BW": 1.0}

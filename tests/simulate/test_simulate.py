@@ -10,7 +10,6 @@ from piper.directives import Directive, apply
 from piper.ids import Pass
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.graph import start
-from piper.lower.lower import lower
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import timeline as issue_order
 from piper.plan.ops import COMMUNICATION, Op
@@ -19,6 +18,7 @@ from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Costs, Roofline, Talk, Unit, type_of
 from piper.simulate.simulate import Simulation, simulate
 from tests.chain import chain
+from tests.lower.lowering import lower
 from tests.simulate.pipelines import pipeline
 from tests.slots import slot, slots
 

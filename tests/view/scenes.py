@@ -7,7 +7,6 @@ from piper import at, place, remat, replicate, schedules, shard, split
 from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ir.graph import start
-from piper.lower.lower import lower
 from piper.plan.ops import Op
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline, Talk, Unit
@@ -15,6 +14,7 @@ from piper.simulate.simulate import simulate
 from piper.simulate.timeline import Span, Timeline
 from piper.view.subject import StrategyLine, Subject
 from tests.chain import chain
+from tests.lower.lowering import lower
 
 SOURCE = '"""A recipe."""\n\nstrategy = [\n    replicate(...),\n    shard(...),\n]\n'
 

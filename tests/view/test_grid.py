@@ -9,12 +9,12 @@ from piper import at, place, remat, schedules, split
 from piper.directives import Directive, apply
 from piper.ir.graph import start
 from piper.ir.select import At
-from piper.lower.lower import lower
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
 from piper.view.pipeline_stages import stage_tags
 from piper.view.text_grid import grid
 from tests.chain import chain
+from tests.lower.lowering import lower
 
 V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v", "dualpipe")  # and both ways at once
 

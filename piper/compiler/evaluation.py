@@ -1,62 +1,24 @@
-"""Compiles the program that evaluates a job: the forward alone, under the job's own strategy."""
+"""Fits a forward that was captured in eval mode to the program that trains its parameters."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from piper.capture.autodiff.differentiate import Captured
-from piper.capture.divide.request import Request
-from piper.compiler import MASTER_BYTES, Program, capturing_with, directed, new_recordings, placing
 from piper.devices import show
 from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel, Parameter
 from piper.ir.graph import Graph
-from piper.job import Batch, strategy_of
-from piper.lower.lower import lower
-from piper.lower.state import Completed, Settings
-from piper.slices import capture_slices, outline_by_slice
 
 if TYPE_CHECKING:
-    from piper.capture.trace.record import LossFn
+    from piper.compiler.build import Program
 
 
-def compile_evaluation(program: Program, batch: Batch) -> Program:
-    """Compile the forward of a trained program for batches like `batch`, and prove its plans.
-
-    The model is captured in eval mode, with the loss that evaluation runs. Backward nodes have nothing to do
-    and are dropped by lowering, like those of a frozen region.
-    """
-    job = program.job
-    loss: LossFn = job.loss if job.evaluate is None or job.evaluate.metrics is None else job.evaluate.metrics
-    strategy = strategy_of(job)
-    samples = len(next(iter(batch.values())))
-    settings = Settings(
-        samples=samples,
-        state_bytes=program.work.settings.state_bytes,
-        master_bytes=MASTER_BYTES[job.precision],
-        buckets=program.plans.buckets,
-    )
-    compiled = program.cache is not None
-    recordings = new_recordings(job, program.device, batch, loss, compiled=compiled, forward_only=True)
-    capturing = capturing_with(batch, recordings, program.cache)
-    codes: dict[int, Captured] = {}
-    requests: list[Request] = []
-
-    def completed(graph: Graph) -> Completed:
-        graph = replace(graph, budgets={})  # there is no backward to recompute for
-        codes.update(capture_slices(graph, samples, capturing, requests))
-        outline = outline_by_slice(graph, samples, codes)
-        check_buffers(program, graph, outline)
-        return Completed(outline=with_parameters_of(program.outline, outline, program))
-
-    with placing(job, strategy, batch):
-        graph = directed(capturing, strategy, samples, requests).graph
-        plans, work = lower(replace(graph, reruns={}), settings, completed)
-    return replace(
-        program, graph=work.graph, plans=plans, work=work, codes=codes, warnings=(), cache=program.cache
-    )
+def reads_state_of(program: "Program", graph: Graph) -> Graph:
+    """Return a forward that reads the parameters and buffers where a program that trains them has them."""
+    check_buffers(program, graph)
+    return replace(graph, outline=with_parameters_of(program, graph.outline))
 
 
-def with_parameters_of(trained: CapturedModel, outline: CapturedModel, program: Program) -> CapturedModel:
+def with_parameters_of(program: "Program", outline: CapturedModel) -> CapturedModel:
     """Return an outline with the parameters of the trained program, divided as that program divides them.
 
     Raise a CaptureError where a forward in eval mode reads a parameter that training does not hold.
@@ -72,20 +34,21 @@ def with_parameters_of(trained: CapturedModel, outline: CapturedModel, program: 
                     hint="make it a buffer, or let the forward use it in both modes",
                 )
     found = {parameter.name: parameter for parameter in outline.parameters}
-    for parameter in trained.parameters:
+    trained = program.outline.parameters
+    for parameter in trained:
         if parameter.name in held:
             assert layout_of(parameter) == layout_of(found[parameter.name]), parameter.name
-    return replace(outline, parameters=tuple(replace(p, trainable=False) for p in trained.parameters))
+    return replace(outline, parameters=tuple(replace(p, trainable=False) for p in trained))
 
 
-def check_buffers(program: Program, graph: Graph, outline: CapturedModel) -> None:
+def check_buffers(program: "Program", graph: Graph) -> None:
     """Refuse a buffer that training and evaluation use on different devices: it would have two values."""
     before, placed = (devices_of_chunks(each) for each in (program.graph, graph))
     trained: dict[str, set[int]] = {}
     for chunk in program.outline.chunks:
         for name in chunk.buffers:
             trained.setdefault(name, set()).update(before[chunk.name])
-    for chunk in outline.chunks:
+    for chunk in graph.outline.chunks:
         for name in chunk.buffers:
             if name in trained and not trained[name].issuperset(placed[chunk.name]):
                 raise CaptureError(

@@ -22,7 +22,7 @@ from piper.view.svg_grid import grid
 from piper.view.write import PAGE, write
 
 if TYPE_CHECKING:
-    from piper.compiler import Program
+    from piper.compiler.build import Program
 
 CLUSTER = "h100"  # where none is named
 HEIGHT = 900  # pixels of a page in a notebook

@@ -1,7 +1,7 @@
-"""Compiles a job into a proven program: capture, directives, lowering, proof."""
+"""Compiles a job into a proven program. `build` is the whole way, from the model to plans."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import isfunction
 from pathlib import Path
@@ -16,30 +16,33 @@ from piper.capture.fp8 import check_machine
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.trace.record import LossFn
 from piper.capture.trace.trace import Traced
+from piper.compiler.evaluation import reads_state_of
+from piper.compiler.locate_errors import locate_errors
+from piper.compiler.optimizer_facts import OptimizerFacts, facts_of_optimizer
+from piper.compiler.requests import requests_of
+from piper.compiler.shapes import check_same_state
+from piper.compiler.slices import capture_slices, check_sums, likely_rows, outline_by_slice, uneven_slices
 from piper.data.taking import batches_of
-from piper.directives import Directive, Order, Remat, ShardAxis, apply
-from piper.divisions import requests_of
-from piper.errors import CaptureError, CompilerError, ConfigError, LossError, ScheduleError
+from piper.directives import Directive, Remat, ShardAxis, apply
+from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job, strategy_of
-from piper.lower.buckets import make_buckets, with_whole_parameters
 from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
-from piper.lower.state import Completed, LoweringState, Settings
-from piper.optimizer_probe import Probe, check_streamed, probe_optimizer
-from piper.plan.plan import Bucket, Piece, Plans
-from piper.plan.prove import ProofError
+from piper.lower.state import LoweringState, Settings
+from piper.lower.validate import validate
+from piper.plan.plan import Plans
 from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
 from piper.runtime.setup import Shapes, device_kind, setup_of
-from piper.runtime.trainers import empty_optimizer, try_scheduler
-from piper.slices import capture_slices, check_sums, likely_rows, outline_by_slice, uneven_slices
-from piper.usercode import defined_at, named
+from piper.runtime.uneven import COUNTS, counted_loss
+from piper.usercode import named
 
 if TYPE_CHECKING:
-    from piper.notebook import Page
+    from piper.compiler.notebook import Page
     from piper.simulate.simulate import Simulation
 
+log = logging.getLogger("piper")
 MASTER_BYTES = {"fp32": 0, "bf16": 4, "fp64": 0}  # bf16 trains a float32 copy of each parameter
 
 
@@ -89,24 +92,24 @@ class Program:
         return origins(self.work, node)
 
     def __repr__(self) -> str:
-        from piper.notebook import line_of  # it draws what this module compiles
+        from piper.compiler.notebook import line_of  # it draws what this module compiles
 
         return line_of(self)
 
     def _repr_html_(self) -> str:
-        from piper.notebook import table_of
+        from piper.compiler.notebook import table_of
 
         return table_of(self)
 
     def simulate(self, cluster: Path | str | None = None) -> "Simulation":
         """Simulate a step on a cluster: h100, h200, a100, cpu, or a TOML file. None: h100."""
-        from piper.notebook import simulated
+        from piper.compiler.notebook import simulated
 
         return simulated(self, cluster)
 
     def view(self, cluster: Path | str | None = None) -> "Page":
         """Return the page of this program, timed on a cluster: a notebook shows it, and `save` writes it."""
-        from piper.notebook import page_of
+        from piper.compiler.notebook import page_of
 
         return page_of(self, cluster)
 
@@ -116,9 +119,10 @@ class Program:
         The model is in eval mode, nothing is saved for a backward, and the parameters are read where this
         program holds them.
         """
-        from piper.evaluation import compile_evaluation  # it uses this module
-
-        return compile_evaluation(self, batch)
+        job, metrics = self.job, None if self.job.evaluate is None else self.job.evaluate.metrics
+        loss: LossFn = job.loss if metrics is None else metrics
+        recordings = self._new_recordings(batch, loss, forward_only=True)
+        return build(job, capturing_with(batch, recordings, self.cache), trained=self)
 
     def shaped(self, batch: Batch) -> "Program":
         """Return the program that trains on batches like `batch`; compile and prove it if it is not known.
@@ -126,14 +130,29 @@ class Program:
         It has plans of its own, for the parameters that this program holds, and is kept in `shapes`. A batch
         of the sizes that this program was compiled for gives this program.
         """
-        from piper.shapes import compile_shape  # it uses this module
-
         wanted = wanted_batch(setup_of(self))
         rows, first = as_run(self, batch, wanted)
         key = read_shapes(rows, wanted)
         if not first and key not in self.shapes:
-            self.shapes[key] = compile_shape(self, rows)
+            self.shapes[key] = self._compile_shape(rows)
         return self if first else self.shapes[key]
+
+    def _compile_shape(self, batch: Batch) -> "Program":
+        """Compile the job for batches like `batch`, over the parameters that this program holds."""
+        fresh = self._new_recordings(batch, counted_loss(self.job.loss) if COUNTS in batch else self.job.loss)
+        known = (made.recordings for made in (self, *self.shapes.values()))
+        recordings = next((one for one in known if one.fields == fresh.fields), fresh)
+        settings = self.work.settings
+        optimizer = OptimizerFacts(state_bytes=settings.state_bytes, whole=settings.whole)
+        found = build(self.job, capturing_with(batch, recordings, self.cache), optimizer=optimizer)
+        check_same_state(self, found, batch)
+        return found
+
+    def _new_recordings(self, batch: Batch, loss: LossFn, *, forward_only: bool = False) -> Recordings:
+        compiled = self.cache is not None
+        return new_recordings(
+            self.job, self.device, batch, loss, compiled=compiled, forward_only=forward_only
+        )
 
 
 def compile(  # the contract's name; `builtins.compile` is of no use to our users
@@ -172,42 +191,43 @@ def build(
     job: Job,
     capturing: Capturing,
     *,
-    state_bytes: int | None = None,
-    whole: bool = False,
+    optimizer: OptimizerFacts | None = None,
+    trained: Program | None = None,
 ) -> Program:
     """Compile a job whose model is captured as `capturing` does.
 
-    state_bytes: the optimizer's state for one element, where an earlier compilation has tried the optimizer.
-    None: it is tried. whole: that compilation found that it needs whole parameters.
+    optimizer: the facts that an earlier compilation found out. None: the optimizer is tried.
+    trained: the program of which this one evaluates the parameters. It has no backward.
     """
     strategy, batch = strategy_of(job), capturing.batch
     samples = len(next(iter(batch.values())))
-    settings = Settings(
-        samples=samples,
-        clip=job.clip_norm is not None,
-        state_bytes=0,  # known when the optimizer has been tried
-        master_bytes=MASTER_BYTES[job.precision],
-    )
-    codes: dict[int, Captured] = {}
-    requests: list[Request] = []
-
-    def completed(graph: Graph) -> Completed:
-        check_sums(graph, samples, capturing)
-        before = probed(job, graph, settings) if state_bytes is None else None
-        codes.update(capture_slices(graph, samples, capturing, requests))
-        outline = outline_by_slice(graph, samples, codes)
-        if before is None:
-            return Completed(outline=outline, state_bytes=state_bytes, whole=whole)
-        probe = probed(job, replace(graph, outline=outline), settings, before)
-        return Completed(outline=outline, state_bytes=probe.probe.state_bytes, whole=probe.probe.whole)
-
-    with placing(job, strategy, batch):
-        applied = directed(capturing, strategy, samples, requests)
-        if applied.graph.precisions and job.precision != "fp64":
-            by = next(each.title for each in applied.graph.directives if each.verb == "precision")
+    with locate_errors(job, strategy, batch):
+        traced, requests, graph = directed(capturing, strategy, samples)
+        if graph.precisions and job.precision != "fp64":
+            by = next(each.title for each in graph.directives if each.verb == "precision")
             check_machine(capturing.recordings.device, by)
-        plans, work = lower(applied.graph, settings, completed)
-    reasons = [reason for code in codes.values() for reason in code.reasons()]
+        graph = validate(graph, samples)
+        if trained is not None:
+            graph = replace(graph, budgets={}, reruns={})  # there is no backward to recompute for
+        else:
+            check_sums(graph, samples, capturing)
+        codes = capture_slices(graph, samples, capturing, requests)
+        graph = replace(graph, outline=outline_by_slice(graph, samples, codes))
+        settings = Settings(
+            samples=samples,
+            clip=job.clip_norm is not None and trained is None,
+            master_bytes=MASTER_BYTES[job.precision],
+            buckets=None if trained is None else trained.plans.buckets,
+        )
+        if trained is not None:
+            graph = reads_state_of(trained, graph)
+            settings = replace(settings, state_bytes=trained.work.settings.state_bytes)
+        else:
+            facts = optimizer or facts_of_optimizer(job, graph, settings)
+            settings = replace(settings, state_bytes=facts.state_bytes, whole=facts.whole)
+        log.debug("Lowering and proving the plans")
+        plans, work = lower(graph, settings)
+    reasons = [] if trained is not None else [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,
         graph=work.graph,
@@ -216,35 +236,24 @@ def build(
         codes=codes,
         recordings=capturing.recordings,
         device=capturing.recordings.device,
-        warnings=(
-            *uneven_slices(applied.traced, work.graph, samples),
-            *(() if any(isinstance(d, Remat) for d in strategy) else applied.traced.recording.unheeded()),
-        ),
+        warnings=() if trained is not None else warnings_of(traced, work.graph, strategy, samples),
         cache=capturing.folder,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Applied:
-    """A captured model with a strategy applied to its graph."""
-
-    traced: Traced
-    graph: Graph
-
-
 def directed(
-    capturing: Capturing, strategy: list[Directive], samples: int, requests: list[Request]
-) -> Applied:
-    """Capture a model and apply a strategy to its graph. Add the divisions that it asks for to `requests`."""
+    capturing: Capturing, strategy: list[Directive], samples: int
+) -> tuple[Traced, list[Request], Graph]:
+    """Trace a model and apply a strategy to its graph. Return also what it shards over axes."""
     traced = capturing.traced(likely_rows(strategy, samples))
     divides = any(isinstance(directive, ShardAxis) for directive in strategy)
     graph = apply(start(traced.outline), strategy, orders=not divides)
-    requests += requests_of(graph, strategy)
+    requests = requests_of(graph, strategy)
     if requests:  # collectives are nodes that directives see
         traced = capturing.traced(traced.rows, requests)
     if divides:
         graph = apply(start(traced.outline), strategy)
-    return Applied(traced=traced, graph=graph)
+    return traced, requests, graph
 
 
 def known_recordings(
@@ -286,31 +295,11 @@ def capturing_with(batch: Batch, recordings: Recordings, folder: Path | None) ->
     return Capturing(batch=batch, recordings=recordings, cache=cache, folder=folder)
 
 
-@contextmanager
-def placing(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[None]:
-    """Name the user's line in errors about the model, the loss and the strategy that have none yet."""
-    try:
-        yield
-    except CaptureError as error:
-        blamed = job.model if error.by == "model" or "cannot be built" in error.what else job.loss
-        where = defined_at(blamed) if error.by in ("capture", "loss", "model") else None
-        fields = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
-        facts = {"batch": fields} if isinstance(error, LossError) else {}
-        raise error.located(f"{error.by} ({where})" if where else error.by, facts) from error.__cause__
-    except ScheduleError as error:
-        if error.by != "strategy" or not strategy:
-            raise
-        raise error.located(f"strategy ({strategy[0].source})") from error.__cause__
-    except ProofError as error:
-        raise CompilerError(
-            "this is a bug in Piper: the plans of this strategy fail their proof",
-            by=f"strategy ({strategy[0].source})" if strategy else "strategy",
-            facts={
-                "strategy": "\n".join(d.title(i) for i, d in enumerate(strategy) if not isinstance(d, Order)),
-                "proof": str(error),
-            },
-            hint="please report it with this message; meanwhile, leave out one of these directives",
-        ) from error
+def warnings_of(traced: Traced, graph: Graph, strategy: Sequence[Directive], samples: int) -> tuple[str, ...]:
+    """Return what the user may not have meant."""
+    recomputes = any(isinstance(directive, Remat) for directive in strategy)
+    unheeded = () if recomputes else traced.recording.unheeded()
+    return (*uneven_slices(traced, graph, samples), *unheeded)
 
 
 def first_batch(job: Job) -> Batch:
@@ -321,56 +310,3 @@ def first_batch(job: Job) -> Batch:
             "data() holds no batch", by=named("data", job.data), hint="return at least one batch"
         )
     return padded(batch, job.buckets)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
-    """The facts about a job's optimizer, and the buckets they were found for."""
-
-    probe: Probe
-    buckets: tuple[Bucket, ...]
-
-
-def probed(job: Job, graph: Graph, settings: Settings, before: Probed | None = None) -> Probed:
-    """Try a job's optimizer and scheduler on what each device holds, unless that was tried before.
-
-    Before chunks are differentiated, every parameter that asks for a gradient counts as trained; afterwards
-    only those that a backward reaches, which changes buckets where there are others.
-    """
-    buckets = trained_buckets(graph, settings, known=before is not None)
-    if before is not None and before.buckets == buckets:
-        return before
-    sizes = {p.name: p.shape for p in graph.outline.parameters if p.trainable}
-    policies = {bucket.name: graph.policy(bucket.chunks[0]).origin for bucket in buckets}
-    made_by = {name: graph.directives[n].title for name, n in policies.items() if n is not None}
-    try:
-        probe = probe_optimizer(job.optimizer, sizes, buckets, made_by)
-    except ConfigError:
-        if not any(bucket.zero for bucket in buckets):
-            raise
-        cut = trained_buckets(graph, replace(settings, whole=True), known=before is not None)
-        probe = replace(probe_optimizer(job.optimizer, sizes, cut, made_by), whole=True)
-    check_streamed(probe, graph)
-    optimizer = empty_optimizer(job.optimizer, buckets, sizes) if job.scheduler is not None else None
-    if optimizer is not None and job.scheduler is not None:
-        try_scheduler(job.scheduler, optimizer, job.steps)
-    return Probed(probe=probe, buckets=buckets)
-
-
-def trained_buckets(graph: Graph, settings: Settings, known: bool) -> tuple[Bucket, ...]:
-    """Return the buckets that are trained. known: whether chunks say which parameters a backward reaches."""
-    buckets = make_buckets(LoweringState(graph=graph, settings=settings)).buckets.values()
-    if known:
-        return tuple(bucket for bucket in buckets if bucket.trainable)
-    asking = {p.name for p in graph.outline.parameters if p.trainable}
-    found = []
-    for bucket in buckets:
-        pieces: list[Piece] = []
-        for piece in bucket.pieces:
-            if piece.name in asking:
-                pieces.append(replace(piece, offset=sum(p.numel for p in pieces)))
-        if pieces:
-            found.append(replace(bucket, pieces=tuple(pieces), trainable=True))
-    if settings.whole:  # those that are trained were not known before
-        return tuple(with_whole_parameters({bucket.name: bucket for bucket in found}).values())
-    return tuple(found)

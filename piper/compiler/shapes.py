@@ -1,32 +1,23 @@
-"""Compiles a job for batches of other sizes, over the parameters that a compiled program holds."""
+"""Refuses a program for batches of other sizes that does not fit the state of the first."""
 
-from piper.capture.trace.record import LossFn
-from piper.compiler import Program, build, capturing_with, new_recordings
+from typing import TYPE_CHECKING
+
 from piper.errors import CaptureError
 from piper.job import Batch
 from piper.plan.plan import Plans
-from piper.runtime.uneven import COUNTS, counted_loss
+from piper.runtime.uneven import COUNTS
+
+if TYPE_CHECKING:
+    from piper.compiler.build import Program
 
 
-def compile_shape(program: Program, batch: Batch) -> Program:
-    """Compile a program's job for batches like `batch`, and prove its plans.
-
-    Raise a CaptureError where the model then has other parameters, or divides them in another way.
-    """
-    job = program.job
-    loss: LossFn = counted_loss(job.loss) if COUNTS in batch else job.loss
-    fresh = new_recordings(job, program.device, batch, loss, compiled=program.cache is not None)
-    known = (made.recordings for made in (program, *program.shapes.values()))
-    recordings = next((one for one in known if one.fields == fresh.fields), fresh)
-    capturing = capturing_with(batch, recordings, program.cache)
-    settings = program.work.settings
-    found = build(job, capturing, state_bytes=settings.state_bytes, whole=settings.whole)
+def check_same_state(program: "Program", found: "Program", batch: Batch) -> None:
+    """Refuse a program that needs other parameters or buffers on some device than the first one."""
     check_parameters(program, found, batch)
     check_buffers(program, found, batch)
-    return found
 
 
-def check_parameters(program: Program, found: Program, batch: Batch) -> None:
+def check_parameters(program: "Program", found: "Program", batch: Batch) -> None:
     """Refuse a program that trains other parameters, or holds them in another way."""
     here, there = program.outline.reached, found.outline.reached
     if (here, program.plans.buckets) == (there, found.plans.buckets):
@@ -36,7 +27,7 @@ def check_parameters(program: Program, found: Program, batch: Batch) -> None:
     raise another_model(batch, "parameters", which)
 
 
-def check_buffers(program: Program, found: Program, batch: Batch) -> None:
+def check_buffers(program: "Program", found: "Program", batch: Batch) -> None:
     """Refuse a program that writes a buffer on a device that does not hold it otherwise."""
     written = {name for chunk in found.outline.chunks for name in chunk.mutated}
     for device, names in buffers_by_device(found.plans).items():
