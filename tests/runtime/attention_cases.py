@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -74,52 +73,25 @@ def alibi(length: int, keys: int) -> Tensor:
     return torch.where(apart >= 0, -slopes.view(-1, 1, 1) * apart, -math.inf)
 
 
-Masker = Callable[["Attends", Mapping[str, Tensor], int, int], Tensor]
-
-
-def whole(mask: Callable[[int, int], Tensor], *shape: int | None) -> Masker:
-    """Make a mask that is the same for all samples; shape: leading dimensions of one that it is given."""
-
-    def made(_: "Attends", __: Mapping[str, Tensor], length: int, keys: int) -> Tensor:
-        found = mask(length, keys)
-        return found.view(*(1 for _ in shape), *found.shape)
-
-    return made
-
-
-MASKS: Mapping[str, Masker | None] = {
-    "none": None,
-    "causal": None,  # by the operator's flag
-    "causal 2": whole(lambda n, m: distances(n, m) >= 0),
-    "causal 4": whole(lambda n, m: distances(n, m) >= 0, 1, 1),
-    "window 2": whole(window),
-    "window 3": whole(window, 1),
-    "window 4": whole(window, 1, 1),
-    "float 2": whole(lambda n, m: distances(n, m).double() / 8),
-    "alibi 3": whole(alibi),
-    "alibi 4": whole(alibi, 1),
-    "per key": whole(lambda n, m: torch.arange(m) % 3 > 0),
-    "per query": whole(lambda n, m: (torch.arange(n) / 4).view(-1, 1)),
-    "per head": whole(lambda n, m: (torch.arange(m) % (2 + torch.arange(HEADS).view(-1, 1, 1))) < 2),
-    "padding": lambda net, batch, n, m: batch["keep"][:, None, None, :m],
-    "per sample": lambda net, batch, n, m: window(n, m) | batch["keep"][:, None, None, :m],
-    "learned": lambda net, batch, n, m: cast(Tensor, net.bias),
-}
-
-
 class Attends(nn.Module):
-    """One attention between linear layers."""
+    """One attention between linear layers, behind a layer of two."""
 
     def __init__(self, operands: Operands, mask: str, scale: float | None, dropout: float) -> None:
         super().__init__()
         self.operands, self.mask, self.scale, self.dropout = operands, mask, scale, dropout
         self.size = WIDTH // operands.heads
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.q = nn.Linear(WIDTH, WIDTH)
         self.k = nn.Linear(WIDTH, operands.kv_heads * self.size)
         self.v = nn.Linear(WIDTH, operands.kv_heads * self.size)
         self.o = nn.Linear(WIDTH, WIDTH)
         bias = torch.randn(HEADS, LENGTH, max(LENGTH, operands.memory))
         self.bias: nn.Parameter | None = nn.Parameter(bias) if mask == "learned" else None
+
+    def biases(self) -> Tensor:
+        """Return the mask that is trained."""
+        assert self.bias is not None
+        return self.bias
 
     def apart(self, x: Tensor, heads: int) -> Tensor:
         """Return [samples, sequence, width] in the shape that attention is given."""
@@ -150,7 +122,7 @@ class Attends(nn.Module):
         return x.transpose(1, 2).flatten(2)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        x = batch["x"]
+        x = batch["x"] + self.down(torch.tanh(self.up(batch["x"])))
         memory = batch["memory"] if self.operands.memory else x
         query = self.apart(self.q(x), self.operands.heads)
         key, value = (self.apart(layer(memory), self.operands.kv_heads) for layer in (self.k, self.v))
@@ -169,6 +141,39 @@ class Attends(nn.Module):
         made = self.o(self.together(made, len(x)))
         assert isinstance(made, Tensor)
         return made
+
+
+Masker = Callable[[Attends, Mapping[str, Tensor], int, int], Tensor]
+
+
+def whole(mask: Callable[[int, int], Tensor], *shape: int | None) -> Masker:
+    """Make a mask that is the same for all samples; shape: leading dimensions of one that it is given."""
+
+    def made(_: Attends, __: Mapping[str, Tensor], length: int, keys: int) -> Tensor:
+        found = mask(length, keys)
+        return found.view(*(1 for _ in shape), *found.shape)
+
+    return made
+
+
+MASKS: Mapping[str, Masker | None] = {
+    "none": None,
+    "causal": None,  # by the operator's flag
+    "causal 2": whole(lambda n, m: distances(n, m) >= 0),
+    "causal 4": whole(lambda n, m: distances(n, m) >= 0, 1, 1),
+    "window 2": whole(window),
+    "window 3": whole(window, 1),
+    "window 4": whole(window, 1, 1),
+    "float 2": whole(lambda n, m: distances(n, m).double() / 8),
+    "alibi 3": whole(alibi),
+    "alibi 4": whole(alibi, 1),
+    "per key": whole(lambda n, m: torch.arange(m) % 3 > 0),
+    "per query": whole(lambda n, m: (torch.arange(n) / 4).view(-1, 1)),
+    "per head": whole(lambda n, m: (torch.arange(m) % (2 + torch.arange(HEADS).view(-1, 1, 1))) < 2),
+    "padding": lambda net, batch, n, m: batch["keep"][:, None, None, :m],
+    "per sample": lambda net, batch, n, m: window(n, m) | batch["keep"][:, None, None, :m],
+    "learned": lambda net, batch, n, m: net.biases(),
+}
 
 
 def fits(operands: str, mask: str) -> bool:
@@ -194,6 +199,7 @@ class Layout:
 
     tensor: int = 1
     between: bool = False
+    before: bool = False  # only the weights before attention are divided
     context: int = 1
     attention: str = "gather"
     zigzag: bool = False
@@ -201,6 +207,7 @@ class Layout:
 
     def __str__(self) -> str:
         found = [f"{'sp' if self.between else 'tp'}{self.tensor}"] if self.tensor > 1 else []
+        found += ["before"] if self.before else []
         balance = " zigzag" if self.zigzag else ""
         found += [f"cp{self.context} {self.attention}{balance}"] if self.context > 1 else []
         return " ".join(found if self.outer == "CP" else reversed(found))
@@ -208,7 +215,8 @@ class Layout:
     def strategy(self, fields: Mapping[str, int]) -> list[Directive]:
         """Return the directives. fields: of the batch, those that lie along the sequence."""
         devices = list(range(self.tensor * self.context))
-        weights, between = {"q|k|v": 0, "o": 1}, 1 if self.between else None
+        weights = {"up": 0, "down": 1} | ({} if self.before else {"q|k|v": 0, "o": 1})
+        between = 1 if self.between else None
         balance = "zigzag" if self.zigzag else None
         tensor = shard(at(), devices, self.tensor, axis="TP", weights=weights, between=between)
         context = shard(
@@ -234,6 +242,8 @@ LAYOUTS: Mapping[str, Layout] = {
             for a, z in FORMS
         ),
         Layout(tensor=2, between=True, context=2, attention="ring"),
+        Layout(tensor=2, between=True, before=True),
+        *(Layout(tensor=2, between=True, before=True, context=2, attention=a, zigzag=z) for a, z in FORMS),
     )
 }
 

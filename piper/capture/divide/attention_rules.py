@@ -67,7 +67,9 @@ def _by_heads_for_a_while(
     d: Divider, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node, have: Divided
 ) -> None:
     """Exchange the sequence for the heads, attend, and exchange back."""
-    heads = Divided(HEADS)
+    heads = Divided(HEADS, d.division.inner)  # so a device of an inner group has some of its own heads
+    if not all(divides(d.shape(x)[HEADS], heads, d.degree) for x in (query, key, value)):
+        heads = Divided(HEADS)
     for x in (query, key, value):
         if not divides(size := d.shape(x)[HEADS], heads, d.degree):
             raise UnevenError(f"{size} heads", size, d.degree)

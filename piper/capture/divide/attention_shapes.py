@@ -1,7 +1,7 @@
 """Writes every attention over [batch, heads, sequence, head size], the dimensions that its rules know.
 
 PyTorch takes operands of any rank from two up, broadcasts them, and takes masks of fewer dimensions. As
-there, the third dimension from the end is that of heads: [batch * heads, sequence, head size] has only heads.
+there, the third dimension from the end is that of heads, also in [batch * heads, sequence, head size].
 """
 
 import math

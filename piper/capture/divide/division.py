@@ -30,6 +30,7 @@ class Division:
     between: int | None = None  # the dimension along which activations between divided work are divided
     attention: str = "gather"
     zigzag: bool = False
+    inner: int = 1  # over how many devices axes that are divided later divide what this one leaves
 
 
 class UnevenError(Exception):

@@ -1,5 +1,6 @@
 """What `shard` over an axis asks of a captured model: which parameters, batch fields and regions."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -72,9 +73,13 @@ def divide_model(
     recording = as_aten(recording, exact=exact)
     fields: dict[str, tuple[ParameterSlice, ...]] = {}
     # The outermost axis first: what it leaves of a dimension is what an inner axis then divides.
-    for merged in reversed(groups_of(requests)):
-        recording, parameters = _divided(recording, merged, parameters, batch)
+    groups = groups_of(requests)
+    while groups:
+        merged = groups.pop()
         first = merged[0]
+        regions = {tags for request in merged for tags in request.regions}
+        inner = {g[0].axis: g[0].degree for g in groups if any(regions & r.regions.keys() for r in g)}
+        recording, parameters = _divided(recording, merged, parameters, batch, math.prod(inner.values()))
         for name, dim in first.batch.items():
             cut = ParameterSlice(axis=first.axis, degree=first.degree, dim=dim, zigzag=first.zigzag)
             fields[name] = (cut, *fields.get(name, ()))
@@ -99,6 +104,7 @@ def _divided(
     requests: Sequence[Request],
     parameters: Sequence[Parameter],
     batch: Mapping[str, TensorSpec],
+    inner: int,
 ) -> tuple[Recording, tuple[Parameter, ...]]:
     first = requests[0]
     grids = {tags: grid for request in requests for tags, grid in request.regions.items()}
@@ -114,6 +120,7 @@ def _divided(
         between=first.between,
         attention=first.attention,
         zigzag=first.zigzag,
+        inner=inner,
     )
 
     def peers(a: Tags, b: Tags) -> bool:

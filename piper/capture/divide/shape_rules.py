@@ -1,6 +1,7 @@
 """Rules for operations that move elements without computing: reshapes, transposes, slices, joins."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 
 import torch
@@ -12,6 +13,7 @@ from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError, UnevenError
 from piper.capture.divide.layout import Divided, Sum, local_shape, reshaped
 from piper.capture.divide.reshapes import RESHAPES, value_of
+from piper.ir.chunk import Collective
 
 
 def operand(node: fx.Node) -> fx.Node:
@@ -246,16 +248,34 @@ def cat(d: Divider, node: fx.Node) -> None:
 
 
 def inner_collective(d: Divider, node: fx.Node) -> None:
-    """Let a collective along an inner axis work on each device's slice.
-
-    It may join and cut the dimension that is divided here: the devices of an inner group then hold this
-    device's slice between them, and positions within it are only compared once they are joined.
-    """
+    """Let a collective along another axis, whose groups stride over these, work on each device's slice."""
     source, how = operand(node), how_of(node)
     have = d.layout(source)
     if isinstance(have, Sum) and how.op == "max":
         have = d.settle(source)
+    if isinstance(have, Divided):
+        how, have = _within_slices(how, have, d.degree)
     d.done(node, d.exchange(d.local[source], how), have)
+
+
+def _within_slices(how: Collective, have: Divided, degree: int) -> tuple[Collective, Divided]:
+    """Return what a collective does on slices of the dimension that it joins or cuts, and their layout then.
+
+    Either each of its blocks lies within one slice, so that a device has its share of the blocks, or each of
+    its pieces holds whole blocks of the slices, so that their number grows or shrinks with the pieces.
+    """
+    for grows, slicing in ((True, how.joined), (False, how.cut)):
+        if slicing is None or slicing.dim != have.dim:
+            continue
+        pieces = 2 if slicing.zigzag else 1  # in a device's own part of a block
+        if slicing.blocks % (have.blocks * degree) == 0 and not have.zigzag:
+            own = replace(slicing, blocks=slicing.blocks // degree)
+            how = replace(how, joined=own) if grows else replace(how, cut=own)
+            continue
+        if have.zigzag or have.blocks % (slicing.blocks * pieces * (1 if grows else how.degree)):
+            raise NoRuleError(f"the axis {how.axis} divides the same dimension in another order")
+        have = replace(have, blocks=have.blocks * how.degree if grows else have.blocks // how.degree)
+    return how, have
 
 
 RULES: dict[object, Rule] = {
