@@ -143,6 +143,16 @@ class Chunk:
     experts: int = 0  # expert, route and unroute: how many experts in all, before sharding
     collective: Collective | None = None  # of a chunk of that kind
 
+    @property
+    def drawer(self) -> str:
+        """Return who draws its random numbers: a region, whose pieces run in order, or a chunk of experts."""
+        return f"{self.name} expert" if self.kind == "expert" else region_name(self.tags)
+
+
+def region_name(tags: Tags) -> str:
+    """Return how names of chunks begin."""
+    return " ".join(f"{tag}={index}" for tag, index in tags) or "all"
+
 
 def bundles(chunk: Chunk) -> dict[SlotKind, list[int]]:
     """Return the saved values in two bundles. Those that the weight gradients need live longer."""

@@ -49,7 +49,7 @@ def compute(env: Env, ins: Instr) -> Bound:
             slots[slot] = [None if i is None else out[i] for i in members]
 
     if phase == "F" and chunk.random:
-        run = seeded(env, ins, chunk.name, run)
+        run = seeded(env, ins, chunk, run)
     return run
 
 
@@ -116,21 +116,33 @@ def ends_with(env: Env, ins: Instr) -> list[int]:
     return [env.at(slot) for slot in ins.frees if env.makers[slot] == ins.stream]
 
 
-def seeded(env: Env, ins: Instr, chunk: str, run: Bound) -> Bound:
-    """Draw the same numbers for the same chunk, microbatch and replica in a step, wherever it runs."""
-    place = env.setup.plans.chunks[chunk].devices_for(ins.part).index(env.device)
-    where = draw_place(chunk, ins.part, place // env.setup.outline.degree(env.chunks[chunk]))
+def seeded(env: Env, ins: Instr, chunk: Chunk, run: Bound) -> Bound:
+    """Draw the same numbers for the same region, microbatch and replica in a step, wherever it runs.
+
+    The pieces of a region draw from one generator, in order: each reads what the one before it made. So it
+    does not matter into how many pieces collectives cut it.
+    """
+    place = env.setup.plans.chunks[chunk.name].devices_for(ins.part).index(env.device)
+    where = draw_place(chunk.drawer, ins.part, place // env.setup.outline.degree(chunk))
+    pieces = [piece.name for piece in env.chunks.values() if piece.random and piece.drawer == chunk.drawer]
+    number = pieces.index(chunk.name)
 
     def draw() -> None:
-        with env.dice.seeded(draw_seed(env.setup.seed, env.step, where)):
+        begin: int | Tensor = draw_seed(env.setup.seed, env.step, where)
+        if number:
+            step, begin = env.drawn[where, number]
+            assert step == env.step, f"{chunk.name} draws before an earlier piece of its region"
+        with env.dice.seeded(begin):
             run()
+            if number + 1 < len(pieces):
+                env.drawn[where, number + 1] = (env.step, env.dice.generator.get_state())
 
     return draw
 
 
-def draw_place(chunk: str, part: Tags, replica: int) -> str:
+def draw_place(drawer: str, part: Tags, replica: int) -> str:
     """Return the place where random numbers are drawn, as part of their seed."""
-    return f"{chunk}/{','.join(f'{axis}={i}' for axis, i in part)}/{replica}"
+    return f"{drawer}/{','.join(f'{axis}={i}' for axis, i in part)}/{replica}"
 
 
 def parts_of(plans: Plans, chunk: str) -> list[Tags]:

@@ -44,11 +44,14 @@ class Dice:
             self.generator = torch.cuda.default_generators[device.index or 0]
 
     @contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        """Draw from this seed inside, and leave the generator as it was."""
+    def seeded(self, begin: int | Tensor) -> Iterator[None]:
+        """Draw from a seed, or from where other draws ended, inside, and leave the generator as it was."""
         with self.lock:
             before = self.generator.get_state()
-            self.generator.manual_seed(seed)
+            if isinstance(begin, int):
+                self.generator.manual_seed(begin)
+            else:
+                self.generator.set_state(begin)
             try:
                 yield
             finally:
@@ -56,7 +59,7 @@ class Dice:
 
 
 def draw_seed(seed: int, step: int, where: str) -> int:
-    """Return a seed for one chunk on one microbatch and replica in one step; no two of them are related."""
+    """Return a seed for one region on one microbatch and replica in one step; no two of them are related."""
     text = f"{seed}/{step}/{where}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
@@ -113,6 +116,8 @@ class Env:
         self.batch: Mapping[str, BatchField] = {}
         self.vault: Vault | None = None  # None: instructions that copy the state do nothing
         self.step = 0
+        # Where the generator stands before a later piece of a region, and in which step, by place and number.
+        self.drawn: dict[tuple[str, int], tuple[int, Tensor]] = {}
 
     def _resident(self, slot: SlotId, initial: Initial) -> object:
         """Return the initial value of a slot that outlives the step."""

@@ -343,7 +343,7 @@ def test_a_recompute_with_another_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.ok, report
     right = compute.seeded
 
-    def other(env: Env, ins: Any, chunk: str, run: Any) -> Any:  # noqa: ANN401
+    def other(env: Env, ins: Any, chunk: Any, run: Any) -> Any:  # noqa: ANN401
         return run if ins.again else right(env, ins, chunk, run)
 
     monkeypatch.setattr(compute, "seeded", other)

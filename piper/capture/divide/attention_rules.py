@@ -9,7 +9,7 @@ from torch.fx.node import Argument, map_arg
 from piper.capture.divide.compute_rules import aligned
 from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError, UnevenError
-from piper.capture.divide.draws import attend_and_drop, mask_of
+from piper.capture.divide.draws import attend_and_drop, causal_mask, mask_of
 from piper.capture.divide.layout import WHOLE, Divided, divides
 from piper.capture.divide.masks import is_causal, unrepeated
 from piper.capture.divide.ring import by_ring, scale_of
@@ -28,16 +28,14 @@ def attention(d: Divider, node: fx.Node) -> None:
     if have is None:  # the mask alone is divided
         d.plain(node)
         return
-    if draws(node) and have.dim == SEQUENCE:
-        raise NoRuleError("dropout inside attention divides by heads, not by the sequence")
-    if have.dim == SEQUENCE and d.division.attention == "ring":
-        by_ring(d, node, query, key, value, have)
-    elif have.dim == SEQUENCE and d.division.attention == "heads":
-        _by_heads_for_a_while(d, node, query, key, value, have)
-    elif have.dim == SEQUENCE:
-        _by_queries(d, node, query, key, value, have)
-    else:
+    if have.dim != SEQUENCE:
         _alike(d, node, query, key, value, have)
+    elif d.division.attention == "ring":
+        by_ring(d, node, query, key, value, have)
+    elif d.division.attention == "heads":
+        _by_heads_for_a_while(d, node, query, key, value, have)
+    else:
+        _by_queries(d, node, query, key, value, have)
 
 
 def _alike(d: Divider, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node, have: Divided) -> None:
@@ -48,9 +46,6 @@ def _alike(d: Divider, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.No
         if not divides(size := d.shape(x)[have.dim], have, d.degree):
             raise UnevenError(f"{size} heads", size, d.degree)
     local = [d.to(x, have, varies=True) for x in (query, key, value)]
-    if draws(node):
-        d.done(node, attend_and_drop(d, node, local, have, mask_of(d, node, have)), have)
-        return
     d.done(node, _attend(d, node, local, have), have)
 
 
@@ -58,6 +53,8 @@ def _attend(
     d: Divider, node: fx.Node, local: list[fx.Node], have: Divided, mask: fx.Node | None = None
 ) -> fx.Node:
     mask = mask or mask_of(d, node, have)
+    if draws(node):
+        return attend_and_drop(d, node, local, have, mask)
     causal = bool(argument(node, 5, "is_causal", False)) and mask is None
     kwargs: dict[str, Argument] = {n: node.kwargs[n] for n in ("scale", "enable_gqa") if n in node.kwargs}
     return d.emit(node.target, (*local, mask, 0.0, causal), kwargs)
@@ -84,12 +81,14 @@ def _by_queries(
 ) -> None:
     """Attend from a device's own queries to the keys and values of all devices."""
     own = d.to(query, have, varies=True)
-    if not is_causal(node):
+    lengths = [d.shape(x)[SEQUENCE] for x in (query, key)]
+    if not is_causal(node) or have.blocks > 1 or lengths[0] != lengths[1] or draws(node):
+        rows = None
+        if argument(node, 5, "is_causal", False):
+            rows = d.take(causal_mask(d, *lengths), have.at(0))
         local = [own, d.to(key, WHOLE, varies=True), d.to(value, WHOLE, varies=True)]
-        d.done(node, _attend(d, node, local, have), have)
+        d.done(node, _attend(d, node, local, have, rows), have)
         return
-    if d.shape(key)[SEQUENCE] != d.shape(query)[SEQUENCE]:
-        raise NoRuleError("its mask is causal, and it has more keys than queries, or fewer")
     keys, values = (d.to(unrepeated(d, x), WHOLE, varies=True) for x in (key, value))
     how = (d.host_place(), scale_of(d, node), d.degree, have.zigzag)
     both = d.emit(torch.ops.piper.attend_prefix.default, (own, keys, values, *how))

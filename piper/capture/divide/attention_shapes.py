@@ -14,6 +14,7 @@ from piper.capture.divide.reshapes import value_of
 
 aten = torch.ops.aten
 MASK = 3  # its position among the arguments
+WEIGHTS = "piper_weights"  # under which a node's meta keeps the shape of the weights in the program
 
 
 def in_four_dimensions(graph: fx.Graph) -> None:
@@ -37,6 +38,9 @@ class _Writer:
         result = _shape(node)
         *batch, heads = (1,) * (4 - len(result)) + result[:-2]
         args = list(node.args)
+        key = args[1]
+        assert isinstance(key, fx.Node)
+        node.meta[WEIGHTS] = (*result[:-1], _shape(key)[-2])
         for position, x in enumerate(args[:3]):
             assert isinstance(x, fx.Node)
             own = _shape(x)[-3] if node.kwargs.get("enable_gqa") else heads

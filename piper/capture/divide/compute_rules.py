@@ -88,12 +88,7 @@ def pointwise(d: Divider, node: fx.Node) -> None:
         d.plain(node)
         return
     local = {s: d.to(s, aligned(d, s, layout, rank), varies=True) for s in sources}
-    if node.target is aten.dropout.default and node.args[2]:
-        made = _dropout(d, node, local[sources[0]], layout)
-    else:
-        made = d.emit(
-            node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__)
-        )
+    made = d.emit(node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__))
     d.done(node, made, layout)
 
 
@@ -124,18 +119,6 @@ def _is_linear(node: fx.Node) -> bool:
     assert isinstance(made, Tensor) and isinstance(given, Tensor)
     exact = not given.is_floating_point() and made.dtype is not torch.bool
     return made.is_floating_point() or exact  # a cast of terms to integers rounds each of them
-
-
-def _dropout(d: Divider, node: fx.Node, local: fx.Node, layout: Divided) -> fx.Node:
-    """Drop what one device would drop: draw for the whole value, use a device's own part of the draw."""
-    value = local.meta["example_value"]
-    ones = d.emit(
-        aten.ones.default,
-        (list(d.shape(node)),),
-        {"dtype": value.dtype, "device": value.device},
-    )
-    drawn = d.emit(aten.dropout.default, (ones, *node.args[1:]))
-    return d.emit(aten.mul.Tensor, (local, d.take(drawn, layout)))
 
 
 def linear(d: Divider, node: fx.Node) -> None:

@@ -18,7 +18,7 @@ from piper.capture.divide.division import DRAWN, Division, NoRuleError, UnevenEr
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides, in_words, local_shape
 from piper.capture.divide.reshapes import REPLAYED, value_of
 from piper.capture.trace.blame import node_line
-from piper.capture.trace.effects import draws
+from piper.capture.trace.effects import draws, name_of
 from piper.capture.trace.recording import FromParameter, Mode, Recording
 from piper.errors import CaptureError
 from piper.ir.chunk import AxisPosition, Collective, HostPlace, Tags
@@ -336,7 +336,8 @@ class Divider:
         tags = self.region_of(node)
         sources = node.all_input_nodes
         outside = tags is not None and not self.inside(tags)
-        if outside or all(self._is_whole(source) for source in sources):
+        relaid = draws(node) and any(self.relaid(source) for source in sources)
+        if outside or (all(self._is_whole(source) for source in sources) and not relaid):
             for source in sources:
                 if isinstance(self.layouts[source], Sum):
                     self.settle(source)
@@ -370,12 +371,23 @@ class Divider:
             if self._of_integers(node):
                 self.plain(node)
                 return
+            what = name_of(node) if node.target is collective else node.target
             raise CaptureError(
-                f"{node.target} cannot be divided: {error}",
+                f"{what} cannot be divided: {error}",
                 by=self.division.by,
                 facts=self.facts(),
                 hint=error.hint or HINT,
             ) from None
+
+    def relaid(self, node: fx.Node) -> bool:
+        """Return whether a whole value lies in memory in another order than in the undivided program.
+
+        What is drawn for its elements is drawn in that order.
+        """
+        local, value = self.local[node].meta["example_value"], value_of(node)
+        if not isinstance(local, Tensor) or not isinstance(value, Tensor) or not self._is_whole(node):
+            return False
+        return local.stride() != value.stride()
 
     def _of_integers(self, node: fx.Node) -> bool:
         """Return whether an operation reads only integers of the group: labels, masks, positions.

@@ -11,6 +11,7 @@ aten = torch.ops.aten
 DRAWN = frozenset(  # operations with rules by which a device draws what one device would
     (
         aten.dropout.default,
+        aten.feature_dropout.default,
         aten.rand_like.default,
         aten.randn_like.default,
         aten.scaled_dot_product_attention.default,

@@ -19,6 +19,7 @@ from piper.capture.divide.division import NoRuleError
 from piper.capture.divide.layout import Divided
 from piper.capture.divide.masks import is_causal, unrepeated
 from piper.capture.divide.shape_rules import argument
+from piper.capture.trace.effects import draws
 from piper.ir.chunk import Collective
 
 OTHERWISE = 'use attention="gather" there'
@@ -70,6 +71,10 @@ def by_ring(d: Divider, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.N
     if len(set(lengths)) > 1:
         what = f"a ring passes on as many keys as there are queries, not {lengths[1]} for {lengths[0]}"
         raise NoRuleError(what, OTHERWISE)
+    if draws(node):
+        raise NoRuleError("dropout inside attention does not go round a ring", OTHERWISE)
+    if have.blocks > 1:
+        raise NoRuleError("a ring passes on one run of the sequence", OTHERWISE)
     causal, mask = is_causal(node), None
     given = argument(node, 3, "attn_mask")
     if isinstance(given, fx.Node) and not causal:

@@ -14,7 +14,7 @@ from piper.capture.trace.functionalize import Entangled
 from piper.capture.trace.recording import Recording
 from piper.capture.trace.regions import Regions
 from piper.errors import CaptureError
-from piper.ir.chunk import ChunkKind, Tags
+from piper.ir.chunk import ChunkKind, Tags, region_name
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ def _named(groups: list[GrowingChunk]) -> list[Cut]:
             axis = how_of(group.nodes[0]).axis
             collectives[axis] = collectives.get(axis, -1) + 1
             group.tags = (*group.tags, (axis, collectives[axis]))
-        name = " ".join(f"{tag}={index}" for tag, index in group.tags) or "all"
+        name = region_name(group.tags)
         if group.kind in ("route", "unroute"):
             name += f" {group.kind}"
         piece = taken.get(name, 0)

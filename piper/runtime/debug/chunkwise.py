@@ -46,15 +46,17 @@ class Chunkwise:
     def run(self, batch: Mapping[str, Tensor], step: int, part: Tags, replica: int) -> Walk:
         """Run one slice of the batch forward and return its values."""
         walk = Walk(batch)
+        drawn: dict[str, Tensor] = {}  # where the generator of each region stands
         for chunk in self.setup.outline.chunks:
             if chunk.kind in ("route", "unroute"):
                 for index in range(len(chunk.outputs)):
                     walk.outputs[chunk.name, index] = self._value(walk, chunk.inputs[index])
                 continue
-            seed = draw_seed(self.setup.seed, step, draw_place(chunk.name, part, replica))
             if chunk.random:
-                with self.dice.seeded(seed):
+                seed = draw_seed(self.setup.seed, step, draw_place(chunk.drawer, part, replica))
+                with self.dice.seeded(drawn.get(chunk.drawer, seed)):
                     self._forward(walk, chunk)
+                    drawn[chunk.drawer] = self.dice.generator.get_state()
             else:
                 self._forward(walk, chunk)
         return walk

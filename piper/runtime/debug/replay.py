@@ -1,8 +1,9 @@
 """Gives plain PyTorch the random numbers that the contract names.
 
-The contract: a chunk draws all its random numbers, in program order, from a generator seeded with the first
-63 bits of BLAKE2b(`seed/step/chunk/axis=index,.../replica`). So every microbatch, replica, region and step
-has numbers of its own, and a recomputed forward draws the same ones.
+The contract: a region draws all its random numbers, in program order, from a generator seeded with the first
+63 bits of BLAKE2b(`seed/step/region/axis=index,.../replica`). So every microbatch, replica, region and step
+has numbers of its own, a recomputed forward draws the same ones, and it does not matter into how many chunks
+a region is cut. A chunk of experts stands for a region of its own, `chunk expert`.
 
 This module implements the contract a second time. Which chunk a draw belongs to is read off the captured
 chunks, by counting their draws; the values are drawn by the operations of the plain model. On the whole batch
@@ -153,10 +154,10 @@ class Replay:
         buckets = self.program.plans.buckets.values()
         return max((bucket.ways for bucket in buckets if chunk in bucket.chunks), default=1)
 
-    def seed(self, step: int, chunk: str, part: Tags, replica: int) -> int:
+    def seed(self, step: int, region: str, part: Tags, replica: int) -> int:
         """Return the seed of the contract."""
         microbatch = ",".join(f"{axis}={index}" for axis, index in part)
-        text = f"{self.program.job.seed}/{step}/{chunk}/{microbatch}/{replica}"
+        text = f"{self.program.job.seed}/{step}/{region}/{microbatch}/{replica}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") // 2
 
@@ -277,12 +278,16 @@ class _Draws(TorchDispatchMode):
         return results[0] if len(results) == 1 else tuple(results)
 
     def _seeded(self, op: Any, args: Any, kwargs: Any, chunk: str, place: int, part: Slice) -> Any:  # noqa: ANN401
-        """Call a random operation where the generator of its chunk and slice stands."""
-        generator, key = self.replay.generator, (chunk, part)
+        """Call a random operation where the generator of its region and slice stands."""
+        tags = self.replay.chunks[chunk].tags
+        region = " ".join(f"{tag}={i}" for tag, i in tags) or "all"
+        if self.replay.chunks[chunk].kind == "expert":
+            region = f"{chunk} expert"
+        generator, key = self.replay.generator, (region, part)
         if key in self.states:
             generator.set_state(self.states[key])
         else:
-            generator.manual_seed(self.replay.seed(self.step, chunk, part.part, part.replica))
+            generator.manual_seed(self.replay.seed(self.step, region, part.part, part.replica))
         out = op(*args, **kwargs)
         self.states[key] = generator.get_state()
         mask = out if isinstance(out, Tensor) else out[1]

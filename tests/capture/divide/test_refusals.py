@@ -334,5 +334,5 @@ def test_attention_that_a_ring_cannot_pass_on() -> None:
     )
     assert found("dropped").startswith(
         "shard #0 (here): aten.scaled_dot_product_attention.default cannot be divided: "
-        "dropout inside attention divides by heads, not by the sequence"
+        "dropout inside attention does not go round a ring"
     )
