@@ -12,6 +12,10 @@ def test_a_sequence_in_three_dimensions(operands: str, attention: str, zigzag: b
     assert refusal_in_lockstep(Case(operands=operands, mask="causal", layout=layout)) is None
 
 
+def test_heads_that_two_axes_divide_keep_their_order() -> None:
+    assert refusal_in_lockstep(Case(operands="4", mask="alibi 3", layout="tp2 cp2 heads")) is None
+
+
 @pytest.mark.parametrize(
     "case",
     [
