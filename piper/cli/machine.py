@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from time import perf_counter
 from typing import cast
@@ -18,7 +18,7 @@ from piper.files import write_output
 from piper.launchers.launch import launcher
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import samples_of
-from piper.simulate.cluster import FP8, OPTIONAL, Cluster, Link
+from piper.simulate.cluster import FP8, Cluster, Link
 from piper.simulate.regression import line_through
 from piper.train.profiling import profile_of
 
@@ -184,10 +184,10 @@ def conversation() -> Speech:
 
 def optional(cluster: Cluster) -> Iterator[tuple[str, float]]:
     """Yield the figures of a cluster that a file may leave out, where they are known."""
-    for name in OPTIONAL:
-        value = getattr(cluster, name)
-        if value is not None:
-            yield name, value
+    for field in fields(cluster):
+        value = getattr(cluster, field.name)
+        if field.default is not MISSING and field.name not in ("devices", "cores") and value is not None:
+            yield field.name, value
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:

@@ -5,34 +5,24 @@ A cluster is a small TOML file; those in `clusters/` are known by name.
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.resources import files
 from math import ceil, inf, log2
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from piper.devices import Devices
 from piper.errors import ConfigError
 from piper.plan.ops import OPS, Op
 
-OPTIONAL = (
-    "host_bandwidth",
-    "attained",
-    "attained_attention",
-    "attained_memory",
-    "processors",
-    "launch",
-    "kernel",
-    "issue",
-    "context",
-    "communicator",
-    "fragmentation",
-    "host_memory",
+MAY_BE_ZERO = (
+    *("devices", "cores", "latency", "slows", "processors", "launch", "kernel", "issue"),
+    *("context", "communicator", "fragmentation", "host_memory"),
 )
-NUMBERS = ("devices", "cores", "memory", "memory_bandwidth", *OPTIONAL)
-MAY_BE_ZERO = ("devices", "cores", "latency", "slows", *OPTIONAL[4:])
+PARTS = ("fragmentation", "slows")  # less than 1: they say how much of something is taken
 FP8 = "float8_e4m3fn"
 REQUIRED = frozenset(("memory", "memory_bandwidth", "flops", "link"))
+NUMBERS = (int, float, float | None)  # types of the fields that a file gives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,38 +174,18 @@ def read_cluster(text: str, name: str, source: str) -> Cluster:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise bad_file(source, str(error)) from None
-    unknown = sorted(found.keys() - {*NUMBERS, "flops", "link"})
-    if unknown:
-        raise bad_file(source, f"nothing is called {unknown[0]!r}")
-    missing = sorted(REQUIRED - found.keys())
-    if missing:
+    if missing := sorted(REQUIRED - found.keys()):
         raise bad_file(source, f"{missing[0]!r} is missing")
-    table, links = found["flops"], found["link"]
+    table, links = found.pop("flops"), found.pop("link")
     if not isinstance(table, dict) or not table:
         raise bad_file(source, "'flops' is not a table of peaks by type")
     if not isinstance(links, list) or not links:
         raise bad_file(source, "'link' is not a list of tables")
-    given = {key: number(source, key, found[key]) for key in NUMBERS if key in found}
     return Cluster(
         name=name,
         links=read_links(links, source),
         flops={dtype: number(source, f"flops.{dtype}", peak) for dtype, peak in table.items()},
-        memory=given["memory"],
-        memory_bandwidth=given["memory_bandwidth"],
-        host_bandwidth=given.get("host_bandwidth"),
-        attained=given.get("attained", 1.0),
-        attained_attention=given.get("attained_attention"),
-        attained_memory=given.get("attained_memory"),
-        processors=int(given.get("processors", 0)),
-        launch=given.get("launch", 0.0),
-        kernel=given.get("kernel", 0.0),
-        issue=given.get("issue", 0.0),
-        devices=int(given.get("devices", 8)),
-        cores=int(given.get("cores", 0)),
-        context=given.get("context", 0.0),
-        communicator=given.get("communicator", 0.0),
-        fragmentation=part(source, "fragmentation", given.get("fragmentation", 0.0)),
-        host_memory=given.get("host_memory"),
+        **numbers_of(Cluster, found, source, "nothing"),
     )
 
 
@@ -226,28 +196,27 @@ def read_links(links: list[object], source: str) -> tuple[Link, ...]:
         where = f"link[{place}]"
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             raise bad_file(source, f"{where} has no name")
-        level = cast("dict[str, object]", entry)
+        level = {**entry}
+        name = level.pop("name")
         for key in ("bandwidth", "latency"):
             if key not in level:
-                raise bad_file(source, f"{where} ({level['name']}) has no {key!r}")
-        unknown = sorted(level.keys() - {"name", "bandwidth", "latency", "devices", "slows", "cores"})
-        if unknown:
-            raise bad_file(source, f"nothing of {where} ({level['name']}) is called {unknown[0]!r}")
-        values = {key: number(source, f"{where}.{key}", level[key]) for key in level if key != "name"}
-        devices = int(values.get("devices", 0))
-        if made and (not made[-1].devices or 0 < devices <= made[-1].devices):
-            raise bad_file(source, f"{where} ({level['name']}) joins no more devices than {made[-1].name}")
-        made.append(
-            Link(
-                name=str(level["name"]),
-                devices=devices,
-                bandwidth=values["bandwidth"],
-                latency=values["latency"],
-                slows=part(source, f"{where}.slows", values.get("slows", 0.0)),
-                cores=values.get("cores", 0.0),
-            )
-        )
+                raise bad_file(source, f"{where} ({name}) has no {key!r}")
+        link = Link(name=name, **numbers_of(Link, level, source, f"nothing of {where} ({name})", f"{where}."))
+        if made and (not made[-1].devices or 0 < link.devices <= made[-1].devices):
+            raise bad_file(source, f"{where} ({name}) joins no more devices than {made[-1].name}")
+        made.append(link)
     return tuple(made)
+
+
+def numbers_of(
+    record: type, found: Mapping[str, object], source: str, nothing: str, prefix: str = ""
+) -> dict[str, Any]:
+    """Return the numbers of a table as the fields of a record have them. nothing: begins the error's text."""
+    types = {field.name: field.type for field in fields(record)}
+    if unknown := sorted(key for key in found if types.get(key) not in NUMBERS):
+        raise bad_file(source, f"{nothing} is called {unknown[0]!r}")
+    values = {key: number(source, prefix + key, value) for key, value in found.items()}
+    return {key: int(value) if types[key] is int else value for key, value in values.items()}
 
 
 def number(source: str, key: str, value: object) -> float:
@@ -255,14 +224,10 @@ def number(source: str, key: str, value: object) -> float:
     positive = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
     if not positive or (not value and not key.endswith(MAY_BE_ZERO)):
         raise bad_file(source, f"{key} is {value!r}, not a positive number")
-    return float(cast(float, value))
-
-
-def part(source: str, key: str, value: float) -> float:
-    """Return a value that says how much of something is taken, or raise the error of a bad file."""
-    if value >= 1:
-        raise bad_file(source, f"{key} is {value:g}, which leaves nothing")
-    return value
+    found = float(cast(float, value))
+    if key.endswith(PARTS) and found >= 1:
+        raise bad_file(source, f"{key} is {found:g}, which leaves nothing")
+    return found
 
 
 def bad_file(source: str, why: str) -> ConfigError:
