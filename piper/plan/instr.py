@@ -1,7 +1,7 @@
 """One instruction of a plan: what to run, on which stream, from which slots into which."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from piper.devices import Devices
@@ -14,9 +14,9 @@ from piper.sharding import Collective, CollectiveOp, Sharding
 class Field:
     """The payload of a load: the batch field, the microbatch, and the devices that share the samples."""
 
-    name: str
-    part: Tags
-    devices: Devices
+    name: str = field(metadata={"key": "field"})  # as its line calls it
+    part: Tags = ()
+    devices: Devices = ()
     degree: int = 1  # how many neighbours share their samples
     slices: tuple[Sharding, ...] = ()  # of the field, where its other dimensions are divided
 

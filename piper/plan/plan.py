@@ -63,7 +63,6 @@ class Bucket:
     """
 
     name: str
-    pieces: tuple[Piece, ...]
     devices: Devices
     groups: tuple[Devices, ...]
     chunks: tuple[str, ...]  # the chunks that read it
@@ -79,6 +78,7 @@ class Bucket:
     gathered_as: str = ""  # "fp8": rounded row by row when its shards are gathered; empty: as it is
     origin: tuple[int, ...] = ()  # the directives that made it so
     bounds: tuple[int, ...] = ()  # where each shard begins, and the end, in elements. Empty: equal shards
+    pieces: tuple[Piece, ...]
 
     @property
     def group_size(self) -> int:
@@ -205,8 +205,8 @@ class Plans:
     seed: float  # the gradient of each microbatch's loss
     weighted: bool  # gradients are divided by the total weight in the update
     cells: int = 1  # slices of the samples before microbatches; every set of devices divides it
-    copies: int = 1  # how many devices hold the loss of each slice
     axes: Mapping[str, int] = field(default_factory=dict)  # the number of microbatches along each axis
+    copies: int = 1  # how many devices hold the loss of each slice
     chunks: Mapping[str, PlacedChunk] = field(default_factory=dict)
     protection: Protection | None = None  # how copies of the state are kept. None: by no instruction
     why: tuple[str, ...] = ()  # the options that the compiler rejected, with the reasons

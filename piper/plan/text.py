@@ -1,7 +1,13 @@
-"""The text form of plans: one line per instruction, readable, and parsed back to the very same plans."""
+"""The text form of plans: one line per instruction, readable, and parsed back to the very same plans.
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import cast
+Records are written from their fields, each by its type: see `FORMS`. A field that has its default is left
+out, but for those in `ALWAYS`.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any, TypeVar, cast
 
 from piper.devices import Devices, parse, show
 from piper.errors import ConfigError
@@ -17,10 +23,12 @@ from piper.plan.sharding_text import (
     show_shardings,
 )
 from piper.protection import APART, Protection
+from piper.sharding import Collective, Sharding
 from piper.text_fields import (
     AND,
     GAP,
     BadLineError,
+    Reader,
     Readers,
     build,
     each_line,
@@ -36,6 +44,8 @@ from piper.text_fields import (
     shown,
 )
 
+T = TypeVar("T")
+Shares = tuple[tuple[SlotId, int], ...]
 PAYLOADS: Mapping[Op, type] = {
     "load": Field,
     "compute": Pass,
@@ -51,6 +61,18 @@ PAYLOADS: Mapping[Op, type] = {
     "reduce_scatter": OfBucket,
     "broadcast": OfChunk,
 }  # the other ops need nothing beyond their slots
+ALONE: Mapping[object, str] = {Pass: "run", Rows: "rows"}  # payloads that are one field of a line
+ELSEWHERE: Mapping[type, Collection[str]] = {  # fields that begin a line, or have lines of their own
+    Instr: ("op", "node"),
+    Comm: ("name",),
+    Bucket: ("name",),
+    Plans: ("plans", "comms", "buckets", "chunks", "why"),
+}
+ALWAYS: Mapping[type, Collection[str]] = {  # fields that are written also where they have their default
+    Plans: ("cells", "axes"),
+    Bucket: ("zero", "trainable", "copies", "siblings", "reduce_stream", "gather_stream", "origin"),
+    Routing: ("outward",),
+}
 
 
 def show_plans(plans: Plans) -> str:
@@ -60,122 +82,85 @@ def show_plans(plans: Plans) -> str:
 
 def lines_of(plans: Plans) -> Iterator[str]:
     """Yield the lines of the text form, in the order `read_plans` expects."""
-    axes = show_pairs(tuple(plans.axes.items()))
-    shared = [f"weighted={int(plans.weighted)}", f"cells={plans.cells}", f"axes={axes}"]
-    shared += [f"copies={plans.copies}"] if plans.copies > 1 else []
-    shared += [f"protection={show_protection(plans.protection)}"] if plans.protection else []
-    yield line("plans", f"seed={plans.seed!r}", shared)
+    yield GAP.join(["plans", *show_fields(plans)])
     for reason in plans.why:
         yield line("why", shown(reason), [])
-    for chunk, placed in plans.chunks.items():
-        said = [f"tags={show_pairs(placed.tags)}", f"devices={show(placed.devices)}"]
-        if placed.elsewhere:
-            others = [f"{show_pairs(part)}@{show(devices)}" for part, devices in placed.elsewhere.items()]
-            said.append(f"elsewhere={AND.join(others)}")
-        yield line("chunk", shown(chunk), said)
-    for comm in plans.comms.values():
-        groups = AND.join(map(show, comm.groups))
-        yield line("comm", shown(comm.name), [f"kind={comm.kind}", f"groups={groups}"])
-    for bucket in plans.buckets.values():
-        yield show_bucket(bucket)
+    records: Mapping[str, Mapping[str, object]] = {
+        "chunk": plans.chunks,
+        "comm": plans.comms,
+        "bucket": plans.buckets,
+    }
+    for kind, by_name in records.items():
+        for called, record in by_name.items():
+            yield line(kind, shown(called), show_fields(record))
     for plan in plans:
         yield line("plan", show(plan.devices), [])
         for kind, slots in (("resident", plan.residents), ("slot", plan.slots)):
             for slot_id, slot in slots.items():
-                yield show_slot(kind, slot_id, slot)
+                yield line(kind, slot_id, show_fields(slot))
         for ins in plan.instrs:
             yield show_instr(ins)
 
 
-def show_slot(kind: str, slot_id: SlotId, slot: Slot) -> str:
-    """Return the line of one slot: its id and what it holds."""
-    held = [f"nbytes={slot.nbytes}"]
-    if slot.shares:
-        held.append(f"shares={AND.join(f'{storage}:{nbytes}' for storage, nbytes in slot.shares)}")
-    held += ["dynamic=1"] if slot.dynamic else []
-    held += [f"host={slot.host}"] if slot.host else []
-    if slot.sharding.ways > 1:
-        held += [f"sharding={show_shardings([slot.sharding])}", f"placed={show(slot.placed)}"]
-    return line(kind, slot_id, held)
-
-
-def show_bucket(bucket: Bucket) -> str:
-    """Return the line of one bucket: its parameters, devices and sharding."""
-    pieces = AND.join(
-        f"{shown(piece.name)} {'x'.join(map(str, piece.shape)) or '-'} {piece.offset} "
-        f"{show_shardings(piece.shardings) or '-'}"
-        for piece in bucket.pieces
-    )
-    said = [
-        f"devices={show(bucket.devices)}",
-        f"groups={AND.join(map(show, bucket.groups))}",
-        f"chunks={show_names(bucket.chunks)}",
-        f"dtype={bucket.dtype}",
-        f"itemsize={bucket.itemsize}",
-        f"zero={bucket.zero}",
-        f"trainable={int(bucket.trainable)}",
-        f"copies={bucket.copies}",
-        f"siblings={show_names(bucket.siblings)}",
-        f"reduce_stream={bucket.reduce_stream}",
-        f"gather_stream={bucket.gather_stream}",
-        *([f"reduced_as={bucket.reduced_as}"] if bucket.reduced_as else []),
-        *([f"gathered_as={bucket.gathered_as}"] if bucket.gathered_as else []),
-        f"origin={' '.join(map(str, bucket.origin))}",
-        *([f"bounds={' '.join(map(str, bucket.bounds))}"] if bucket.bounds else []),
-        f"pieces={pieces}",
-    ]
-    return line("bucket", shown(bucket.name), said)
-
-
 def show_instr(ins: Instr) -> str:
-    """Return the line of one instruction, without the fields that are empty."""
-    said = {
-        "stream": ins.stream,
-        "reads": AND.join(ins.reads),
-        "writes": AND.join(ins.writes),
-        "frees": AND.join(ins.frees),
-        "waits": " ".join(map(str, ins.waits)),
-        "signals": "" if ins.signals is None else str(ins.signals),
-        "comm": shown(ins.comm) if ins.comm else "",
-        **show_payload(ins.payload),
-        "nbytes": str(ins.nbytes or ""),
-        "workspace": str(ins.workspace or ""),
-    }
-    return line(ins.op, shown(ins.node), [f"{key}={text}" for key, text in said.items() if text])
+    """Return the line of one instruction."""
+    return line(ins.op, shown(ins.node), show_fields(ins))
 
 
-def show_payload(payload: Payload) -> dict[str, str]:
-    """Return the fields of an instruction's payload as text, by name."""
-    match payload:
-        case Pass():
-            return {"run": str(payload)}
-        case Field():
-            return {
-                "field": shown(payload.name),
-                "part": show_pairs(payload.part),
-                "devices": show(payload.devices),
-                "degree": str(payload.degree) if payload.degree > 1 else "",
-                "slices": show_shardings(payload.slices),
-            }
-        case Rows():
-            return {"rows": f"{payload.start}:{payload.stop}/{payload.of}"}
-        case Routing():
-            return {"run": str(payload.run), "outward": str(int(payload.outward))}
-        case Collecting():
-            return {
-                "run": str(payload.run),
-                "how": show_collective(payload.how),
-                "devices": show(payload.devices),
-                "stride": str(payload.stride) if payload.devices else "",
-            }
-        case OfBucket():
-            return {"bucket": shown(payload.bucket), "run": str(payload.run or "")}
-        case Adding():
-            return {"run": str(payload.run)}
-        case OfChunk():
-            return {"chunk": shown(payload.chunk)}
-        case None:
-            return {}
+def show_payload(payload: Payload) -> Iterator[str]:
+    """Yield the fields of an instruction's payload as text."""
+    if isinstance(payload, Pass | Rows):
+        show_it, _ = FORMS[type(payload)]
+        yield f"{ALONE[type(payload)]}={show_it(payload)}"
+    elif payload is not None:
+        yield from show_fields(payload)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldText:
+    """How a field of a record is written."""
+
+    field: str
+    key: str
+    type: object  # of `FORMS`
+    show: Callable[[Any], str] | None  # None: it is a payload, which has fields of its own
+    default: object  # MISSING: it has none
+
+
+@cache
+def field_texts(record: type) -> tuple[FieldText, ...]:
+    """Return how the fields of a record are written in its line, in order."""
+    found = []
+    for field in fields(record):
+        if field.name in ELSEWHERE.get(record, ()):
+            continue
+        kind = NUMBERS if field.name in NUMBERS else field.type
+        found.append(
+            FieldText(
+                field=field.name,
+                key=field.metadata.get("key", field.name),
+                type=kind,
+                show=None if kind == Payload else FORMS[kind][0],
+                default=field.default if field.default_factory is MISSING else field.default_factory(),
+            )
+        )
+    return tuple(found)
+
+
+def show_fields(record: Any) -> Iterator[str]:  # noqa: ANN401  any record with a line
+    """Yield the fields of a record as text, without those that have their default."""
+    kind: type = type(record)
+    always = ALWAYS.get(kind, ())
+    if isinstance(record, Collecting) and record.devices:
+        always = ("stride",)
+    for each in field_texts(kind):
+        value = getattr(record, each.field)
+        if value == each.default and each.field not in always:
+            continue
+        if each.show is None:
+            yield from show_payload(value)
+        else:
+            yield f"{each.key}={each.show(value)}"
 
 
 def read_rows(text: str) -> Rows:
@@ -183,6 +168,15 @@ def read_rows(text: str) -> Rows:
     span, _, of = text.partition("/")
     start, _, stop = span.partition(":")
     return Rows(start=int(start), stop=int(stop), of=int(of))
+
+
+def show_pieces(pieces: tuple[Piece, ...]) -> str:
+    """Write a bucket's parameters."""
+    return AND.join(
+        f"{shown(piece.name)} {'x'.join(map(str, piece.shape)) or '-'} {piece.offset} "
+        f"{show_shardings(piece.shardings) or '-'}"
+        for piece in pieces
+    )
 
 
 def read_pieces(text: str) -> tuple[Piece, ...]:
@@ -214,65 +208,45 @@ def read_protection(text: str) -> Protection:
     )
 
 
+def show_elsewhere(found: Mapping[Tags, Devices]) -> str:
+    """Write the microbatches that run on other devices than the first ones of their chunk."""
+    return AND.join(f"{show_pairs(part)}@{show(devices)}" for part, devices in found.items())
+
+
 def read_elsewhere(text: str) -> dict[Tags, Devices]:
-    """Return the microbatches that run on other devices than the first ones of their chunk."""
+    """Read the microbatches that run on other devices than the first ones of their chunk."""
     cut = (each.rpartition("@") for each in text.split(AND))
     return {pairs(part): parse(devices) for part, _, devices in cut}
 
 
-def read_groups(text: str) -> tuple[Devices, ...]:
-    """Read groups of devices."""
-    return tuple(parse(group) for group in names(text))
-
-
-INSTR: Readers = {
-    "stream": str,
-    "waits": numbers,
-    "signals": int,
-    "comm": name,
-    "nbytes": int,
-    "workspace": int,
-    "field": name,
-    "part": pairs,
-    "devices": parse,
-    "rows": read_rows,
-    "outward": flag,
-    "how": read_collective,
-    "degree": int,
-    "stride": int,
-    "slices": read_shardings,
-    "bucket": name,
-    "chunk": name,
-}
-SLOT: Readers = {"nbytes": int, "dynamic": flag, "host": int, "sharding": read_sharding, "placed": parse}
-CHUNK: Readers = {"tags": pairs, "devices": parse, "elsewhere": read_elsewhere}
-COMM: Readers = {"kind": str, "groups": read_groups}
-BUCKET: Readers = {
-    "devices": parse,
-    "groups": read_groups,
-    "chunks": names,
-    "dtype": str,
-    "itemsize": int,
-    "zero": int,
-    "trainable": flag,
-    "copies": int,
-    "siblings": names,
-    "reduce_stream": str,
-    "gather_stream": str,
-    "reduced_as": str,
-    "gathered_as": str,
-    "origin": numbers,
-    "bounds": numbers,
-    "pieces": read_pieces,
-}
-SHARED: Readers = {
-    "seed": float,
-    "weighted": flag,
-    "cells": int,
-    "copies": int,
-    "axes": lambda text: dict(pairs(text)),
-    "protection": read_protection,
-}
+NUMBERS = ("waits", "origin", "bounds")  # fields with numbers that are no devices
+FORMS: Mapping[object, tuple[Callable[[Any], str], Reader]] = {  # by a field's type: written and read by
+    int: (str, int),
+    int | None: (str, int),
+    float: (repr, float),
+    bool: (lambda value: str(int(value)), flag),
+    str: (shown, name),
+    str | None: (shown, name),
+    tuple[str, ...]: (show_names, names),
+    NUMBERS: (lambda found: " ".join(map(str, found)), numbers),
+    Devices: (show, parse),
+    tuple[Devices, ...]: (
+        lambda groups: AND.join(map(show, groups)), lambda text: tuple(map(parse, names(text)))
+    ),
+    Tags: (show_pairs, pairs),
+    Mapping[str, int]: (lambda axes: show_pairs(tuple(axes.items())), lambda text: dict(pairs(text))),
+    Mapping[Tags, Devices]: (show_elsewhere, read_elsewhere),
+    Sharding: (lambda held: show_shardings([held]), read_sharding),
+    tuple[Sharding, ...]: (show_shardings, read_shardings),
+    Collective: (show_collective, read_collective),
+    tuple[Piece, ...]: (show_pieces, read_pieces),
+    Protection | None: (show_protection, read_protection),
+    Rows: (lambda rows: f"{rows.start}:{rows.stop}/{rows.of}", read_rows),
+    Pass: (str, str),  # these four are read by `Reading`, which knows the axes
+    Pass | None: (str, str),
+    tuple[SlotId, ...]: (AND.join, str),
+    Shares: (lambda shares: AND.join(f"{storage}:{nbytes}" for storage, nbytes in shares), str),
+}  # fmt: skip
 
 
 class Reading:
@@ -283,38 +257,51 @@ class Reading:
         self.slot_ids: dict[str, SlotId] = {}
         self.shared: dict[str, object] = {}
         self.why: list[str] = []
-        self.chunks: dict[str, PlacedChunk] = {}
-        self.comms: dict[str, Comm] = {}
-        self.buckets: dict[str, Bucket] = {}
+        self.records: dict[str, dict[str, Any]] = {"chunk": {}, "comm": {}, "bucket": {}}
         self.plans: list[tuple[Devices, list[Instr], dict[SlotId, Slot], dict[SlotId, Slot]]] = []
-        self.held: Readers = {**SLOT, "shares": self.shares}
-        slots: Readers = dict.fromkeys(("reads", "writes", "frees"), self.slots)
-        self.said: Readers = {**slots, **INSTR, "run": lambda text: read_pass(text, self.axes)}
+        self.forms: dict[object, Reader] = {kind: read for kind, (_, read) in FORMS.items()}
+        self.forms |= {Pass: self.run, Pass | None: self.run, tuple[SlotId, ...]: self.slots}
+        self.forms[Shares] = self.shares
+        self.known: dict[object, Readers] = {}  # readers of lines, by record and by op
+
+    def readers(self, record: type) -> Readers:
+        """Return the readers of a record's fields, by their keys."""
+        if record not in self.known:
+            said = (each for each in field_texts(record) if each.show is not None)
+            self.known[record] = {each.key: self.forms[each.type] for each in said}
+        return self.known[record]
+
+    def record(self, record: type[T], words: list[str], **given: object) -> T:
+        """Read a record from the fields of its line; `given`: the fields that are read already."""
+        return build(record, **given, **read_fields(words, self.readers(record)))
 
     def take(self, kind: str, first: str, words: list[str]) -> None:
         """Read one line."""
         match kind:
             case "plans":
-                self.shared = read_fields([first, *words], SHARED)
+                self.shared = read_fields([first, *words], self.readers(Plans))
                 self.axes = cast(Mapping[str, int], self.shared.get("axes", {}))
             case "why":
                 self.why.append(GAP.join([name(first), *words]))
             case "chunk":
-                self.chunks[name(first)] = build(PlacedChunk, **read_fields(words, CHUNK))
+                self.records[kind][name(first)] = self.record(PlacedChunk, words)
             case "comm":
-                self.comms[name(first)] = build(Comm, name=name(first), **read_fields(words, COMM))
+                self.records[kind][name(first)] = self.record(Comm, words, name=name(first))
             case "bucket":
-                self.buckets[name(first)] = build(Bucket, name=name(first), **read_fields(words, BUCKET))
+                self.records[kind][name(first)] = self.record(Bucket, words, name=name(first))
             case "plan":
                 self.plans.append((parse(first), [], {}, {}))
             case "slot" | "resident" if self.plans:
                 _, _, slots, residents = self.plans[-1]
-                held = slots if kind == "slot" else residents
-                held[self.slot(first)] = build(Slot, **read_fields(words, self.held))
+                (slots if kind == "slot" else residents)[self.slot(first)] = self.record(Slot, words)
             case _ if kind in OPS and self.plans:
                 self.plans[-1][1].append(self.instr(cast(Op, kind), first, words))
             case _:
                 raise BadLineError(f"{kind!r} begins no line here")
+
+    def run(self, text: str) -> Pass:
+        """Return a pass."""
+        return read_pass(text, self.axes)
 
     def slot(self, text: str) -> SlotId:
         """Return the id of a slot. Each text is parsed once."""
@@ -326,14 +313,19 @@ class Reading:
         """Return the ids of several slots."""
         return tuple(map(self.slot, text.split(AND))) if text else ()
 
-    def shares(self, text: str) -> tuple[tuple[SlotId, int], ...]:
+    def shares(self, text: str) -> Shares:
         """Return the storages that a slot shares, with their sizes."""
         cut = (share.rpartition(":") for share in text.split(AND))
         return tuple((self.slot(storage), int(nbytes)) for storage, _, nbytes in cut)
 
     def instr(self, op: Op, node: str, words: list[str]) -> Instr:
         """Return an instruction, with the payload that its op has."""
-        found = read_fields(words, self.said)
+        kind = PAYLOADS.get(op)
+        if op not in self.known:
+            alone = {ALONE[kind]: self.forms[kind]} if kind in ALONE else None
+            own = alone or ({} if kind is None else self.readers(kind))
+            self.known[op] = {**self.readers(Instr), **own}
+        found = read_fields(words, self.known[op])
         about = {key: found.pop(key) for key in list(found) if key not in Instr.__slots__}
         return build(Instr, op=op, node=name(node), payload=payload_of(op, about), **found)
 
@@ -343,26 +335,21 @@ class Reading:
             Plan(devices=devices, instrs=tuple(instrs), slots=slots, residents=residents)
             for devices, instrs, slots, residents in self.plans
         )
-        found = {"comms": self.comms, "buckets": self.buckets, "chunks": self.chunks, "why": tuple(self.why)}
-        return build(Plans, plans=plans, **found, **self.shared)
+        found = {f"{kind}s": records for kind, records in self.records.items()}
+        return build(Plans, plans=plans, why=tuple(self.why), **found, **self.shared)
 
 
 def payload_of(op: Op, about: dict[str, object]) -> Payload:
     """Return the payload of an instruction, built from the fields that are particular to its op."""
     kind = PAYLOADS.get(op)
     if kind is None or (kind is Rows and not about):
-        if about:
-            raise BadLineError(f"{op} has no {min(about)}")
         return None
-    if kind is Pass or kind is Rows:
-        only = [*about.values()]
-        if len(only) != 1 or not isinstance(only[0], kind):
-            raise BadLineError(f"{op} needs its {'run' if kind is Pass else 'rows'}, and nothing else")
-        return cast(Payload, only[0])
-    if kind is Field:
-        called = {"name": about.pop("field")} if "field" in about else {}
-        about = {"part": (), "devices": (), **about, **called}
-    return cast(Payload, build(kind, **about))
+    if kind in ALONE:
+        if not about:
+            raise BadLineError(f"{op} needs its {ALONE[kind]}")
+        return cast(Payload, about[ALONE[kind]])
+    by_key = {each.key: each.field for each in field_texts(kind)}
+    return cast(Payload, build(kind, **{by_key[key]: value for key, value in about.items()}))
 
 
 def read_plans(text: str, source: str = "plans") -> Plans:
