@@ -318,7 +318,7 @@ def test_a_buffer_that_is_replaced() -> None:
     )
 
 
-LEFT_IN_AN_ATTRIBUTE = "model: the forward computes with what its last call left in an attribute"
+LEFT_BEHIND = "model or loss: the forward computes with what its last call left behind"
 IN_A_BUFFER = "  hint:    keep it in a buffer, and change that in place: self.steps.add_(1)"
 
 
@@ -331,7 +331,7 @@ def test_a_number_that_counts_calls() -> None:
             return self.b(x) * min(1, self.calls / 10)
 
     model = lambda: nn.Sequential(nn.Linear(16, 16), Warmup())  # noqa: E731
-    assert refusal(model=model) == lines(LEFT_IN_AN_ATTRIBUTE, "  changed: 1.calls (1)", IN_A_BUFFER)
+    assert refusal(model=model) == lines(LEFT_BEHIND, "  changed: 1.calls (1)", IN_A_BUFFER)
 
 
 def test_a_number_of_a_class() -> None:
@@ -342,7 +342,7 @@ def test_a_number_of_a_class() -> None:
         Shared.calls += 1
         return self.b(x) * Shared.calls
 
-    assert refusal(forward) == lines(LEFT_IN_AN_ATTRIBUTE, "  changed: Shared.calls (2, then 3)", IN_A_BUFFER)
+    assert refusal(forward) == lines(LEFT_BEHIND, "  changed: Shared.calls (2, then 3)", IN_A_BUFFER)
     assert Shared.calls == 2, "a capture changes nothing"
 
 
@@ -356,7 +356,7 @@ def test_a_tensor_that_the_last_call_left() -> None:
             return self.b(x)
 
     assert refusal(model=Recurrent) == lines(
-        LEFT_IN_AN_ATTRIBUTE, "  changed: Recurrent.state (a tensor)", IN_A_BUFFER
+        LEFT_BEHIND, "  changed: Recurrent.state (a tensor)", IN_A_BUFFER
     )
 
 

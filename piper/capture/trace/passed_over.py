@@ -10,7 +10,7 @@ itself, which does nothing.
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pprint import pprint
@@ -25,7 +25,7 @@ from torch.nn.modules import transformer
 
 from piper.attributes import replaced
 from piper.capture.trace.blame import tracing_line
-from piper.capture.trace.left_state import LeftState
+from piper.capture.trace.left_state import Left, Place, noting_changes
 
 # Where Dynamo handles `setattr`: torch 2.13 has a class for it, torch 2.11 has none.
 SETATTR: tuple[Any, str] = (
@@ -52,7 +52,7 @@ class PassedOver:
     """What a trace passed over that matters all the same."""
 
     checkpoints: list[str]  # the lines that call them
-    left: LeftState
+    left: Mapping[Place, Left]  # what the forward leaves behind
 
 
 @contextmanager
@@ -61,11 +61,11 @@ def passing_over() -> Iterator[PassedOver]:
 
     Dynamo has a setting for functions, and none for the others: this replaces its methods that handle them.
     """
-    found = PassedOver([], LeftState({}))
+    checkpoints: list[str] = []
     setting, requiring = getattr(*SETATTR), TensorVariable.method_requires_grad_
 
     def checkpointed(variable: object, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> object:  # noqa: ANN401  Dynamo's own protocol
-        found.checkpoints.append(tracing_line().strip(" ()"))
+        checkpoints.append(tracing_line().strip(" ()"))
         _, passed = TagActivationCheckpoint.divide_kwargs(kwargs)
         return args[0].call_function(tx, args[1:], passed)
 
@@ -77,7 +77,6 @@ def passing_over() -> Iterator[PassedOver]:
             return to
         if _holds(value, tx, _constant(name), to):
             return to
-        found.left.note(value, _constant(name), to)
         return setting(variable, tx, value, name, to)
 
     def require(value: Any, tx: Any, requires_grad: Any = True) -> object:  # noqa: ANN401
@@ -85,6 +84,7 @@ def passing_over() -> Iterator[PassedOver]:
         return value if wanted else requiring(value, tx, requires_grad)
 
     with (
+        noting_changes() as left,
         replaced(CheckpointHigherOrderVariable, "_call_function", checkpointed),
         replaced(LoggingLoggerVariable, "call_method", logged),
         replaced(*SETATTR, set_attribute),
@@ -92,7 +92,7 @@ def passing_over() -> Iterator[PassedOver]:
         replaced(transformer, "_detect_is_causal_mask", _known_to_be_causal),
         torch._dynamo.config.patch(ignore_logging_functions={*SILENT}),
     ):
-        yield found
+        yield PassedOver(checkpoints, left)
 
 
 def _known_to_be_causal(mask: object, is_causal: bool | None = None, size: int | None = None) -> bool:

@@ -19,7 +19,7 @@ from piper.capture.trace.annotate import Region, begin_trace, entered_regions, l
 from piper.capture.trace.blame import loss_failed, node_line, quiet, reason, without_result
 from piper.capture.trace.hooks import no_tensor_hooks
 from piper.capture.trace.layerdrop import no_layer_dropped
-from piper.capture.trace.left_state import Left, as_left, check_same
+from piper.capture.trace.left_state import Left, Place, after_another, as_left, left_behind, same_calls
 from piper.capture.trace.passed_over import PassedOver, passing_over
 from piper.capture.trace.recording import (
     FromBuffer,
@@ -33,6 +33,9 @@ from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Batch, Constant
 
 log = logging.getLogger("piper")
+_LATER_CALLS = (
+    2  # that are traced at most: the second may find tables that the first made, no later one makes more
+)
 LossFn = Callable[[nn.Module, dict[str, Tensor]], object]
 
 
@@ -69,7 +72,7 @@ def record(
         _check_side_effects(model, (str(warning.message) for warning in warned))
         flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured)
-        _check_second_call(step, batch, captured, tuple(passed.left.changes.values()))
+        _check_later_calls(step, batch, captured, passed.left)
     tensors = dict(zip(_placeholders(captured.graph), flat, strict=True))
     regions = [*listed_regions(model), *entered]
     recording = _GraphCopier(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
@@ -88,20 +91,24 @@ def _captured(step: LossModule, batch: dict[str, Tensor]) -> tuple[fx.GraphModul
         return dynamo_graph_capture_for_export(step)(batch), passed
 
 
-def _check_second_call(
-    step: LossModule, batch: dict[str, Tensor], first: fx.GraphModule, changes: Sequence[Left]
+def _check_later_calls(
+    step: LossModule, batch: dict[str, Tensor], call: fx.GraphModule, changes: Mapping[Place, Left]
 ) -> None:
-    """Trace a second call if the first changed attributes, and refuse one that computes something else."""
-    if not changes:
-        return
-    with entered_regions(), as_left(changes):
-        try:
-            second, _ = _captured(step, batch)
-        except Exception as error:  # noqa: BLE001  that of a second call alone says nothing about the first
-            log.info("What the forward leaves in attributes is not checked: %s", reason(error))
+    """Trace a second call if the first changed something, and refuse one that computes something else."""
+    read = call.graph._codegen.process_inputs(batch)
+    for _ in range(_LATER_CALLS if changes else 0):
+        with entered_regions(), as_left(changes.values()):
+            try:
+                later, passed = _captured(step, batch)
+            except Exception as error:  # noqa: BLE001  that of a second call alone says nothing about the first
+                log.info("What the forward leaves behind is not checked: %s", reason(error))
+                return
+            found = later.graph._codegen.process_inputs(batch)
+        if same_calls(call.graph, later.graph, (read, found), tuple(changes.values()), step):
             return
-        read = second.graph._codegen.process_inputs(batch)
-    check_same(first.graph, second.graph, read, changes, step.model)
+        call, read, changes = later, found, after_another(changes, passed.left)
+    if changes:
+        raise left_behind(changes.values(), step)
 
 
 def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> PiperError | None:
