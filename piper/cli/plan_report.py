@@ -206,7 +206,6 @@ def check_report(report: Report) -> dict[str, object]:
 
 def check_text(report: Report, what: str) -> str:
     """Return what `piper check` says: the verdict, how far the numbers are apart, and notes."""
-    verdict = "The same numbers as one device." if report.ok else f"Not the same numbers: {report.first_bad}"
     apart = f"loss {report.max_loss_diff:.2g}, gradients {report.max_grad_diff:.2g}"
     summary = f"{what}; largest relative differences: {apart}, parameters {report.max_param_diff:.2g}"
-    return "\n".join([verdict, summary, *(f"note: {note}" for note in report.notes)]) + "\n"
+    return "\n".join([report.verdict, summary, *(f"note: {note}" for note in report.notes)]) + "\n"

@@ -342,7 +342,7 @@ def check_steps(trial: Trial, view: View, groups: Groups | None, expected: Seque
         return
     alone = whole_view([part.name])
     if (part.run or part.rows) and moved_apart(trial, alone, groups, wanted) is None:
-        share = "a flat shard" if part.run else "some of the experts"
+        share = "a flat shard" if part.run else "a slice"
         raise UnlikeError(f"{share} of {part.name} is updated in another way than the whole parameter", part)
     why = f"{part.name} is updated in another way where only some parameters are held"
     raise UnlikeError(f"{why}: it looks at more than one tensor, or at the order of them")
@@ -379,7 +379,7 @@ def refused_optimizer(
     cut = part is not None and (part.run or part.rows)
     if part is not None and cut:
         bucket = next(b for b in buckets if any(piece.name == part.name for piece in b.pieces))
-        asked = f"zero={bucket.zero}" if part.run else f"experts divided {bucket.ways} ways"
+        asked = f"zero={bucket.zero}" if part.run else f"{part.name} divided {bucket.ways} ways"
         by = f", by {made_by[bucket.name]}" if bucket.name in made_by else ""
         return ConfigError(
             f"{name} cannot work on sharded parameters",

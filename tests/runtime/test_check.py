@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from piper.capture.trace.annotate import annotate
 from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
+from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.inline import launch_inline
@@ -219,6 +220,9 @@ def test_batch_norm_is_named_and_compared_with_the_same_slices() -> None:
     (note,) = report.notes
     assert note.startswith("these operations mix samples, and see one slice of the batch at a time")
     assert "native_batch_norm of stages.0.1 (test_check.py:" in note
+    told = "The same numbers as one device on the same slices, not on the whole batch: native_batch_norm of stages"
+    assert report.verdict.startswith(told)
+    assert checked(job(lambda: Layers(between))).verdict == "The same numbers as one device."
     assert checked(job(lambda: Layers(between))).notes == (), "one slice is the batch"
 
 
@@ -231,6 +235,26 @@ def test_a_load_balancing_loss_is_named() -> None:
     report = checked(job(loss=balanced, strategy=DP))
     assert report.ok, report
     assert "mul of the loss (test_check.py:" in report.notes[0]
+    assert "not on the whole batch: mul of the loss" in report.verdict
+
+
+class Masked(nn.Module):
+    """Mixes samples in its norm, and nowhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fixed = torch.arange(16, device=x.device) % 3 > 0
+        scores = torch.full_like(x, -math.inf).masked_fill(fixed, 0.0) + x
+        return self.norm(scores.masked_fill(~fixed, -math.inf).softmax(-1).repeat(1, 2)[:, 16:])
+
+
+def test_what_holds_infinities_does_not_mix_samples() -> None:
+    (note,) = checked(job(lambda: Layers(Masked), strategy=DP)).notes
+    named = [each.partition(" of ")[0] for each in note.partition("accumulation: ")[2].split("; ")]
+    assert set(named) == {"native_batch_norm"}, note
 
 
 def test_a_buffer_that_counts_is_compared_with_the_same_slices() -> None:
@@ -250,7 +274,42 @@ def test_a_buffer_that_counts_is_compared_with_the_same_slices() -> None:
         "these buffers hold what the first replica's slices wrote, as under DDP: stages.0.1.seen, "
         "stages.1.1.seen. The same slices in plain PyTorch agree",
     )
+    assert "not on the whole batch: the first replica's slices write stages.0.1.seen" in report.verdict
     assert checked(job(lambda: Layers(Counts), strategy=PARTS)).notes == (), "one replica counts all"
+
+
+# Types.
+
+
+class Cancels(nn.Module):
+    """Computes in float32, and carries its rounding far: of ten thousand times a gradient, one is left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float().tanh()
+        return (1e4 * y - 9999.0 * y).to(x.dtype)
+
+
+def weighted(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    return (model(batch["x"]) - batch["y"]).square().sum(), batch["y"].new_tensor(0.37 * len(batch["y"]))
+
+
+@pytest.mark.parametrize("strategy", [[], [*DP, *PARTS]], ids=["one device", "slices"])
+def test_rounding_of_the_model_s_own_type_is_no_difference(strategy: list[Directive]) -> None:
+    report = checked(job(lambda: Layers(Cancels), weighted, strategy=strategy))
+    assert report.verdict == "The same numbers as one device."
+    (note,) = report.notes
+    assert note.startswith("these operations compute in float32: ")
+    assert float(note.partition("agrees to ")[2].partition(",")[0]) > 1.2e-5, "more than one operation's"
+
+
+def test_weights_of_classes_in_another_type_are_named() -> None:
+    def weighed(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"].argmax(-1), weight=torch.ones(4))
+
+    with pytest.raises(ConfigError) as caught:
+        checked(job(loss=weighed))
+    assert "the loss fails in plain PyTorch" in str(caught.value)
+    assert "weight.to(logits.dtype)" in caught.value.hint
 
 
 # Random numbers.

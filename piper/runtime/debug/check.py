@@ -21,6 +21,7 @@ from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
 SHOWN = 3  # operations in a note
+SAFETY, LARGEST = 10.0, 1e-2  # how much more two roundings may differ than the one that is measured; the most
 LOSSES = "return (sum, weight), as piper.losses.cross_entropy and piper.losses.huggingface do"
 
 
@@ -34,6 +35,18 @@ class Report:
     max_param_diff: float
     first_bad: str | None = None  # the first node that differs, else the first parameter, else the reason
     notes: tuple[str, ...] = ()  # what a reader must know to rely on the answer
+    sliced: str | None = None  # why it equals the same slices in plain PyTorch, and not the whole batch
+
+    @property
+    def verdict(self) -> str:
+        """Return the answer in one line."""
+        if not self.ok:
+            return f"Not the same numbers: {self.first_bad}"
+        if self.sliced is not None:
+            return (
+                f"The same numbers as one device on the same slices, not on the whole batch: {self.sliced}."
+            )
+        return "The same numbers as one device."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +130,8 @@ class _Check:
         self.sliced: Worst | None = None  # since a step differed from the whole batch
         self.found = Reasons()
         self.padded = False  # the batch of the first step that differed
+        self.rounding = 0.0  # how far rounding in a narrower type may carry
+        self.only_sliced: str | None = None  # why it equals the slices, and not the whole batch
         self.notes: list[str] = []
         self.buffers = {buffer.name for buffer in program.outline.buffers}
         self.replays: list[Reference] = []  # whose random numbers are looked at
@@ -172,6 +187,7 @@ class _Check:
             if asked and not whole:
                 self.padded = padded(batch, self.program.job.buckets) is not batch
                 self.found = reasons(slices, batch)
+                self.rounding = self._rounding(number)
             self.sliced.take(number, compared(run, result, next(numbers(slices, [batch]))), self.buffers)
             if self.sliced.first is not None:
                 return number, self.whole.first or self.sliced.first
@@ -182,10 +198,31 @@ class _Check:
         try:
             return next(wanted)
         except ReplayError as error:
+            self.only_sliced = f"{error.what} for it"
             self.notes.append(
                 f"{error.what} for the whole batch ({error}); compared with the same slices in plain PyTorch"
             )
             return None
+
+    def _rounding(self, number: int) -> float:
+        """Return how far rounding in a narrower type may carry, up to a step.
+
+        The estimate is for one operation. A chain of them may carry further: by how much, plain PyTorch shows
+        with and without the rounding.
+        """
+        found = self.found
+        if not found.narrow or self.program.job.precision != "fp64":
+            return found.rounding
+        batches = self.batches[: number + 1]
+        try:
+            rounded, exact = (
+                [*numbers(Reference(self.program, exact=e), batches)][-1] for e in (False, True)
+            )
+        except ReplayError:
+            return found.rounding
+        apart = [relative(rounded.loss, exact.loss), relative(rounded.grad_norm, exact.grad_norm)]
+        apart += [diff for _, diff, _ in differences(rounded.gradients, exact.gradients)]
+        return max(found.rounding, min(SAFETY * max(apart), LARGEST))
 
     def _slices(self, done: int) -> Reference:
         """Return plain PyTorch on the slices, after the steps that are done."""
@@ -211,19 +248,21 @@ class _Check:
             )
         if self.whole.bad is None:  # random numbers of slices are noted already
             if self.whole.buffers:
+                self.only_sliced = f"the first replica's slices write {', '.join(self.whole.buffers)}"
                 self.notes.append(
                     "these buffers hold what the first replica's slices wrote, as under DDP: "
                     f"{', '.join(self.whole.buffers)}. The same slices in plain PyTorch agree"
                 )
             return None
         apart = max(self.whole.largest["loss"], self.whole.largest["grad"])
-        if not found.mixing and found.narrow and apart <= found.rounding:
+        if not found.mixing and found.narrow and apart <= self.rounding:
             self.notes.append(
                 f"{self._narrow()}. Their rounding depends on the size of a slice. The whole batch agrees to "
                 f"{apart:.2g}, the same slices to {self.tol:g}"
             )
             return None
         if not found.mixing and any(plain.fp8 is not None and plain.fp8.unsure for plain in self.replays):
+            self.only_sliced = "gradients are rounded to fp8"
             self.notes.append(
                 "rows of a product in fp8 have two axes as long as the batch, and the first is taken for the "
                 "samples, which decides how gradients are rounded. The same slices in plain PyTorch agree"
@@ -234,6 +273,8 @@ class _Check:
                 f"{self.whole.bad}, because the loss of the batch is not the mean of the losses of its "
                 f"slices: it is a mean of uneven slices, or it mixes samples; {LOSSES}"
             )
+        more = f" and {len(found.mixing) - 1} more" if len(found.mixing) > 1 else ""
+        self.only_sliced = f"{found.mixing[0]}{more} mix{'' if more else 'es'} samples"
         self.notes.append(
             "these operations mix samples, and see one slice of the batch at a time, as under DDP and "
             f"gradient accumulation: {'; '.join(found.mixing)}. The same slices in plain PyTorch agree"
@@ -245,11 +286,11 @@ class _Check:
         if self.sliced is None or not self.found.narrow:
             return []
         apart = max(self.sliced.largest["loss"], self.sliced.largest["grad"])
-        if apart > self.found.rounding:
+        if apart > self.rounding:
             return []
         return [
             f"{self._narrow()}. All numbers agree to {apart:.2g}, and rounding in {self.found.type} may "
-            f"carry to {self.found.rounding:.2g}: without these casts, `piper check` can tell"
+            f"carry to {self.rounding:.2g}: without these casts, `piper check` can tell"
         ]
 
     def _narrow(self) -> str:
@@ -269,6 +310,7 @@ class _Check:
             max_param_diff=largest["param"],
             first_bad=bad,
             notes=tuple(self.notes),
+            sliced=None if bad is not None else self.only_sliced,
         )
 
 

@@ -26,6 +26,7 @@ from piper.runtime.initial_draws import seeded_draws
 from piper.runtime.setup import ProgramLike, drawing_device, setup_of
 from piper.runtime.trainers import make_optimizer
 from piper.runtime.uneven import COUNTS
+from piper.usercode import raised
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -36,10 +37,13 @@ class Reference:
     sliced: take the loss of each slice of the batch by itself, and combine them as documented: a mean counts
     once per slice, a (sum, weight) by its weight. This is the meaning of a strategy for a model whose
     operations mix samples, such as BatchNorm.
+    exact: cast nothing to float32 in a job of fp64, so that its numbers hold no rounding of that type. Always
+    so where the model is divided: its sums are added in another order.
     """
 
-    def __init__(self, program: ProgramLike, *, sliced: bool = False) -> None:
+    def __init__(self, program: ProgramLike, *, sliced: bool = False, exact: bool = False) -> None:
         self.program, self.sliced = program, sliced
+        self.exact = program.job.precision == "fp64" and (exact or bool(program.outline.degrees))
         self.job = job = program.job
         self.device = torch.device("cuda", 0) if program.device == "cuda" else torch.device(program.device)
         self.dtype = DTYPES[job.precision]
@@ -128,17 +132,33 @@ class Reference:
     def loss(
         self, batch: Mapping[str, Tensor], samples: Sequence[int] | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the job's loss. Where the model is divided and computes in fp64, nothing is cast to float32.
+        """Run the job's loss.
 
         samples: the numbers of these samples in the global batch. None: it is the global batch.
         """
-        exact = self.dtype is torch.float64 and self.program.outline.degrees
         products = nullcontext() if self.fp8 is None else self.fp8.on(samples or range(samples_in(batch)))
-        with Exact() if exact else nullcontext(), products, nothing_recomputed():
-            result = self.job.loss(self.model, batch)
+        with Exact() if self.exact else nullcontext(), products, nothing_recomputed():
+            result = self._run_loss(batch)
         if isinstance(result, tuple) and isinstance(result[1], Mapping):  # metrics are not trained on
             return result[0]
         return result
+
+    def _run_loss(self, batch: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the user's loss. What torch refuses there becomes one message, such as for two types."""
+        try:
+            return self.job.loss(self.model, batch)
+        except ReplayError:
+            raise
+        except RuntimeError as error:
+            raise raised(
+                "the loss fails in plain PyTorch",
+                error,
+                role="loss",
+                thing=self.job.loss,
+                facts={"type": f"the model computes in {self.job.precision}"},
+                hint="bring tensors of your own, such as weights of classes, to the type of the logits: "
+                "weight.to(logits.dtype)",
+            ) from error
 
     def _whole(self, batch: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> float:
         """Run the job's loss on all samples at once, and its backward. given: the batch as workers get it."""
