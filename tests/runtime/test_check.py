@@ -248,7 +248,9 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         fixed = torch.arange(16, device=x.device) % 3 > 0
         scores = torch.full_like(x, -math.inf).masked_fill(fixed, 0.0) + x
-        return self.norm(scores.masked_fill(~fixed, -math.inf).softmax(-1).repeat(1, 2)[:, 16:])
+        shares = scores.masked_fill(~fixed, -math.inf).softmax(-1).repeat(1, 2)[:, 16:]
+        result: Tensor = self.norm(shares)
+        return result
 
 
 def test_what_holds_infinities_does_not_mix_samples() -> None:

@@ -23,7 +23,7 @@ from piper.runtime.debug.fp8_products import Fp8Products
 from piper.runtime.debug.replay import Replay, ReplayError
 from piper.runtime.debug.slicing import BatchSlicing, slicing_of, take
 from piper.runtime.initial_draws import seeded_draws
-from piper.runtime.setup import ProgramLike, drawing_device, setup_of
+from piper.runtime.setup import Mean, Metrics, ProgramLike, drawing_device, setup_of
 from piper.runtime.trainers import make_optimizer
 from piper.runtime.uneven import COUNTS
 from piper.usercode import raised
@@ -48,12 +48,12 @@ class Reference:
         self.device = torch.device("cuda", 0) if program.device == "cuda" else torch.device(program.device)
         self.dtype = DTYPES[job.precision]
         self.model = seeded_model(program).to(self.device)
-        exact = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        initial = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         cast(self.model, self.dtype)
         self.params = dict(self.model.named_parameters())
         self.masters: dict[str, Tensor] = {}
         if job.precision == "bf16":
-            self.masters = {n: exact[n].requires_grad_() for n, p in self.params.items() if p.requires_grad}
+            self.masters = {n: initial[n].requires_grad_() for n, p in self.params.items() if p.requires_grad}
         trained = [(n, self.masters.get(n, p)) for n, p in self.params.items() if p.requires_grad]
         self.trained = [tensor for _, tensor in trained]
         self.optimizer = make_optimizer(job.optimizer, trained)
@@ -143,7 +143,7 @@ class Reference:
             return result[0]
         return result
 
-    def _run_loss(self, batch: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    def _run_loss(self, batch: Mapping[str, Tensor]) -> Mean | tuple[Mean, Metrics]:
         """Run the user's loss. What torch refuses there becomes one message, such as for two types."""
         try:
             return self.job.loss(self.model, batch)
