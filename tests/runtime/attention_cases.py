@@ -37,6 +37,7 @@ class Operands:
     kv_heads: int = HEADS
     gqa: bool = False  # the operator repeats heads of keys, else it broadcasts one
     memory: int = 0  # keys of another sequence: how many
+    by_hand: str = ""  # the operation that multiplies, where attention is written out
 
 
 OPERANDS: Mapping[str, Operands] = {
@@ -52,6 +53,11 @@ OPERANDS: Mapping[str, Operands] = {
     "broadcast": Operands(kv_heads=1),
     "cross": Operands(memory=MEMORY),
     "3 cross": Operands(rank=3, memory=MEMORY),
+    "matmul": Operands(by_hand="matmul"),
+    "einsum": Operands(by_hand="einsum"),
+    "bmm": Operands(rank=3, by_hand="bmm"),
+    "matmul of one head": Operands(rank=3, heads=1, kv_heads=1, by_hand="matmul"),
+    "matmul cross": Operands(memory=MEMORY, by_hand="matmul"),
 }
 
 
@@ -71,6 +77,23 @@ def alibi(length: int, keys: int) -> Tensor:
     apart = distances(length, keys)
     slopes = torch.tensor([2.0 ** -(i + 1) for i in range(HEADS)], dtype=torch.float64)
     return torch.where(apart >= 0, -slopes.view(-1, 1, 1) * apart, -math.inf)
+
+
+def by_hand(how: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """Attend by two products and a softmax between them."""
+    if how == "einsum":
+        scores = torch.einsum("bhqd,bhkd->bhqk", query, key)
+    else:
+        scores = (torch.bmm if how == "bmm" else torch.matmul)(query, key.transpose(-1, -2))
+    scores = scores / math.sqrt(query.shape[-1])
+    if causal:
+        mask = distances(query.shape[-2], key.shape[-2]) >= 0
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    if how == "einsum":
+        return torch.einsum("bhqk,bhkd->bhqd", weights, value)
+    return (torch.bmm if how == "bmm" else torch.matmul)(weights, value)
 
 
 class Attends(nn.Module):
@@ -128,16 +151,19 @@ class Attends(nn.Module):
         key, value = (self.apart(layer(memory), self.operands.kv_heads) for layer in (self.k, self.v))
         masker = MASKS[self.mask]
         mask = None if masker is None else masker(self, batch, query.shape[-2], key.shape[-2])
-        made = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            mask,
-            self.dropout if self.training else 0.0,
-            self.mask == "causal",
-            scale=self.scale,
-            enable_gqa=self.operands.gqa,
-        )
+        if self.operands.by_hand:
+            made = by_hand(self.operands.by_hand, query, key, value, mask, self.mask == "causal")
+        else:
+            made = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                mask,
+                self.dropout if self.training else 0.0,
+                self.mask == "causal",
+                scale=self.scale,
+                enable_gqa=self.operands.gqa,
+            )
         made = self.o(self.together(made, len(x)))
         assert isinstance(made, Tensor)
         return made
@@ -167,8 +193,9 @@ MASKS: Mapping[str, Masker | None] = {
     "float 2": whole(lambda n, m: distances(n, m).double() / 8),
     "alibi 3": whole(alibi),
     "alibi 4": whole(alibi, 1),
-    "per key": whole(lambda n, m: torch.arange(m) % 3 > 0),
-    "per query": whole(lambda n, m: (torch.arange(n) / 4).view(-1, 1)),
+    "per key": whole(lambda n, m: (torch.arange(m) % 3 > 0).view(1, -1)),
+    "per query": whole(lambda n, m: (torch.arange(n).double() / 4).view(-1, 1)),
+    "unseen": whole(lambda n, m: distances(n, m) > 3),  # the first queries see no key
     "per head": whole(lambda n, m: (torch.arange(m) % (2 + torch.arange(HEADS).view(-1, 1, 1))) < 2),
     "padding": lambda net, batch, n, m: batch["keep"][:, None, None, :m],
     "per sample": lambda net, batch, n, m: window(n, m) | batch["keep"][:, None, None, :m],
@@ -180,11 +207,26 @@ def fits(operands: str, mask: str) -> bool:
     """Return whether PyTorch takes such a mask for such operands, each with the meaning of its name."""
     made = OPERANDS[operands]
     heads, samples = mask in ("alibi 3", "alibi 4", "per head", "learned"), mask in ("padding", "per sample")
+    if made.by_hand and mask == "unseen":
+        return False  # a softmax over nothing is no number
     if made.rank == 2:
         return not samples and not heads and mask[-1] not in "34"
     if made.rank == 3:
         return not samples and not heads and mask[-1] != "4"
     return not (heads or samples) if made.rank == 5 else not heads or made.heads == HEADS
+
+
+def cases() -> list["Case"]:
+    """Return every case: of each that can be divided along keys too, both."""
+    return [
+        Case(operands=operands, mask=mask, layout=layout, apart=apart)
+        for operands, made in OPERANDS.items()
+        for mask in MASKS
+        if fits(operands, mask)
+        for layout in LAYOUTS
+        for apart in (False, True)
+        if not apart or ("cp" in layout and (made.memory or mask in ("padding", "per sample")))
+    ]
 
 
 def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

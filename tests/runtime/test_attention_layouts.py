@@ -1,8 +1,25 @@
 """Attention is exact or refused, whatever the rank of its operands, its mask and the way it is divided."""
 
+from dataclasses import asdict
+
 import pytest
 
-from tests.runtime.attention_cases import FORMS, Case, Layout, refusal, refusal_in_lockstep
+from tests.covering import covering
+from tests.runtime.attention_cases import FORMS, LAYOUTS, Case, Layout, cases, refusal, refusal_in_lockstep
+
+REFUSALS = (  # all that is refused: what is not here must have plain PyTorch's numbers
+    "it is divided along the size of a head",
+    "heads do not divide by",
+    "attention that is divided by the sequence divides by heads alone",
+    "a ring passes on as many keys as there are queries",
+    "a ring passes on one run of the sequence",
+    "its mask has a gradient, which a ring does not compute",
+    "divides the same dimension in another order",
+)
+
+
+def exact_or_refused(found: str | None) -> None:
+    assert found is None or any(known in found for known in REFUSALS), found
 
 
 @pytest.mark.parametrize("operands", ["3", "one head"])
@@ -28,3 +45,21 @@ def test_heads_that_two_axes_divide_keep_their_order() -> None:
 )
 def test_a_case_that_is_proven_and_trained(case: Case) -> None:
     assert refusal(case) is None
+
+
+PAIRS = covering(
+    cases(), lambda case: {k: v for k, v in asdict(case).items() if k in ("operands", "mask", "layout")}
+)
+TRAINED = [next(case for case in PAIRS[i:] + PAIRS if case.layout == name) for i, name in enumerate(LAYOUTS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_every_two_choices_meet(case: Case) -> None:
+    exact_or_refused(refusal_in_lockstep(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRAINED, ids=str)
+def test_every_layout_is_proven_and_trained(case: Case) -> None:
+    exact_or_refused(refusal(case))
