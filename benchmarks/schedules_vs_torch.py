@@ -21,8 +21,9 @@ from piper.errors import ScheduleError
 from piper.schedules.grid import Grid, orders
 from piper.schedules.grid_check import validate
 from piper.schedules.names import NAMES, grid_for
-from piper.schedules.timing import makespan, peak_activations
+from piper.schedules.timing import makespan
 from piper.schedules.torch_csv import parse_csv, read_csv
+from tests.schedules.activations import peak_activations
 
 RANKS = (2, 3, 4, 8)
 PEERS: dict[str, Callable[..., peer._PipelineScheduleRuntime]] = {

@@ -10,8 +10,9 @@ from piper import schedules
 from piper.errors import ScheduleError
 from piper.schedules.names import grid_for
 from piper.schedules.stages import StageCosts
-from piper.schedules.timing import makespan, peak_activations, timeline
+from piper.schedules.timing import makespan, timeline
 from piper.schedules.torch_csv import parse_csv, to_csv
+from tests.schedules.activations import peak_activations
 
 Costs = tuple[int, int, int]  # F, I, W
 

@@ -16,7 +16,8 @@ from piper.schedules.grid import orders
 from piper.schedules.grid_check import validate
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.picture import picture
-from piper.schedules.timing import makespan, peak_activations, timeline
+from piper.schedules.timing import makespan, timeline
+from tests.schedules.activations import peak_activations
 
 BUILDERS: dict[str, Callable[..., list[Order]]] = {
     "gpipe": schedules.gpipe,

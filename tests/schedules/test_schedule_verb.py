@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from piper.cli import main
-from piper.schedules.timing import makespan, peak_activations
+from piper.schedules.timing import makespan
 from piper.schedules.torch_csv import parse_csv
+from tests.schedules.activations import peak_activations
 
 Piper = Callable[..., tuple[int, str, str]]
 

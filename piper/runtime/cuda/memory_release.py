@@ -11,7 +11,6 @@ time in which the other stream is expected to finish. Nothing is marked with `re
 memory grow with how far the host runs ahead.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from piper.ids import SlotId
@@ -46,8 +45,8 @@ class Parked:
 class Releases:
     """Walks a plan in the order of issue, with what each stream knows of the others."""
 
-    def __init__(self, plan: Plan, lag: int = LAG) -> None:
-        self.plan, self.lag = plan, lag
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.clock = StreamClock(ins.stream for ins in plan.instrs)
         self.lane = self.clock.lane  # the stream of each place, by number
         self.maker = {slot: self.lane[place] for slot, place in allocations(plan).items()}
@@ -84,7 +83,7 @@ class Releases:
             late: dict[int, int] = {}  # other stream -> the last place of it to wait for
             for slot in self.parked[lane]:
                 other = self.lane[slot.place]
-                if slot.age >= self.lag and not self.clock.knows(lane, slot.place):
+                if slot.age >= LAG and not self.clock.knows(lane, slot.place):
                     late[other] = slot.place  # they are in the order of their places
             for place in sorted(late.values()):
                 found.waits.append(place)
@@ -99,18 +98,18 @@ class Releases:
         self.parked[lane] = left
 
 
-def releases(plan: Plan, lag: int = LAG) -> list[Handling]:
+def releases(plan: Plan) -> list[Handling]:
     """Return what each instruction of a plan does so that memory is freed only when no stream uses it."""
-    return Releases(plan, lag).run()
+    return Releases(plan).run()
 
 
-def predicted_peak(plan: Plan, handlings: Sequence[Handling] | None = None) -> int:
+def predicted_peak(plan: Plan) -> int:
     """Return the most bytes that a device holds in a step: those the plan counts, and those parked."""
     ledger = Ledger(plan)
     held: set[SlotId] = set()
     resident = sum(slot.nbytes for slot in plan.residents.values())
     peak = resident
-    for ins, handling in zip(plan.instrs, handlings or releases(plan), strict=True):
+    for ins, handling in zip(plan.instrs, releases(plan), strict=True):
         for slot in handling.drops:
             ledger.release(slot)
         for slot in ins.writes:
