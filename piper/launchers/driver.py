@@ -13,7 +13,6 @@ from piper.errors import WorkerError
 from piper.launchers.base import (
     Readable,
     ended,
-    state_by_name,
     streams_of,
     unread_values,
 )
@@ -30,15 +29,9 @@ from piper.launchers.messages import (
     pack_setup,
 )
 from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped
-from piper.launchers.remote_optimizer import RemoteOptimizer, holders
 from piper.launchers.run_programs import Prepared, ProgramRun
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import TensorEntry, layout
-from piper.plan.divided import Share
-from piper.plan.plan import Bucket
-from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.debug.profiler import ClockOffset, DeviceProfile, compare
-from piper.runtime.full_values import whole_buffers, whole_parameters
 from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
 from piper.runtime.worker import Options, Sums
 
@@ -269,7 +262,7 @@ class SocketWorkerGroup(WorkerGroup):
         )
 
 
-class RemoteRun(RemoteOptimizer, ProgramRun):
+class RemoteRun(ProgramRun):
     """A job whose devices are processes."""
 
     def __init__(
@@ -278,7 +271,6 @@ class RemoteRun(RemoteOptimizer, ProgramRun):
         """Drive the workers of a program; `unread`: initial parameters and buffers that no device holds."""
         super().__init__(program, options)
         self.group, self.unread = group, unread
-        self.devices = program.plans.devices
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step
         self.slicers = {0: BatchSlicer(program.plans)}  # of all programs, by their numbers
         self.open = True
@@ -327,54 +319,6 @@ class RemoteRun(RemoteOptimizer, ProgramRun):
         with self.group.sharing(step):
             self._ask("restore", dict.fromkeys(self.devices, step))
         self.unread.update(unread)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return every parameter and buffer in full, by fully qualified name."""
-        outline, buckets = self.program.outline, list(self.plans.buckets.values())
-        owned = self._owned("owned", buckets)
-        parameters = whole_parameters(buckets, lambda bucket, device: owned[bucket, device])
-        names = [buffer.name for buffer in outline.buffers if buffer.persistent]
-        buffers: dict[str, Tensor] = {}
-        if names:
-            answers = self._ask("buffers", dict.fromkeys(self.devices, names))
-            held = [cast("dict[str, tuple[Share, Tensor]]", answers[device]) for device in self.devices]
-            buffers = whole_buffers(held)
-        whole = state_by_name(outline, self.unread | parameters | buffers)
-        return {name: value.clone() for name, value in whole.items()}
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
-        buckets = list(self.plans.buckets.values())
-        owned = self._owned("gradients", buckets)
-        given = [bucket for bucket in buckets if owned[bucket.name, bucket.groups[0][0]] is not None]
-        first = self.devices[0]
-        reached = cast("set[str]", self._ask("reached", {first: None})[first])
-        whole = whole_parameters(given, lambda bucket, device: owned[bucket, device])
-        return {name: value for name, value in whole.items() if name in reached}
-
-    def _owned(self, call: Call, buckets: Sequence[Bucket]) -> dict[tuple[str, int], Tensor]:
-        answers = self._ask(call, holders(buckets))
-        return {
-            (bucket, device): value
-            for device, found in answers.items()
-            for bucket, value in cast("dict[str, Tensor]", found).items()
-        }
-
-    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
-        """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
-        answers = self._ask("trail", dict.fromkeys(self.devices))
-        return cast("dict[int, dict[OutputKey, Tensor]]", answers)
-
-    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
-        """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
-        found: dict[int, tuple[DeviceProfile, ClockOffset]] = {}
-        for device, answer in self._ask("record", dict.fromkeys(self.devices)).items():
-            if isinstance(answer, DeviceProfile):
-                found[device] = (answer, compare(lambda asked=device: self._time(asked)))  # type: ignore[misc]
-        return found
-
-    def _time(self, device: int) -> float:
-        return cast(float, self._ask("clock", {device: None})[device])
 
     def leaving(self) -> bool:
         """Return whether the system has asked a worker to end, by SIGTERM."""

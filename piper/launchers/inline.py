@@ -9,10 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from piper.checkpoint.background import BackgroundSaver
 from piper.checkpoint.load import blank_values
 from piper.errors import WorkerError
-from piper.launchers.base import ended, state_by_name, streams_of
+from piper.launchers.base import ended, streams_of
 from piper.launchers.checkpointing import Checkpoints
 from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
 from piper.launchers.messages import Call
@@ -20,12 +19,11 @@ from piper.launchers.processes import ProcessStatus, SharedFile, running
 from piper.launchers.run_programs import Prepared, ProgramRun
 from piper.launchers.transport.version_sections import VersionReader
 from piper.launchers.transport.versions import WorkerVersions
+from piper.launchers.worker_answers import WorkerAnswers
 from piper.runtime.comm.base import speaks_in
 from piper.runtime.comm.inline import World
 from piper.runtime.context import Dice
-from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
-from piper.runtime.full_values import whole_buffers, whole_parameters, whole_state
 from piper.runtime.setup import Initial, ProgramLike, initial_values, setup_of
 from piper.runtime.worker import Options, Sums, Worker
 
@@ -75,7 +73,7 @@ class InlineRun(ProgramRun):
         self.busy: dict[int, float] = {}  # threads share cores: one cannot be distinguished from the others
         self.threads = ThreadPoolExecutor(len(self.workers), "device")
         self.open = True
-        self.savers = {device: BackgroundSaver(worker) for device, worker in self.workers.items()}
+        self.answers = {device: WorkerAnswers(worker) for device, worker in self.workers.items()}
         self.versions = {
             device: WorkerVersions(worker, versions)
             for device, worker in self.workers.items()
@@ -150,7 +148,7 @@ class InlineRun(ProgramRun):
     def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
         if not self.open:
             raise ended()
-        return {device: getattr(self.savers[device], call)(value) for device, value in arguments.items()}
+        return {device: getattr(self.answers[device], call)(value) for device, value in arguments.items()}
 
     def _blame(self, program: ProgramLike) -> WorkerError:
         """Return the error that names the cause."""
@@ -167,60 +165,7 @@ class InlineRun(ProgramRun):
         )
         return blame(snapshot)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return every parameter and buffer in full, by fully qualified name."""
-        parameters = whole_parameters(
-            self.plans.buckets.values(), lambda bucket, device: self.workers[device].owned(bucket)
-        )
-        outline = self.program.outline
-        names = [name for chunk in outline.chunks for name in chunk.buffers]
-        buffers = whole_buffers(worker.buffers(names) for worker in self.workers.values())
-        state = state_by_name(outline, parameters | buffers | self.unread)
-        return {name: value.to("cpu", copy=True) for name, value in state.items()}
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
-
-        def owned(bucket: str, device: int) -> Tensor:
-            gradient = self.workers[device].gradient(bucket)
-            assert gradient is not None
-            return gradient
-
-        given = [
-            bucket
-            for bucket in self.plans.buckets.values()
-            if self.workers[bucket.devices[0]].gradient(bucket.name) is not None
-        ]
-        reached = next(iter(self.workers.values())).env.state.reached
-        return {name: value for name, value in whole_parameters(given, owned).items() if name in reached}
-
-    def optimizer_groups(self) -> list[dict[str, object]]:
-        """Return the options of each group of parameters."""
-        found = (worker.env.state.options() for worker in self.workers.values())
-        return next((groups for groups in found if groups is not None), [])
-
-    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
-        """Set an option of a group of parameters on all devices."""
-        for worker in self.workers.values():
-            worker.env.state.set_option(group, key, value)
-
-    def optimizer_state(self, key: str) -> dict[str, Tensor]:
-        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
-        buckets = [bucket for bucket in self.plans.buckets.values() if bucket.trainable]
-        owned = {
-            (bucket.name, device): self.workers[device].env.state.kept(bucket.name, key)
-            for bucket in buckets
-            for device in bucket.devices
-        }
-        return whole_state(buckets, owned)
-
-    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
-        """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
-        found = {device: worker.latest.trail for device, worker in self.workers.items()}
-        return {device: trail.kept for device, trail in found.items() if trail is not None}
-
     def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
-        """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
         same = ClockOffset(offset=0.0, error=0.0)
         return {d: (w.recorder.take(), same) for d, w in self.workers.items() if w.recorder is not None}
 

@@ -7,9 +7,10 @@ evaluation runs forward-only programs, and its sums become weighted means.
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,11 +18,13 @@ from torch import Tensor
 from piper.data.feed import one_epoch
 from piper.errors import ConfigError
 from piper.format import size
-from piper.launchers.base import EvaluationResult, Resumed, StepResult, ratio, result_of
+from piper.launchers.base import EvaluationResult, Resumed, StepResult, ratio, result_of, state_by_name
 from piper.launchers.checkpointing import Checkpoints
+from piper.launchers.messages import Call
 from piper.launchers.run import Batch, Run
+from piper.plan.divided import Share
 from piper.plan.memory_timeline import timeline
-from piper.plan.plan import Plans
+from piper.plan.plan import Bucket, Plans
 from piper.runtime.batch import (
     as_run,
     check_batch,
@@ -30,6 +33,9 @@ from piper.runtime.batch import (
     shapes_of,
 )
 from piper.runtime.compute import slices_of
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import ClockOffset, DeviceProfile, compare
+from piper.runtime.full_values import whole_buffers, whole_parameters, whole_state
 from piper.runtime.setup import ProgramLike, Shapes, initial_tensors
 from piper.runtime.uneven import COUNTS
 from piper.runtime.worker import Options, Sums
@@ -106,6 +112,7 @@ class ProgramRun(Run):
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
         self.program, self.plans, self.options = program, program.plans, options
+        self.devices = program.plans.devices
         self.first = Prepared(number=0, program=program, buffers={})
         self.prepared: dict[tuple[bool, Shapes], Prepared] = {}  # by whether it trains, and by shape
         self.preparations = 0  # how many programs workers have been given since they were started
@@ -221,6 +228,72 @@ class ProgramRun(Run):
     def settle(self) -> None:
         self.checkpoints.settle()
 
+    @abstractmethod
+    def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
+        """Call workers, each with its argument, and return their answers."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        outline, buckets = self.program.outline, list(self.plans.buckets.values())
+        owned = self._owned("owned", buckets)
+        parameters = whole_parameters(buckets, lambda bucket, device: owned[bucket, device])
+        names = [buffer.name for buffer in outline.buffers if buffer.persistent]
+        buffers: dict[str, Tensor] = {}
+        if names:
+            answers = self._ask("buffers", dict.fromkeys(self.devices, names))
+            held = [cast("dict[str, tuple[Share, Tensor]]", answers[device]) for device in self.devices]
+            buffers = whole_buffers(held)
+        whole = state_by_name(outline, self.unread | parameters | buffers)
+        return {name: value.to("cpu", copy=True) for name, value in whole.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        buckets = list(self.plans.buckets.values())
+        owned = self._owned("gradients", buckets)
+        given = [bucket for bucket in buckets if owned[bucket.name, bucket.groups[0][0]] is not None]
+        first = self.devices[0]
+        reached = cast("set[str]", self._ask("reached", {first: None})[first])
+        whole = whole_parameters(given, lambda bucket, device: owned[bucket, device])
+        return {name: value for name, value in whole.items() if name in reached}
+
+    def _owned(self, call: Call, buckets: Sequence[Bucket]) -> dict[tuple[str, int], Tensor]:
+        answers = self._ask(call, holders(buckets))
+        return {
+            (bucket, device): value
+            for device, found in answers.items()
+            for bucket, value in cast("dict[str, Tensor]", found).items()
+        }
+
+    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
+        answers = self._ask("trail", dict.fromkeys(self.devices))
+        return cast("dict[int, dict[OutputKey, Tensor]]", answers)
+
+    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
+        found: dict[int, tuple[DeviceProfile, ClockOffset]] = {}
+        for device, answer in self._ask("record", dict.fromkeys(self.devices)).items():
+            if isinstance(answer, DeviceProfile):
+                found[device] = (answer, compare(lambda asked=device: self._time(asked)))  # type: ignore[misc]
+        return found
+
+    def _time(self, device: int) -> float:
+        return cast(float, self._ask("clock", {device: None})[device])
+
+    def optimizer_groups(self) -> list[dict[str, object]]:
+        found = self._ask("optimizer_options", dict.fromkeys(self.devices)).values()
+        return next((cast("list[dict[str, object]]", groups) for groups in found if groups is not None), [])
+
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        self._ask("set_optimizer_option", dict.fromkeys(self.devices, (group, key, value)))
+
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        buckets = [bucket for bucket in self.plans.buckets.values() if bucket.trainable]
+        asked = {device: (key, names) for device, names in holders(buckets).items()}
+        answers = self._ask("optimizer_state", asked)
+        owned = {
+            (bucket, device): value
+            for device, found in answers.items()
+            for bucket, value in cast("dict[str, tuple[Tensor, tuple[str, ...]]]", found).items()
+        }
+        return whole_state(buckets, owned)
+
 
 def buffers_of(program: ProgramLike) -> list[str]:
     """Return the names of the buffers that the devices of a program hold."""
@@ -262,3 +335,13 @@ def check_samples(batch: object) -> None:
             facts={"got": got},
             hint='give {"tokens": tokens, "labels": labels}, each with one row for each sample',
         )
+
+
+def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
+    """Return which devices to ask for which buckets, so that their answers hold every element once."""
+    asked: dict[int, list[str]] = {}
+    for bucket in buckets:
+        for group in bucket.distinct:
+            for device in group if bucket.zero else group[:1]:
+                asked.setdefault(device, []).append(bucket.name)
+    return asked

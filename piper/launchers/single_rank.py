@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from piper.errors import ConfigError, LaunchError
 from piper.ir.chunk import CapturedModel
 from piper.launchers.base import EvaluationResult, Resumed
+from piper.launchers.messages import Call
 from piper.launchers.run_programs import Prepared, ProgramRun
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import COMMUNICATION
@@ -95,6 +96,9 @@ class SingleRankRun(ProgramRun):
         """Return when the instructions of the recorded steps ran; `profile` must be on."""
         recorder, same = self.worker.recorder, ClockOffset(offset=0.0, error=0.0)
         return {} if recorder is None else {self.device: (recorder.take(), same)}
+
+    def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
+        raise AssertionError("what needs all devices is refused")
 
     def state_dict(self) -> dict[str, Tensor]:
         raise single_rank_error("there is no full state")

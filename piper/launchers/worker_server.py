@@ -9,16 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from time import monotonic
 from typing import cast
 
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
-from piper.checkpoint.background import BackgroundSaver, Done
 from piper.checkpoint.load import blank_values
 from piper.launchers.failures import Failure, Watcher, failure_of
 from piper.launchers.messages import (
@@ -36,20 +33,18 @@ from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.nameless_files import map_marks
 from piper.launchers.transport.shared_memory import SharedValues
 from piper.launchers.transport.versions import WorkerVersions
-from piper.plan.divided import Share
+from piper.launchers.worker_answers import WorkerAnswers
 from piper.runtime.comm.base import Comms, speaks_in
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.comm.staged import StagedComms
-from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.debug.profiler import DeviceProfile
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.worker import Sums, Worker
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class WorkerServer:
+class WorkerServer(WorkerAnswers):
     """A worker that answers calls. Its first failure is its answer, even while other streams still wait."""
 
     def __init__(self, given: Assignment, initial: Initial, marks: memoryview) -> None:
@@ -62,7 +57,7 @@ class WorkerServer:
         self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
         self.watcher = Watcher(self.device, marks, self.answers.put, cuda=setup.device.type == "cuda")
         comms = self._comms(setup, "")
-        self.worker = Worker(
+        worker = Worker(
             setup,
             self.device,
             comms,
@@ -71,7 +66,7 @@ class WorkerServer:
             on_failure=comms.abort,
             watch=self.watcher.watch,
         )
-        self.saver = BackgroundSaver(self.worker)
+        super().__init__(worker)
         self.versions = None if given.versions is None else WorkerVersions(self.worker, given.versions)
         self.trouble: Failure | None = None  # of what was done between two calls
         self.failed = False  # the last call
@@ -120,64 +115,6 @@ class WorkerServer:
 
         self.thread.submit(run)
         return self.answers.get()
-
-    def owned(self, buckets: Sequence[str]) -> dict[str, Tensor]:
-        """Return this device's part of some buckets."""
-        return {name: self.worker.owned(name) for name in buckets}
-
-    def gradients(self, buckets: Sequence[str]) -> dict[str, Tensor | None]:
-        """Return the last step's gradients of this device's part of some buckets."""
-        return {name: self.worker.gradient(name) for name in buckets}
-
-    def optimizer_options(self, _: object) -> list[dict[str, object]] | None:
-        """Return the options of the optimizer's groups. None: this device trains nothing."""
-        return self.worker.env.state.options()
-
-    def set_optimizer_option(self, given: tuple[int, str, float]) -> None:
-        """Set an option of one of the optimizer's groups."""
-        self.worker.env.state.set_option(*given)
-
-    def optimizer_state(self, asked: tuple[str, Sequence[str]]) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
-        """Return what the optimizer keeps under a key for this device's part of some buckets."""
-        key, buckets = asked
-        return {name: self.worker.env.state.kept(name, key) for name in buckets}
-
-    def reached(self, _: object) -> set[str]:
-        """Return the parameters that have gradients."""
-        return self.worker.env.state.reached
-
-    def buffers(self, names: Sequence[str]) -> dict[str, tuple[Share, Tensor]]:
-        """Return the named buffers that this device uses, with its share of each."""
-        return self.worker.buffers(names)
-
-    def trail(self, _: object) -> dict[OutputKey, Tensor]:
-        """Return what every chunk returned in the last step."""
-        trail = self.worker.latest.trail
-        return {} if trail is None else trail.kept
-
-    def record(self, _: object) -> DeviceProfile | None:
-        """Return when the instructions of the recorded steps ran, on this worker's clock."""
-        return None if self.worker.recorder is None else self.worker.recorder.take()
-
-    def clock(self, _: object) -> float:
-        """Return the time of this worker's clock."""
-        return monotonic()
-
-    def save(self, folder: str) -> None:
-        """Begin to write this device's part of a checkpoint."""
-        self.saver.save(folder)
-
-    def load(self, folder: str) -> None:
-        """Begin to read this device's part of a checkpoint."""
-        self.saver.load(folder)
-
-    def adopt(self, wanted: bool) -> None:
-        """Go on with the state that was read, if it is wanted."""
-        self.saver.adopt(wanted)
-
-    def poll(self, wait: float) -> Done | None:
-        """Wait up to `wait` seconds for a save or load. Return its outcome. None: it is still running."""
-        return self.saver.poll(wait)
 
     def protect(self, _: object = None) -> None:
         """Copy the state into memory that outlives this process."""

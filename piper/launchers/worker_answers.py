@@ -1,0 +1,77 @@
+"""What a worker answers about its device: values, gradients, the optimizer, recordings, saves and loads."""
+
+from collections.abc import Sequence
+from time import monotonic
+
+from torch import Tensor
+
+from piper.checkpoint.background import BackgroundSaver, Done
+from piper.plan.divided import Share
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import DeviceProfile
+from piper.runtime.worker import Worker
+
+
+class WorkerAnswers:
+    """Answers the calls about a worker that run no plan. A method has the name of its call."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.saver = worker, BackgroundSaver(worker)
+
+    def owned(self, buckets: Sequence[str]) -> dict[str, Tensor]:
+        """Return this device's part of some buckets."""
+        return {name: self.worker.owned(name) for name in buckets}
+
+    def gradients(self, buckets: Sequence[str]) -> dict[str, Tensor | None]:
+        """Return the last step's gradients of this device's part of some buckets."""
+        return {name: self.worker.gradient(name) for name in buckets}
+
+    def optimizer_options(self, _: object) -> list[dict[str, object]] | None:
+        """Return the options of the optimizer's groups. None: this device trains nothing."""
+        return self.worker.env.state.options()
+
+    def set_optimizer_option(self, given: tuple[int, str, float]) -> None:
+        """Set an option of one of the optimizer's groups."""
+        self.worker.env.state.set_option(*given)
+
+    def optimizer_state(self, asked: tuple[str, Sequence[str]]) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
+        """Return what the optimizer keeps under a key for this device's part of some buckets."""
+        key, buckets = asked
+        return {name: self.worker.env.state.kept(name, key) for name in buckets}
+
+    def reached(self, _: object) -> set[str]:
+        """Return the parameters that have gradients."""
+        return self.worker.env.state.reached
+
+    def buffers(self, names: Sequence[str]) -> dict[str, tuple[Share, Tensor]]:
+        """Return the named buffers that this device uses, with its share of each."""
+        return self.worker.buffers(names)
+
+    def trail(self, _: object) -> dict[OutputKey, Tensor]:
+        """Return what every chunk returned in the last step."""
+        trail = self.worker.latest.trail
+        return {} if trail is None else trail.kept
+
+    def record(self, _: object) -> DeviceProfile | None:
+        """Return when the instructions of the recorded steps ran, on this worker's clock."""
+        return None if self.worker.recorder is None else self.worker.recorder.take()
+
+    def clock(self, _: object) -> float:
+        """Return the time of this worker's clock."""
+        return monotonic()
+
+    def save(self, folder: str) -> None:
+        """Begin to write this device's part of a checkpoint."""
+        self.saver.save(folder)
+
+    def load(self, folder: str) -> None:
+        """Begin to read this device's part of a checkpoint."""
+        self.saver.load(folder)
+
+    def adopt(self, wanted: bool) -> None:
+        """Go on with the state that was read, if it is wanted."""
+        self.saver.adopt(wanted)
+
+    def poll(self, wait: float) -> Done | None:
+        """Wait up to `wait` seconds for a save or load. Return its outcome. None: it is still running."""
+        return self.saver.poll(wait)
