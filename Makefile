@@ -19,7 +19,7 @@ UNUSED := /(tests|transformers/models|mypy|mypyc|pip|ray/(data|llm|rllib|serve|t
 # Every process of a test would compile piper/ and the tests again where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup test mutate matrix matrix-full attention ray demo lint format setup-oldest oldest torch-names bench gallery pictures
+.PHONY: help setup test mutate matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
@@ -27,6 +27,7 @@ help:
 	@echo "make matrix   compositions in which every two choices meet; make matrix-full: every composition"
 	@echo "make attention  every shape, mask and layout of attention that meet in pairs, and every draw"
 	@echo "make mutate   do the tests notice? They run against small edits of piper/; MUTATE=--help says how to choose"
+	@echo "make opinfo   every operation that torch itself tests: equal to eager PyTorch, or refused as tests/opinfo/refused.txt says"
 	@echo "make ray      the tests on Ray: a cluster of our own, two nodes of it, on this machine only"
 	@echo "make demo     train a small mixture of experts on four local workers, for about a minute"
 	@echo "make lint     ruff and mypy; make format: let ruff write"
@@ -68,6 +69,10 @@ attention: setup
 
 ray: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray $(RAY)
+
+# Every operation and module that torch itself tests, and every operator of Python: for the night.
+opinfo: setup
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow tests/opinfo
 
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/piper train recipes/moe_dualpipe.py:demo --on local

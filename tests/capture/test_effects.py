@@ -70,6 +70,12 @@ def both_out(total: Tensor, part: Tensor) -> Tensor:
     return total * places
 
 
+def multiplied(total: Tensor, part: Tensor) -> Tensor:
+    product = total
+    product @= part.T @ part
+    return product
+
+
 class Written(nn.Module):
     """Something that is written while an earlier reader and a later reader want different values."""
 
@@ -85,6 +91,8 @@ class Written(nn.Module):
         return before + (made * self.weight.exp()).sum() + (total * self.weight * self.weight).sum()
 
 
-@pytest.mark.parametrize("written", [added, filled, clipped, all_added, both_out])
-def test_a_write_is_seen_however_it_is_spelt(written: Callable[[Tensor, Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("written", [added, filled, clipped, all_added, both_out, multiplied])
+def test_a_write_is_seen_however_it_is_spelt_and_nothing_else(
+    written: Callable[[Tensor, Tensor], Tensor],
+) -> None:
     check(lambda: Written(written), loss, BATCH)

@@ -1,5 +1,7 @@
 """Chunks chained by hand give the loss, the gradients and the buffers of plain autograd, in fp64."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -98,3 +100,21 @@ class Softened(nn.Module):
 
 def test_gradients_that_a_kernel_lays_out_otherwise() -> None:
     check(Softened, zoo.regression, zoo.vectors(4, 0))
+
+
+def test_a_gradient_of_zeros_has_memory() -> None:
+    """Autograd has zeros without any for `sgn`; a gradient is added to, and sent."""
+
+    class Signs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(-2, 2, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (torch.sgn(self.weight) * x).sum()
+
+    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        value: Tensor = model(batch["x"])
+        return value
+
+    check(Signs, loss, {"x": torch.ones(3, 4)})

@@ -78,6 +78,7 @@ def trace_joint(
             raise UntraceableError(reason(error)) from error
     _correct_types(traced.graph)
     _without_aliases(traced.graph)
+    _with_memory(traced.graph)
     if any(node.target is fp8_linear for node in body.graph.nodes):
         merge_rounding(traced.graph)
     label_memory(traced.graph)
@@ -109,6 +110,14 @@ def _without_aliases(graph: fx.Graph) -> None:
         if node.target is torch.ops.aten.alias.default:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
+
+
+def _with_memory(graph: fx.Graph) -> None:
+    """Give zeros memory: those of autograd, as in the gradient of `sgn`, have none that could be added to."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten._efficientzerotensor.default:
+            node.target = torch.ops.aten.zeros.default
+            node.meta["val"] = node.meta["val"].clone()
 
 
 def _correct_types(graph: fx.Graph) -> None:

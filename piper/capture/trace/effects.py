@@ -18,7 +18,8 @@ Marker = Literal["route", "unroute", "collective"]
 
 # By identity: `operator.and_` has a name that ends as those of torch's writes do, and writes nothing
 _OPERATORS = frozenset(function for function in vars(operator).values() if callable(function))
-_ASSIGNS = re.compile(r"i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)|setitem")
+# Not `imatmul`: a tensor has no such method, so `x @= y` makes a new one
+_ASSIGNS = re.compile(r"i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)|setitem")
 _NOT_WRITES = ("requires_grad_", "detach_")  # change what autograd sees of a tensor, not its elements
 _DRAWS = re.compile(
     r"rand|randn|randint|randperm|rand_like|randn_like|randint_like|bernoulli_?|multinomial|normal_?|poisson|"
