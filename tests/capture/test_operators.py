@@ -7,7 +7,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from piper.capture.autodiff.joint import decompositions
 from piper.capture.compile.flat_gradients import write_in_place
-from piper.capture.compile.operators import embedding_grad, silu, silu_grad, through_table
+from piper.capture.compile.operators import (
+    embedding_grad,
+    embedding_grad_into,
+    silu,
+    silu_grad,
+    through_table,
+)
 
 aten = torch.ops.aten.embedding_dense_backward.default
 ROWS = torch.tensor([[3, 0, 3], [7, 7, 7]])
@@ -58,6 +64,28 @@ def test_silu_and_its_gradient_are_those_of_torch(dtype: torch.dtype) -> None:
     for found, wanted in ((silu(x), exact), (silu_grad(grad, x), exact_grad)):
         assert found.dtype is dtype
         torch.testing.assert_close(found.double(), wanted, rtol=rounding, atol=1e-38)
+
+
+@pytest.mark.parametrize("padding", [-1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_gradient_of_a_table_is_added_to_a_sum(dtype: torch.dtype, padding: int) -> None:
+    grad = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = aten(grad.double(), ROWS, 9, padding, False)
+    total = torch.full((9, 5), torch.nan, dtype=torch.promote_types(dtype, torch.float32))
+    for times in (1, 2):
+        embedding_grad_into(grad, ROWS, total, torch.tensor(times > 1), padding)
+        torch.testing.assert_close(total.double(), times * exact, rtol=1e-6, atol=1e-6)
+
+
+def test_the_gradient_of_a_table_is_written_into_given_memory() -> None:
+    def table(grad: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        return (torch.ops.aten.embedding_dense_backward(grad, rows, 9, 3, False),)
+
+    grad = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    traced = make_fx(table, decomposition_table=decompositions(), tracing_mode="fake")(grad, ROWS)
+    written, out = write_in_place(traced, [0]), torch.full((9, 5), torch.nan, dtype=torch.float64)
+    assert written(grad, ROWS, out, torch.tensor(False)) == ()
+    torch.testing.assert_close(out, aten(grad, ROWS, 9, 3, False))
 
 
 def test_silu_is_computed_from_the_sigmoid_that_its_gradient_reads() -> None:

@@ -20,7 +20,7 @@ from tests.runtime.grid import Cell, batches, job, strategy
 
 WRITTEN = [
     Cell(case="mlp", schedule="zero-bubble", dp=2, zero=3),
-    Cell(case="moe", schedule="1f1b", dp=2, ways=2, zero=2),  # a table's gradient is copied into its place
+    Cell(case="moe", schedule="1f1b", dp=2, ways=2, zero=2),  # a table's gradient is written in its place
 ]
 ADDED = [
     *(Cell(case="mlp", schedule="gpipe", dp=2, zero=zero, parts=3) for zero in (0, 1, 2, 3)),

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from piper.capture.autodiff.aliases import draws_random, is_view, memory_of
 from piper.capture.autodiff.partition import KINDS, Kind, Partition, Section, Write
+from piper.capture.compile.operators import EMBEDDING_GRAD
 from piper.capture.cost.estimate import Cost, cost_of
 from piper.capture.trace.blame import made_at
 from piper.capture.trace.sizes import SymbolicSizes
@@ -118,25 +119,27 @@ class GraphCode:
 def _written_in_place(section: Section, sizes: SymbolicSizes) -> tuple[int, ...]:
     """Return which of a phase's parameter gradients can be written into given memory, by their positions.
 
-    These are products. None, if they are the smaller part in bytes: the others would be copied.
+    These are products, and gradients of tables. None, if they are the smaller part in bytes: the others
+    would be copied.
     """
     writes = section.writes[len(section.grad_inputs) :][: len(section.grad_params)]
     taken = [write.node for write in section.writes]
     found = [
         place
         for place, write in enumerate(writes)
-        if taken.count(write.node) == 1 and _is_product(write, section)
+        if taken.count(write.node) == 1 and _can_be_given_memory(write, section)
     ]
     nbytes = [sizes.nbytes(write.node.meta["val"]) for write in writes]
     return tuple(found) if 2 * sum(nbytes[place] for place in found) > sum(nbytes) else ()
 
 
-def _is_product(write: Write, section: Section) -> bool:
-    """Return whether a gradient is the result of a product, in its shape, that nothing else reads."""
+def _can_be_given_memory(write: Write, section: Section) -> bool:
+    """Return whether a gradient is a product or that of a table, in its shape, that nothing else reads."""
     body, node = set(section.body), write.node
     seen: fx.Node | None = None
     while node in body and all(user is seen or user not in body for user in node.users):
-        if node.target is _aten.mm.default:
+        by_count = node.target is EMBEDDING_GRAD and bool(node.args[4])  # of all reads
+        if node.target in (_aten.mm.default, EMBEDDING_GRAD) and not by_count:
             made, wanted = node.meta["val"], write.node.meta["val"]
             return made.shape == wanted.shape and made.is_contiguous() and not write.copy
         if not is_view(node):

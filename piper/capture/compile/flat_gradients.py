@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.compile.inductor import Source, is_traced
-from piper.capture.compile.operators import mm_into
+from piper.capture.compile.operators import EMBEDDING_GRAD, embedding_grad_into, mm_into
 
 _aten = torch.ops.aten
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -35,7 +35,7 @@ def flat_phase(code: Callable[..., Sequence[Tensor]], plain: Source, source: Sou
 
 
 def write_in_place(module: fx.GraphModule, results: Sequence[int]) -> fx.GraphModule:
-    """Return a graph that writes some products into further arguments, and returns its other results.
+    """Return a graph that writes some gradients into further arguments, and returns its other results.
 
     Its last argument says whether it adds them to what is there.
     """
@@ -45,7 +45,7 @@ def write_in_place(module: fx.GraphModule, results: Sequence[int]) -> fx.GraphMo
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in inputs:
         copies[node] = graph.node_copy(node)
-    targets: dict[fx.Node, fx.Node] = {}  # by product
+    targets: dict[fx.Node, fx.Node] = {}  # by the node that computes a gradient
     for number, place in enumerate(results):
         given = graph.placeholder(f"into_{number}")
         given.meta = {"val": _summed(outputs[place])}
@@ -59,13 +59,18 @@ def write_in_place(module: fx.GraphModule, results: Sequence[int]) -> fx.GraphMo
         if target is None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
-        first, second = cast(tuple[fx.Node, fx.Node], node.args)
-        columns = _transposed(first)
-        if columns is None:
-            left = graph.call_function(_aten.t.default, (copies[first],))
+        if node.target is EMBEDDING_GRAD:
+            grad, rows, _, padding, _ = node.args
+            looked_up = (copies[cast(fx.Node, grad)], copies[cast(fx.Node, rows)])
+            graph.call_function(embedding_grad_into, (*looked_up, target, add, padding))
         else:
-            left = copies[_rows(columns)]
-        graph.call_function(mm_into, (left, copies[_rows(second)], target, add))
+            first, second = cast(tuple[fx.Node, fx.Node], node.args)
+            columns = _transposed(first)
+            if columns is None:
+                left = graph.call_function(_aten.t.default, (copies[first],))
+            else:
+                left = copies[_rows(columns)]
+            graph.call_function(mm_into, (left, copies[_rows(second)], target, add))
         copies[node] = target  # its views are not read
     graph.output(tuple(copies[node] for place, node in enumerate(outputs) if place not in results))
     graph.eliminate_dead_code()
@@ -85,9 +90,9 @@ def _outputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
 
 
 def _product(result: fx.Node) -> fx.Node:
-    """Return the product of which a result is a view."""
+    """Return the product, or the gradient of a table, of which a result is a view."""
     node = result
-    while node.target is not _aten.mm.default:
+    while node.target not in (_aten.mm.default, EMBEDDING_GRAD):
         node = node.all_input_nodes[0]
     return node
 

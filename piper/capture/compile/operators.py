@@ -23,6 +23,9 @@ def embedding_grad(grad: Tensor, rows: Tensor, length: int, padding: int, by_cou
     return made
 
 
+EMBEDDING_GRAD = torch.ops.piper.embedding_grad.default
+
+
 @embedding_grad.register_fake
 def _(grad: Tensor, rows: Tensor, length: int, padding: int, by_count: bool) -> Tensor:
     return grad.new_empty([length, *grad.shape[rows.dim() :]])
@@ -67,6 +70,10 @@ DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Tensor]] = {
 _library = torch.library.Library("piper", "FRAGMENT")
 _library.define("mm_into(Tensor left, Tensor right, Tensor(a!) out, Tensor add) -> ()")
 mm_into = torch.ops.piper.mm_into.default
+_library.define(
+    "embedding_grad_into(Tensor grad, Tensor rows, Tensor(a!) out, Tensor add, int padding) -> ()"
+)
+embedding_grad_into = torch.ops.piper.embedding_grad_into.default
 
 
 def _mm_into(left: Tensor, right: Tensor, out: Tensor, add: Tensor) -> None:
@@ -96,9 +103,27 @@ def _mm_into_wider(columns: Tensor, rows: Tensor, out: Tensor, *, add: bool) -> 
         torch.ops.aten.mm.dtype_out(columns, rows, out.dtype, out=out)
 
 
-def _fake_mm_into(left: Tensor, right: Tensor, out: Tensor, add: Tensor) -> None:
-    """Return what the trace needs of a product in place: nothing."""
+def _embedding_grad_into(grad: Tensor, rows: Tensor, out: Tensor, add: Tensor, padding: int) -> None:
+    """Write the gradient of an embedding's table into given memory, or add the rows that were read.
+
+    In the same order each time: on a GPU `index_put_` sorts rows, where `index_add_` takes any order.
+    """
+    places, given = rows.reshape(-1), grad.reshape(-1, *grad.shape[rows.dim() :]).to(out.dtype)
+    if padding >= 0:
+        given = given.masked_fill((places == padding).unsqueeze(-1), 0.0)
+    if not add.item():
+        out.zero_()
+    if out.is_cuda:
+        out.index_put_((places,), given, accumulate=True)
+    else:
+        out.index_add_(0, places, given)
+
+
+def _fake_into(*arguments: object) -> None:
+    """Return what the trace needs of an operator that writes into given memory: nothing."""
 
 
 _library.impl("mm_into", _mm_into, "CompositeExplicitAutograd")
-torch.library.register_fake("piper::mm_into", _fake_mm_into, lib=_library)
+_library.impl("embedding_grad_into", _embedding_grad_into, "CompositeExplicitAutograd")
+torch.library.register_fake("piper::mm_into", _fake_into, lib=_library)
+torch.library.register_fake("piper::embedding_grad_into", _fake_into, lib=_library)
