@@ -39,6 +39,8 @@ class StepNumbers(Numbers, Protocol):
 class Running(Protocol):
     """The run that a callback gets."""
 
+    folder: Path  # of `piper train`, and of a resumed run; else the current one
+
     def stop(self) -> None:
         """End the training after this step."""
 
@@ -157,7 +159,10 @@ class EarlyStopping(Callback):
 
 
 class BestCheckpoint(Callback):
-    """Saves a checkpoint after each evaluation that is the best so far, in place of the one before it."""
+    """Saves a checkpoint after each evaluation that is the best so far, in place of the one before it.
+
+    folder: a relative one is in the run's folder, as that of `piper.Checkpoint` is.
+    """
 
     def __init__(
         self, folder: Path | str, metric: str = "loss", *, mode: Literal["min", "max"] = "min"
@@ -167,7 +172,7 @@ class BestCheckpoint(Callback):
     def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
         """Save where the evaluation is the best so far."""
         if self.best.improves(step, result):
-            run.save(self.folder)
+            run.save(run.folder / self.folder)
 
     def state_dict(self) -> dict[str, object]:
         """Return the best value and its step."""

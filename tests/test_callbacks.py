@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +89,21 @@ class Notes(Callback):
         self.seen.append(f"end {step}")
 
 
+def test_an_iterator_that_compile_would_begin_is_refused() -> None:
+    shared = iter([rows(seed) for seed in range(6)])
+    with pytest.raises(ConfigError) as error:
+        piper.compile(replace(job(), data=lambda: shared))
+    assert "data() returns the same iterator each time" in str(error.value)
+
+    def fresh() -> Iterator[dict[str, Tensor]]:
+        yield from (rows(seed) for seed in range(3))
+
+    with piper.launch(piper.compile(replace(job(), data=fresh))) as run:
+        losses = [result.loss for result in run.train(5)]
+    with piper.launch(piper.compile(replace(job(), data=lambda: [*fresh()]))) as run:
+        assert [result.loss for result in run.train(5)] == losses
+
+
 class StopAt(Callback):
     def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
         if step == 3:
@@ -127,6 +142,8 @@ class Recorded:
     def resize(self, devices: int) -> None:
         self.asked.append(f"resize {devices}")
 
+    folder = Path("runs/a")
+
     def save(self, path: Path | str, **options: object) -> None:
         self.asked.append(f"save {path}")
 
@@ -159,7 +176,10 @@ def test_the_best_checkpoint_is_saved() -> None:
     best, run = BestCheckpoint("best"), Recorded()
     for step, value in enumerate([3.0, 4.0, 2.0]):
         best.on_evaluate(run, step, Numbered(value))
-    assert run.asked == ["save best", "save best"]
+    assert run.asked == ["save runs/a/best", "save runs/a/best"]
+    absolute = BestCheckpoint(Path("/elsewhere"))
+    absolute.on_evaluate(run, 3, Numbered(1.0))
+    assert run.asked[2:] == ["save /elsewhere"]
     assert best.state_dict() == {"best": 2.0, "step": 2}
 
 

@@ -1,7 +1,7 @@
 """Compiles a job into a proven program. `build` is the whole way, from the model to plans."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import isfunction
 from pathlib import Path
@@ -22,7 +22,7 @@ from piper.compiler.optimizer_facts import OptimizerFacts, facts_of_optimizer
 from piper.compiler.requests import requests_of
 from piper.compiler.shapes import check_same_state
 from piper.compiler.slices import capture_slices, check_sums, likely_rows, outline_by_slice, uneven_slices
-from piper.data.taking import batches_of
+from piper.data.taking import begin, call_data, take
 from piper.directives import Directive, Remat, ShardAxis, apply
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
@@ -304,9 +304,16 @@ def warnings_of(traced: Traced, graph: Graph, strategy: Sequence[Directive], sam
 
 def first_batch(job: Job) -> Batch:
     """Return the first batch of a job's data, padded as all are: its types stand for all."""
-    batch = next(batches_of(job.data), None)
+    data = call_data(job.data)
+    batch = take(begin(data, job.data), 1, job.data)
     if batch is None:
         raise ConfigError(
             "data() holds no batch", by=named("data", job.data), hint="return at least one batch"
+        )
+    if isinstance(data, Iterator) and call_data(job.data) is data:
+        raise ConfigError(
+            "data() returns the same iterator each time, so its first batch would be lost to compile",
+            by=named("data", job.data),
+            hint="let each call make the batches: `def data(): yield from ...`, or return a list or a loader",
         )
     return padded(batch, job.buckets)

@@ -372,12 +372,15 @@ class Single(nn.Module):
 
 @pytest.mark.parametrize(
     ("after", "scale", "rounding"),
-    [(Single, 1 + 1e-7, True), (Single, 1 + 1e-3, False), (nn.Tanh, 1 + 1e-7, False)],
+    [(Single, 1 + 5e-6, True), (Single, 1 + 1e-3, False), (nn.Tanh, 1 + 1e-8, False)],
 )
 def test_a_difference_that_may_be_rounding(
     after: Callable[[], nn.Module], scale: float, rounding: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stays a difference, and the report says so only where float32 could have made it."""
+    """It stays a difference, and the report says so only where float32 could have made it.
+
+    What is smaller than the rounding of plain PyTorch itself is none.
+    """
     gradients = InlineRun.gradients
     made = compile(job(DP, model=lambda: Stages(after)), device="cpu")
     monkeypatch.setattr(
@@ -387,3 +390,7 @@ def test_a_difference_that_may_be_rounding(
     assert not report.ok
     text = "these operations compute in float32: tanh of stages.0.1 (test_check_notices.py:"
     assert (text in str(report.first_bad)) is rounding, report.first_bad
+    monkeypatch.setattr(
+        InlineRun, "gradients", lambda run: {name: g * (1 + 1e-8) for name, g in gradients(run).items()}
+    )
+    assert checked(made).ok is (after is Single)

@@ -5,6 +5,7 @@ from it, the same slices run in plain PyTorch too. If the run equals these, the 
 `mixing.py` says why: an operation that mixes samples is a note, a mean of uneven slices an error.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -173,12 +174,12 @@ class _Check:
         slices: Reference | None = None
         whole = True  # the steps so far equal those of the whole batch, but for buffers
         for number, batch in enumerate(self.batches):
-            result = run.step(batch)
+            got = numbers_of(run, run.step(batch))
             asked = whole
             if whole:
                 single = self._next(wanted)
                 if single is not None:
-                    self.whole.take(number, compared(run, result, single), self.buffers)
+                    self.whole.take(number, compared(got, single), self.buffers)
                 whole = single is not None and self.whole.bad is None
                 if whole and not self.whole.buffers:
                     continue
@@ -187,9 +188,10 @@ class _Check:
             if asked and not whole:
                 self.padded = padded(batch, self.program.job.buckets) is not batch
                 self.found = reasons(slices, batch)
-                self.rounding = self._rounding(number)
-            self.sliced.take(number, compared(run, result, next(numbers(slices, [batch]))), self.buffers)
-            if self.sliced.first is not None:
+                own = self._own_rounding(number)
+                self.rounding = max(self.found.rounding, min(SAFETY * max(own["loss"], own["grad"]), LARGEST))
+            self.sliced.take(number, compared(got, next(numbers(slices, [batch]))), self.buffers)
+            if self.sliced.first is not None and not self._only_rounds(number):
                 return number, self.whole.first or self.sliced.first
         return None
 
@@ -204,25 +206,26 @@ class _Check:
             )
             return None
 
-    def _rounding(self, number: int) -> float:
-        """Return how far rounding in a narrower type may carry, up to a step.
-
-        The estimate is for one operation. A chain of them may carry further: by how much, plain PyTorch shows
-        with and without the rounding.
-        """
-        found = self.found
-        if not found.narrow or self.program.job.precision != "fp64":
-            return found.rounding
-        batches = self.batches[: number + 1]
-        try:
+    def _own_rounding(self, number: int) -> dict[str, float]:
+        """Return how far plain PyTorch is, up to a step, from itself with nothing cast to a narrower type."""
+        own = Worst(math.inf)
+        if self.found.narrow and self.program.job.precision == "fp64":
+            batches = self.batches[: number + 1]
             rounded, exact = (
-                [*numbers(Reference(self.program, exact=e), batches)][-1] for e in (False, True)
+                numbers(Reference(self.program, exact=exact), batches) for exact in (False, True)
             )
-        except ReplayError:
-            return found.rounding
-        apart = [relative(rounded.loss, exact.loss), relative(rounded.grad_norm, exact.grad_norm)]
-        apart += [diff for _, diff, _ in differences(rounded.gradients, exact.gradients)]
-        return max(found.rounding, min(SAFETY * max(apart), LARGEST))
+            try:
+                for one, other in zip(rounded, exact, strict=True):
+                    own.take(number, compared(one, other), self.buffers)
+            except ReplayError:  # it draws other numbers for the whole batch
+                return Worst(math.inf).largest
+        return own.largest
+
+    def _only_rounds(self, number: int) -> bool:
+        """Return whether a run is no farther from plain PyTorch than plain PyTorch is from exact numbers."""
+        assert self.sliced is not None
+        own = self._own_rounding(number)
+        return any(own.values()) and all(self.sliced.largest[kind] <= own[kind] for kind in own)
 
     def _slices(self, done: int) -> Reference:
         """Return plain PyTorch on the slices, after the steps that are done."""
@@ -258,7 +261,7 @@ class _Check:
         if not found.mixing and found.narrow and apart <= self.rounding:
             self.notes.append(
                 f"{self._narrow()}. Their rounding depends on the size of a slice. The whole batch agrees to "
-                f"{apart:.2g}, the same slices to {self.tol:g}"
+                f"{apart:.2g}, the same slices to {max(self.tol, *self.sliced.largest.values()):.2g}"
             )
             return None
         if not found.mixing and any(plain.fp8 is not None and plain.fp8.unsure for plain in self.replays):
@@ -314,14 +317,19 @@ class _Check:
         )
 
 
-def compared(
-    run: Checked, result: CheckedResult, single: ComparedNumbers
-) -> Iterator[tuple[str, str, float, str]]:
+def numbers_of(run: Checked, result: CheckedResult) -> ComparedNumbers:
+    """Return the numbers that a step of a run leaves."""
+    return ComparedNumbers(
+        loss=result.loss, grad_norm=result.grad_norm, gradients=run.gradients(), state=run.state_dict()
+    )
+
+
+def compared(got: ComparedNumbers, single: ComparedNumbers) -> Iterator[tuple[str, str, float, str]]:
     """Yield how far each number of a step is from one device: its kind, name, difference, and words."""
-    yield "loss", "the loss", relative(result.loss, single.loss), nan_in(result.loss, single.loss)
-    norms = result.grad_norm, single.grad_norm
+    yield "loss", "the loss", relative(got.loss, single.loss), nan_in(got.loss, single.loss)
+    norms = got.grad_norm, single.grad_norm
     yield "loss", "the gradient's norm", relative(*norms), nan_in(*norms)
-    for name, diff, words in differences(run.gradients(), single.gradients):
+    for name, diff, words in differences(got.gradients, single.gradients):
         yield "grad", f"the gradient of {name}", diff, words
-    for name, diff, words in differences(run.state_dict(), single.state):
+    for name, diff, words in differences(got.state, single.state):
         yield "param", name, diff, words
