@@ -15,6 +15,9 @@ REFUSALS = (  # all that is refused: what is not here must have plain PyTorch's 
     "a ring passes on one run of the sequence",
     "its mask has a gradient, which a ring does not compute",
     "divides the same dimension in another order",
+    "has no even division as",  # a dimension of groups of heads that is smaller than the devices
+    "of k.weight does not divide by",  # one head of keys
+    "aten.einsum.default has no rule",
 )
 
 
@@ -50,7 +53,8 @@ def test_a_case_that_is_proven_and_trained(case: Case) -> None:
 PAIRS = covering(
     cases(), lambda case: {k: v for k, v in asdict(case).items() if k in ("operands", "mask", "layout")}
 )
-TRAINED = [next(case for case in PAIRS[i:] + PAIRS if case.layout == name) for i, name in enumerate(LAYOUTS)]
+OF_LAYOUT = {name: [case for case in PAIRS if case.layout == name] for name in LAYOUTS}
+TRAINED = [of[7 * i % len(of)] for i, of in enumerate(OF_LAYOUT.values())]
 
 
 @pytest.mark.slow
