@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from piper.errors import CaptureError
 from tests.capture.capturing import check
 
 BATCH = {"x": torch.linspace(-1, 1, 12).reshape(3, 4)}
@@ -76,6 +77,13 @@ def multiplied(total: Tensor, part: Tensor) -> Tensor:
     return product
 
 
+def normed(total: Tensor, part: Tensor) -> Tensor:
+    """The running mean is written, and is not what the call returns."""
+    mean = total[0] * 1
+    made = nn.functional.batch_norm(part, mean, torch.ones_like(mean), training=True)
+    return made + mean
+
+
 class Written(nn.Module):
     """Something that is written while an earlier reader and a later reader want different values."""
 
@@ -91,8 +99,23 @@ class Written(nn.Module):
         return before + (made * self.weight.exp()).sum() + (total * self.weight * self.weight).sum()
 
 
-@pytest.mark.parametrize("written", [added, filled, clipped, all_added, both_out, multiplied])
+@pytest.mark.parametrize("written", [added, filled, clipped, all_added, both_out, multiplied, normed])
 def test_a_write_is_seen_however_it_is_spelt_and_nothing_else(
     written: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     check(lambda: Written(written), loss, BATCH)
+
+
+class Bounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.table(torch.arange(3)) * x
+        return made.sum()
+
+
+def test_a_table_whose_rows_the_forward_bounds_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"the forward changes the parameter table.weight"):
+        check(Bounded, loss, BATCH)

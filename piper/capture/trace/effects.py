@@ -78,6 +78,8 @@ def writes(node: fx.Node) -> Sequence[fx.Node]:
         written += [argument(node, "running_mean"), argument(node, "running_var")]
     if node.target is F.instance_norm and argument(node, "use_input_stats", True):
         written += [argument(node, "running_mean"), argument(node, "running_var")]
+    if node.target in (F.embedding, F.embedding_bag) and argument(node, "max_norm") is not None:
+        written.append(argument(node, "weight"))
     return [value for value in tree_leaves(written) if isinstance(value, fx.Node)]
 
 

@@ -96,7 +96,7 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
             if node.target is operator.setitem:
                 node.target = store
                 node.meta["example_value"] = value(written)
-            if isinstance(value(node), Tensor):
+            if isinstance(value(node), Tensor) and memory_of(node) == memory_of(written):
                 _replace_later(written, node, order)
             # A view made after the write already depends on it.
             aliases = [other for other in _aliases(recording.graph, written) if order[other] < order[node]]
