@@ -19,13 +19,14 @@ UNUSED := /(tests|transformers/models|mypy|mypyc|pip|ray/(data|llm|rllib|serve|t
 # Every process of a test would compile piper/ and the tests again where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup test mutate matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures
+.PHONY: help setup test mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
 	@echo "make test     the tests (no GPU, network or Ray)"
 	@echo "make matrix   compositions in which every two choices meet; make matrix-full: every composition"
 	@echo "make attention  every shape, mask and layout of attention that meet in pairs, and every draw"
+	@echo "make rules    every rule of a sharded operation in every layout, on torch's own samples: an hour of one core"
 	@echo "make mutate   do the tests notice? They run against small edits of piper/; MUTATE=--help says how to choose"
 	@echo "make opinfo   every operation that torch itself tests: equal to eager PyTorch, or refused as tests/opinfo/refused.txt says"
 	@echo "make ray      the tests on Ray: a cluster of our own, two nodes of it, on this machine only"
@@ -66,6 +67,9 @@ matrix-full: setup
 attention: setup
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "slow or not slow" \
 		tests/runtime/test_attention_layouts.py tests/runtime/test_divided_draws.py
+
+rules: setup
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) -m slow tests/capture/divide
 
 ray: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray $(RAY)

@@ -16,6 +16,29 @@ from piper.capture.trace.blame import quiet, reason
 from piper.capture.trace.recording import Mode, Recording, number_regions
 from piper.errors import CaptureError
 
+aten = torch.ops.aten
+DECOMPOSED = {  # operations that have no rule, because those that they are made of have
+    target: target.decompose
+    for target in (
+        aten.einsum.default,
+        aten.tensordot.default,
+        aten.inner.default,
+        aten.outer.default,
+        aten.expand_as.default,
+        aten.broadcast_tensors.default,
+        aten.broadcast_to.default,
+        aten.tile.default,
+        aten.movedim.int,
+        aten.movedim.intlist,
+        aten.narrow.default,
+        aten.view_as.default,
+        aten.reshape_as.default,
+        aten.diff.default,
+        aten.take_along_dim.default,
+        aten.linalg_norm.default,
+    )
+}
+FIXES_GRADIENTS = "torch_nn._linear_cross_entropy"
 MODE = "piper_mode"  # under which a node's meta keeps the mode it ran in
 
 
@@ -31,6 +54,12 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
     graph = traced.graph
     graph.eliminate_dead_code()
     in_four_dimensions(graph)
+    if any(str(node.target).startswith(FIXES_GRADIENTS) for node in graph.nodes):
+        raise CaptureError(
+            "linear_cross_entropy with options decides which gradients it computes before it is divided",
+            by="shard",
+            hint="leave out its `options`, or write linear and cross_entropy",
+        )
     made = [node for node in graph.nodes if node.op == "placeholder"]
     results = next(node for node in graph.nodes if node.op == "output").args[0]
     assert isinstance(results, tuple | list)
@@ -83,7 +112,7 @@ def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node]) -> fx.Grap
     with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
         given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
         try:
-            return make_fx(interpreter.run, pre_dispatch=True)(*given)
+            return make_fx(interpreter.run, DECOMPOSED, pre_dispatch=True)(*given)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             raise CaptureError(
                 "the model cannot be written in ATen operations, so it cannot be divided",

@@ -1,7 +1,6 @@
 """Rules for operations that compute: pointwise work, products, tables, norms, reductions."""
 
 import operator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
@@ -21,18 +20,14 @@ LINEAR = frozenset(
 CASTS = frozenset((aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.to.other))
 POINTWISE = CASTS | frozenset(
     (
-        aten.where.self,
         aten.where.ScalarOther,
         aten.where.ScalarSelf,
-        aten.masked_fill.Scalar,
         aten.masked_fill.Tensor,
         aten.dropout.default,
         aten.zeros_like.default,
         aten.ones_like.default,
         aten.full_like.default,
         aten.empty_like.default,
-        aten.silu.default,
-        aten.gelu.default,
         aten.__and__.Tensor,
         aten.__or__.Tensor,
     )
@@ -40,10 +35,12 @@ POINTWISE = CASTS | frozenset(
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Return whether an operation treats every element by itself."""
+    """Return whether an operation treats every element by itself, and gives one value for each."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in target.tags or target in POINTWISE
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and isinstance(value_of(node), Tensor)
+        and (torch.Tag.pointwise in target.tags or target in POINTWISE)
     )
 
 
@@ -72,12 +69,8 @@ def spread(d: Divider, sources: list[fx.Node], rank: int) -> Divided | None:
     return have.at(have.dim + rank - len(d.shape(source)))
 
 
-def pointwise(d: Divider, node: fx.Node) -> None:
-    """Divide work on single elements as its operands are; a sum passes through what is linear."""
-    sources = node.all_input_nodes
-    if _stays_sum(d, node, sources):
-        return
-    rank = len(d.shape(node))
+def together(d: Divider, sources: list[fx.Node], rank: int) -> tuple[Divided | None, dict[fx.Node, fx.Node]]:
+    """Return the division of broadcast work of some rank, and its operands in it; none if all are whole."""
     layout = spread(d, sources, rank)
     for source in sources:
         if isinstance(d.layout(source), Sum):
@@ -85,9 +78,19 @@ def pointwise(d: Divider, node: fx.Node) -> None:
             d.settle(source, like if isinstance(like, Divided) else None)
     layout = spread(d, sources, rank)
     if layout is None:
+        return None, {}
+    return layout, {s: d.to(s, aligned(d, s, layout, rank), varies=True) for s in sources}
+
+
+def pointwise(d: Divider, node: fx.Node) -> None:
+    """Divide work on single elements as its operands are; a sum passes through what is linear."""
+    sources = node.all_input_nodes
+    if _stays_sum(d, node, sources):
+        return
+    layout, local = together(d, sources, len(d.shape(node)))
+    if layout is None:
         d.plain(node)
         return
-    local = {s: d.to(s, aligned(d, s, layout, rank), varies=True) for s in sources}
     made = d.emit(node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__))
     d.done(node, made, layout)
 
@@ -113,12 +116,14 @@ def _is_linear(node: fx.Node) -> bool:
         return numbers
     if node.target in ADDS:
         return not numbers
-    if node.target not in LINEAR:
-        return False
+    return node.target in LINEAR and _keeps_fractions(node)
+
+
+def _keeps_fractions(node: fx.Node) -> bool:
+    """Return whether no cast rounds terms of a sum, each by itself, to integers or truth values."""
     made, given = value_of(node), value_of(operand(node))
     assert isinstance(made, Tensor) and isinstance(given, Tensor)
-    exact = not given.is_floating_point() and made.dtype is not torch.bool
-    return made.is_floating_point() or exact  # a cast of terms to integers rounds each of them
+    return made.is_floating_point() or (not given.is_floating_point() and made.dtype is not torch.bool)
 
 
 def linear(d: Divider, node: fx.Node) -> None:
@@ -184,11 +189,12 @@ def matmul(d: Divider, node: fx.Node) -> None:
     """Multiply two values: divided along a batch dimension, a free dimension of one, or the summed one."""
     a, b = node.args[0], node.args[1]
     assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-    d.settle(a)
-    d.settle(b)
+    if d.whole(node):
+        return
     sa, sb = d.shape(a), d.shape(b)
     if len(sa) < 2 or len(sb) < 2:
-        raise NoRuleError("it multiplies a vector")
+        _vector_product(d, node, a, b)
+        return
     la, lb, rank = d.layout(a), d.layout(b), len(d.shape(node))
     wa: Layout = WHOLE
     wb: Layout = WHOLE
@@ -211,98 +217,18 @@ def matmul(d: Divider, node: fx.Node) -> None:
     d.done(node, made, out)
 
 
-def embedding(d: Divider, node: fx.Node) -> None:
-    """Look up rows of a table: a whole one, or one divided by columns or by rows."""
-    table, index = node.args[0], node.args[1]
-    assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
-    held, given = d.layout(table), d.layout(index)
-    rest = node.args[2:]
-    if argument(node, 3, "scale_grad_by_freq", False) and (given != WHOLE or held not in (WHOLE, Divided(1))):
-        raise NoRuleError("how often an index occurs, by which it scales gradients, is not counted")
-    if held == WHOLE:
-        made = d.emit(node.target, (d.to(table, WHOLE, varies=True), d.local[index], *rest))
-        d.done(node, made, given)
-    elif isinstance(held, Divided) and held.dim == 1:
-        made = d.emit(node.target, (d.local[table], d.to(index, WHOLE, varies=True), *rest))
-        d.done(node, made, held.at(len(d.shape(node)) - 1))
+def _vector_product(d: Divider, node: fx.Node, a: fx.Node, b: fx.Node) -> None:
+    """Multiply by a vector, whose only dimension is the summed one."""
+    summed = {a: len(d.shape(a)) - 1, b: max(0, len(d.shape(b)) - 2)}
+    wants: dict[fx.Node, Layout] = {a: WHOLE, b: WHOLE}
+    out: Layout = WHOLE
+    x, layout = next((x, layout) for x in (a, b) if isinstance(layout := d.layout(x), Divided))
+    if layout.dim == summed[x]:
+        wants, out = {a: layout.at(summed[a]), b: layout.at(summed[b])}, Sum()
     else:
-        assert isinstance(held, Divided)
-        whole = d.to(index, WHOLE, varies=True)
-        rows, outside = own_rows(d, whole, held, d.shape(table)[0])
-        found = d.emit(aten.embedding.default, (d.local[table], rows))
-        padding = number(argument(node, 2, "padding_idx", -1))
-        if padding >= 0:  # the padding row has no gradient
-            fixed = d.emit(aten.detach.default, (found,))
-            pad = d.emit(aten.unsqueeze.default, (d.emit(aten.eq.Scalar, (whole, padding)), -1))
-            found = d.emit(aten.where.self, (pad, fixed, found))
-        d.done(node, masked(d, found, outside), Sum())
-
-
-def own_rows(d: Divider, index: fx.Node, held: Divided, size: int) -> tuple[fx.Node, fx.Node]:
-    """Return indices within a device's own rows of a divided table, and which of them lie outside."""
-    if held.blocks > 1 or held.zigzag:
-        raise NoRuleError("the rows of a table are divided in one run")
-    rows = size // d.degree
-    shifted = d.emit(aten.sub.Tensor, (index, d.emit(aten.mul.Tensor, (d.place(), rows))))
-    low, high = d.emit(aten.lt.Scalar, (shifted, 0)), d.emit(aten.ge.Scalar, (shifted, rows))
-    return d.emit(aten.clamp.default, (shifted, 0, rows - 1)), d.emit(aten.logical_or.default, (low, high))
-
-
-def masked(d: Divider, found: fx.Node, outside: fx.Node) -> fx.Node:
-    """Return values with zeros in place of those from outside a device's own rows."""
-    more = found.meta["example_value"].dim() - outside.meta["example_value"].dim()
-    for _ in range(more):
-        outside = d.emit(aten.unsqueeze.default, (outside, -1))
-    return d.emit(aten.masked_fill.Scalar, (found, outside, 0.0))
-
-
-def glu(d: Divider, node: fx.Node) -> None:
-    """Multiply half of a dimension by gates in its other half: a sharded one is sharded half by half."""
-    x = operand(node)
-    have = d.settle(x)
-    if not isinstance(have, Divided):
-        d.plain(node)
-        return
-    dim = number(argument(node, 1, "dim", -1)) % len(d.shape(x))
-    if have.dim == dim and (have.blocks % 2 or have.zigzag):
-        raise NoRuleError("its two halves lie on different devices")
-    layout = replace(have, blocks=have.blocks // 2) if have.dim == dim else have
-    d.done(node, unchanged(d, node), layout)
-
-
-def gather(d: Divider, node: fx.Node) -> None:
-    """Pick elements along a dimension: each device in its own rows, or in its part of that dimension."""
-    x, index = node.args[0], node.args[2]
-    assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
-    dim = number(node.args[1]) % len(d.shape(x))
-    have = d.settle(x)
-    if isinstance(have, Divided) and have.dim == dim:
-        rows, outside = own_rows(d, d.to(index, WHOLE, varies=True), have, d.shape(x)[dim])
-        d.done(node, masked(d, d.emit(node.target, (d.local[x], dim, rows)), outside), Sum())
-        return
-    layout = have if isinstance(have, Divided) else d.layout(index)
-    if (
-        not isinstance(layout, Divided)
-        or layout.dim == dim
-        or d.shape(x)[layout.dim] != d.shape(index)[layout.dim]
-    ):
-        raise NoRuleError("its index is divided in another way than its values")
-    made = d.emit(node.target, (d.to(x, layout, varies=True), dim, d.to(index, layout, varies=True)))
-    d.done(node, made, layout)
-
-
-def norm(d: Divider, node: fx.Node) -> None:
-    """Normalise over the last dimensions, which must be whole."""
-    x = operand(node)
-    layout = d.settle(x)
-    sizes = node.args[1]
-    assert isinstance(sizes, list | tuple)
-    if isinstance(layout, Divided) and layout.dim >= len(d.shape(x)) - len(sizes):
-        raise NoRuleError("it normalises over the divided dimension")
-    varies = isinstance(layout, Divided) or d.varies(node.all_input_nodes)
-    local = {s: d.local[s] if s is x else d.to(s, WHOLE, varies=varies) for s in node.all_input_nodes}
-    made = d.emit(node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__))
-    d.done(node, made, layout)
+        wants[x], out = layout, layout.at(layout.dim - (layout.dim > summed[x]))
+    made = d.emit(node.target, (d.to(a, wants[a], varies=True), d.to(b, wants[b], varies=True)))
+    d.done(node, made, out)
 
 
 def dims_of(d: Divider, node: fx.Node) -> tuple[int, ...]:
@@ -319,15 +245,10 @@ def dims_of(d: Divider, node: fx.Node) -> tuple[int, ...]:
 def reduction(d: Divider, node: fx.Node) -> None:
     """Reduce other dimensions locally; over the divided one every device has a term."""
     x = operand(node)
-    if isinstance(d.layout(x), Sum):
-        if (
-            node.target in (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
-            and d.layout(x) == Sum()
-        ):
-            made = d.emit(node.target, (d.local[x], *node.args[1:]), node.kwargs)
-            d.done(node, made, Sum())
-            return
-        d.settle(x)
+    if d.layout(x) == Sum() and node.target not in MAXIMA and _keeps_fractions(node):
+        d.done(node, unchanged(d, node), Sum())
+        return
+    d.settle(x)
     have = d.layout(x)
     if not isinstance(have, Divided):
         d.plain(node)
@@ -335,7 +256,7 @@ def reduction(d: Divider, node: fx.Node) -> None:
     dims = () if node.target in NO_DIMS else dims_of(d, node)
     dims = dims or tuple(range(len(d.shape(x))))
     keep = len(d.shape(node)) == len(d.shape(x))
-    made = d.emit(node.target, (d.local[x], *node.args[1:]), node.kwargs)
+    made = unchanged(d, node)
     if have.dim not in dims:
         lost = 0 if keep else sum(dim < have.dim for dim in dims)
         d.done(node, made, have.at(have.dim - lost))
@@ -373,11 +294,8 @@ RULES: dict[object, Rule] = {
     aten.matmul.default: matmul,
     aten.mm.default: matmul,
     aten.bmm.default: matmul,
-    aten.embedding.default: embedding,
-    aten.gather.default: gather,
-    aten.glu.default: glu,
-    aten.layer_norm.default: norm,
-    aten.rms_norm.default: norm,
+    aten.mv.default: matmul,
+    aten.dot.default: matmul,
     aten.sum.default: reduction,
     aten.sum.dim_IntList: reduction,
     aten.mean.default: reduction,

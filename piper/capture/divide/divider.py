@@ -16,9 +16,9 @@ from torch.fx.node import Argument, map_arg
 from piper.capture.divide.collective import change, collective
 from piper.capture.divide.division import DRAWN, Division, NoRuleError, UnevenError
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides, in_words, local_shape
-from piper.capture.divide.reshapes import REPLAYED, value_of
-from piper.capture.trace.blame import node_line
-from piper.capture.trace.effects import draws, name_of
+from piper.capture.divide.reshapes import REPLAYED, read_again, value_of
+from piper.capture.trace.blame import node_line, reason
+from piper.capture.trace.effects import draws, name_of, writes
 from piper.capture.trace.recording import FromParameter, Mode, Recording
 from piper.errors import CaptureError
 from piper.ir.chunk import AxisPosition, Collective, HostPlace, Tags
@@ -91,6 +91,8 @@ class Divider:
     ) -> fx.Node:
         """Write one operation over local values; its result varies where one of its whole operands does."""
         assert self.node is not None
+        if args and isinstance(args[0], fx.Node) and args[0].target is collective and _writes(target):
+            args = (self.emit(aten.clone.default, (args[0],)), *args[1:])  # what a collective gives stays
         made = self.graph.call_function(target, args, dict(kwargs or {}))  # type: ignore[arg-type]
         mode = self.recording.modes.get(self.node, Mode())
         made.meta = {key: self.node.meta[key] for key in ("custom", "stack_trace") if key in self.node.meta}
@@ -139,9 +141,12 @@ class Divider:
             else self.to(source, WHOLE, varies=varies)
             for source in node.all_input_nodes
         }
-        made = self.emit(
-            node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__)
-        )
+        try:
+            made = self.emit(
+                node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__)
+            )
+        except (RuntimeError, NotImplementedError) as error:
+            raise NoRuleError(f"its result is not known before it runs: {reason(error)}") from error
         value = made.meta["example_value"]
         self.done(node, made, [WHOLE for _ in value] if isinstance(value, tuple | list) else WHOLE)
 
@@ -297,7 +302,10 @@ class Divider:
                 self._attribute(node)
             elif node.op == "call_function":
                 self.node = node
+                written = [(source, self.local[source]) for source in writes(node)]
                 self._operation(node)
+                for source, local in written:
+                    self._check_write(node, source, local)
         for result in self.recording.results:
             self.node = result
             self.settle(result)
@@ -335,41 +343,24 @@ class Divider:
     def _operation(self, node: fx.Node) -> None:
         tags = self.region_of(node)
         sources = node.all_input_nodes
-        outside = tags is not None and not self.inside(tags)
         relaid = draws(node) and any(self.relaid(source) for source in sources)
-        if outside or (all(self._is_whole(source) for source in sources) and not relaid):
-            for source in sources:
-                if isinstance(self.layouts[source], Sum):
-                    self.settle(source)
-            self.plain(node)
-            return
-        if draws(node) and node.target not in DRAWN:
-            raise CaptureError(
-                f"{node.target} draws random numbers for a divided value",
-                by=self.division.by,
-                facts=self.facts(),
-                hint="leave it out of the regions that are divided; dropout, rand_like and randn_like divide",
-            )
-        rule = self.rules.get(node.target) or self.fallback(node)
-        if rule is None and self._of_integers(node):
-            self.plain(node)
-            return
-        if rule is None:
-            raise CaptureError(
-                f"{node.target} has no rule for how it divides",
-                by=self.division.by,
-                facts=self.facts(),
-                hint=HINT,
-            )
+        rule: Rule | None = Divider.gathered
+        divided = relaid or not all(self._is_whole(source) for source in sources)
+        if divided and (tags is None or self.inside(tags)):
+            self._check_draws(node)
+            rule = self.rules.get(node.target) or self.fallback(node)
         try:
-            rule(self, node)
+            if rule is not None:
+                rule(self, node)
+            else:
+                self._without_rule(node)
         except UnevenError as error:
             ways = [n for n in range(1, error.size + 1) if error.size % n == 0]
             hint = f"choose `ways` among the divisors of {error.size}: {', '.join(map(str, ways))}"
             raise CaptureError(str(error), by=self.division.by, facts=self.facts(), hint=hint) from None
         except NoRuleError as error:
-            if self._of_integers(node):
-                self.plain(node)
+            if rule is not Divider.gathered and self._of_integers(node):
+                self.gathered(node)
                 return
             what = name_of(node) if node.target is collective else node.target
             raise CaptureError(
@@ -389,6 +380,53 @@ class Divider:
             return False
         return local.stride() != value.stride()
 
+    def _check_draws(self, node: fx.Node) -> None:
+        if draws(node) and node.target not in DRAWN:
+            raise CaptureError(
+                f"{node.target} draws random numbers for a divided value",
+                by=self.division.by,
+                facts=self.facts(),
+                hint="leave it out of the regions that are divided; dropout, rand_like and randn_like divide",
+            )
+
+    def gathered(self, node: fx.Node) -> None:
+        """Write an operation as it stands, on operands that are made whole."""
+        if not self.whole(node):
+            self.plain(node)
+
+    def _check_write(self, node: fx.Node, source: fx.Node, local: fx.Node) -> None:
+        """Refuse a write in place that went into a copy, where the value is read again under another name."""
+        if local not in self.local[node].all_input_nodes and read_again(source, node):
+            raise CaptureError(
+                f"{node.target} writes into a copy, because a layout changes, of what a view reads later",
+                by=self.division.by,
+                facts=self.facts(),
+                hint="write `x = f(x)` in place of `f_(x)`, or read the view after the write",
+            )
+
+    def _without_rule(self, node: fx.Node) -> None:
+        if self.whole(node):
+            return
+        if not self._of_integers(node):
+            raise CaptureError(
+                f"{node.target} has no rule for how it divides",
+                by=self.division.by,
+                facts=self.facts(),
+                hint=HINT,
+            )
+        self.plain(node)
+
+    def whole(self, node: fx.Node) -> bool:
+        """Take the sums among the operands of an operation, and write it if all operands are whole then."""
+        sources = node.all_input_nodes
+        for source in sources:
+            if isinstance(self.layouts[source], Sum):
+                self.settle(source)
+        found = all(self._is_whole(source) for source in sources)
+        if found:
+            self.plain(node)
+        return found
+
     def _of_integers(self, node: fx.Node) -> bool:
         """Return whether an operation reads only integers of the group: labels, masks, positions.
 
@@ -396,7 +434,9 @@ class Divider:
         the devices may gather them, and each does the whole operation.
         """
         read = [value_of(source) for source in node.all_input_nodes if not self._is_whole(source)]
-        return all(isinstance(value, Tensor) and not value.is_floating_point() for value in read)
+        return bool(read) and all(
+            isinstance(value, Tensor) and not value.is_floating_point() for value in read
+        )
 
     def _is_whole(self, node: fx.Node) -> bool:
         found = self.layouts[node]
@@ -412,6 +452,10 @@ class Divider:
             and not isinstance(layout := self.layouts.get(source, WHOLE), list)
         ]
         return {"operation": f"{self.node.target}{node_line(self.node)}", "operands": ", ".join(held)}
+
+
+def _writes(target: object) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 HINT = "do not divide that region, or register a rule for the operation with piper.sharding_rule"

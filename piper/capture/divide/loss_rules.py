@@ -1,11 +1,13 @@
 """Rules for softmax and cross entropy: over a divided vocabulary no device ever holds all logits."""
 
 from torch import fx
+from torch.fx.node import map_arg
 
-from piper.capture.divide.compute_rules import CASTS, masked, own_rows
+from piper.capture.divide.compute_rules import CASTS, together
 from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError
 from piper.capture.divide.layout import WHOLE, Divided, Sum
+from piper.capture.divide.lookup_rules import masked, own_rows
 from piper.capture.divide.reshapes import RESHAPES
 from piper.capture.divide.shape_rules import argument, number, operand
 
@@ -61,30 +63,49 @@ def _widened_again(d: Divider, local: fx.Node) -> fx.Node:
 
 
 def cross_entropy(d: Divider, node: fx.Node) -> None:
-    """Compare logits with labels: by rows where the samples are divided, else over a divided vocabulary."""
+    """Compare logits with labels: by rows where the samples are sharded, else over a sharded vocabulary."""
     logits, labels = node.args[0], node.args[1]
     assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
     have = d.settle(logits)
-    if argument(node, 2, "weight") is not None or float(argument(node, 5, "label_smoothing", 0.0)):  # type: ignore[arg-type]
-        raise NoRuleError("class weights and label smoothing are not divided")
-    if len(d.shape(labels)) == len(d.shape(logits)):
-        raise NoRuleError("labels that are probabilities are not divided")
+    weight, smoothing = argument(node, 2, "weight"), argument(node, 5, "label_smoothing", 0.0)
     reduction = number(argument(node, 3, "reduction", 1), 1)
     ignored = number(argument(node, 4, "ignore_index", -100), -100)
     if not isinstance(have, Divided):
         if isinstance(d.layout(labels), Divided):
-            raise NoRuleError("its labels are divided, its logits are not")
+            raise NoRuleError("its labels are sharded, its logits are not")
         d.plain(node)
         return
     classes = 1 if len(d.shape(logits)) > 1 else 0
+    probable = len(d.shape(labels)) == len(d.shape(logits))
     if have.dim == classes:
+        if weight is not None or smoothing or probable or node.target is not aten.cross_entropy_loss.default:
+            raise NoRuleError("over a sharded vocabulary only labels without weights and smoothing compare")
         losses = _over_vocabulary(d, logits, labels, have, ignored)
-        _reduced(d, node, losses, d.to(labels, WHOLE, varies=False), reduction, ignored, divided=False)
+        whole = d.to(labels, WHOLE, varies=False)
+        _reduced(d, node, losses, _counts(d, whole, ignored, losses), reduction, None)
         return
     rows = have.at(have.dim - (have.dim > classes))
-    mine = d.to(labels, rows, varies=True)
-    losses = d.emit(node.target, (d.local[logits], mine, None, 0, ignored))
-    _reduced(d, node, losses, mine, reduction, ignored, divided=True, rows=rows)
+    mine = d.to(labels, have if probable else rows, varies=True)
+    scales = d.to(weight, WHOLE, varies=True) if isinstance(weight, fx.Node) else None
+    rest = (smoothing,) if node.target is aten.cross_entropy_loss.default else ()
+    losses = d.emit(node.target, (d.local[logits], mine, scales, 0, ignored, *rest))
+    if probable:
+        counts = d.emit(aten.ones_like.default, (losses,))
+    else:
+        counts = _counts(d, mine, ignored, losses, scales)
+    _reduced(d, node, losses, counts, reduction, rows)
+
+
+def _counts(
+    d: Divider, labels: fx.Node, ignored: int, losses: fx.Node, weight: fx.Node | None = None
+) -> fx.Node:
+    """Return how much each label counts in a mean: 0 where it is ignored, else 1 or its class's weight."""
+    counted = d.emit(aten.ne.Scalar, (labels, ignored))
+    if weight is None:
+        return d.emit(aten.to.dtype, (counted, losses.meta["example_value"].dtype))
+    safe = d.emit(aten.where.ScalarOther, (counted, labels, 0))
+    scales = d.emit(aten.index.Tensor, (weight, [safe]))
+    return d.emit(aten.where.ScalarOther, (counted, scales, 0.0))
 
 
 def _over_vocabulary(d: Divider, logits: fx.Node, labels: fx.Node, have: Divided, ignored: int) -> fx.Node:
@@ -103,31 +124,45 @@ def _over_vocabulary(d: Divider, logits: fx.Node, labels: fx.Node, have: Divided
 
 
 def _reduced(
-    d: Divider,
-    node: fx.Node,
-    losses: fx.Node,
-    labels: fx.Node,
-    reduction: int,
-    ignored: int,
-    *,
-    divided: bool,
-    rows: Divided | None = None,
+    d: Divider, node: fx.Node, losses: fx.Node, counts: fx.Node, reduction: int, rows: Divided | None
 ) -> None:
     """Write the reduction over labels: 0 none, 1 the mean of those that count, 2 the sum."""
     if reduction == 0:
         d.done(node, losses, rows if rows is not None else WHOLE)
         return
     total = d.emit(aten.sum.default, (losses,))
-    if reduction == 2:
-        d.done(node, total, Sum() if divided else WHOLE)
-        return
-    dtype = losses.meta["example_value"].dtype
-    counts = d.emit(aten.to.dtype, (d.emit(aten.ne.Scalar, (labels, ignored)), dtype))
-    count = d.emit(aten.sum.default, (counts,))
-    if divided:
-        count = d.collect(count, Sum())
-    mean = d.emit(aten.div.Tensor, (total, count))
-    d.done(node, mean, Sum() if divided else WHOLE)
+    if reduction == 1:
+        count = d.emit(aten.sum.default, (counts,))
+        if rows is not None:
+            count = d.collect(count, Sum(), varies=True)
+        total = d.emit(aten.div.Tensor, (total, count))
+    d.done(node, total, WHOLE if rows is None else Sum())
+
+
+def compared(position: int) -> Rule:
+    """Make the rule of a loss that compares element by element; `position` is that of its reduction."""
+
+    def apply(d: Divider, node: fx.Node) -> None:
+        sources = node.all_input_nodes
+        rank = max(len(d.shape(source)) for source in sources)
+        layout, local = together(d, sources, rank)
+        if layout is None:
+            d.plain(node)
+            return
+        reduction = number(argument(node, position, "reduction", 1), 1)
+        args, kwargs = list(map_arg(node.args, local.__getitem__)), dict(node.kwargs)
+        if len(args) > position:
+            args[position] = 0
+        else:
+            kwargs["reduction"] = 0
+        losses = d.emit(node.target, tuple(args), map_arg(kwargs, local.__getitem__))
+        if reduction == 0:
+            d.done(node, losses, layout)
+            return
+        total = d.emit(aten.mean.default if reduction == 1 else aten.sum.default, (losses,))
+        d.done(node, d.emit(aten.div.Scalar, (total, d.degree)) if reduction == 1 else total, Sum())
+
+    return apply
 
 
 RULES: dict[object, Rule] = {
@@ -136,4 +171,11 @@ RULES: dict[object, Rule] = {
     aten.log_softmax.int: softmax,
     aten._log_softmax.default: softmax,
     aten.cross_entropy_loss.default: cross_entropy,
+    aten.nll_loss_nd.default: cross_entropy,
+    **dict.fromkeys((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default), compared(2)),
+    **dict.fromkeys(
+        (aten.huber_loss.default, aten.soft_margin_loss.default, aten.kl_div.default), compared(2)
+    ),
+    aten.binary_cross_entropy.default: compared(3),
+    aten.binary_cross_entropy_with_logits.default: compared(4),
 }

@@ -1,5 +1,7 @@
 """Operations that only reshape, and what a node of an undivided forward computes."""
 
+import operator
+
 import torch
 from torch import fx
 
@@ -22,3 +24,24 @@ REPLAYED = RESHAPES | {aten.expand.default, aten.transpose.int}
 def value_of(node: fx.Node) -> object:
     """Return what a node of an undivided forward computes, as fakes."""
     return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+
+
+def read_again(source: fx.Node, write: fx.Node) -> bool:
+    """Return whether memory that an operation writes is read later under a name from before the write."""
+    order = {node: i for i, node in enumerate(source.graph.nodes)}
+    base = source
+    while _is_view(base):
+        base = base.all_input_nodes[0]
+    names, waiting = set[fx.Node](), [base]
+    while waiting:
+        node = waiting.pop()
+        names.add(node)
+        waiting += [user for user in node.users if _is_view(user) and user.all_input_nodes[0] is node]
+    earlier = [name for name in names if order[name] < order[write]]
+    return any(order[user] > order[write] for name in earlier for user in name.users)
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return any(made.alias_info is not None for made in node.target._schema.returns)

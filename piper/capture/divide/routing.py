@@ -6,37 +6,30 @@ gathered before it, and each device keeps its own part of the result.
 
 from torch import fx
 
+from piper.capture.divide.along_rules import KEYWORD, along, named
 from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError
-from piper.capture.divide.layout import Divided
-from piper.capture.divide.shape_rules import argument, number, operand
+from piper.capture.divide.lookup_rules import indexed
 
 
-def topk(d: Divider, node: fx.Node) -> None:
-    """Take the largest elements along a dimension that is whole."""
-    x = operand(node)
-    have = d.settle(x)
-    if not isinstance(have, Divided):
-        d.plain(node)
-        return
-    if number(argument(node, 2, "dim", -1)) % len(d.shape(x)) == have.dim:
-        raise NoRuleError("it compares elements of the divided dimension")
-    made = d.emit(node.target, (d.local[x], *node.args[1:]), node.kwargs)
-    d.done(node, made, [have, have])
+def or_all_rows(rule: Rule) -> Rule:
+    """Make a rule that gathers the rows of the group under sequence parallelism, and else is `rule`."""
 
+    def apply(d: Divider, node: fx.Node) -> None:
+        if d.division.between is None or d.division.batch:
+            try:
+                rule(d, node)
+            except NoRuleError:
+                what = "it needs the rows of every device, as a mixture of experts does"
+                raise NoRuleError(what) from None
+        else:
+            d.gathered(node)
 
-def over_rows(d: Divider, node: fx.Node) -> None:
-    """Sort or pick rows of all devices of the group, which are gathered for it."""
-    if d.division.between is None or d.division.batch:
-        raise NoRuleError("it needs the rows of every device, as a mixture of experts does")
-    for source in node.all_input_nodes:
-        d.settle(source)
-    d.plain(node)
+    return apply
 
 
 RULES: dict[object, Rule] = {
-    aten.topk.default: topk,
-    aten.argsort.stable: over_rows,
-    aten.index.Tensor: over_rows,
-    aten.scatter_add.default: over_rows,
+    aten.argsort.stable: or_all_rows(along(named(KEYWORD, default=-1))),
+    aten.index.Tensor: or_all_rows(indexed),
+    aten.scatter_add.default: or_all_rows(along(named(1))),
 }

@@ -4,13 +4,24 @@ from collections.abc import Mapping
 
 import torch
 
-from piper.capture.divide import attention_rules, compute_rules, draws, loss_rules, routing, shape_rules
+from piper.capture.divide import (
+    along_rules,
+    attention_rules,
+    compute_rules,
+    draws,
+    lookup_rules,
+    loss_rules,
+    routing,
+    shape_rules,
+)
 from piper.capture.divide.divider import Rule
 from piper.errors import ConfigError
 
 _RULES: dict[object, Rule] = {
     **shape_rules.RULES,
     **compute_rules.RULES,
+    **along_rules.RULES,
+    **lookup_rules.RULES,
     **loss_rules.RULES,
     **attention_rules.RULES,
     **draws.RULES,

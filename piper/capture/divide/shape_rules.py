@@ -136,7 +136,7 @@ def piece(d: Divider, size: int, have: Divided, start: int, length: int) -> tupl
     block = size // have.blocks
     if start == 0 and length == size:
         return have, 0, size // d.degree
-    if have.zigzag or start % block or length % block:
+    if have.zigzag or start % block or length % block or not length:
         raise NoRuleError(
             f"elements {start} to {start + length} of a divided dimension of {size} are not one slice"
         )
@@ -219,32 +219,26 @@ def cat(d: Divider, node: fx.Node) -> None:
     parts = [s for s in sources if isinstance(s, fx.Node) and (d.shape(s) != (0,) or len(d.shape(node)) == 1)]
     for part in parts:
         d.settle(part)
-    have = next((layout for part in parts if isinstance(layout := d.layout(part), Divided)), None)
-    if have is None:
+    rank, stacked = len(d.shape(parts[0])), node.target is aten.stack.default
+    dim = number(argument(node, 1, "dim", 0)) % (rank + stacked)
+    held = [layout for part in parts if isinstance(layout := d.layout(part), Divided)]
+    if not held:
         d.plain(node)
         return
-    rank = len(d.shape(parts[0]))
-    stacked = node.target is aten.stack.default
-    dim = number(argument(node, 1, "dim", 0)) % (rank + stacked)
-    out = have
+    have = next((layout for layout in held if layout.dim != dim), held[0])  # better than to join slices
     if stacked:
         out = have.at(have.dim + (dim <= have.dim))
-    elif dim == have.dim:
-        sizes = {
-            (d.shape(part)[dim] // layout.blocks)
-            for part in parts
-            if isinstance(layout := d.layout(part), Divided)
-        }
-        if len(sizes) > 1 or any(not isinstance(d.layout(part), Divided) for part in parts) or have.zigzag:
-            raise NoRuleError("it joins values along their divided dimension")
-        out = Divided(
-            dim, sum(layout.blocks for part in parts if isinstance(layout := d.layout(part), Divided))
-        )
-        local = d.emit(node.target, ([d.local[part] for part in parts], dim))
-        d.done(node, local, out)
-        return
-    local = d.emit(node.target, ([d.to(part, have, varies=True) for part in parts], dim))
-    d.done(node, local, out)
+    elif dim != have.dim:
+        out = have
+    else:
+        blocks = {d.shape(part)[dim] // layout.blocks for part, layout in zip(parts, held, strict=False)}
+        if len(held) < len(parts) or len(blocks) > 1 or any(layout.zigzag for layout in held):
+            raise NoRuleError("it joins values along their sharded dimension")
+        out = Divided(dim, sum(layout.blocks for layout in held))
+    local = [
+        d.local[part] if out.dim == dim and not stacked else d.to(part, have, varies=True) for part in parts
+    ]
+    d.done(node, d.emit(node.target, (local, dim)), out)
 
 
 def inner_collective(d: Divider, node: fx.Node) -> None:

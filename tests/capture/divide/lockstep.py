@@ -74,7 +74,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *perform(ctx.how.adjoint, [g.contiguous() for g in grads]))  # type: ignore[attr-defined]
+        return (None, *perform(ctx.how.adjoint, [g.to_dense().contiguous() for g in grads]))  # type: ignore[attr-defined]
 
 
 def run(
@@ -96,6 +96,18 @@ def run_on_axes(
     batches: Sequence[Mapping[str, Tensor]],
 ) -> tuple[list[Tensor], Counter[str]]:
     """Run a forward on a grid of devices. axes: name and degree, the innermost first; a lone one has any name."""
+    env, ran = evaluate(recording, axes, params, buffers, batches)
+    return env[recording.results[0]], ran  # type: ignore[return-value]
+
+
+def evaluate(
+    recording: Recording,
+    axes: Sequence[tuple[str, int]],
+    params: Sequence[Mapping[str, Tensor]],
+    buffers: Mapping[str, Tensor],
+    batches: Sequence[Mapping[str, Tensor]],
+) -> tuple[dict[fx.Node, list[object]], Counter[str]]:
+    """Run a forward on a grid of devices; returns every value and how often each collective ran."""
     env: dict[fx.Node, list[object]] = {}
     ran: Counter[str] = Counter()
     count = math.prod(degree for _, degree in axes)
@@ -121,7 +133,7 @@ def run_on_axes(
                 env[node] = [
                     call(node, {used: env[used][i] for used in node.all_input_nodes}) for i in range(count)
                 ]
-    return env[recording.results[0]], ran  # type: ignore[return-value]
+    return env, ran
 
 
 def stride(axes: Sequence[tuple[str, int]], axis: str) -> tuple[int, int]:

@@ -135,9 +135,9 @@ def test_a_field_that_does_not_exist() -> None:
     """)
 
 
-def test_an_operation_without_a_rule() -> None:
+def test_an_operation_along_the_sharded_dimension() -> None:
     assert refused(job(Sorted(), axis="TP", weights=FFN)) == cleandoc("""
-        shard #0 (here): aten.sort.default has no rule for how it divides
+        shard #0 (here): aten.sort.default cannot be divided: it works along the sharded dimension
           operation: aten.sort.default (here)
           operands:  linear_1 [4, 6, 16] divided along 2
           hint:      do not divide that region, or register a rule for the operation with piper.sharding_rule

@@ -1,0 +1,100 @@
+"""The samples of torch's own database of operations, as functions of tensors, at sizes that divide."""
+
+import sys
+import unittest
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tests.capture.divide.verdict import Sample
+
+SIZE = 12  # divides by 2, 3 and 4
+
+
+def operations() -> dict[str, Any]:
+    """Return torch's database of operations by name. It takes seconds to import."""
+    if "expecttest" not in sys.modules:  # torch's tests import it, and its samples do not use it
+        stand_in = ModuleType("expecttest")
+        stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+        sys.modules["expecttest"] = stand_in
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    names = {}
+    for op in op_db:
+        names[f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name] = op
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("torch.testing._internal") and getattr(module, "S", None) == 5:
+            module.S, module.M = SIZE, 2 * SIZE  # type: ignore[attr-defined]
+    return names
+
+
+def samples(name: str, op: Any, limit: int) -> Iterator[Sample]:  # noqa: ANN401  an OpInfo
+    """Return samples of an operation that differ in shapes or arguments, and some with an operand repeated."""
+    supported = op.supported_dtypes("cpu")
+    dtype = next((t for t in (torch.float64, torch.int64, torch.bool) if t in supported), None)
+    if dtype is None:
+        return
+    torch.manual_seed(0)
+    seen: set[str] = set()
+    found: list[Sample] = []
+    for given in op.sample_inputs(
+        "cpu", dtype, requires_grad=dtype.is_floating_point and op.supports_autograd
+    ):
+        made = _sample(f"{name} {len(seen)}", op, given)
+        key = repr(
+            pytree.tree_map(
+                lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, (given.args, given.kwargs)
+            )
+        )
+        key += repr([tuple(t.shape) for t in made.tensors]) if made else ""
+        if made is not None and key not in seen:
+            seen.add(key)
+            found.append(made)
+    step = max(1, -(-len(found) // limit))
+    for sample in found[::step]:
+        yield sample
+        alike = len(sample.tensors) > 1 and sample.tensors[0].shape == sample.tensors[1].shape
+        if alike and sample.tensors[0].dtype is sample.tensors[1].dtype:
+            yield _repeated(sample)
+
+
+def _sample(name: str, op: Any, given: Any) -> Sample | None:  # noqa: ANN401
+    leaves, spec = pytree.tree_flatten(((given.input, *given.args), given.kwargs))
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = tuple(leaves[i].detach().clone().requires_grad_(leaves[i].requires_grad) for i in where)
+    if not tensors or any(_strange(leaves[i]) for i in where) or sum(t.numel() for t in tensors) > 200_000:
+        return None
+
+    def call(*values: Tensor) -> Sequence[Tensor]:
+        filled = list(leaves)
+        for i, value in zip(where, values, strict=True):
+            filled[i] = value
+        args, kwargs = pytree.tree_unflatten(filled, spec)
+        made = op.get_op()(*args, **kwargs)
+        return [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
+
+    try:
+        results = call(*(tensor.clone() for tensor in tensors))
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+        return None  # not valid at this size
+    if not results or any(_strange(result) for result in results):
+        return None
+    return Sample(name=name, call=call, tensors=tensors)
+
+
+def _strange(value: Tensor) -> bool:
+    return value.layout != torch.strided or value.is_complex() or type(value) is not Tensor
+
+
+def _repeated(sample: Sample) -> Sample:
+    """Return a sample whose second operand is its first."""
+
+    def call(first: Tensor, *others: Tensor) -> Sequence[Tensor]:
+        return sample.call(first, first, *others)
+
+    tensors = (sample.tensors[0], *sample.tensors[2:])
+    return Sample(name=f"{sample.name} repeated", call=call, tensors=tensors)
