@@ -85,7 +85,7 @@ def gather(d: Divider, node: fx.Node) -> None:
 
 
 def indexed(d: Divider, node: fx.Node) -> None:
-    """Index with tensors: not along the sharded dimension, or with sharded indices into a whole value."""
+    """Take elements by tensors: not along the sharded dimension, or by sharded indices into a whole value."""
     x, given = operand(node), node.args[1]
     assert isinstance(given, list | tuple)
     if d.whole(node):
