@@ -23,12 +23,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 import piper
-from piper.attributes import replaced
 from piper.compiler import Program
 from piper.launchers.single_rank import launch_single_rank
 from piper.lower.reductions import Weaving
 from piper.models import decoder
 from piper.plan.memory_timeline import timeline
+from piper.process.attributes import replaced
 
 SIDES = ("added", "apart")
 ROUNDS, PARTS, REPLICAS = 15, 8, 2

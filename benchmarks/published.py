@@ -38,7 +38,6 @@ from shorter import shorter_lengths
 
 import piper
 from piper.directives import Directive, apply
-from piper.gc_pause import no_collection
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph, start
 from piper.ir.select import At
@@ -46,6 +45,7 @@ from piper.lower.lower import LOWERING, lower
 from piper.lower.state import LoweringState, Settings
 from piper.lower.validate import validate
 from piper.plan.plan import Plans
+from piper.process.gc_pause import no_collection
 from piper.schedules.grid import Grid, orders
 from piper.schedules.names import grid_for
 from piper.simulate.cluster import Cluster, load_cluster

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import piper
-from piper.format import seconds, size
-from piper.gc_pause import no_collection
+from piper.ir.format import seconds, size
 from piper.models import moe
+from piper.process.gc_pause import no_collection
 from piper.tuning.choice import Recompute
 from piper.tuning.evaluate import evaluate
 from piper.tuning.result import Tuned

@@ -13,9 +13,9 @@ from pictures.lanes import lanes
 from pictures.placement import placement
 
 from piper import at, replicate, schedules, shard, split
-from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ir.chunk import CapturedModel
+from piper.ir.devices import Devices
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from piper.errors import ConfigError
-from piper.usercode import calling_line
+from piper.process.usercode import calling_line
 
 if TYPE_CHECKING:  # a recipe pays for torch when its model does, not when it imports us
     from torch import Tensor

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Union, get_args
 
 from piper.callbacks import Callback
-from piper.devices import show
 from piper.directives import Directive
 from piper.directives.base import known_directives
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError, PiperError
-from piper.usercode import calling_line, said
+from piper.ir.devices import show
+from piper.process.usercode import calling_line, said
 
 if TYPE_CHECKING:  # a recipe pays for torch when its model does, not when it imports us
     from torch import Tensor, nn

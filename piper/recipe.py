@@ -12,7 +12,7 @@ from typing import cast
 
 from piper.errors import ConfigError, PiperError
 from piper.job import Job
-from piper.usercode import defined_at, said, users_frames
+from piper.process.usercode import defined_at, said, users_frames
 
 MOST = 16  # functions of a file that are listed
 

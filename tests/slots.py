@@ -1,6 +1,6 @@
 """Slots for tests that draw their plans by hand."""
 
-from piper.ids import SlotId, read_slot
+from piper.ir.ids import SlotId, read_slot
 
 AXES = ("MB", "K")
 

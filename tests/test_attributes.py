@@ -2,7 +2,7 @@
 
 import pytest
 
-from piper.attributes import replaced
+from piper.process.attributes import replaced
 
 
 class Base:

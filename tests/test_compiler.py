@@ -8,7 +8,7 @@ from torch import nn
 import piper
 from piper import at, place, remat, replicate, schedules, shard, split
 from piper.directives import Directive
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from tests.zoo import Case, case
 
 

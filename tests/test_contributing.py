@@ -39,7 +39,7 @@ def test_names_in_the_recipes_exist() -> None:
         ("piper/ir/node.py", "class LocalNode"),
         ("piper/lower/lower.py", "LOWERING"),
         ("piper/plan/ops.py", "unchanged"),
-        ("piper/sharding.py", "CollectiveOp"),
+        ("piper/ir/sharding.py", "CollectiveOp"),
         ("piper/lower/instructions.py", "def moved("),
         ("piper/runtime/comm/base.py", "on_streams"),
         ("piper/launchers/launch.py", "def launcher("),

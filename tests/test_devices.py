@@ -2,9 +2,9 @@
 
 import pytest
 
-from piper.devices import Devices, columns, groups_of, parse, show, strided_groups
 from piper.errors import ConfigError
-from piper.text_fields import BadLineError, each_line, flag, numbers, pairs, read_fields
+from piper.ir.devices import Devices, columns, groups_of, parse, show, strided_groups
+from piper.ir.text_fields import BadLineError, each_line, flag, numbers, pairs, read_fields
 from tests.chain import UNIT, chain
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from piper.data import ByteTokenizer, write_tokens
 from piper.errors import ConfigError
-from piper.files import write_output
+from piper.process.files import write_output
 from piper.view.write import PICTURE, signed
 
 PNG = (

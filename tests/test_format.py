@@ -2,7 +2,7 @@
 
 import pytest
 
-from piper.format import count, percent, seconds, size
+from piper.ir.format import count, percent, seconds, size
 
 
 @pytest.mark.parametrize(

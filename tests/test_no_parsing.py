@@ -23,7 +23,7 @@ PACKAGES = (
     "cli",
     "view",
 )
-TEXT_FORMS = {"plan/text.py", "plan/sharding_text.py"}  # beside ids.py, text_fields.py and devices.py
+TEXT_FORMS = {"plan/text.py", "plan/sharding_text.py", "ir/devices.py", "ir/ids.py", "ir/text_fields.py"}
 CUTS = {
     "split",
     "rsplit",

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 import piper
 from piper.compiler.optimizer_probe import probe_optimizer
 from piper.errors import ConfigError
+from piper.ir.sharding import Sharding
 from piper.plan.plan import Bucket, Piece
-from piper.sharding import Sharding
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 SIZES = {"a.weight": (6, 4), "a.bias": (6,), "b.weight": (4, 6), "b.bias": (4,)}

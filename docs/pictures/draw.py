@@ -11,9 +11,9 @@ from lanes import lanes
 from placement import placement
 
 from piper import Directive, Job, at, compile, place, remat, replicate, shard, split
-from piper.devices import Devices
 from piper.directives import apply
 from piper.ir.chunk import CapturedModel, Chunk, Phase
+from piper.ir.devices import Devices
 from piper.ir.graph import start
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState

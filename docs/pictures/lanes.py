@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from piper.ids import PHASES
+from piper.ir.ids import PHASES
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Span, Timeline

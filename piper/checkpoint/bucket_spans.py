@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from piper.ir.sharding import Comb, combs
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Plans
-from piper.sharding import Comb, combs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

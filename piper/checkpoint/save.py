@@ -20,10 +20,10 @@ from piper.checkpoint.json_state import Plain, encode
 from piper.checkpoint.metadata import Trainer
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
+from piper.ir.sharding import Sharding, combs
 from piper.plan.divided import Share, buffer_shares
 from piper.plan.plan import Bucket
 from piper.runtime.worker import Worker
-from piper.sharding import Sharding, combs
 
 T = TypeVar("T")
 Take = Callable[[Tensor], Tensor]

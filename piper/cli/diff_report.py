@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from piper.cli.plan_report import moved
-from piper.devices import show
-from piper.format import percent, seconds, size
+from piper.ir.devices import show
+from piper.ir.format import percent, seconds, size
 from piper.plan.plan import Plans
 from piper.simulate.difference import Difference, Seat
 from piper.simulate.simulate import Simulation

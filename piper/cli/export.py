@@ -32,7 +32,7 @@ def export(
 ) -> None:
     """Write the weights of a run as a folder that transformers or peft reads."""
     from piper.checkpoint.reader import Values  # torch is paid for only where it is used
-    from piper.format import count, size
+    from piper.ir.format import count, size
     from piper.recipe import load_recipe
     from piper.runtime.setup import DTYPES
     from piper.train.exporting import checkpoint_of, export_values, recipe_of_run

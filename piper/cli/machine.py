@@ -14,8 +14,8 @@ import piper
 from piper.capture.fp8 import CAPABLE
 from piper.compiler import compile
 from piper.errors import ConfigError
-from piper.files import write_output
 from piper.launchers.launch import launcher
+from piper.process.files import write_output
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import samples_of
 from piper.simulate.cluster import FP8, Cluster, Link

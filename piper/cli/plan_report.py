@@ -10,17 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from piper.compiler import Program
-from piper.devices import show
 from piper.errors import ConfigError
-from piper.files import write_output
-from piper.format import count, size
-from piper.ids import AGAIN
+from piper.ir.devices import show
+from piper.ir.format import count, size
+from piper.ir.ids import AGAIN
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import host_peak, timeline
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan, Plans
 from piper.plan.protected import survival
 from piper.plan.text import show_plans
+from piper.process.files import write_output
 from piper.runtime.debug.check import Report
 from piper.view.pipeline_stages import stage_tags
 from piper.view.text_grid import grid

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from piper.cli.options import AsJson
 from piper.errors import ConfigError
-from piper.format import wide_console
+from piper.ir.format import wide_console
 from piper.recipe import file_and_function
 
 if TYPE_CHECKING:

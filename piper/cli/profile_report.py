@@ -8,7 +8,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from piper.format import count, percent, seconds, size
+from piper.ir.format import count, percent, seconds, size
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION
 from piper.simulate.profile import Profile

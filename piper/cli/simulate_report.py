@@ -7,9 +7,9 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from piper.devices import show
-from piper.format import percent, seconds, size
-from piper.ids import AGAIN
+from piper.ir.devices import show
+from piper.ir.format import percent, seconds, size
+from piper.ir.ids import AGAIN
 from piper.plan.memory_timeline import host_peak
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans

@@ -56,8 +56,8 @@ def tune(
     """
     from piper.cli.tune_report import print_tuned, progress_on, read_size, tuned_report
     from piper.directives.json import load_strategy
-    from piper.files import refuse_existing, write_output
-    from piper.format import wide_console
+    from piper.ir.format import wide_console
+    from piper.process.files import refuse_existing, write_output
     from piper.recipe import load_recipe  # torch is paid for only where it is used
     from piper.tuning.page import MARK, tuning_page
     from piper.tuning.tune import tune as search

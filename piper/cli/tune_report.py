@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from piper.errors import ConfigError
-from piper.format import count, percent, seconds, size
+from piper.ir.format import count, percent, seconds, size
 
 if TYPE_CHECKING:
     from piper.tuning.evaluate import Evaluation

@@ -33,10 +33,10 @@ from piper.lower.lower import lower
 from piper.lower.state import LoweringState, Settings
 from piper.lower.validate import validate
 from piper.plan.plan import Plans
+from piper.process.usercode import named
 from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
 from piper.runtime.setup import Shapes, device_kind, setup_of
 from piper.runtime.uneven import COUNTS, counted_loss
-from piper.usercode import named
 
 if TYPE_CHECKING:
     from piper.compiler.notebook import Page

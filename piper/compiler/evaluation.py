@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from piper.devices import show
 from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel, Parameter
+from piper.ir.devices import show
 from piper.ir.graph import Graph
 
 if TYPE_CHECKING:

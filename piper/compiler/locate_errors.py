@@ -7,7 +7,7 @@ from piper.directives import Directive, Order
 from piper.errors import CaptureError, CompilerError, LossError, ScheduleError
 from piper.job import Batch, Job
 from piper.plan.prove import ProofError
-from piper.usercode import defined_at
+from piper.process.usercode import defined_at
 
 
 @contextmanager

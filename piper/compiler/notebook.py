@@ -5,9 +5,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from piper.devices import show
 from piper.directives.strategy_text import strategy_text
-from piper.format import count, size
+from piper.ir.devices import show
+from piper.ir.format import count, size
 from piper.job import strategy_of
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import OPS

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from piper.devices import show
 from piper.errors import ConfigError, ScheduleError
+from piper.ir.devices import show
 from piper.ir.graph import Graph
 from piper.plan.plan import Bucket
+from piper.process.usercode import named, raised, said
 from piper.runtime.standins import (
     ParameterPart,
     Sizes,
@@ -30,7 +31,6 @@ from piper.runtime.standins import (
     whole_view,
 )
 from piper.runtime.trainers import MakeOptimizer, build_optimizer, make_optimizer
-from piper.usercode import named, raised, said
 
 STEPS = 4
 CLOSE = 1e-5  # of how far an element moved

@@ -11,7 +11,7 @@ import torch
 from piper.data.batches import Batches
 from piper.data.taking import Given, begin, call_data, failed, take
 from piper.errors import ConfigError, PiperError
-from piper.usercode import named
+from piper.process.usercode import named
 
 DataState = dict[str, object]
 MAKING = 1  # separates the random numbers that make an epoch from those of a step

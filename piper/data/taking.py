@@ -6,7 +6,7 @@ from itertools import count
 from torch import Tensor
 
 from piper.errors import ConfigError, PiperError
-from piper.usercode import defined_at, named, raised, users_frames
+from piper.process.usercode import defined_at, named, raised, users_frames
 
 Given = Mapping[str, Tensor]
 Make = Callable[[], Iterable[Given]]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from piper.errors import ConfigError
-from piper.files import not_replaced
+from piper.process.files import not_replaced
 
 DTYPE = "uint16"  # of a token file, unless it says otherwise
 

@@ -8,8 +8,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from piper.devices import Devices
 from piper.errors import ScheduleError
+from piper.ir.devices import Devices
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
 from piper.ir.select import At, show_index

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from piper.errors import ScheduleError
-from piper.ids import Tags, show_part
 from piper.ir.graph import Graph, Policy
+from piper.ir.ids import Tags, show_part
 
 
 def settled(graph: Graph) -> Graph:

@@ -16,8 +16,8 @@ from piper.directives.base import (
 )
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph, ProtectedChunk
+from piper.ir.protection import APART, Apart, Protection
 from piper.ir.select import At
-from piper.protection import APART, Apart, Protection
 
 STREAM = "protect"
 

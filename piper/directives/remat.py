@@ -15,8 +15,8 @@ from piper.directives.base import (
     touched,
 )
 from piper.errors import ScheduleError
-from piper.ids import show_part
 from piper.ir.graph import Graph
+from piper.ir.ids import show_part
 from piper.ir.node import Compute
 from piper.ir.select import At
 

@@ -19,7 +19,7 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk
 from piper.ir.graph import Graph
 from piper.ir.select import At
-from piper.sharding import Sharding
+from piper.ir.sharding import Sharding
 
 ROUTED = ("route", "expert", "unroute")
 

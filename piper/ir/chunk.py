@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from piper.ids import PHASES as PHASES
-from piper.ids import Phase as Phase
-from piper.ids import SlotKind
-from piper.ids import Tags as Tags
-from piper.sharding import Collective as Collective
-from piper.sharding import CollectiveOp as CollectiveOp
-from piper.sharding import Slicing as Slicing
+from piper.ir.ids import PHASES as PHASES
+from piper.ir.ids import Phase as Phase
+from piper.ir.ids import SlotKind
+from piper.ir.ids import Tags as Tags
+from piper.ir.sharding import Collective as Collective
+from piper.ir.sharding import CollectiveOp as CollectiveOp
+from piper.ir.sharding import Slicing as Slicing
 
 KernelKind = Literal["product", "attention", "traffic"]  # traffic: all that only moves memory
 ChunkKind = Literal["compute", "expert", "route", "unroute", "collective"]

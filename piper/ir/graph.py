@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from piper.devices import Devices
 from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, Tags
+from piper.ir.devices import Devices
 from piper.ir.node import Compute, compute_name
+from piper.ir.protection import Protection
 from piper.ir.select import At
-from piper.protection import Protection
-from piper.sharding import WHOLE, Sharding
+from piper.ir.sharding import WHOLE, Sharding
 
 SELECTED: Mapping[Phase | None, tuple[Phase, ...]] = {
     None: ("F", "B", "BI", "BW"),

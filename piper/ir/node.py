@@ -7,9 +7,9 @@ named by content too, so errors, plans, traces and tests all say the same thing.
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from piper.devices import Devices, show
-from piper.ids import AGAIN, Pass, Phase, SlotId, Tags, show_part
-from piper.sharding import Collective, Sharding
+from piper.ir.devices import Devices, show
+from piper.ir.ids import AGAIN, Pass, Phase, SlotId, Tags, show_part
+from piper.ir.sharding import Collective, Sharding
 
 COMPUTE_STREAM = "compute"
 

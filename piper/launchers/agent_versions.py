@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from piper.errors import ConfigError, LaunchError
-from piper.format import size
+from piper.ir.format import size
 from piper.launchers.agent_calls import REACH, Agent, AgentCalls
 from piper.launchers.machine_agent import Bytes, Place
 from piper.launchers.messages import PATIENCE

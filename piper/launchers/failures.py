@@ -16,10 +16,10 @@ from piper.launchers.processes import ProcessStatus
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
+from piper.process.usercode import failed_line
 from piper.runtime.comm.base import CommError, StoppedError
 from piper.runtime.context import Bound
 from piper.runtime.cuda.device_times import DeviceTimes
-from piper.usercode import failed_line
 
 Origins = Callable[[str], Sequence[str]]  # the directives that made a node, in words
 MOST = 4  # victims that are listed

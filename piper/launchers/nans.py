@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from piper.errors import ConfigError
-from piper.ids import Pass, SlotId
 from piper.ir.chunk import CapturedModel
+from piper.ir.ids import Pass, SlotId
 from piper.launchers.base import StepResult
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options

@@ -21,7 +21,6 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from piper.attributes import replaced
 from piper.launchers.agent_calls import Agent, AgentCalls
 from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.driver import RemoteRun
@@ -29,6 +28,7 @@ from piper.launchers.machine_agent import AgentProcess
 from piper.launchers.machines import no_room, packed_machines
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
+from piper.process.attributes import replaced
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 

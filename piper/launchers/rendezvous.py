@@ -28,7 +28,7 @@ from piper.errors import ConfigError, LaunchError
 from piper.launchers.messages import PATIENCE
 from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.transport.open_sockets import OpenSockets
-from piper.private_files import private_folder, read_private, write_private
+from piper.process.private_files import private_folder, read_private, write_private
 
 LOOPBACK = "127.0.0.1"
 KEY = "PIPER_KEY"

@@ -25,12 +25,12 @@ from piper.launchers.callback_states import states_of, with_states
 from piper.launchers.nans import check_finite
 from piper.launchers.optimizer_groups import OptimizerGroups
 from piper.launchers.saves import checkpoints_at, load_newest, prepare_saves, run_folder
+from piper.process.usercode import named
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
-from piper.usercode import named
 
 Batch = Mapping[str, Tensor]
 log = logging.getLogger("piper")

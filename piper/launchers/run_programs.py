@@ -17,7 +17,7 @@ from torch import Tensor
 
 from piper.data.feed import one_epoch
 from piper.errors import ConfigError
-from piper.format import size
+from piper.ir.format import size
 from piper.launchers.base import EvaluationResult, Resumed, StepResult, ratio, result_of, state_by_name
 from piper.launchers.checkpointing import Checkpoints
 from piper.launchers.messages import Call

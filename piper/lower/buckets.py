@@ -5,16 +5,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from piper.devices import Devices, show
 from piper.errors import ScheduleError
-from piper.ids import SlotId
 from piper.ir.chunk import CapturedModel, Chunk, Parameter
+from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, OffloadedChunk
+from piper.ir.ids import SlotId
+from piper.ir.sharding import Sharding, local_sizes
 from piper.lower.placements import ChunkPlacement, placements_of
 from piper.lower.state import LoweringState
 from piper.plan.dtypes import itemsize
 from piper.plan.plan import Bucket, Piece, Slot
-from piper.sharding import Sharding, local_sizes
 
 MEGABYTE = 2**20
 

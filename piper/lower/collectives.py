@@ -2,8 +2,8 @@
 
 import math
 
-from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Collective, Phase
+from piper.ir.ids import SlotId
 from piper.ir.node import Collect
 from piper.lower.value_table import Flow, Template
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from piper.ids import SlotId
 from piper.ir.chunk import Chunk
+from piper.ir.ids import SlotId
 from piper.ir.node import Collect, Compute, Exchange, Node, Transfer
 from piper.plan.plan import Slot
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from piper.devices import Devices
-from piper.ids import SlotId, Tags
+from piper.ir.devices import Devices
 from piper.ir.graph import Graph
+from piper.ir.ids import SlotId, Tags
 from piper.ir.node import Transfer
 from piper.lower.events import PendingInstr, synchronised
 from piper.lower.instructions import Emission, draft_node

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.plan.clock import StreamClock
 from piper.plan.instr import Instr, Payload
 from piper.plan.ops import Op

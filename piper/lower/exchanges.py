@@ -1,7 +1,7 @@
 """Expert regions whose experts are divided: rows travel to the experts and back, by counts sent first."""
 
-from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Phase
+from piper.ir.ids import SlotId
 from piper.ir.node import Counts, Exchange
 from piper.lower.value_table import Flow, Template, input_gradient, output_slot, splits_slot
 from piper.plan.plan import Slot

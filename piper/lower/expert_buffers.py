@@ -1,7 +1,7 @@
 """Buffers of divided expert regions: read ones are divided as the experts are, written ones cannot be."""
 
-from piper.devices import show
 from piper.errors import ScheduleError
+from piper.ir.devices import show
 from piper.ir.graph import Graph
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from piper.devices import show
 from piper.errors import ConfigError
+from piper.ir.devices import show
 from piper.ir.node import Compute, Node
 from piper.lower.state import LoweringState
 from piper.plan.plan import Plans

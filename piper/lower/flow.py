@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from piper.devices import Devices, show
-from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Output, Phase, PhaseSpec, Tags, bundles
+from piper.ir.devices import Devices, show
+from piper.ir.ids import SlotId
 from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Node, Transfer, compute_name
 from piper.lower.buckets import param_slot
 from piper.lower.collectives import collect

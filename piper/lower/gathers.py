@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from piper.devices import Devices
-from piper.ids import SlotId
+from piper.ir.devices import Devices
+from piper.ir.ids import SlotId
 from piper.ir.node import Compute, Gather, Node
 from piper.lower.buckets import param_slot
 from piper.lower.sequence import UseRun, computes_by_set, meetings, runs, same_members, woven

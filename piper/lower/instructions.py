@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never, cast
 
-from piper.devices import Devices, columns, show, strided_groups
-from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk, Collective
+from piper.ir.devices import Devices, columns, show, strided_groups
+from piper.ir.ids import Pass, SlotId
 from piper.ir.node import (
     COMPUTE_STREAM,
     Accumulate,

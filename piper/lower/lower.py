@@ -1,6 +1,5 @@
 """The compiler from a directed graph to proven plans. `LOWERING` lists its rewrites in order."""
 
-from piper.gc_pause import no_collection
 from piper.ir.graph import Graph
 from piper.lower.buckets import every_parameter_has_a_bucket, make_buckets
 from piper.lower.emit import emit, plans_can_run
@@ -30,6 +29,7 @@ from piper.lower.step_end import (
 from piper.lower.validate import drop_idle_nodes, every_node_has_a_place_and_a_phase
 from piper.plan.plan import Plans
 from piper.plan.prove import ProofError
+from piper.process.gc_pause import no_collection
 
 LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (drop_idle_nodes, every_node_has_a_place_and_a_phase),

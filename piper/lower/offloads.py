@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from piper.devices import Devices
 from piper.errors import ScheduleError
-from piper.ids import SlotId, SlotKind, Tags
+from piper.ir.devices import Devices
 from piper.ir.graph import OffloadedChunk
+from piper.ir.ids import SlotId, SlotKind, Tags
 from piper.ir.node import Compute, LocalNode, Node, Transfer
 from piper.lower.sequence import computes_by_set, woven
 from piper.lower.state import LoweringState

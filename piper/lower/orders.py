@@ -4,11 +4,11 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from piper.devices import Devices, show
 from piper.errors import ScheduleError
-from piper.ids import SlotId
 from piper.ir.chunk import Output, Phase, Tags
+from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, GroupMember, Ordering
+from piper.ir.ids import SlotId
 from piper.ir.node import Collect, Compute, Exchange, Node, compute_name
 from piper.lower.placements import first_nodes, layouts_of
 from piper.lower.programs import classes_of

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from piper.devices import Devices
 from piper.ir.chunk import Tags
+from piper.ir.devices import Devices
 from piper.ir.graph import Graph, Policy
 from piper.ir.node import Compute
 

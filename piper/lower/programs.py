@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 
-from piper.devices import Devices, show
+from piper.ir.devices import Devices, show
 
 
 def classes_of(sets: Iterable[Devices]) -> list[Devices]:

@@ -3,18 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from piper.devices import Devices, show
 from piper.errors import ScheduleError
-from piper.ids import SlotId
+from piper.ir.devices import Devices, show
 from piper.ir.graph import ProtectedChunk
+from piper.ir.ids import SlotId
 from piper.ir.node import LocalNode, Mirror, Node, Norm
+from piper.ir.protection import Protection
 from piper.lower.buckets import param_slot
 from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState
 from piper.lower.value_table import buffer_slot
 from piper.plan.dtypes import HALF
 from piper.plan.plan import Bucket, Slot
-from piper.protection import Protection
 
 Owners = dict[tuple[object, ...], list[int]]  # the devices that hold the same elements, by those elements
 

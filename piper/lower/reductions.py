@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from piper.devices import Devices, columns
-from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk
+from piper.ir.devices import Devices, columns
+from piper.ir.ids import Pass, SlotId
 from piper.ir.node import Accumulate, Compute, Node, Reduce
 from piper.lower.sequence import UseRun, computes_by_set, meetings, runs, same_members, woven
 from piper.lower.state import LoweringState

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.ir.node import Compute, Node
 from piper.lower.sequence import woven
 from piper.lower.state import LoweringState

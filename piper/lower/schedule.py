@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from piper.errors import ScheduleError
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.ir.node import COMPUTE_STREAM, Compute, Node, Transfer
 from piper.lower.cost import cost_of
 from piper.lower.state import LoweringState

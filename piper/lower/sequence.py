@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from piper.devices import Devices
+from piper.ir.devices import Devices
 from piper.ir.node import Compute, Node
 
 PATIENCE = 1  # compute nodes of a set while it waits for another one to join a communication

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from piper.ids import SlotId
 from piper.ir.graph import Graph
+from piper.ir.ids import SlotId
 from piper.ir.node import Node
 from piper.plan.plan import Bucket, Plans, Slot
 

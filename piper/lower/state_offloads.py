@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from piper.devices import show
 from piper.errors import ScheduleError
-from piper.ids import SlotId
+from piper.ir.devices import show
 from piper.ir.graph import OffloadedChunk
+from piper.ir.ids import SlotId
 from piper.ir.node import Node, Update
 from piper.lower.buckets import param_slot, state_offloads
 from piper.lower.offloads import CopyBack, CopyOut, fetched

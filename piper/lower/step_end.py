@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from piper.devices import Devices, show
-from piper.ids import SlotId
 from piper.ir.chunk import CapturedModel, Output
+from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph
+from piper.ir.ids import SlotId
 from piper.ir.node import (
     Broadcast,
     Compute,
@@ -19,6 +19,7 @@ from piper.ir.node import (
     Transfer,
     Update,
 )
+from piper.ir.sharding import Sharding
 from piper.lower.buckets import param_slot
 from piper.lower.placements import placements_of
 from piper.lower.programs import classes_of
@@ -27,7 +28,6 @@ from piper.lower.sequence import woven
 from piper.lower.state import LoweringState
 from piper.lower.value_table import buffer_slot, output_slot
 from piper.plan.plan import Bucket, Slot
-from piper.sharding import Sharding
 
 LOSS = SlotId("loss")
 WEIGHT = SlotId("weight")

@@ -1,9 +1,9 @@
 """Transfers between devices: activations to their readers, gradients back, summed where they arrive."""
 
-from piper.devices import Devices, show
 from piper.errors import ScheduleError
-from piper.ids import SlotId, SlotKind
 from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, TensorSpec
+from piper.ir.devices import Devices, show
+from piper.ir.ids import SlotId, SlotKind
 from piper.ir.node import Add, Transfer
 from piper.lower.placements import ChunkPlacement, Lanes
 from piper.lower.value_table import Flow, Template, output_slot

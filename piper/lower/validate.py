@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from piper.devices import Devices, groups_of, show
 from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk, Tags
+from piper.ir.devices import Devices, groups_of, show
 from piper.ir.graph import Graph, inputs_from_chunks
 from piper.ir.node import Compute
 from piper.lower.expert_buffers import check_expert_buffers

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from piper.devices import Devices
-from piper.ids import SlotId
 from piper.ir.chunk import Chunk, Output, Phase, Source, TensorSpec
+from piper.ir.devices import Devices
 from piper.ir.graph import Graph
+from piper.ir.ids import SlotId
 from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Transfer
 from piper.lower.placements import ChunkPlacement
 from piper.lower.state import LoweringState

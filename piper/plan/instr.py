@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from piper.devices import Devices
-from piper.ids import Pass, SlotId, Tags
+from piper.ir.devices import Devices
+from piper.ir.ids import Pass, SlotId, Tags
+from piper.ir.sharding import Collective, CollectiveOp, Sharding
 from piper.plan.ops import Op
-from piper.sharding import Collective, CollectiveOp, Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from operator import itemgetter
 
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 

@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from piper.devices import Devices, show
-from piper.ids import SlotId, Tags
+from piper.ir.devices import Devices, show
+from piper.ir.ids import SlotId, Tags
+from piper.ir.protection import Protection
+from piper.ir.sharding import WHOLE, Sharding
 from piper.plan.dtypes import itemsize, summed_as
 from piper.plan.instr import Instr
-from piper.protection import Protection
-from piper.sharding import WHOLE, Sharding
 
 SHOWN = 4  # plans in the text of all plans
 

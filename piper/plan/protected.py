@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from piper.devices import Devices, show
-from piper.format import size
-from piper.ids import SlotId
+from piper.ir.devices import Devices, show
+from piper.ir.format import size
+from piper.ir.ids import SlotId
 from piper.plan.dtypes import HALF
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plan, Plans

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import cast, get_args
 
-from piper.sharding import Collective, CollectiveOp, Sharding, Slicing
-from piper.text_fields import BadLineError, name, shown
+from piper.ir.sharding import Collective, CollectiveOp, Sharding, Slicing
+from piper.ir.text_fields import BadLineError, name, shown
 
 
 def show_slicing(slicing: Slicing | None) -> str:

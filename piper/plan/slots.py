@@ -3,7 +3,7 @@
 And that no stream runs ahead so far that memory exceeds what the order of issue says.
 """
 
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Plan

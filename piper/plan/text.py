@@ -9,22 +9,12 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, TypeVar, cast
 
-from piper.devices import Devices, parse, show
 from piper.errors import ConfigError
-from piper.ids import Pass, SlotId, Tags, read_pass, read_slot
-from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
-from piper.plan.ops import OPS, Op
-from piper.plan.plan import Bucket, Comm, Piece, PlacedChunk, Plan, Plans, Slot
-from piper.plan.sharding_text import (
-    read_collective,
-    read_sharding,
-    read_shardings,
-    show_collective,
-    show_shardings,
-)
-from piper.protection import APART, Protection
-from piper.sharding import Collective, Sharding
-from piper.text_fields import (
+from piper.ir.devices import Devices, parse, show
+from piper.ir.ids import Pass, SlotId, Tags, read_pass, read_slot
+from piper.ir.protection import APART, Protection
+from piper.ir.sharding import Collective, Sharding
+from piper.ir.text_fields import (
     AND,
     GAP,
     BadLineError,
@@ -42,6 +32,16 @@ from piper.text_fields import (
     show_names,
     show_pairs,
     shown,
+)
+from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
+from piper.plan.ops import OPS, Op
+from piper.plan.plan import Bucket, Comm, Piece, PlacedChunk, Plan, Plans, Slot
+from piper.plan.sharding_text import (
+    read_collective,
+    read_sharding,
+    read_shardings,
+    show_collective,
+    show_shardings,
 )
 
 T = TypeVar("T")

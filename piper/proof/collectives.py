@@ -2,14 +2,14 @@
 
 from functools import partial
 
-from piper.devices import show
+from piper.ir.devices import show
+from piper.ir.sharding import Collective
 from piper.plan.instr import Collecting, Instr
 from piper.plan.plan import Comm
 from piper.proof.decode import collected, described, shown_collective
 from piper.proof.grids import groups_along
 from piper.proof.local_instrs import Local
 from piper.proof.symbolic_state import SymbolicState
-from piper.sharding import Collective
 
 
 class Collectives:

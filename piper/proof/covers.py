@@ -13,7 +13,7 @@ never for an instruction.
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from piper.devices import Devices
+from piper.ir.devices import Devices
 from piper.plan.plan import Comm, Plans
 from piper.proof.grids import Lanes, lane_of
 

@@ -7,9 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import assert_never
 
-from piper.ids import Pass, Phase, SlotId
+from piper.ir.ids import Pass, Phase, SlotId
+from piper.ir.sharding import Collective, Slicing
 from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
-from piper.sharding import Collective, Slicing
 
 SEED = SlotId("seed")
 LOSS = SlotId("loss")

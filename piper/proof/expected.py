@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from piper.ids import show_part
 from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, Output, Phase, Tags, bundles
+from piper.ir.ids import show_part
 from piper.plan.plan import Bucket, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from piper.devices import Devices
 from piper.ir.chunk import ParameterSlice
-from piper.sharding import Sharding
+from piper.ir.devices import Devices
+from piper.ir.sharding import Sharding
 
 Lanes = tuple[tuple[int, int, int], ...]
 # ^ for each axis: how far apart the devices of a group lie, how many they are, and what each place along the

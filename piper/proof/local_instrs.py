@@ -1,7 +1,7 @@
 """The effect on symbolic values of instructions that need no other device."""
 
-from piper.ids import SlotId, show_part
 from piper.ir.chunk import Output
+from piper.ir.ids import SlotId, show_part
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket
 from piper.proof.amounts import NOTHING

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from piper.devices import Devices
 from piper.ir.chunk import Chunk, Output, Parameter, Source, Tags
+from piper.ir.devices import Devices
 from piper.ir.graph import Graph
+from piper.ir.sharding import Sharding
 from piper.proof.grids import Holding, Lanes, RegionGrid, cuts_of, holding, in_any_order
-from piper.sharding import Sharding
 
 ROUTED = ("route", "expert", "unroute")
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from piper.devices import Devices, show
-from piper.ids import SlotId
 from piper.ir.chunk import Constant, Output, Tags
+from piper.ir.devices import Devices, show
+from piper.ir.ids import SlotId
 from piper.plan.plan import Bucket, Comm, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers, Held, Segment

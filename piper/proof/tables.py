@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from piper.devices import Devices, show
 from piper.ir.chunk import Parameter
+from piper.ir.devices import Devices, show
+from piper.ir.sharding import Sharding, local_sizes
 from piper.plan.plan import Bucket, Plans
 from piper.proof.grids import Holding, groups_by, in_any_order
 from piper.proof.specification import Specification
-from piper.sharding import Sharding, local_sizes
 
 
 def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from piper.devices import Devices
-from piper.ids import show_part
 from piper.ir.chunk import Tags
+from piper.ir.devices import Devices
+from piper.ir.ids import show_part
+from piper.ir.sharding import Sharding
 from piper.proof.amounts import Amount, Amounts
 from piper.proof.covers import Cover
-from piper.sharding import Sharding
 
 Kind = Literal[
     "output",  # of a chunk

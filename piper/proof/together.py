@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from piper.devices import Devices, columns, groups_of
+from piper.ir.devices import Devices, columns, groups_of
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm

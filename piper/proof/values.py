@@ -19,13 +19,13 @@ communicator it is in.
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from piper.gc_pause import no_collection
-from piper.ids import SlotId, show_part
 from piper.ir.graph import Graph
+from piper.ir.ids import SlotId, show_part
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
 from piper.plan.prove import MOST_PROBLEMS, ProofError
+from piper.process.gc_pause import no_collection
 from piper.proof.decode import TOTAL, buffer_slot, param_slot
 from piper.proof.local_instrs import Local
 from piper.proof.specification import Specification

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from statistics import median
 
-from piper.devices import show
+from piper.ir.devices import show
 from piper.plan.plan import Plans
 from piper.recovery.run_events import Event
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from piper.errors import ConfigError
 from piper.ir.chunk import Batch
+from piper.ir.sharding import whole_sizes
 from piper.runtime.compute import parts_of
 from piper.runtime.setup import BucketsLike, ProgramLike, Setup, Shapes
 from piper.runtime.uneven import COUNTS, divides, filled
-from piper.sharding import whole_sizes
 
 FLOATING = "a floating type"  # each is cast to the one that computes
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from piper.ir.sharding import Sharding, spans_of_dim
 from piper.plan.plan import Bucket
-from piper.sharding import Sharding, spans_of_dim
 
 
 class Flat(list[Tensor]):

@@ -7,10 +7,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from piper.ir.sharding import Collective, Slicing
 from piper.plan.instr import Instr
 from piper.runtime.comm.base import Group
 from piper.runtime.context import Bound, Env
-from piper.sharding import Collective, Slicing
 
 
 def collect(env: Env, ins: Instr) -> Bound:

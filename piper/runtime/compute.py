@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.ids import Pass
 from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags, bundles
+from piper.ir.ids import Pass
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.runtime.bucket_layout import Flat, Layout, own_slice

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from piper.ids import SlotId
 from piper.ir.chunk import Chunk
+from piper.ir.ids import SlotId
 from piper.plan.divided import buffer_shares
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import allocations

@@ -7,7 +7,7 @@ from time import monotonic
 
 import torch
 
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.plan.plan import Plan
 from piper.runtime.comm.base import CommError, StoppedError
 from piper.runtime.context import Bound

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from piper.devices import Devices
+from piper.ir.devices import Devices
+from piper.ir.sharding import runs, whole_sizes
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Piece
-from piper.sharding import runs, whole_sizes
 
 Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
 

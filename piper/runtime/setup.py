@@ -15,8 +15,8 @@ from piper.callbacks import Callback
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.plan import Plan, Plans
+from piper.process.usercode import raised
 from piper.runtime.initial_draws import seeded_draws
-from piper.usercode import raised
 
 Result = TypeVar("Result")
 log = logging.getLogger("piper")

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from piper.callbacks import Averaged
 from piper.errors import ConfigError, PiperError
 from piper.plan.plan import Bucket
+from piper.process.usercode import named, raised
 from piper.runtime.standins import (
     Sizes,
     classes_of,
@@ -21,7 +22,6 @@ from piper.runtime.standins import (
     true_sizes,
     whole_view,
 )
-from piper.usercode import named, raised
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.plan.divided import Share
 from piper.plan.instr import Instr
 from piper.plan.ops import Op

@@ -11,8 +11,8 @@ from math import ceil, inf, log2
 from pathlib import Path
 from typing import Any, cast
 
-from piper.devices import Devices
 from piper.errors import ConfigError
+from piper.ir.devices import Devices
 from piper.plan.ops import OPS, Op
 
 MAY_BE_ZERO = (

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from piper.devices import Devices
 from piper.ir.chunk import Chunk, Kernel, Phase
+from piper.ir.devices import Devices
 from piper.plan.ops import OPS, Op
 from piper.simulate.cluster import Cluster
 from piper.simulate.products import attention_seconds, product_seconds

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from piper.ids import Pass
+from piper.ir.ids import Pass
 from piper.plan.ops import Op
 from piper.simulate.engine import NO_INSTRUCTION, Engine
 

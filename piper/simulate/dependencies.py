@@ -7,8 +7,8 @@ part in it: a send with its receive, a collective with all members of its groups
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from piper.devices import Devices
 from piper.ir.chunk import Chunk, Phase
+from piper.ir.devices import Devices
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plan, Plans

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from piper.devices import Devices
+from piper.ir.devices import Devices
 from piper.plan.plan import Plan, Plans
 
 

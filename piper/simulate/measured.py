@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from piper.devices import Devices
 from piper.errors import ConfigError
-from piper.files import write_output
 from piper.ir.chunk import CapturedModel, Chunk, Phase
+from piper.ir.devices import Devices
 from piper.plan.ops import OPS, Op
+from piper.process.files import write_output
 from piper.simulate.cluster import Cluster
 from piper.simulate.costs import Roofline, Talk
 from piper.simulate.profile import fingerprint

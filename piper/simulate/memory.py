@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.plan.memory_timeline import Ledger
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Timeline

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from piper.gc_pause import no_collection
 from piper.ir.chunk import CapturedModel, Chunk
 from piper.plan.plan import Plan, Plans
+from piper.process.gc_pause import no_collection
 from piper.simulate.account import Account, account_of
 from piper.simulate.costs import Costs
 from piper.simulate.critical_path import PathNode, critical_path

@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from piper.format import size
+from piper.ir.format import size
 from piper.train.measure import Measure, Reporter
 
 LEVELS = "▁▂▃▄▅▆▇█"

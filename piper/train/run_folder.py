@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Self
 
 from piper.compiler import Program
-from piper.devices import show
 from piper.directives.strategy_text import strategy_text
 from piper.errors import ConfigError
+from piper.ir.devices import show
 from piper.job import Job, strategy_of
 from piper.plan.text import show_plans
 from piper.recipe import file_and_function

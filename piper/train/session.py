@@ -12,7 +12,7 @@ from rich.console import Console
 
 from piper.checkpoint.metadata import DamagedError, read_record
 from piper.compiler import Program, compile
-from piper.format import count
+from piper.ir.format import count
 from piper.job import Job
 from piper.launchers.launch import check_launcher, launcher
 from piper.launchers.run import Run

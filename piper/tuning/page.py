@@ -2,7 +2,7 @@
 
 from html import escape
 
-from piper.format import percent, seconds, size
+from piper.ir.format import percent, seconds, size
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.result import Tuned
 

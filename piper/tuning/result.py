@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from piper.directives import Directive
 from piper.directives.json import show_strategy
 from piper.errors import ConfigError
-from piper.format import percent, seconds, size
+from piper.ir.format import percent, seconds, size
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.candidates import Discard
 from piper.tuning.evaluate import Evaluation

@@ -19,7 +19,7 @@ from time import perf_counter
 import torch
 
 from piper.errors import ConfigError, PiperError
-from piper.format import count, percent
+from piper.ir.format import count, percent
 from piper.launchers.rank_environment import rank_environment
 from piper.launchers.transport.fork_server import ForkServer, fork_server
 from piper.runtime.setup import device_kind

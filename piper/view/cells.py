@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from piper.devices import in_words
-from piper.ids import Pass
 from piper.ir.chunk import Phase, Tags
+from piper.ir.devices import in_words
 from piper.ir.graph import Ordering
+from piper.ir.ids import Pass
 from piper.plan.plan import Plans
 from piper.schedules.grid import Grid
 from piper.schedules.timing import UNIT, Costs, cost_of, timeline

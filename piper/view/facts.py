@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, log10
 
-from piper.devices import show
-from piper.ids import AGAIN, SlotId
+from piper.ir.devices import show
+from piper.ir.ids import AGAIN, SlotId
 from piper.plan.instr import TRAVELS
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
-from piper.ids import Tags
 from piper.ir.graph import Ordering
+from piper.ir.ids import Tags
 
 Region = tuple[str, int] | None  # a chunk's outermost tag; None: it has none
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from piper.devices import in_words
+from piper.ir.devices import in_words
 from piper.simulate.trace_events import Process, chrome_trace
 from piper.view.subject import Subject
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from piper.format import count, seconds
+from piper.ir.format import count, seconds
 from piper.simulate.account import Account, account_of
 from piper.view.cells import Pipeline
 from piper.view.subject import Subject

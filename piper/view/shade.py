@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from piper.ids import AGAIN, Phase, Tags
+from piper.ir.ids import AGAIN, Phase, Tags
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from piper.devices import Devices
 from piper.ir.chunk import Tags
+from piper.ir.devices import Devices
 from piper.ir.graph import Ordering
 from piper.plan.plan import Plans
 from piper.simulate.simulate import Simulation

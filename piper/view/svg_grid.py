@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from piper.ids import AGAIN
+from piper.ir.ids import AGAIN
 from piper.view.cells import Cell, Pipeline
 from piper.view.css import hatched, hatching, hue, sheet
 from piper.view.legend import Legend, phase_name

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from piper.devices import show
-from piper.ids import AGAIN, Pass, Phase, SlotId, Tags
+from piper.ir.devices import show
+from piper.ir.ids import AGAIN, Pass, Phase, SlotId, Tags
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan, Plans
 from piper.plan.prove import in_order

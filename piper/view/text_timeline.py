@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from piper.devices import in_words
-from piper.ids import AGAIN
+from piper.ir.devices import in_words
+from piper.ir.ids import AGAIN
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan

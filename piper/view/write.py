@@ -5,7 +5,7 @@ import zlib
 from pathlib import Path
 
 from piper.errors import ConfigError
-from piper.files import write_output
+from piper.process.files import write_output
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

@@ -14,10 +14,10 @@ from piper.checkpoint.bucket_spans import (
     spans,
     within,
 )
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
+from piper.ir.sharding import WHOLE, Comb, Sharding, combs, local_sizes, runs
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Piece, Plan, Plans, Slot
-from piper.sharding import WHOLE, Comb, Sharding, combs, local_sizes, runs
 
 
 def bucket(

@@ -10,8 +10,8 @@ from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, check_se
 from piper.checkpoint.overlaps import Overlap, overlaps
 from piper.checkpoint.save import buffer_parts
 from piper.checkpoint.storage import CheckpointReader, TensorRange, index_of, write_parts
+from piper.ir.sharding import Sharding, combs, local_sizes
 from piper.plan.divided import Share
-from piper.sharding import Sharding, combs, local_sizes
 
 WHOLE = (6, 8)
 DIVISIONS: dict[str, tuple[Sharding, ...]] = {

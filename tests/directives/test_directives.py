@@ -7,7 +7,7 @@ import pytest
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.ir.graph import Graph, GroupMember, Policy, start
 from piper.ir.select import at
-from piper.sharding import Sharding
+from piper.ir.sharding import Sharding
 from tests.chain import chain
 
 

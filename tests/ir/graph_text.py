@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import cast
 
-from piper.devices import parse, show
 from piper.errors import ConfigError
 from piper.ir.chunk import PHASES, CapturedModel, Phase, Tags
+from piper.ir.devices import parse, show
 from piper.ir.graph import AppliedDirective, AxisPolicy, ChunkRun, Graph, GroupMember, Index, Ordering, Policy
 from piper.ir.node import Compute
-from piper.sharding import Sharding
-from piper.text_fields import (
+from piper.ir.sharding import Sharding
+from piper.ir.text_fields import (
     AND,
     GAP,
     BadLineError,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import fx, nn
 
-from piper.custom_operators import importable
 from piper.launchers.messages import BatchSlice, BatchSlicer
 from piper.launchers.transport.serialize import pack, unpack
 from piper.plan.instr import Field, Instr
 from piper.plan.plan import Plan, Plans
+from piper.process.custom_operators import importable
 from piper.recipe import import_file
 
 

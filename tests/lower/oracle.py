@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
-from piper.ids import SlotId
 from piper.ir.chunk import Output, Phase, Tags
 from piper.ir.graph import Graph
+from piper.ir.ids import SlotId
 from piper.plan.instr import Instr, Routing
 from piper.plan.plan import Bucket, Plan, Plans
 from tests.lower.expected import Expected

@@ -14,14 +14,14 @@ from piper.compiler import Program, compile
 from piper.directives import Directive, order, shard, split
 from piper.directives.json import parse_strategy
 from piper.errors import ConfigError, ScheduleError
-from piper.ids import Pass
+from piper.ir.ids import Pass
 from piper.ir.select import at
+from piper.ir.sharding import Collective, Slicing
 from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.plan.instr import Collecting, Instr
 from piper.plan.text import read_plans, show_plans
 from piper.runtime.debug.check import check
-from piper.sharding import Collective, Slicing
 from piper.simulate.cluster import load_cluster
 from tests.ir.graph_text import read_graph, show_graph
 

@@ -8,9 +8,9 @@ from inspect import cleandoc
 import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
-from piper.ids import Pass
 from piper.ir.chunk import Buffer, CapturedModel
 from piper.ir.graph import start
+from piper.ir.ids import Pass
 from piper.ir.select import at
 from piper.lower.state import Settings
 from piper.plan.dtypes import itemsize

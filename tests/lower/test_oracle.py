@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from piper.directives import apply, place, remat, replicate, shard, split
-from piper.ids import Pass, SlotId
 from piper.ir.graph import Graph, start
+from piper.ir.ids import Pass, SlotId
 from piper.ir.select import at
 from piper.plan.instr import Field, Instr, Routing, Rows
 from piper.plan.plan import Plans

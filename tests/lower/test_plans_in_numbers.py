@@ -9,9 +9,9 @@ import pytest
 from piper.directives import Directive, apply, order, place, remat, replicate, split
 from piper.directives.order import Order
 from piper.errors import ScheduleError
-from piper.ids import SlotId
 from piper.ir.chunk import CapturedModel, Chunk, Phase, PhaseSpec, TensorSpec, bundles
 from piper.ir.graph import start
+from piper.ir.ids import SlotId
 from piper.ir.select import at
 from piper.lower.explain import explain
 from piper.lower.state import LoweringState, Settings

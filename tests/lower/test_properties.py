@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from piper.directives import apply, offload, protect, remat, replicate, split
-from piper.ids import SlotId
 from piper.ir.graph import start
+from piper.ir.ids import SlotId
 from piper.ir.node import Compute, Load, Node, Reduce, Update
 from piper.ir.select import at
 from piper.lower.lower import LOWERING

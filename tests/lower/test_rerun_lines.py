@@ -6,8 +6,8 @@ from inspect import cleandoc
 import pytest
 
 from piper.directives import Directive, order, place, remat, replicate, shard, split
-from piper.ids import SlotId
 from piper.ir.chunk import Output
+from piper.ir.ids import SlotId
 from piper.ir.select import at
 from piper.plan.plan import Plan
 from piper.plan.text import read_plans, show_plans

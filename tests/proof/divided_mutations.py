@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar, get_args
 
-from piper.devices import Devices
-from piper.ids import SlotId
+from piper.ir.devices import Devices
+from piper.ir.ids import SlotId
+from piper.ir.sharding import Collective, CollectiveOp, Sharding, Slicing
 from piper.plan.instr import Collecting, Instr
 from piper.plan.plan import Bucket, Piece, Plans
-from piper.sharding import Collective, CollectiveOp, Sharding, Slicing
 from tests.proof.mutations import Edit, mended, pick, with_instrs
 
 OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)

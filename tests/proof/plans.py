@@ -6,9 +6,9 @@ from functools import cache
 from typing import cast
 
 from piper.directives import Directive, apply, place, remat, replicate, shard, split
-from piper.ids import read_slot
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph, start
+from piper.ir.ids import read_slot
 from piper.ir.select import at
 from piper.lower.state import Settings
 from piper.plan.instr import Instr

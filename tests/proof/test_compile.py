@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from piper.devices import Devices
 from piper.errors import CompilerError
-from piper.ids import SlotId
+from piper.ir.devices import Devices
+from piper.ir.ids import SlotId
 from piper.lower.emit import plan_of
 from piper.lower.events import PendingInstr
 from piper.lower.state import LoweringState

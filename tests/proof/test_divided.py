@@ -9,10 +9,11 @@ from types import ModuleType
 import pytest
 
 from piper.directives import Directive, shard
-from piper.ids import Pass, SlotId, read_slot
 from piper.ir.chunk import Output, ParameterSlice
 from piper.ir.graph import Graph
+from piper.ir.ids import Pass, SlotId, read_slot
 from piper.ir.select import at
+from piper.ir.sharding import WHOLE, Sharding, Slicing
 from piper.lower import validate
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
@@ -21,7 +22,6 @@ from piper.proof.covers import Covers
 from piper.proof.grids import RegionGrid, groups_along, groups_by, holding
 from piper.proof.symbolic_state import placed_by
 from piper.proof.values import prove_values, value_problems
-from piper.sharding import WHOLE, Sharding, Slicing
 from tests.proof import divided, divided_mutations, mutations
 from tests.proof.plans import edited, find
 

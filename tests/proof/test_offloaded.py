@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 from piper.directives import offload, protect, remat, replicate, split
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.ir.select import at
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from piper.directives import Directive, protect, replicate, split
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.ir.select import at
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans

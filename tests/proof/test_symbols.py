@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import replace
 
 from piper.directives import apply, order, replicate, shard, split
-from piper.ids import Pass, SlotId
 from piper.ir.graph import Graph, start
+from piper.ir.ids import Pass, SlotId
 from piper.ir.select import at
 from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.plan import Comm, Plan, Plans

@@ -6,12 +6,12 @@ from inspect import cleandoc
 
 import pytest
 
-from piper.ids import Pass, SlotId, Tags, read_slot
+from piper.ir.ids import Pass, SlotId, Tags, read_slot
+from piper.ir.sharding import Sharding
 from piper.plan.instr import Field, Instr, OfBucket, Routing, Rows
 from piper.plan.plan import Bucket, Plans, Slot
 from piper.plan.prove import ProofError
 from piper.proof.values import prove_values, value_problems
-from piper.sharding import Sharding
 from tests.proof.plans import (
     Made,
     changing,

@@ -17,9 +17,9 @@ from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import ParameterSlice
 from piper.ir.graph import start
 from piper.ir.select import at
+from piper.ir.sharding import Slicing
 from piper.job import Job
 from piper.launchers.inline import launch_inline
-from piper.sharding import Slicing
 from tests.capture.divide import lockstep
 from tests.plain import Trained, largest_difference, sgd, train
 from tests.runtime.sharing import one_core

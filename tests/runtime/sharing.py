@@ -22,9 +22,9 @@ from piper.capture.divide.request import Request
 from piper.capture.trace.trace import Traced, divided, trace
 from piper.compiler import Program, optimizer_facts
 from piper.compiler.optimizer_probe import Probe, probe_optimizer
-from piper.gc_pause import no_collection
 from piper.launchers.inline import launch_inline
 from piper.plan.plan import Bucket
+from piper.process.gc_pause import no_collection
 from piper.runtime.debug.check import ComparedNumbers, Report, check, numbers
 from piper.runtime.debug.localise import Launch
 from piper.runtime.debug.reference import Reference

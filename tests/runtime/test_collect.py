@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from piper.ir.sharding import Slicing
 from piper.runtime.collect import apart, joined, part
 from piper.runtime.comm.synthetic import AloneGroup
-from piper.sharding import Slicing
 
 VALUE = torch.arange(16).view(2, 8)
 PARTS = [  # the columns that each of two members holds

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from piper.compiler import compile
 from piper.directives import shard, split
-from piper.ids import Pass
+from piper.ir.ids import Pass
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.inline import launch_inline

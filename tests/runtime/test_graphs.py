@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 from piper.compiler import compile
 from piper.directives import split
 from piper.errors import ConfigError
-from piper.ids import Pass
 from piper.ir.chunk import Chunk
+from piper.ir.ids import Pass
 from piper.ir.select import at
 from piper.launchers.launch import by_host, launch
 from piper.plan.instr import Instr

@@ -13,7 +13,7 @@ from piper.capture.trace.annotate import annotate
 from piper.compiler import Program, compile
 from piper.directives import Directive, offload, place, protect, remat, shard, split
 from piper.errors import ScheduleError
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.inline import InlineRun, launch_inline

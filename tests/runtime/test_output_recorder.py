@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from piper.ids import Pass, SlotId
+from piper.ir.ids import Pass, SlotId
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.runtime.context import Env

@@ -14,7 +14,7 @@ from piper.cli.plan_report import bytes_by_kind
 from piper.compiler import Program, compile
 from piper.directives import Directive, order, remat, replicate, shard, split
 from piper.errors import ScheduleError
-from piper.ids import Pass
+from piper.ir.ids import Pass
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.inline import launch_inline

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import HashStore
 from piper.compiler import Program, compile
 from piper.directives import replicate, split
 from piper.errors import ConfigError, WorkerError
-from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk, Phase
+from piper.ir.ids import Pass, SlotId
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
 from piper.plan.memory_timeline import timeline

@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from piper import at, place, split
-from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ir.chunk import CapturedModel, Chunk, Phase
+from piper.ir.devices import Devices
 from piper.ir.graph import start
 from piper.plan.ops import Op
 from piper.schedules import Memory, Placement, StageCosts

@@ -7,7 +7,7 @@ import pytest
 
 from piper import schedules
 from piper.errors import ConfigError
-from piper.ids import Pass
+from piper.ir.ids import Pass
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
 from piper.simulate.calibrate import calibrate

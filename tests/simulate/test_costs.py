@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import piper
 from piper.capture.cost.estimate import pairs_of_tokens
 from piper.cli.prices import prices_of
-from piper.devices import Devices
-from piper.ids import Pass
 from piper.ir.chunk import Chunk, Kernel, Phase, PhaseSpec, TensorSpec
+from piper.ir.devices import Devices
+from piper.ir.ids import Pass
 from piper.models import decoder
 from piper.plan.instr import Instr
 from piper.plan.ops import Op

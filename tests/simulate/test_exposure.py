@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.exposure import Exposure, exposure, main_phase
 from piper import at, replicate, schedules, shard, split
-from piper.devices import Devices
 from piper.directives import Directive, apply
 from piper.ir.chunk import Chunk, Phase
+from piper.ir.devices import Devices
 from piper.ir.graph import start
 from piper.plan.instr import Instr
 from piper.plan.ops import Op

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import pytest
 
 from piper import at, place, replicate, schedules, shard, split
-from piper.devices import Devices
 from piper.directives import Directive, apply
-from piper.ids import Pass
 from piper.ir.chunk import Chunk, Phase
+from piper.ir.devices import Devices
 from piper.ir.graph import start
+from piper.ir.ids import Pass
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import timeline as issue_order
 from piper.plan.ops import COMMUNICATION, Op

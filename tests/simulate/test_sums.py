@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from piper.cli.profile_report import print_rows, rows_of
-from piper.ids import Pass, SlotId
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
+from piper.ir.ids import Pass, SlotId
 from piper.plan.instr import Adding, Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Plan, Plans, Slot

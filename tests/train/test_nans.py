@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.ids import read_pass
+from piper.ir.ids import read_pass
 from piper.launchers.nans import Mark, first_bad, kind_of
 from tests.chain import chain
 from tests.slots import AXES, slot

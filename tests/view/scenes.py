@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import cache
 
 from piper import at, place, remat, replicate, schedules, shard, split
-from piper.devices import Devices
 from piper.directives import Directive, apply
+from piper.ir.devices import Devices
 from piper.ir.graph import start
 from piper.plan.ops import Op
 from piper.simulate.cluster import load_cluster

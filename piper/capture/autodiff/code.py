@@ -14,7 +14,7 @@ from piper.capture.cost.estimate import Cost, cost_of
 from piper.capture.trace.blame import made_at
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.ir.chunk import Phase, TensorSpec
-from piper.usercode import LINES
+from piper.process.usercode import LINES
 
 _aten = torch.ops.aten
 PhaseCode = Callable[..., tuple[Tensor, ...]]

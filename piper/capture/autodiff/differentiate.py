@@ -16,8 +16,8 @@ from piper.capture.fp8 import in_fp8
 from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.trace import Traced
 from piper.errors import CaptureError
-from piper.gc_pause import no_collection
 from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Parameter, Phase, PhaseSpec, TensorSpec
+from piper.process.gc_pause import no_collection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from piper.errors import ConfigError
-from piper.private_files import private_folder, user_key
+from piper.process.private_files import private_folder, user_key
 
 CACHE = Path("~/.cache/piper")  # expanded where it is used, on the machine that uses it
 KEY = Path("~/.config/piper/cache.key")

@@ -32,10 +32,10 @@ from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.hashing import digest_of, graph_lines
 from piper.capture.compile.tuning import keep_measured, measuring_kernels, tuning_in
 from piper.capture.trace.blame import quiet, reason
-from piper.custom_operators import check_importable, modules_of
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Phase
-from piper.private_files import private_folder
+from piper.process.custom_operators import check_importable, modules_of
+from piper.process.private_files import private_folder
 
 log = logging.getLogger("piper")
 _PATCHES = {

@@ -27,9 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from piper.capture.compile.cache import Cache
-from piper.custom_operators import modules_of
 from piper.errors import PiperError
 from piper.ir.chunk import Phase
+from piper.process.custom_operators import modules_of
 
 if TYPE_CHECKING:
     from piper.capture.compile.inductor import Source  # it takes a second to import

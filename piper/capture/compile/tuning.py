@@ -16,9 +16,9 @@ import torch
 from torch._inductor.runtime.benchmarking import InductorBenchmarker
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, check_autotune_cache
 
-from piper.attributes import replaced
 from piper.capture.compile.cache import Cache
 from piper.errors import ConfigError
+from piper.process.attributes import replaced
 
 log = logging.getLogger("piper")
 REPEATS = 10  # runs of a kernel, of which the fastest counts

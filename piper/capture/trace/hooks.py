@@ -15,9 +15,9 @@ from torch import nn
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.nn.modules import module as modules
 
-from piper.attributes import replaced
 from piper.capture.trace.blame import tracing_line
 from piper.errors import CaptureError
+from piper.process.attributes import replaced
 
 _INTERCEPTED = ("method_register_hook", "method_register_post_accumulate_grad_hook")
 _ELSEWHERE = (

@@ -22,8 +22,8 @@ from torch import Tensor, fx, nn
 from torch._dynamo.side_effects import SideEffects
 from torch.utils._pytree import tree_leaves
 
-from piper.attributes import replaced
 from piper.errors import CaptureError
+from piper.process.attributes import replaced
 
 Number = bool | int | float | str | None
 _CONTAINERS = (list, dict, set, deque)

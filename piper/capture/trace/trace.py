@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piper.attributes import replaced
 from piper.capture.autodiff.code_cache import CodeCache
 from piper.capture.divide.request import Request, divide_model
 from piper.capture.trace.assemble import Assembler
@@ -28,8 +27,9 @@ from piper.capture.trace.sizes import SymbolicSizes, dtype_name
 from piper.capture.trace.uneven_means import uneven_means
 from piper.errors import CaptureError, PiperError
 from piper.experts import choose_experts
-from piper.gc_pause import no_collection
 from piper.ir.chunk import Buffer, CapturedModel, Output, Parameter, Tags
+from piper.process.attributes import replaced
+from piper.process.gc_pause import no_collection
 
 Precision = Literal["fp32", "bf16", "fp64"]
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

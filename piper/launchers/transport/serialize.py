@@ -25,8 +25,8 @@ import cloudpickle
 import torch
 from torch import Tensor, fx, nn
 
-from piper.custom_operators import check_importable, importable, modules_of
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
+from piper.process.custom_operators import check_importable, importable, modules_of
 
 HEADER = struct.Struct("!Q")  # length of the JSON header
 ALIGNMENT = 64  # of a tensor's bytes within the message, so that any element type can be read in place

@@ -27,8 +27,9 @@ from piper.checkpoint.metadata import Trainer
 from piper.checkpoint.save import Copied, RefusedError, copy_parts, copy_state, states_of, trainer_of
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
-from piper.format import size
-from piper.ids import SlotId
+from piper.ir.format import size
+from piper.ir.ids import SlotId
+from piper.ir.protection import Protection
 from piper.launchers.processes import SharedFile
 from piper.launchers.transport.nameless_files import MEMORY, nameless_file
 from piper.launchers.transport.version_sections import (
@@ -48,7 +49,6 @@ from piper.plan.divided import buffer_shares
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plans
 from piper.plan.protected import GENERATIONS, ProtectedState, sent
-from piper.protection import Protection
 from piper.runtime.worker import Worker
 
 INDEX = 2**20  # bytes that the indices of a device take at most, for the estimate

@@ -12,8 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.ids import SlotId
 from piper.ir.chunk import Chunk, TensorSpec
+from piper.ir.ids import SlotId
 from piper.plan.instr import Instr, Rows
 from piper.plan.plan import Plans
 from piper.runtime.comm.base import Comms, Form, Group

@@ -13,7 +13,7 @@ memory grow with how far the host runs ahead.
 
 from dataclasses import dataclass, field
 
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.plan.clock import StreamClock
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import Ledger, allocations

@@ -5,7 +5,7 @@ from time import monotonic, sleep
 
 import torch
 
-from piper.ids import SlotId
+from piper.ir.ids import SlotId
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 from piper.runtime.comm.base import CommError

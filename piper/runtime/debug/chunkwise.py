@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, Output, Source, Tags
+from piper.ir.sharding import WHOLE, Sharding
 from piper.runtime.compute import draw_place
 from piper.runtime.context import Dice, draw_seed
 from piper.runtime.setup import Setup
-from piper.sharding import WHOLE, Sharding
 
 
 @dataclass(slots=True)

@@ -10,14 +10,14 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from piper.devices import Devices, strided_groups
-from piper.ids import Pass
 from piper.ir.chunk import CapturedModel
+from piper.ir.devices import Devices, strided_groups
+from piper.ir.ids import Pass
+from piper.ir.sharding import Collective, Slicing
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.runtime.debug.distance import distance
 from piper.runtime.debug.output_recorder import OutputKey
-from piper.sharding import Collective, Slicing
 
 Trails = Mapping[int, Mapping[OutputKey, Tensor]]  # the values that each device kept
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from piper.ids import Pass, Phase, SlotId, Tags
+from piper.ir.ids import Pass, Phase, SlotId, Tags
 from piper.runtime.batch import as_run, wanted_batch
 from piper.runtime.compute import parts_of, slices
 from piper.runtime.debug.buffer_histories import BufferHistories

@@ -4,7 +4,7 @@ from typing import cast
 
 from torch import Tensor
 
-from piper.ids import Pass, SlotId
+from piper.ir.ids import Pass, SlotId
 from piper.plan.instr import Instr
 from piper.runtime.context import Bound, Env
 

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
-from piper.attributes import replaced
+from piper.process.attributes import replaced
+from piper.process.usercode import raised
 from piper.runtime.batch import as_run, wanted_batch
 from piper.runtime.debug.buffer_histories import BufferHistories
 from piper.runtime.debug.fp8_products import Fp8Products
@@ -26,7 +27,6 @@ from piper.runtime.initial_draws import seeded_draws
 from piper.runtime.setup import Mean, Metrics, ProgramLike, drawing_device, setup_of
 from piper.runtime.trainers import make_optimizer
 from piper.runtime.uneven import COUNTS
-from piper.usercode import raised
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 

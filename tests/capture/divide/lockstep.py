@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 from piper.capture.divide.collective import how_of, is_collective
 from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
 from piper.ir.chunk import AxisPosition, Batch, Collective, Constant, HostPlace
-from piper.sharding import Slicing
+from piper.ir.sharding import Slicing
 
 
 def cut(value: Tensor, how: Slicing, degree: int) -> list[Tensor]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, cast, get_args
 
-from piper.devices import Devices, parse, show
-from piper.text_fields import BadLineError, name, pairs, quoted, show_pairs
+from piper.ir.devices import Devices, parse, show
+from piper.ir.text_fields import BadLineError, name, pairs, quoted, show_pairs
 
 Tags = tuple[tuple[str, int], ...]  # (("PP", 0), ("EP", 2)): the annotations around a region, outermost first
 Phase = Literal["F", "B", "BI", "BW"]  # forward; backward, whole or as input gradients and weight gradients
