@@ -608,9 +608,8 @@ error: data (net.py:<iter_raises>): data() failed
   hint: fix the data at that line
 """,
     "net.py:data_ends": """
-error: data (net.py:<data_ends>): data() ended after 1 batches
-  epoch: 1, and it holds no batch
-  hint:  let data() make new batches each time it is called, or train fewer steps
+error: data (net.py:<data_ends>): data() returns the same iterator each time, so its first batch would be lost to compile
+  hint: let each call make the batches: `def data(): yield from ...`, or return a list or a loader
 """,
     "net.py:data_of_tuples": """
 error: data (net.py:<data_of_tuples>): a batch is not a dict of tensors

@@ -31,7 +31,7 @@ from piper.job import Batch, Job, strategy_of
 from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState, Settings
-from piper.lower.validate import validate
+from piper.lower.validate import check_axes, validate
 from piper.plan.plan import Plans
 from piper.process.usercode import named
 from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
@@ -250,6 +250,7 @@ def directed(
     graph = apply(start(traced.outline), strategy, orders=not divides)
     requests = requests_of(graph, strategy)
     if requests:  # collectives are nodes that directives see
+        check_axes(graph)
         traced = capturing.traced(traced.rows, requests)
     if divides:
         graph = apply(start(traced.outline), strategy)

@@ -12,7 +12,7 @@ from types import FrameType
 
 from piper.errors import ConfigError
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 _PATHS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _LIBRARIES = (_PACKAGE, *sorted(path for path in _PATHS if path))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s+(.*)')  # of a traceback inside a message

@@ -18,6 +18,7 @@ from piper.ir.chunk import Chunk, Phase
 from piper.ir.ids import Pass, SlotId
 from piper.ir.select import at
 from piper.launchers.inline import launch_inline
+from piper.launchers.worker_answers import WorkerAnswers
 from piper.plan.memory_timeline import timeline
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.debug.check import check
@@ -68,6 +69,7 @@ def test_gloo_gives_the_bits_of_threads(cell: Cell) -> None:
 
     with ThreadPoolExecutor(len(devices)) as threads, launch_inline(program) as run:
         run.workers = dict(zip(devices, threads.map(work, devices), strict=True))
+        run.answers = {device: WorkerAnswers(worker) for device, worker in run.workers.items()}
         assert_equal_bits(run.state_dict(), state)
 
 
