@@ -220,7 +220,8 @@ def test_a_run_goes_on_with_another_launcher(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on", ["inline", "local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("on", ["inline", "local"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_launcher_gives_the_same(
     kind: str, on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -231,6 +232,15 @@ def test_every_launcher_gives_the_same(
         again, weights = trained(way, kind, tmp_path, monkeypatch, *parts)
         assert steps_of(again) == steps_of(notes), way
         assert same(weights, state), way
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)  # two clusters are started
+def test_ray_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes, state = trained("train", "tokens", tmp_path, monkeypatch, (STEPS, "inline"))
+    again, weights = trained("train", "tokens", tmp_path, monkeypatch, (STOP, "ray"), (STEPS, "ray"))
+    assert steps_of(again) == steps_of(notes)
+    assert same(weights, state)
 
 
 SCRIPT = """
