@@ -40,7 +40,7 @@ class Replicate(Directive):
     bucket_mb: float | None = spelt("bucket_size", "a size in MB", default=None)
     reduce_stream: str | None = None
     gather_stream: str | None = None
-    reduce: str = spelt("reduce", 'the type gradients travel in: "fp32" or "bf16"', default="fp32")
+    reduce: str | None = spelt("reduce", 'the type gradients travel in: "fp32" or "bf16"', default=None)
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
@@ -53,7 +53,7 @@ class Replicate(Directive):
                 policy,
                 zero=self.zero,
                 bucket_mb=self.bucket_mb,
-                reduce=self.reduce,
+                reduce=self.reduce or "fp32",
                 reduce_stream=self.reduce_stream or "reduce",
                 gather_stream=self.gather_stream or "gather",
                 ways=1,  # a later replicate wins over an earlier shard
@@ -70,7 +70,7 @@ class Replicate(Directive):
                 by=by,
                 hint="0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too",
             )
-        if self.reduce not in REDUCED:
+        if self.reduce is not None and self.reduce not in REDUCED:
             raise ScheduleError(
                 f"reduce={self.reduce!r} is no type that gradients travel in",
                 by=by,
@@ -106,5 +106,5 @@ def replicate(
         bucket_mb=bucket_mb,
         reduce_stream=given_stream("replicate", "reduce_stream", reduce_stream),
         gather_stream=given_stream("replicate", "gather_stream", gather_stream),
-        reduce=reduce,
+        reduce=None if reduce == "fp32" else reduce,
     )

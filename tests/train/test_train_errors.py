@@ -73,11 +73,10 @@ def test_a_later_batch_with_other_axes(piper: Piper, recipe: Path) -> None:
 
 
 def test_data_that_ends(piper: Piper, recipe: Path) -> None:
-    """The first of its two batches was looked at when the job was compiled."""
+    """Its first batch would be looked at when the job is compiled, and not come again."""
     message = """
-        error: data (net.py:{short}): data() ended after 1 batches
-          epoch: 1, and it holds no batch
-          hint:  let data() make new batches each time it is called, or train fewer steps
+        error: data (net.py:{short}): data() returns the same iterator each time, so its first batch would be lost to compile
+          hint: let each call make the batches: `def data(): yield from ...`, or return a list or a loader
     """
     refused(piper, recipe, "short", message)
 
