@@ -294,5 +294,5 @@ def test_the_numbers_are_those_of_plain_pytorch(name: str) -> None:
 def test_7_images_and_tokens_joined_along_a_divided_sequence_are_refused() -> None:
     strategy = [*DP, tensor([2, 0, 3, 1], between=1)]
     job = Job(model=Crossed, loss=crossed_loss, data=lambda: [batch(0)], strategy=strategy)
-    with pytest.raises(CaptureError, match="it joins values along their divided dimension"):
+    with pytest.raises(CaptureError, match="it joins values along their sharded dimension"):
         compile(job, device="cpu")
