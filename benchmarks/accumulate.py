@@ -25,7 +25,7 @@ import torch
 import piper
 from piper.compiler import Program
 from piper.launchers.single_rank import launch_single_rank
-from piper.lower.reductions import Weaving
+from piper.lower import reductions
 from piper.models import decoder
 from piper.plan.memory_timeline import timeline
 from piper.process.attributes import replaced
@@ -41,7 +41,7 @@ CONFIG = decoder.Config(
 @contextmanager
 def side_of(side: str) -> Iterator[None]:
     """Compile as one of the two sides."""
-    apart = replaced(Weaving, "writes_flat", lambda *_: False) if side == "apart" else nullcontext()
+    apart = replaced(reductions, "writes_flat", lambda *_: False) if side == "apart" else nullcontext()
     with apart:
         yield
 

@@ -1,7 +1,7 @@
 """Activations in host memory: copied out where their next use is far away, and back before it."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -10,12 +10,14 @@ from piper.ir.devices import Devices
 from piper.ir.graph import OffloadedChunk
 from piper.ir.ids import SlotId, SlotKind, Tags
 from piper.ir.node import Compute, LocalNode, Node, Transfer
-from piper.lower.sequence import computes_by_set, woven
+from piper.lower.edit import SequenceEdit
+from piper.lower.sequence import computes_by_set
 from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
 
 KINDS: tuple[SlotKind, ...] = ("output", "saved", "kept", "carried")
 BUNDLES: tuple[SlotKind, ...] = ("saved", "kept", "carried")
+TOO_SMALL = "they are too small"
 SLACK = 1  # compute nodes between both copies at least: without one, no memory is gained
 
 
@@ -63,30 +65,47 @@ class Family:
     uses: dict[SlotId, list[int]] = field(default_factory=dict)
 
 
-def add_offloads(work: LoweringState) -> LoweringState:
+def add_offloads(state: LoweringState) -> LoweringState:
     """Copy activations out where they are not used for a while, and rename what later nodes read.
 
     F[MB=0]  F[MB=1]  F[MB=2]  B[MB=2]  B[MB=1]  B[MB=0]
     -->
     F[MB=0]  F[MB=1], offload[MB=0]  F[MB=2]  B[MB=2], fetch[MB=0]  B[MB=1]  B[MB=0]
     """
-    asked = {chunk: how for (what, chunk), how in work.graph.offloaded.items() if what == "activations"}
-    if not asked or not work.settings.trains:
-        return work
-    families = families_of(work, asked)
-    places = computes_by_set(work.sequence, {family.devices for family in families})
-    weaving = _Weaving(work)
+    asked = {chunk: how for (what, chunk), how in state.graph.offloaded.items() if what == "activations"}
+    if not asked or not state.settings.trains:
+        return state
+    families = families_of(state, asked)
+    computes = computes_by_set(state.sequence, {family.devices for family in families})
+    edit = SequenceEdit(state)
+    moved: dict[tuple[object, ...], list[tuple[Family, list[Away]]]] = {}  # those that are copied together
+    stayed: dict[str, dict[str, None]] = {}  # the reasons, by chunk
     for family in families:
-        weaving.add(family, list(absences(family, places[family.devices])), work)
-    check_something(work, asked, families, weaving)
-    return weaving.woven()
+        absences = list(absences_of(family, computes[family.devices]))
+        sizes = host_sizes(family, absences[0].values, state.values) if absences else {}
+        if sum(sizes.values()) < max(1, family.asked.least):
+            reason = TOO_SMALL if absences else "they are read again too soon"
+            stayed.setdefault(family.chunk, {})[reason] = None
+            continue
+        edit.values |= {on_host(value).base: Slot(nbytes=0, host=size) for value, size in sizes.items()}
+        turns = tuple((away.out, away.back) for away in absences)
+        moved.setdefault((family.devices, family.asked, turns), []).append((family, absences))
+    for together in moved.values():
+        add_copies(edit, together)
+    moving = {family.chunk for together in moved.values() for family, _ in together}
+    check_something(state, asked, families, moving, stayed)
+    edit.why += [
+        f"{chunk}: some saved activations stay on the device, because {' or '.join(reasons)}"
+        for chunk, reasons in stayed.items()
+    ]
+    return edit.apply()
 
 
-def offloaded_values_come_back(work: LoweringState) -> Iterator[str]:
+def offloaded_values_come_back(state: LoweringState) -> Iterator[str]:
     """Yield each read of a value that was copied out, and each copy that never comes back."""
     gone: dict[SlotId, str] = {}
     waiting: dict[SlotId, str] = {}
-    for node in work.sequence:
+    for node in state.sequence:
         for value in node.reads:
             if value in gone:
                 yield f"{node.name} reads {value}, which {gone[value]} has copied out"
@@ -98,25 +117,25 @@ def offloaded_values_come_back(work: LoweringState) -> Iterator[str]:
         yield f"{value} of {name} is never copied back"
 
 
-def families_of(work: LoweringState, asked: Mapping[str, OffloadedChunk]) -> list[Family]:
+def families_of(state: LoweringState, asked: Mapping[str, OffloadedChunk]) -> list[Family]:
     """Return the values that backwards or recomputed forwards of the selected chunks read, with their uses.
 
     What eager autograd holds on to cannot be moved: neither what such a chunk saves, nor its inputs.
     """
-    eager = {chunk.name for chunk in work.graph.outline.chunks if chunk.kept_inputs}
-    fixed = {value for node in work.sequence if isinstance(node, Compute) for value in node.keeps}
+    eager = {chunk.name for chunk in state.graph.outline.chunks if chunk.kept_inputs}
+    fixed = {value for node in state.sequence if isinstance(node, Compute) for value in node.keeps}
     wanted: dict[SlotId, str] = {}
-    for node in work.sequence:
+    for node in state.sequence:
         if isinstance(node, Compute) and (node.phase != "F" or node.again) and node.chunk in asked:
             for value in node.reads:
-                if value.kind in KINDS and value not in work.residents:
+                if value.kind in KINDS and value not in state.residents:
                     wanted.setdefault(value, node.chunk)
     families: list[Family] = []
     known: dict[SlotId, Family] = {}  # by value and by storage
-    for node in work.sequence:
+    for node in state.sequence:
         mine: list[Family] = []
         for value in node.writes:
-            slot = work.values.get(value.base)
+            slot = state.values.get(value.base)
             if slot is None or value.kind not in KINDS or (value not in wanted and not slot.shares):
                 continue
             keys = [value, *(storage.at(value.part) for storage, _ in slot.shares)]
@@ -137,9 +156,9 @@ def families_of(work: LoweringState, asked: Mapping[str, OffloadedChunk]) -> lis
         if family.chunk
         and fixed.isdisjoint(family.values)
         and not any(value.owner in eager and value.kind in BUNDLES for value in family.values)
-        and not any(work.values[value.base].dynamic for value in family.values)
+        and not any(state.values[value.base].dynamic for value in family.values)
     ]
-    find_uses(work.sequence, families)
+    find_uses(state.sequence, families)
     return families
 
 
@@ -152,112 +171,74 @@ def find_uses(sequence: Sequence[Node], families: Sequence[Family]) -> None:
                 owner[value].uses.setdefault(value, []).append(place)
 
 
-def absences(family: Family, computes: list[int]) -> Iterator[Away]:
+def absences_of(family: Family, computes: list[int]) -> Iterator[Away]:
     """Yield the times between two uses that are long enough for both copies.
 
     computes: the places of the compute nodes of the family's devices.
     """
     ahead = family.asked.ahead
-    places = sorted({place for found in family.uses.values() for place in found})
+    places = sorted({place for uses in family.uses.values() for place in uses})
     for last, following in pairwise(places):
         low, high = bisect_right(computes, last), bisect_left(computes, following)
         if high - low >= 2 * ahead + SLACK:
-            uses = family.uses.items()
-            alive = [value for value, found in uses if found[0] <= last and found[-1] >= following]
-            out, back = computes[low + ahead - 1], computes[high - ahead]
-            yield Away(values=tuple(alive), last=last, next=following, out=out, back=back)
+            yield Away(
+                values=tuple(
+                    v for v, uses in family.uses.items() if uses[0] <= last and uses[-1] >= following
+                ),
+                last=last,
+                next=following,
+                out=computes[low + ahead - 1],
+                back=computes[high - ahead],
+            )
 
 
-class _Weaving:
-    """The copies to insert into the sequence, with the slots that they write."""
+def add_copies(edit: SequenceEdit, together: list[tuple[Family, list[Away]]]) -> None:
+    """Add the copies of families that are away at the same times, and rename what later nodes read."""
+    family, turns = together[0]
+    stream, origin = family.asked.stream, (family.asked.by,)
 
-    def __init__(self, work: LoweringState) -> None:
-        self.work = work
-        self.values = dict(work.values)
-        self.outs: dict[tuple[object, ...], tuple[Away, Family, list[SlotId]]] = {}
-        self.backs: dict[tuple[object, ...], tuple[Away, Family, list[tuple[SlotId, SlotId]]]] = {}
-        self.renamed: dict[int, dict[SlotId, SlotId]] = {}
-        self.moved: dict[str, int] = {}  # bytes by chunk, of all microbatches
-        self.stayed: dict[str, dict[str, None]] = {}  # the reasons, by chunk
+    def nbytes(hosts: tuple[SlotId, ...]) -> int:
+        return sum(edit.values[host.base].host for host in hosts)
 
-    def add(self, family: Family, found: list[Away], work: LoweringState) -> None:
-        """Add the copies of a family, or note why its values stay."""
-        if not found:
-            self.stayed.setdefault(family.chunk, {})["they are read again too soon"] = None
-            return
-        longest_first = sorted(found[0].values, key=lambda value: family.uses[value][-1], reverse=True)
-        sizes = host_sizes(longest_first, work.values)
-        if sum(sizes.values()) < max(1, family.asked.least):
-            self.stayed.setdefault(family.chunk, {})["they are too small"] = None
-            return
-        self.moved[family.chunk] = self.moved.get(family.chunk, 0) + sum(sizes.values())
-        turns = tuple((away.out, away.back) for away in found)
-        key = (family.devices, family.asked, turns)
-        self.outs.setdefault(key, (found[0], family, []))[2].extend(found[0].values)
-        for value, nbytes in sizes.items():
-            self.values[on_host(value).base] = Slot(nbytes=0, host=nbytes)
-        for turn, away in enumerate(found):
-            pairs = [(value, fetched(value, turn)) for value in away.values]
-            self.backs.setdefault((key, turn), (away, family, []))[2].extend(pairs)
-            until = found[turn + 1].next if turn + 1 < len(found) else len(work.sequence)
-            for value, new in pairs:
-                self.values[new.base] = moved_slot(work.values[value.base], turn)
-                for place in family.uses[value]:
-                    if away.next <= place < until:
-                        self.renamed.setdefault(place, {})[value] = new
-
-    def woven(self) -> LoweringState:
-        """Return the state with all the copies in its sequence."""
-        sequence = list(self.work.sequence)
-        for place, names in self.renamed.items():
-            node = sequence[place]
-            sequence[place] = replace(node, reads=tuple(names.get(value, value) for value in node.reads))
-        before: dict[int, list[tuple[int, Node]]] = {}
-        after: dict[int, list[tuple[int, Node]]] = {}
-        for away, family, values in self.outs.values():
-            hosts = tuple(map(on_host, values))
-            moving = sum(self.values[host.base].host for host in hosts)
-            out = CopyOut(
-                devices=family.devices, reads=tuple(values), writes=hosts, nbytes=moving,
-                stream=f"{family.asked.stream}.out", origin=(family.asked.by,),
-            )  # fmt: skip
-            after.setdefault(away.out, []).append((away.last, out))
-        for away, family, pairs in self.backs.values():
-            hosts = tuple(on_host(value) for value, _ in pairs)
-            moving = sum(self.values[host.base].host for host in hosts)
-            back = CopyBack(
-                devices=family.devices, reads=hosts, writes=tuple(new for _, new in pairs), nbytes=moving,
-                stream=f"{family.asked.stream}.in", origin=(family.asked.by,),
-            )  # fmt: skip
-            before.setdefault(away.back, []).append((away.next, back))
-        why = [
-            f"{chunk}: some saved activations stay on the device, because {' or '.join(reasons)}"
-            for chunk, reasons in self.stayed.items()
-        ]
-        return replace(
-            self.work,
-            sequence=woven(sequence, in_turn(before), in_turn(after)),
-            values=self.values,
-            why=(*self.work.why, *why),
-        )
+    values = tuple(value for _, absences in together for value in absences[0].values)
+    hosts = tuple(map(on_host, values))
+    out = CopyOut(
+        devices=family.devices, reads=values, writes=hosts, nbytes=nbytes(hosts), stream=f"{stream}.out",
+        origin=origin,
+    )  # fmt: skip
+    edit.after(turns[0].out, out, rank=turns[0].last)
+    for turn, away in enumerate(turns):
+        values = tuple(value for _, absences in together for value in absences[turn].values)
+        hosts, returned = tuple(map(on_host, values)), tuple(fetched(value, turn) for value in values)
+        back = CopyBack(
+            devices=family.devices, reads=hosts, writes=returned, nbytes=nbytes(hosts), stream=f"{stream}.in",
+            origin=origin,
+        )  # fmt: skip
+        edit.before(away.back, back, rank=away.next)
+        for member, absences in together:
+            rename_returned(edit, member, absences, turn)
 
 
-def in_turn(found: dict[int, list[tuple[int, Node]]]) -> dict[int, list[Node]]:
-    """Return the nodes at each place in the order of the uses that they belong to."""
-    return {
-        place: [node for _, node in sorted(nodes, key=lambda entry: entry[0])]
-        for place, nodes in found.items()
-    }
+def rename_returned(edit: SequenceEdit, family: Family, absences: list[Away], turn: int) -> None:
+    """Let the nodes after a turn read what came back then, until the next turn."""
+    away = absences[turn]
+    until = absences[turn + 1].next if turn + 1 < len(absences) else len(edit.sequence)
+    for value in away.values:
+        returned = fetched(value, turn)
+        edit.values[returned.base] = moved_slot(edit.state.values[value.base], turn)
+        for place in family.uses[value]:
+            if away.next <= place < until:
+                edit.rename(place, value, returned)
 
 
-def host_sizes(values: Sequence[SlotId], slots: Mapping[SlotId, Slot]) -> dict[SlotId, int]:
-    """Return the bytes of each value on the host. A storage that several share counts for the first.
+def host_sizes(family: Family, values: Sequence[SlotId], slots: Mapping[SlotId, Slot]) -> dict[SlotId, int]:
+    """Return the bytes of each value on the host. A storage that several share counts for the one used last.
 
-    values: the one that is used last comes first, because its copy holds the storage until then.
+    The copy of that one holds the storage until then.
     """
     seen: set[tuple[SlotId, Tags]] = set()
     sizes: dict[SlotId, int] = {}
-    for value in values:
+    for value in sorted(values, key=lambda value: family.uses[value][-1], reverse=True):
         slot = slots[value.base]
         fresh = [(storage, nbytes) for storage, nbytes in slot.shares if (storage, value.part) not in seen]
         seen.update((storage, value.part) for storage, _ in fresh)
@@ -281,26 +262,33 @@ def moved_slot(slot: Slot, turn: int) -> Slot:
 
 
 def check_something(
-    work: LoweringState, asked: Mapping[str, OffloadedChunk], families: Sequence[Family], weaving: _Weaving
+    state: LoweringState,
+    asked: Mapping[str, OffloadedChunk],
+    families: Sequence[Family],
+    moving: Collection[str],
+    stayed: Mapping[str, Collection[str]],
 ) -> None:
-    """Refuse a directive that selects no region with activations that can be offloaded."""
+    """Refuse a directive that selects no region with activations that can be offloaded.
+
+    moving: the chunks that have some. stayed: why others of a chunk are not.
+    """
     for by in dict.fromkeys(how.by for how in asked.values()):
         chunks = [chunk for chunk, how in asked.items() if how.by == by]
         mine = [family for family in families if family.asked.by == by]
         if not mine:
             raise ScheduleError(
                 "nothing that these regions save can be offloaded",
-                by=work.graph.directives[by].title,
+                by=state.graph.directives[by].title,
                 facts={"regions": ", ".join(chunks[:3])},
                 hint="select regions whose backward reads activations; rows that are routed, and what eager "
                 "autograd saves, stay on the device",
             )
-        small = any("they are too small" in weaving.stayed.get(chunk, ()) for chunk in chunks)
-        if not small and not any(chunk in weaving.moved for chunk in chunks):
+        small = any(TOO_SMALL in stayed.get(chunk, ()) for chunk in chunks)
+        if not small and not any(chunk in moving for chunk in chunks):
             ahead = asked[chunks[0]].ahead
             raise ScheduleError(
                 "everything that these regions save is read again too soon",
-                by=work.graph.directives[by].title,
+                by=state.graph.directives[by].title,
                 facts={
                     "regions": ", ".join(chunks[:3]),
                     "needed": f"{2 * ahead + SLACK} compute nodes of the device between two uses "

@@ -1,15 +1,16 @@
 """Copies of the state that a step begins with, into memory that outlives workers, while the step runs."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from piper.errors import ScheduleError
 from piper.ir.devices import Devices, show
 from piper.ir.graph import ProtectedChunk
 from piper.ir.ids import SlotId
-from piper.ir.node import LocalNode, Mirror, Node, Norm
+from piper.ir.node import LocalNode, Mirror, Norm
 from piper.ir.protection import Protection
 from piper.lower.buckets import param_slot
+from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState
 from piper.lower.value_table import buffer_slot
@@ -44,21 +45,21 @@ class Copying:
     nbytes: int
 
 
-def add_protections(work: LoweringState) -> LoweringState:
+def add_protections(state: LoweringState) -> LoweringState:
     """Copy all that the step writes before it is written, and send copies to other machines or devices.
 
     F[PP=0]  B[PP=0]  norm  total  update
     -->
     protect[PP=0/0], F[PP=0]  B[PP=0], mirror (copies=1), norm  total  update
     """
-    asked = work.graph.protection
-    if asked is None or not work.settings.trains:
-        return work
-    written = {value for node in work.sequence for value in node.writes if value in work.residents}
-    nodes: list[Node] = []
+    asked = state.graph.protection
+    if asked is None or not state.settings.trains:
+        return state
+    written = {value for node in state.sequence for value in node.writes if value in state.residents}
+    edit = SequenceEdit(state)
     sent: list[CopyState] = []
-    for copying in (*buffer_copies(work, written), *bucket_copies(work, written)):
-        by = protected_by(work, copying)
+    for copying in (*buffer_copies(state, written), *bucket_copies(state, written)):
+        by = protected_by(state, copying)
         keep, send = holders(copying.owners, asked)
         for devices, slots in ((keep, ()), (send, (SlotId("copy", copying.what),))):
             if devices:
@@ -66,38 +67,37 @@ def add_protections(work: LoweringState) -> LoweringState:
                     what=copying.what, devices=devices, reads=copying.slots, writes=slots,
                     stream=by.stream, origin=(by.by,), nbytes=copying.nbytes,
                 )  # fmt: skip
-                nodes.append(node)
+                edit.before(0, node)
                 sent += [node] if slots else []
-    sequence = list(work.sequence)
     if sent:  # late, so that a host that issues all streams has issued the rest of the step before it waits
-        end = next(place for place, node in enumerate(sequence) if isinstance(node, Norm))
-        sequence.insert(end, mirror(work, asked, sent))
-    values = {slot: Slot(nbytes=0) for node in sent for slot in node.writes}  # it lies on the host
-    return replace(work, sequence=(*nodes, *sequence), values={**work.values, **values})
+        end = next(place for place, node in enumerate(state.sequence) if isinstance(node, Norm))
+        edit.before(end, mirror(state, asked, sent))
+    edit.values |= {slot: Slot(nbytes=0) for node in sent for slot in node.writes}  # it lies on the host
+    return edit.apply()
 
 
-def everything_written_is_copied(work: LoweringState) -> Iterator[str]:
+def everything_written_is_copied(state: LoweringState) -> Iterator[str]:
     """Yield each bucket or buffer that a step writes and that is not copied before."""
-    if work.graph.protection is None or not work.settings.trains:
+    if state.graph.protection is None or not state.settings.trains:
         return
     copied: set[SlotId] = set()
-    for node in work.sequence:
+    for node in state.sequence:
         if isinstance(node, CopyState):
             copied.update(node.reads)
         for slot in node.writes:
-            if slot.kind in ("param", "buffer") and slot in work.residents and slot not in copied:
-                tied = work.buckets[slot.owner].siblings if slot.kind == "param" else ()
+            if slot.kind in ("param", "buffer") and slot in state.residents and slot not in copied:
+                tied = state.buckets[slot.owner].siblings if slot.kind == "param" else ()
                 if not any(SlotId("param", name) in copied for name in tied):
                     yield f"{node.name} writes {slot}, which is not copied before"
 
 
-def bucket_copies(work: LoweringState, written: set[SlotId]) -> Iterator[Copying]:
+def bucket_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copying]:
     """Yield the trained buckets. The copies of a tied parameter are one of them, held by more devices."""
     seen: set[str] = set()
-    for bucket in work.buckets.values():
+    for bucket in state.buckets.values():
         if param_slot(bucket) not in written or bucket.name in seen:
             continue
-        family = [bucket, *(work.buckets[name] for name in bucket.siblings)]
+        family = [bucket, *(state.buckets[name] for name in bucket.siblings)]
         seen.update(member.name for member in family)
         held = SlotId("state", bucket.name)
         shard = bucket.largest_shard if bucket.zero else bucket.numel
@@ -108,15 +108,15 @@ def bucket_copies(work: LoweringState, written: set[SlotId]) -> Iterator[Copying
             slots=(param_slot(bucket), held),
             named=bucket.pieces[0].name,
             owners=owners(bucket),
-            nbytes=whole + work.residents[held].everywhere,
+            nbytes=whole + state.residents[held].everywhere,
         )
 
 
-def buffer_copies(work: LoweringState, written: set[SlotId]) -> Iterator[Copying]:
+def buffer_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copying]:
     """Yield the buffers that each chunk writes. All its devices hold the first one's after the step."""
     seen: set[str] = set()
-    placements = placements_of(work.graph)
-    for chunk in work.graph.outline.chunks:
+    placements = placements_of(state.graph)
+    for chunk in state.graph.outline.chunks:
         names = [name for name in chunk.mutated if buffer_slot(name) in written and name not in seen]
         seen.update(names)
         slots = tuple(map(buffer_slot, names))
@@ -127,7 +127,7 @@ def buffer_copies(work: LoweringState, written: set[SlotId]) -> Iterator[Copying
                 slots=slots,
                 named=names[0],
                 owners={(): list(placements[chunk.name].devices)},
-                nbytes=sum(work.residents[slot].nbytes for slot in slots),
+                nbytes=sum(state.residents[slot].nbytes for slot in slots),
             )
 
 
@@ -158,28 +158,28 @@ def holders(owned: Owners, asked: Protection) -> tuple[Devices, Devices]:
     return tuple(sorted(keep)), tuple(sorted(send))
 
 
-def protected_by(work: LoweringState, copying: Copying) -> ProtectedChunk:
+def protected_by(state: LoweringState, copying: Copying) -> ProtectedChunk:
     """Return what protects a part of the state. Refuse a strategy that leaves it out."""
-    found = next((work.graph.protected[c] for c in copying.chunks if c in work.graph.protected), None)
+    found = next((state.graph.protected[c] for c in copying.chunks if c in state.graph.protected), None)
     if found is None:
-        last = max(held.by for held in work.graph.protected.values())
+        last = max(held.by for held in state.graph.protected.values())
         raise ScheduleError(
             "a part of the state is not protected",
-            by=work.graph.directives[last].title,
+            by=state.graph.directives[last].title,
             facts={"written": copying.named, "region": copying.chunks[0]},
             hint="protect(at()) selects everything that a step writes",
         )
     return found
 
 
-def mirror(work: LoweringState, asked: Protection, sent: list[CopyState]) -> Mirror:
+def mirror(state: LoweringState, asked: Protection, sent: list[CopyState]) -> Mirror:
     """Return the node in which each device gives its copies to the next machine or device of a ring."""
-    everyone = work.graph.devices()
+    everyone = state.graph.devices()
     domains = list(asked.domains(everyone).values())
     if len(domains) < 2 or len(set(map(len, domains))) > 1:
         raise ScheduleError(
             f"there is no other {asked.apart} for a copy" if len(domains) < 2 else "machines are not alike",
-            by=work.graph.directives[sent[0].origin[0]].title,
+            by=state.graph.directives[sent[0].origin[0]].title,
             facts={
                 "devices": show(everyone),
                 f"{asked.apart}s": "; ".join(map(show, domains)),

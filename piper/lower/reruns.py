@@ -1,57 +1,59 @@
 """Recomputed forwards: those of a region that saves only its inputs until its backwards."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from piper.ir.ids import SlotId
-from piper.ir.node import Compute, Node
-from piper.lower.sequence import woven
+from piper.ir.node import Compute
+from piper.lower.edit import SequenceEdit
 from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
 
 
-def add_reruns(work: LoweringState) -> LoweringState:
+def add_reruns(state: LoweringState) -> LoweringState:
     """Recompute a region's forwards as late as its backwards allow, which then read the new results.
 
     F[PP=0]  F[PP=0 #1] ... B[PP=0 #1]  B[PP=0]
     -->
     F[PP=0]  F[PP=0 #1] ... R[PP=0]  R[PP=0 #1]  B[PP=0 #1]  B[PP=0]
     """
-    if not work.graph.reruns:
-        return work
-    reruns = _Reruns(work.graph.reruns, makers_of(work))
-    sequence, before = list(work.sequence), dict[int, list[Node]]()
-    for place, node in enumerate(work.sequence):
+    if not state.graph.reruns:
+        return state
+    regions = state.graph.reruns
+    makers = makers_of(state)
+    edit = SequenceEdit(state)
+    placed: set[str] = set()
+    for place, node in enumerate(state.sequence):
         if isinstance(node, Compute) and node.phase != "F":
-            before[place] = reruns.missing_for(node)
-            sequence[place] = reruns.reading_recomputed(node)
-    values = {**work.values, **dict(sizes_again(reruns.makers, work.values))}
-    regions = dict.fromkeys(work.graph.reruns.values())
-    why = [
+            edit.before(place, *forwards_before(node, makers, regions, placed))
+            for value in inner(node, makers, regions):
+                edit.rename(place, value, value.made_again())
+    edit.values |= sizes_again(makers, state.values)
+    edit.why += [
         f"{region}: keeps what comes into it; its forwards run again before its backwards"
-        for region in regions
+        for region in dict.fromkeys(regions.values())
     ]
-    return replace(work, sequence=woven(sequence, before, {}), values=values, why=(*work.why, *why))
+    return edit.apply()
 
 
-def backwards_read_what_ran_last(work: LoweringState) -> Iterator[str]:
+def backwards_read_what_ran_last(state: LoweringState) -> Iterator[str]:
     """Yield each value of a first run that a backward or a recomputed forward of its region reads."""
-    makers = makers_of(work)
-    for node in work.sequence:
+    makers = makers_of(state)
+    for node in state.sequence:
         if isinstance(node, Compute) and (node.phase != "F" or node.again):
-            for value in inner(node, makers, work.graph.reruns):
+            for value in inner(node, makers, state.graph.reruns):
                 yield f"{node.name} reads {value} of {makers[value][1].name}"
 
 
 Makers = Mapping[SlotId, tuple[int, Compute]]
 
 
-def makers_of(work: LoweringState) -> Makers:
+def makers_of(state: LoweringState) -> Makers:
     """Return the first forwards of recomputed regions, with their places, by the values they write."""
     return {
         value: (place, node)
-        for place, node in enumerate(work.sequence)
-        if isinstance(node, Compute) and node.phase == "F" and node.chunk in work.graph.reruns
+        for place, node in enumerate(state.sequence)
+        if isinstance(node, Compute) and node.phase == "F" and node.chunk in state.graph.reruns
         if not node.again
         for value in node.writes
     }
@@ -67,41 +69,32 @@ def inner(node: Compute, makers: Makers, regions: Mapping[str, str]) -> list[Slo
     return [value for value in used if regions[makers[value][1].chunk] == region]
 
 
-@dataclass(slots=True)
-class _Reruns:
-    """The forwards that are recomputed, for the part of the sequence walked so far."""
+def forwards_before(
+    node: Compute, makers: Makers, regions: Mapping[str, str], placed: set[str]
+) -> list[Compute]:
+    """Return the forwards to recompute before a node, in order. Those in `placed` ran again before."""
+    missing: dict[int, Compute] = {}
+    stack = [node]
+    while stack:
+        for value in inner(stack.pop(), makers, regions):
+            place, maker = makers[value]
+            if maker.name not in placed:
+                placed.add(maker.name)
+                missing[place] = maker
+                stack.append(maker)
+    return [run_again(missing[place], makers, regions) for place in sorted(missing)]
 
-    regions: Mapping[str, str]
-    makers: Makers
-    placed: set[str] = field(default_factory=set)
 
-    def missing_for(self, node: Compute) -> list[Node]:
-        """Return the forwards to recompute before a node, in order, without those already placed."""
-        found: dict[int, Compute] = {}
-        stack = [node]
-        while stack:
-            for value in inner(stack.pop(), self.makers, self.regions):
-                place, maker = self.makers[value]
-                if maker.name not in self.placed:
-                    self.placed.add(maker.name)
-                    found[place] = maker
-                    stack.append(maker)
-        return [self._copy(found[place]) for place in sorted(found)]
-
-    def reading_recomputed(self, node: Compute) -> Compute:
-        """Return the node with its reads and keeps changed to the recomputed values."""
-        recomputed = {value: value.made_again() for value in inner(node, self.makers, self.regions)}
-        if not recomputed:
-            return node
-        return replace(
-            node,
-            reads=tuple(recomputed.get(value, value) for value in node.reads),
-            keeps=tuple(recomputed.get(value, value) for value in node.keeps),
-        )
-
-    def _copy(self, maker: Compute) -> Compute:
-        writes = tuple(value.made_again() for value in maker.writes)
-        return replace(self.reading_recomputed(maker), again=True, writes=writes)
+def run_again(maker: Compute, makers: Makers, regions: Mapping[str, str]) -> Compute:
+    """Return a forward that is recomputed from recomputed values of its region."""
+    again = {value: value.made_again() for value in inner(maker, makers, regions)}
+    return replace(
+        maker,
+        again=True,
+        reads=tuple(again.get(value, value) for value in maker.reads),
+        keeps=tuple(again.get(value, value) for value in maker.keeps),
+        writes=tuple(value.made_again() for value in maker.writes),
+    )
 
 
 def sizes_again(makers: Makers, values: Mapping[SlotId, Slot]) -> Iterator[tuple[SlotId, Slot]]:

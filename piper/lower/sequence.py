@@ -1,77 +1,78 @@
-"""Inserts nodes into the sequence of all nodes of a step."""
+"""Finds runs of neighbouring nodes in the sequence of all nodes of a step."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from piper.ir.devices import Devices
+from piper.ir.ids import Pass
 from piper.ir.node import Compute, Node
 
 PATIENCE = 1  # compute nodes of a set while it waits for another one to join a communication
 
 
-def woven(
-    sequence: Sequence[Node], before: dict[int, list[Node]], after: dict[int, list[Node]]
-) -> tuple[Node, ...]:
-    """Return the sequence with nodes inserted before and after the given places."""
-    result: list[Node] = []
-    for place, node in enumerate(sequence):
-        result += before.get(place, ())
-        result.append(node)
-        result += after.get(place, ())
-    return tuple(result)
-
-
 def computes_by_set(sequence: Sequence[Node], sets: Iterable[Devices]) -> dict[Devices, list[int]]:
     """Return, for each set of devices, the places of the compute nodes that run on any of them."""
-    found: dict[Devices, list[int]] = {devices: [] for devices in sets}
-    touching: dict[Devices, list[list[int]]] = {}
+    computes: dict[Devices, list[int]] = {devices: [] for devices in sets}
+    overlapping: dict[Devices, list[list[int]]] = {}
     for place, node in enumerate(sequence):
         if not isinstance(node, Compute):
             continue
-        if node.devices not in touching:
+        if node.devices not in overlapping:
             mine = set(node.devices)
-            touching[node.devices] = [
-                places for placement, places in found.items() if not mine.isdisjoint(placement)
+            overlapping[node.devices] = [
+                places for devices, places in computes.items() if not mine.isdisjoint(devices)
             ]
-        for places in touching[node.devices]:
+        for places in overlapping[node.devices]:
             places.append(place)
-    return found
+    return computes
 
 
-def same_members(sets: Iterable[Devices]) -> list[list[Devices]]:
-    """Return sets of devices together that have the same members, in whatever order."""
-    found: dict[tuple[int, ...], list[Devices]] = {}
-    for devices in sets:
-        found.setdefault(tuple(sorted(devices)), []).append(devices)
-    return list(found.values())
-
-
-def runs(uses: Sequence[bool]) -> Iterator[list[int]]:
-    """Yield the maximal runs of neighbouring uses, each as a list of positions."""
-    current: list[int] = []
-    for i, use in enumerate(uses):
-        if use:
-            current.append(i)
-        elif current:
-            yield current
-            current = []
-    if current:
-        yield current
+def pass_at(sequence: Sequence[Node], place: int) -> Pass:
+    """Return the pass of the compute node at a place."""
+    node = sequence[place]
+    assert isinstance(node, Compute), f"{node.name} computes nothing"
+    return node.run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UseRun:
-    """Neighbouring uses of a bucket on one set of devices, by their places in the sequence."""
+    """Neighbouring compute nodes of a set of devices that use a bucket."""
 
     devices: Devices
-    places: tuple[int, ...]
-    beside: int  # the compute node that a communication for this run may overlap
+    computes: Sequence[int]  # the places of all compute nodes of these devices
+    first: int  # the number among them of the first node of the run
+    last: int
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Return the places of the nodes of the run."""
+        return self.computes[self.first : self.last + 1]
 
 
-def meetings(
-    found: Iterable[UseRun], by: Callable[[UseRun], int], places: Mapping[Devices, list[int]]
-) -> Iterator[list[UseRun]]:
+def use_runs(
+    users: Iterable[int], sequence: Sequence[Node], computes: Mapping[Devices, list[int]]
+) -> Iterator[UseRun]:
+    """Yield the runs of neighbouring compute nodes, on the same devices in any order, that use a bucket.
+
+    users: the places of the nodes that use it.
+    """
+    devices_of = {place: sequence[place].devices for place in users}
+    same_members: dict[tuple[int, ...], list[Devices]] = {}
+    for devices in dict.fromkeys(devices_of.values()):
+        same_members.setdefault(tuple(sorted(devices)), []).append(devices)
+    for sets in same_members.values():
+        places = computes[sets[0]]
+        first = None
+        for number, place in enumerate([*places, -1]):
+            if devices_of.get(place) in sets:
+                first = number if first is None else first
+            elif first is not None:
+                yield UseRun(devices=sets[0], computes=places, first=first, last=number - 1)
+                first = None
+
+
+def joint_runs(runs: Iterable[UseRun], by: Callable[[UseRun], int]) -> Iterator[list[UseRun]]:
     """Yield the runs that one communication over all their devices serves: one of each set, in order.
 
     Where microbatches run on several sets of devices, all hold the same bucket and must take part. A run
@@ -79,9 +80,9 @@ def meetings(
     sets that have no run add nothing to the communication, so that no set holds a whole bucket for long.
     """
     current: list[UseRun] = []
-    for run in sorted(found, key=by):
+    for run in sorted(runs, key=by):
         for other in current:
-            between = (between_places(places[each.devices], by(other), by(run)) for each in (other, run))
+            between = (between_places(each.computes, by(other), by(run)) for each in (other, run))
             if run.devices == other.devices or max(between) > PATIENCE:
                 yield current
                 current = []
@@ -91,6 +92,6 @@ def meetings(
         yield current
 
 
-def between_places(places: list[int], low: int, high: int) -> int:
+def between_places(places: Sequence[int], low: int, high: int) -> int:
     """Return how many of some places, in order, lie between two."""
     return bisect_left(places, high) - bisect_right(places, low)

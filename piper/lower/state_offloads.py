@@ -9,6 +9,7 @@ from piper.ir.graph import OffloadedChunk
 from piper.ir.ids import SlotId
 from piper.ir.node import Node, Update
 from piper.lower.buckets import param_slot, state_offloads
+from piper.lower.edit import SequenceEdit
 from piper.lower.offloads import CopyBack, CopyOut, fetched
 from piper.lower.sequence import computes_by_set
 from piper.lower.state import LoweringState
@@ -33,56 +34,50 @@ class StateOut(CopyOut):
         return f"offload[{self.writes[0]} @{show(self.devices)}]"
 
 
-def add_state_offloads(work: LoweringState) -> LoweringState:
+def add_state_offloads(state: LoweringState) -> LoweringState:
     """Update buckets whose state is on the host one by one, between two copies of their state.
 
     F[PP=0]  B[PP=0]  update[@0]
     -->
     F[PP=0], fetch[PP=0/0.state]  B[PP=0], fetch[PP=0/1.state], update[PP=0/0], offload[PP=0/0.state], ...
     """
-    asked = state_offloads(work.graph)
-    if not asked or not work.settings.trains:
-        return work
-    check_state(work, asked)
-    updates = {place: node for place, node in enumerate(work.sequence) if isinstance(node, Update)}
-    computes = computes_by_set(work.sequence, {node.devices for node in updates.values()})
-    values = dict(work.values)
-    before: dict[int, list[Node]] = {}
+    asked = state_offloads(state.graph)
+    if not asked or not state.settings.trains:
+        return state
+    check_state(state, asked)
+    updates = {place: node for place, node in enumerate(state.sequence) if isinstance(node, Update)}
+    computes = computes_by_set(state.sequence, {node.devices for node in updates.values()})
+    edit = SequenceEdit(state)
     for place, node in updates.items():
-        away = [slot for slot in node.writes if work.residents[SlotId("state", slot.owner)].host]
+        away = [slot for slot in node.writes if state.residents[SlotId("state", slot.owner)].host]
         if not away:
             continue
         rest = tuple(slot for slot in node.writes if slot not in away)
-        buckets = [work.buckets[slot.owner] for slot in away]
+        buckets = [state.buckets[slot.owner] for slot in away]
         for bucket in buckets:
-            values[on_device(bucket)] = Slot(nbytes=work.residents[SlotId("state", bucket.name)].host)
-        turns = [streamed(work, node, bucket, how_of(bucket, asked)) for bucket in buckets]
+            edit.values[on_device(bucket)] = Slot(nbytes=state.residents[SlotId("state", bucket.name)].host)
+        turns = [streamed(state, node, bucket, how_of(bucket, asked)) for bucket in buckets]
         mine = computes[node.devices]
-        first = mine[max(0, len(mine) - how_of(buckets[0], asked).ahead)]
-        before.setdefault(first, []).append(turns[0][0])
-        before[place] = [part_of(node, rest)] if rest else []
+        edit.before(mine[max(0, len(mine) - how_of(buckets[0], asked).ahead)], turns[0][0])
+        nodes: list[Node] = [part_of(node, rest)] if rest else []
         for number, (_, updated, out) in enumerate(turns):  # each copy to the device one update ahead
-            before[place] += [turns[number + 1][0]] if number + 1 < len(turns) else []
-            before[place] += [updated, out]
-    sequence: list[Node] = []
-    for place, other in enumerate(work.sequence):
-        sequence += before.get(place, ())
-        if place not in updates or place not in before:
-            sequence.append(other)
-    return replace(work, sequence=tuple(sequence), values=values)
+            nodes += [turns[number + 1][0]] if number + 1 < len(turns) else []
+            nodes += [updated, out]
+        edit.replace(place, *nodes)
+    return edit.apply()
 
 
-def offloaded_state_comes_back(work: LoweringState) -> Iterator[str]:
+def offloaded_state_comes_back(state: LoweringState) -> Iterator[str]:
     """Yield each bucket whose state is on the host and that is not updated between two copies of it."""
     seen: dict[SlotId, list[str]] = {}
-    for node in work.sequence:
+    for node in state.sequence:
         held = node.writes[-1] if isinstance(node, StateBack | StateOut) else None
         if isinstance(node, Update) and node.bucket:
             held = SlotId("state", node.bucket)
         if held is not None:
             seen.setdefault(held, []).append(type(node).__name__)
-    away = {slot for slot, found in work.residents.items() if slot.kind == "state" and found.host}
-    if work.settings.trains:
+    away = {slot for slot, found in state.residents.items() if slot.kind == "state" and found.host}
+    if state.settings.trains:
         for slot in away:
             once = len(seen.get(slot, ())) // 3
             if not once or sorted(seen[slot]) != sorted(["StateBack", "Update", "StateOut"] * once):
@@ -90,11 +85,11 @@ def offloaded_state_comes_back(work: LoweringState) -> Iterator[str]:
 
 
 def streamed(
-    work: LoweringState, node: Update, bucket: Bucket, how: OffloadedChunk
+    state: LoweringState, node: Update, bucket: Bucket, how: OffloadedChunk
 ) -> tuple[StateBack, Update, StateOut]:
     """Return the copy of a bucket's state to the device, its update, and the copy back to the host."""
     held, here = SlotId("state", bucket.name), on_device(bucket)
-    nbytes, origin = work.residents[held].host, (how.by,)
+    nbytes, origin = state.residents[held].host, (how.by,)
     updated = part_of(node, (param_slot(bucket),))
     updated = replace(
         updated, reads=(*updated.reads, here), writes=(*updated.writes, here), bucket=bucket.name
@@ -129,15 +124,15 @@ def how_of(bucket: Bucket, asked: Mapping[str, OffloadedChunk]) -> OffloadedChun
     return next(asked[chunk] for chunk in bucket.chunks if chunk in asked)
 
 
-def check_state(work: LoweringState, asked: Mapping[str, OffloadedChunk]) -> None:
+def check_state(state: LoweringState, asked: Mapping[str, OffloadedChunk]) -> None:
     """Refuse a directive whose regions have no optimizer state."""
     for by in dict.fromkeys(how.by for how in asked.values()):
         chunks = [chunk for chunk, how in asked.items() if how.by == by]
-        slots = [SlotId("state", name) for chunk in chunks for name in work.chunk_buckets[chunk]]
-        if not any(work.residents[slot].host for slot in slots if slot in work.residents):
+        slots = [SlotId("state", name) for chunk in chunks for name in state.chunk_buckets[chunk]]
+        if not any(state.residents[slot].host for slot in slots if slot in state.residents):
             raise ScheduleError(
                 "there is no optimizer state to offload",
-                by=work.graph.directives[by].title,
+                by=state.graph.directives[by].title,
                 facts={"regions": ", ".join(chunks[:3])},
                 hint="select regions with parameters that train, under an optimizer that keeps state",
             )

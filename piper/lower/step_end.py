@@ -12,7 +12,6 @@ from piper.ir.node import (
     Compute,
     Gather,
     Load,
-    Node,
     Norm,
     Reduce,
     Total,
@@ -21,10 +20,10 @@ from piper.ir.node import (
 )
 from piper.ir.sharding import Sharding
 from piper.lower.buckets import param_slot
+from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
 from piper.lower.programs import classes_of
-from piper.lower.reductions import Weaving, accumulate, final_gradient
-from piper.lower.sequence import woven
+from piper.lower.reductions import accumulate, final_gradient
 from piper.lower.state import LoweringState
 from piper.lower.value_table import buffer_slot, output_slot
 from piper.plan.plan import Bucket, Slot
@@ -36,16 +35,16 @@ NORM = SlotId("norm")
 TOTAL = SlotId("total")
 
 
-def add_loads(work: LoweringState) -> LoweringState:
+def add_loads(state: LoweringState) -> LoweringState:
     """Load each field of the batch right before its first reader on each set of devices.
 
     F[PP=0 MB=0] reads batch.tokens
     -->
     load[tokens MB=0], F[PP=0 MB=0]
     """
-    before: dict[int, list[Node]] = {}
+    edit = SequenceEdit(state)
     loaded: set[SlotId] = set()
-    for place, node in enumerate(work.sequence):
+    for place, node in enumerate(state.sequence):
         if not isinstance(node, Compute):
             continue
         for value in node.reads:
@@ -55,13 +54,13 @@ def add_loads(work: LoweringState) -> LoweringState:
                     batch_field=value.owner,
                     part=node.part,
                     devices=node.devices,
-                    degree=work.graph.policy(node.chunk).degree,
-                    slices=field_slices(work.graph, node.chunk, value.owner),
+                    degree=state.graph.policy(node.chunk).degree,
+                    slices=field_slices(state.graph, node.chunk, value.owner),
                     writes=(value,),
                     origin=node.origin,
                 )
-                before.setdefault(place, []).append(load)
-    return replace(work, sequence=woven(work.sequence, before, {}))
+                edit.before(place, load)
+    return edit.apply()
 
 
 def field_slices(graph: Graph, chunk: str, batch_field: str) -> tuple[Sharding, ...]:
@@ -76,10 +75,10 @@ def field_slices(graph: Graph, chunk: str, batch_field: str) -> tuple[Sharding, 
     return tuple(found)
 
 
-def every_field_is_loaded(work: LoweringState) -> Iterator[str]:
+def every_field_is_loaded(state: LoweringState) -> Iterator[str]:
     """Yield each batch value that is read before it is loaded, or loaded twice."""
     seen: set[SlotId] = set()
-    for node in work.sequence:
+    for node in state.sequence:
         for value in node.reads:
             if value.kind == "batch" and value not in seen:
                 yield f"{node.name} reads {value} before it is loaded"
@@ -87,27 +86,27 @@ def every_field_is_loaded(work: LoweringState) -> Iterator[str]:
             seen.update(node.writes)
 
 
-def add_losses(work: LoweringState) -> LoweringState:
+def add_losses(state: LoweringState) -> LoweringState:
     """Add each microbatch's loss and weight to the step's sums, as soon as they are computed.
 
     F[PP=1 MB=0]  F[PP=1 MB=1]
     -->
     F[PP=1 MB=0], accumulate, F[PP=1 MB=1], accumulate
     """
-    totals = totals_of(work.graph.outline)
-    weaving = Weaving(sequence=work.sequence)
+    totals = totals_of(state.graph.outline)
+    edit = SequenceEdit(state)
     for total, source in totals.items():
         result = output_slot(source.chunk, source.index)
         begun: dict[Devices, bool] = {}
-        for place, node in enumerate(work.sequence):
+        for place, node in enumerate(state.sequence):
             if not isinstance(node, Compute) or node.again:  # a recomputed forward is counted already
                 continue
             if node.phase == "F" and node.chunk == source.chunk:
                 value = next(value for value in node.writes if value.base == result)
-                accumulate(weaving, place, value, total, begun)
-    pairs = len(work.graph.outline.metric_names)
-    sizes = {LOSS: Slot(nbytes=8), WEIGHT: Slot(nbytes=8), METRICS: Slot(nbytes=16 * pairs)}
-    return replace(work, sequence=weaving.woven(), values={**work.values, **sizes})
+                accumulate(edit, place, value, total, begun)
+    pairs = len(state.graph.outline.metric_names)
+    edit.values |= {LOSS: Slot(nbytes=8), WEIGHT: Slot(nbytes=8), METRICS: Slot(nbytes=16 * pairs)}
+    return edit.apply()
 
 
 def totals_of(outline: CapturedModel) -> dict[SlotId, Output]:
@@ -116,19 +115,19 @@ def totals_of(outline: CapturedModel) -> dict[SlotId, Output]:
     return {slot: source for slot, source in found.items() if source is not None}
 
 
-def every_value_is_where_it_is_read(work: LoweringState) -> Iterator[str]:
+def every_value_is_where_it_is_read(state: LoweringState) -> Iterator[str]:
     """Yield each value that some device reads before it is written on that device.
 
     Only an accumulation may read a value that is not there yet.
     """
     held: dict[SlotId, Devices] = {}
-    for node in work.sequence:
+    for node in state.sequence:
         source, target = (
             (node.source, node.target) if isinstance(node, Transfer) else (node.devices, node.devices)
         )
         for value in node.reads:
             placement = held.get(value)
-            if placement is source or value in work.residents or value.kind == "batch":
+            if placement is source or value in state.residents or value.kind == "batch":
                 continue
             missing = set(source) - set(placement or ())
             if missing and not isinstance(node, Reduce):  # a device may have nothing to add
@@ -138,30 +137,30 @@ def every_value_is_where_it_is_read(work: LoweringState) -> Iterator[str]:
                 held[value] = tuple(sorted({*held[value], *target}))
 
 
-def add_updates(work: LoweringState) -> LoweringState:
+def add_updates(state: LoweringState) -> LoweringState:
     """End the step: total the norm and the losses, update, then gather parameters and broadcast buffers.
 
     reduce ...
     -->
     reduce ..., norm, total, update, gather (zero 1, 2), broadcast (buffers)
     """
-    written = {value for node in work.sequence for value in node.writes}
-    trained = [b for b in work.buckets.values() if final_gradient(b) in written]
-    everyone = work.graph.devices()
-    nodes: list[Node] = []
-    placements = placements_of(work.graph)
-    outline = work.graph.outline
+    written = {value for node in state.sequence for value in node.writes}
+    trained = [b for b in state.buckets.values() if final_gradient(b) in written]
+    everyone = state.graph.devices()
+    edit = SequenceEdit(state)
+    placements = placements_of(state.graph)
+    outline = state.graph.outline
     extras = {slot: placements[source.chunk].devices for slot, source in totals_of(outline).items()}
-    groups = device_groups(work, trained)
-    waits_for_total = work.settings.clip or outline.weight is not None
+    groups = device_groups(state, trained)
+    waits_for_total = state.settings.clip or outline.weight is not None
     for devices, buckets in groups.items():
         reads = [final_gradient(b) for b in buckets]
         reads += [extra for extra, placement in extras.items() if devices[0] in placement]
-        nodes.append(Norm(devices=devices, reads=tuple(reads), writes=(NORM,)))
-    nodes.append(Total(devices=everyone, reads=(NORM,), writes=(TOTAL,)))
+        edit.append(Norm(devices=devices, reads=tuple(reads), writes=(NORM,)))
+    edit.append(Total(devices=everyone, reads=(NORM,), writes=(TOTAL,)))
     for devices, buckets in groups.items():
         if buckets:
-            nodes.append(
+            edit.append(
                 Update(
                     devices=devices,
                     reads=(*(final_gradient(b) for b in buckets), *((TOTAL,) if waits_for_total else ())),
@@ -169,38 +168,32 @@ def add_updates(work: LoweringState) -> LoweringState:
                     origin=tuple(dict.fromkeys(n for b in buckets for n in b.origin)),
                 )
             )
-    nodes += [gather_updated(bucket) for bucket in trained if bucket.zero in (1, 2)]
-    nodes += broadcasts(work)
+    edit.append(*(gather_updated(bucket) for bucket in trained if bucket.zero in (1, 2)))
+    edit.append(*broadcasts(state))
     size = 24 + 16 * len(outline.metric_names)  # the squared norm, the loss, its weight and the metrics
-    return replace(
-        work,
-        sequence=(*work.sequence, *nodes),
-        values={**work.values, NORM: Slot(nbytes=size)},
-        residents={
-            **work.residents,
-            TOTAL: Slot(nbytes=size),
-        },  # the step's result: the runtime reads it
-    )
+    edit.values[NORM] = Slot(nbytes=size)
+    residents = {**state.residents, TOTAL: Slot(nbytes=size)}  # the step's result: the runtime reads it
+    return replace(edit.apply(), residents=residents)
 
 
-def every_gradient_is_applied(work: LoweringState) -> Iterator[str]:
+def every_gradient_is_applied(state: LoweringState) -> Iterator[str]:
     """Yield each final gradient that some device of its bucket does not apply after its last write."""
     applied: dict[SlotId, set[int]] = {}
-    for node in work.sequence:
+    for node in state.sequence:
         if isinstance(node, Update):
             for value in node.reads:
                 applied.setdefault(value, set()).update(node.devices)
-    written = {value for node in work.sequence for value in node.writes}
-    for bucket in work.buckets.values():
+    written = {value for node in state.sequence for value in node.writes}
+    for bucket in state.buckets.values():
         slot = final_gradient(bucket)
         if slot in written and applied.get(slot, set()) != set(bucket.devices):
             yield f"{slot} is applied on {sorted(applied.get(slot, set()))}, not on {bucket.devices}"
 
 
-def device_groups(work: LoweringState, trained: list[Bucket]) -> dict[Devices, list[Bucket]]:
-    """Return the groups of devices that run the same work, with the buckets that each group updates."""
+def device_groups(state: LoweringState, trained: list[Bucket]) -> dict[Devices, list[Bucket]]:
+    """Return the groups of devices that run the same nodes, with the buckets that each group updates."""
     sets: dict[Devices, None] = {}
-    for node in work.sequence:
+    for node in state.sequence:
         for devices in (node.source, node.target) if isinstance(node, Transfer) else (node.devices,):
             sets.setdefault(devices)
     for bucket in trained:
@@ -222,10 +215,10 @@ def gather_updated(bucket: Bucket) -> Gather:
     )
 
 
-def broadcasts(work: LoweringState) -> Iterator[Broadcast]:
+def broadcasts(state: LoweringState) -> Iterator[Broadcast]:
     """Yield a broadcast of the first replica's buffers for each replicated chunk that writes buffers."""
-    placements = placements_of(work.graph)
-    for chunk in work.graph.outline.chunks:
+    placements = placements_of(state.graph)
+    for chunk in state.graph.outline.chunks:
         placement = placements[chunk.name]
         if chunk.mutated and len(placement.devices) > 1:
             slots = tuple(buffer_slot(name) for name in chunk.mutated)

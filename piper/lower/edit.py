@@ -1,0 +1,74 @@
+"""Edits the sequence of all nodes of a step: inserts nodes, and renames values that others read or write."""
+
+from dataclasses import replace
+
+from piper.ir.ids import SlotId
+from piper.ir.node import Compute, Node
+from piper.lower.state import LoweringState
+
+
+class SequenceEdit:
+    """Changes to the sequence of a step, all made at once. Places are those before any of the changes."""
+
+    def __init__(self, state: LoweringState) -> None:
+        self.state = state
+        self.sequence = state.sequence
+        self.values = dict(state.values)  # a rewrite adds those that its nodes write
+        self.why: list[str] = []
+        self._before: dict[int, list[tuple[int, Node]]] = {}
+        self._after: dict[int, list[tuple[int, Node]]] = {}
+        self._replaced: dict[int, tuple[Node, ...]] = {}
+        self._names: dict[int, dict[SlotId, SlotId]] = {}
+        self._more_reads: dict[int, list[SlotId]] = {}
+
+    def before(self, place: int, *nodes: Node, rank: int = 0) -> None:
+        """Insert nodes before a place: the lowest rank first, then those that were inserted first."""
+        self._before.setdefault(place, []).extend((rank, node) for node in nodes)
+
+    def after(self, place: int, *nodes: Node, rank: int = 0) -> None:
+        """Insert nodes after a place: the lowest rank first, then those that were inserted first."""
+        self._after.setdefault(place, []).extend((rank, node) for node in nodes)
+
+    def append(self, *nodes: Node) -> None:
+        """Add nodes at the end of the step."""
+        self.before(len(self.sequence), *nodes)
+
+    def replace(self, place: int, *nodes: Node) -> None:
+        """Put nodes in the place of one."""
+        self._replaced[place] = nodes
+
+    def rename(self, place: int, value: SlotId, slot: SlotId) -> None:
+        """Let the node at a place read, keep and write a slot in place of a value."""
+        self._names.setdefault(place, {})[value] = slot
+
+    def add_to(self, place: int, value: SlotId, total: SlotId) -> None:
+        """Let the node at a place add a value that it writes to a total, which it reads for that."""
+        self.rename(place, value, total)
+        self._more_reads.setdefault(place, []).append(total)
+
+    def apply(self) -> LoweringState:
+        """Return the state with all changes made."""
+        sequence: list[Node] = []
+        for place, node in enumerate(self.sequence):
+            sequence += in_rank(self._before.get(place, ()))
+            sequence += self._replaced[place] if place in self._replaced else [self._renamed(place, node)]
+            sequence += in_rank(self._after.get(place, ()))
+        sequence += in_rank(self._before.get(len(self.sequence), ()))
+        why = (*self.state.why, *self.why)
+        return replace(self.state, sequence=tuple(sequence), values=self.values, why=why)
+
+    def _renamed(self, place: int, node: Node) -> Node:
+        names = self._names.get(place)
+        if names is None:
+            return node
+        reads = (*(names.get(value, value) for value in node.reads), *self._more_reads.get(place, ()))
+        writes = tuple(names.get(value, value) for value in node.writes)
+        if isinstance(node, Compute):
+            keeps = tuple(names.get(value, value) for value in node.keeps)
+            return node.changed(reads=reads, writes=writes, keeps=keeps)
+        return replace(node, reads=reads, writes=writes)
+
+
+def in_rank(ranked: list[tuple[int, Node]] | tuple[()]) -> list[Node]:
+    """Return nodes by their ranks. Those of the same rank stay in order."""
+    return [node for _, node in sorted(ranked, key=lambda entry: entry[0])]
