@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from piper.capture.divide.collective import how_of, is_collective
+from piper.capture.trace.effects import draws
 from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
 from piper.ir.chunk import AxisPosition, Batch, Collective, Constant, HostPlace
 from piper.ir.sharding import Slicing
@@ -107,10 +108,14 @@ def evaluate(
     buffers: Mapping[str, Tensor],
     batches: Sequence[Mapping[str, Tensor]],
 ) -> tuple[dict[fx.Node, list[object]], Counter[str]]:
-    """Run a forward on a grid of devices; returns every value and how often each collective ran."""
+    """Run a forward on a grid of devices; returns every value and how often each collective ran.
+
+    Each device draws random numbers from a generator of its own, in the state that torch's has at the start.
+    """
     env: dict[fx.Node, list[object]] = {}
     ran: Counter[str] = Counter()
     count = math.prod(degree for _, degree in axes)
+    generators = [torch.get_rng_state()] * count
     for node in recording.graph.nodes:
         if node.op == "placeholder":
             env[node] = given(recording, recording.origins[node], axes, params, buffers, batches)
@@ -130,10 +135,22 @@ def evaluate(
                 ran["back " + how.back] += 1
         else:
             with torch.set_grad_enabled(recording.modes[node].grad):
-                env[node] = [
-                    call(node, {used: env[used][i] for used in node.all_input_nodes}) for i in range(count)
-                ]
+                env[node] = _on_each(node, env, generators)
     return env, ran
+
+
+def _on_each(
+    node: fx.Node, env: Mapping[fx.Node, Sequence[object]], generators: list[Tensor]
+) -> list[object]:
+    """Run one operation on every device; one that draws advances the device's generator."""
+    results = []
+    for i, state in enumerate(generators):
+        if draws(node):
+            torch.set_rng_state(state)
+        results.append(call(node, {used: env[used][i] for used in node.all_input_nodes}))
+        if draws(node):
+            generators[i] = torch.get_rng_state()
+    return results
 
 
 def stride(axes: Sequence[tuple[str, int]], axis: str) -> tuple[int, int]:

@@ -3,8 +3,10 @@
 import sys
 import unittest
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from tests.capture.divide.verdict import Sample
 
-SIZE = 12  # divides by 2, 3 and 4
+SIZE, TORCH_SIZE = 12, 5  # the first divides by 2, 3 and 4
 
 
 def operations() -> dict[str, Any]:
@@ -26,40 +28,53 @@ def operations() -> dict[str, Any]:
     names = {}
     for op in op_db:
         names[f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name] = op
-    for module in list(sys.modules.values()):
-        if module.__name__.startswith("torch.testing._internal") and getattr(module, "S", None) == 5:
-            module.S, module.M = SIZE, 2 * SIZE  # type: ignore[attr-defined]
     return names
 
 
+@contextmanager
+def _sized(size: int) -> Iterator[None]:
+    """Let torch make samples of another size than its own."""
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torch.testing._internal") and getattr(module, "S", None) == TORCH_SIZE:
+                stack.enter_context(patch.multiple(module, S=size, M=2 * size, create=True))
+        yield
+
+
 def samples(name: str, op: Any, limit: int) -> Iterator[Sample]:  # noqa: ANN401  an OpInfo
-    """Return samples of an operation that differ in shapes or arguments, and some with an operand repeated."""
-    supported = op.supported_dtypes("cpu")
-    dtype = next((t for t in (torch.float64, torch.int64, torch.bool) if t in supported), None)
-    if dtype is None:
-        return
-    torch.manual_seed(0)
-    seen: set[str] = set()
-    found: list[Sample] = []
-    for given in op.sample_inputs(
-        "cpu", dtype, requires_grad=dtype.is_floating_point and op.supports_autograd
-    ):
-        made = _sample(f"{name} {len(seen)}", op, given)
-        key = repr(
-            pytree.tree_map(
-                lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, (given.args, given.kwargs)
-            )
-        )
-        key += repr([tuple(t.shape) for t in made.tensors]) if made else ""
-        if made is not None and key not in seen:
-            seen.add(key)
-            found.append(made)
-    step = max(1, -(-len(found) // limit))
-    for sample in found[::step]:
+    """Return samples of an operation that differ in shapes or arguments, and some with an operand repeated.
+
+    Operations whose samples are valid at torch's own size alone have that size.
+    """
+    distinct = _distinct(name, op, SIZE) or _distinct(name, op, TORCH_SIZE)
+    step = max(1, -(-len(distinct) // limit))
+    for sample in distinct[::step]:
         yield sample
         alike = len(sample.tensors) > 1 and sample.tensors[0].shape == sample.tensors[1].shape
         if alike and sample.tensors[0].dtype is sample.tensors[1].dtype:
             yield _repeated(sample)
+
+
+def _distinct(name: str, op: Any, size: int) -> list[Sample]:  # noqa: ANN401
+    supported = op.supported_dtypes("cpu")
+    dtype = next((t for t in (torch.float64, torch.int64, torch.bool) if t in supported), None)
+    if dtype is None:
+        return []
+    torch.manual_seed(0)
+    by_shape: dict[str, Sample] = {}
+    trained = dtype.is_floating_point and op.supports_autograd
+    with _sized(size):
+        every = list(op.sample_inputs("cpu", dtype, requires_grad=trained))
+    for given in every:
+        if size != TORCH_SIZE and given.kwargs.get("unsafe"):
+            continue  # lengths that fit torch's size alone, unchecked: torch would read past its memory
+        sample = _sample(f"{name} {len(by_shape)}", op, given)
+        if sample is not None:
+            key = pytree.tree_map(
+                lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, (given.args, given.kwargs)
+            )
+            by_shape.setdefault(repr((key, [tuple(t.shape) for t in sample.tensors])), sample)
+    return list(by_shape.values())
 
 
 def _sample(name: str, op: Any, given: Any) -> Sample | None:  # noqa: ANN401
