@@ -35,7 +35,7 @@ from piper.launchers.transport.shared_memory import SharedValues
 from piper.launchers.transport.versions import WorkerVersions
 from piper.launchers.worker_answers import WorkerAnswers
 from piper.runtime.comm.base import Comms, speaks_in
-from piper.runtime.comm.gloo import GlooComms
+from piper.runtime.comm.gloo import GlooComms, GlooTransport
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.comm.staged import StagedComms
 from piper.runtime.setup import Initial, Setup
@@ -56,6 +56,7 @@ class WorkerServer(WorkerAnswers):
             take_one(given.local)
         self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
         self.watcher = Watcher(self.device, marks, self.answers.put, cuda=setup.device.type == "cuda")
+        self.transport: GlooTransport | None = None  # of all programs, where gloo is used
         comms = self._comms(setup, "")
         worker = Worker(
             setup,
@@ -84,7 +85,8 @@ class WorkerServer(WorkerAnswers):
         timeout = given.options.timeout
         if setup.device.type == "cuda" and not given.shares:
             return NcclComms(setup.plans, self.device, store, setup.device, timeout)
-        gloo = GlooComms(setup.plans, self.device, store, at.own, timeout, patience=patience)
+        self.transport = self.transport or GlooTransport(at.own)
+        gloo = GlooComms(setup.plans, self.device, store, self.transport, timeout, patience=patience)
         return StagedComms(gloo, setup.device) if setup.device.type == "cuda" else gloo
 
     def step(self, given: ProgramBatch) -> Sums | Failure:

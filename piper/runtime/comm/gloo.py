@@ -41,11 +41,19 @@ class GlooMethods(Protocol):
     def recv(self, values: list[Tensor], source: int, tag: int) -> Work: ...
 
 
+class GlooTransport:
+    """What all communicators of a worker listen and send with: one socket and one thread for all of them."""
+
+    def __init__(self, host: str) -> None:
+        self.device = ProcessGroupGloo.create_device(hostname=host, lazy_init=False)
+
+
 class GlooComms(Comms):
     """The communicators of one device of a job, met over a store that all its workers share.
 
     Members of a group wait for each other here; every device makes its groups in the order of the plans, so
-    no two wait for each other in a circle.
+    no two wait for each other in a circle. All pipes between two devices share a connection, each with a tag:
+    the bytes of a tag are sent when the receiver has asked for them, so no pipe waits for another.
     """
 
     def __init__(
@@ -53,44 +61,62 @@ class GlooComms(Comms):
         plans: Plans,
         device: int,
         store: Store,
-        host: str,
+        host: "str | GlooTransport",
         timeout: float,
         *,
         patience: timedelta | None = None,
     ) -> None:
-        """Meet the others. `patience`: how long to wait for them here, where some may start late."""
+        """Meet the others.
+
+        host: the address to listen on, or what the communicators of another program listen with already.
+        patience: how long to wait for the others here, where some may start late.
+        """
         self.device, self.timeout = device, timedelta(seconds=timeout)
         self.patience = patience or self.timeout
-        self.made: dict[tuple[str, tuple[int, ...]], GlooMethods] = {}
+        self.transport = host if isinstance(host, GlooTransport) else GlooTransport(host)
         self.comms = plans.comms
+        self.tags = {name: number for number, name in enumerate(plans.comms)}
+        self.groups: dict[tuple[str, tuple[int, ...]], GlooMethods] = {}
+        self.links: dict[tuple[int, ...], GlooMethods] = {}  # of pipes, by the two devices
         for comm in plans.comms.values():
             for number, members in enumerate(comm.groups):
                 if device in members:
-                    prefix = PrefixStore(f"{comm.name}/{number}", store)
-                    self.made[comm.name, members] = self._make(prefix, members, host)
+                    self._connect(comm, members, PrefixStore(f"{comm.name}/{number}", store))
 
-    def _make(self, store: Store, members: tuple[int, ...], host: str) -> GlooMethods:
+    def _connect(self, comm: Comm, members: tuple[int, ...], store: Store) -> None:
+        """Meet the members of a group, unless it is a pair that has met for another pipe."""
+        if comm.kind == "pairs":
+            ends = tuple(sorted(members))
+            if ends not in self.links:
+                self.links[ends] = self._process_group(store, ends, 0)  # gloo's own loop sends and receives
+        else:  # a stream waits for each collective before it begins the next
+            self.groups[comm.name, members] = self._process_group(store, members, 1)
+
+    def _process_group(self, store: Store, members: tuple[int, ...], threads: int) -> GlooMethods:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+        options._devices = [self.transport.device]
+        options._threads = threads
         options._timeout = self.patience
         return cast(GlooMethods, ProcessGroupGloo(store, members.index(self.device), len(members), options))
 
     def group(self, name: str) -> "GlooGroup":
         members = self._members(self.comms[name])
         return GlooGroup(
-            self.made[name, members], name, members.index(self.device), len(members), self.timeout
+            self.groups[name, members], name, members.index(self.device), len(members), self.timeout
         )
 
     def _members(self, comm: Comm) -> tuple[int, ...]:
         return next(group for group in comm.groups if self.device in group)
 
     def outgoing(self, name: str) -> "GlooPipe":
-        pair = next(pair for pair in self.comms[name].groups if pair[0] == self.device)
-        return GlooPipe(self.made[name, pair], name, self.timeout)
+        return self._pipe(name, next(to for source, to in self.comms[name].groups if source == self.device))
 
     def incoming(self, name: str) -> "GlooPipe":
-        pair = next(pair for pair in self.comms[name].groups if pair[1] == self.device)
-        return GlooPipe(self.made[name, pair], name, self.timeout)
+        return self._pipe(name, next(source for source, to in self.comms[name].groups if to == self.device))
+
+    def _pipe(self, name: str, peer: int) -> "GlooPipe":
+        ends = (min(self.device, peer), max(self.device, peer))
+        return GlooPipe(self.links[ends], name, ends.index(peer), self.tags[name], self.timeout)
 
 
 def finish(work: Work, name: str, timeout: timedelta) -> None:
@@ -117,48 +143,54 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 class GlooGroup(Group):
     """A group of processes."""
 
-    def __init__(self, made: GlooMethods, name: str, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, methods: GlooMethods, name: str, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(name, rank, size)
-        self.made, self.timeout = made, timeout
+        self.methods, self.timeout = methods, timeout
 
     def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
         gives = [len(part) for part in parts]
         rows = joined(parts)
         out = rows.new_empty((sum(lengths), *rows.shape[1:]))
-        finish(self.made.alltoall_base(out, rows, list(lengths), gives), self.name, self.timeout)
+        finish(self.methods.alltoall_base(out, rows, list(lengths), gives), self.name, self.timeout)
         return list(out.split(list(lengths)))
 
     def all_gather(self, shard: Tensor, out: Tensor) -> None:
         # The shard may lie inside `out`, which gloo would write while it reads.
         inside = shard.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
-        finish(self.made._allgather_base(out, shard.clone() if inside else shard), self.name, self.timeout)
+        finish(self.methods._allgather_base(out, shard.clone() if inside else shard), self.name, self.timeout)
 
     def broadcast(self, value: Tensor) -> Tensor:
         mine = value if self.rank == 0 else torch.empty_like(value)
-        finish(self.made.broadcast(mine, 0), self.name, self.timeout)
+        finish(self.methods.broadcast(mine, 0), self.name, self.timeout)
         return mine
 
 
 class GlooPipe:
     """A connection from one process to another. The first step also sends each value's shape and type."""
 
-    def __init__(self, made: GlooMethods, name: str, timeout: timedelta) -> None:
-        self.made, self.name, self.timeout = made, name, timeout
+    def __init__(self, methods: GlooMethods, name: str, peer: int, tag: int, timeout: timedelta) -> None:
+        self.methods, self.name, self.peer, self.tag, self.timeout = methods, name, peer, tag, timeout
 
     def send(self, value: Tensor, form: Form) -> None:
         if form.dtype is None:
-            finish(self.made.send([describe(value, form)], 1, 0), self.name, self.timeout)
+            self._send(describe(value, form))
         assert form.shape == value.shape, f"a transfer on {self.name} changed its shape"
-        finish(self.made.send([value.contiguous()], 1, 0), self.name, self.timeout)
+        self._send(value.contiguous())
 
     def recv(self, form: Form) -> Tensor:
         if form.dtype is None:
             described = room_for(torch.device("cpu"))
-            finish(self.made.recv([described], 0, 0), self.name, self.timeout)
+            self._recv(described)
             described_by(described, form)
         value = torch.empty(form.shape, dtype=form.dtype)
-        finish(self.made.recv([value], 0, 0), self.name, self.timeout)
+        self._recv(value)
         return value
+
+    def _send(self, value: Tensor) -> None:
+        finish(self.methods.send([value], self.peer, self.tag), self.name, self.timeout)
+
+    def _recv(self, value: Tensor) -> None:
+        finish(self.methods.recv([value], self.peer, self.tag), self.name, self.timeout)
 
 
 def describe(value: Tensor, form: Form) -> Tensor:

@@ -1,0 +1,28 @@
+"""What a local worker of a job takes of its machine."""
+
+import os
+from pathlib import Path
+
+from piper.compiler import compile
+from piper.launchers.driver import SocketWorkerGroup
+from piper.launchers.local import launch_local
+from tests.runtime.grid import Cell, batches, job
+
+# Pipeline, experts, ZeRO and clipping on four devices: every kind of communicator.
+CELL = Cell(case="moe", schedule="dualpipe-v", dp=2, zero=3, ways=2, rows=1, parts=4, clip=0.5)
+THREADS, SOCKETS = 14, 10
+
+
+def sockets(process: int) -> list[str]:
+    opened = Path(f"/proc/{process}/fd")
+    return [name for name in os.listdir(opened) if os.readlink(opened / name).startswith("socket:")]
+
+
+def test_a_worker_of_four_devices_has_few_threads_and_sockets() -> None:
+    with launch_local(compile(job(CELL))) as run:
+        for batch in batches(CELL, 2):
+            run.step(batch)
+        assert isinstance(run.group, SocketWorkerGroup) and len(run.group.processes) == 4
+        for process in run.group.processes.values():
+            assert 1 < len(os.listdir(f"/proc/{process}/task")) <= THREADS
+            assert 1 < len(sockets(process)) <= SOCKETS
