@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from piper import data as data
     from piper import losses as losses
     from piper.capture.divide.rules import sharding_rule as sharding_rule
+    from piper.capture.layers.annotate_layers import annotate_layers as annotate_layers
     from piper.capture.trace.annotate import annotate as annotate
     from piper.capture.trace.annotate import annotate_modules as annotate_modules
-    from piper.capture.trace.repeated_layers import annotate_layers as annotate_layers
     from piper.checkpoint.huggingface import export_hf as export_hf
     from piper.checkpoint.huggingface import import_hf as import_hf
     from piper.compiler import compile as compile
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 NEEDS_TORCH = {
     "annotate": "piper.capture.trace.annotate",
-    "annotate_layers": "piper.capture.trace.repeated_layers",
+    "annotate_layers": "piper.capture.layers.annotate_layers",
     "annotate_modules": "piper.capture.trace.annotate",
     "compile": "piper.compiler",
     "export_hf": "piper.checkpoint.huggingface",

@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -82,6 +82,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": PACKAGES | {"compiler", "train", "tuning", "torch", "__init__"},
     "__init__": PACKAGES | {"compiler", "tuning"},
     "__main__": {"cli"},
+}
+# Inside a package: which of its subpackages and modules may import which. "." is every module without a row.
+INSIDE: dict[str, dict[str, set[str]]] = {
+    "capture": {
+        "trace_errors": set(),
+        "trace": {"trace_errors"},
+        "divide": {"trace", "trace_errors"},
+        "precision": {"trace"},
+        "compile": {"trace", "trace_errors"},
+        "cost": {"precision", "trace"},
+        "autodiff": {"compile", "cost", "precision", "trace", "trace_errors"},
+        "recordings": {"autodiff", "compile", "divide", "trace"},
+        "layers": {"autodiff", "divide", "recordings", "trace"},
+    },
+    "runtime": {"comm": {"."}, "cuda": {".", "comm"}, "debug": {"."}},
+    "launchers": {"transport": {"."}},
 }
 PURE = (
     "ir",
@@ -173,6 +189,34 @@ def test_imports_follow_the_layers(package: str) -> None:
         for found in imports(path):
             where = f"{path.relative_to(ROOT)} imports {found.name or '*'} from {found.module}"
             assert found.package in MAY_IMPORT[package] | {package}, where
+
+
+def member(package: str, parts: Sequence[str]) -> str:
+    """Return the row of a package's table to which one of its modules belongs."""
+    name = parts[0].removesuffix(".py") if parts else "."
+    return name if name in INSIDE[package] else "."
+
+
+@pytest.mark.parametrize("package", INSIDE)
+def test_imports_inside_a_package_follow_its_table(package: str) -> None:
+    rows = INSIDE[package]
+    for path in files_of(package):
+        own = member(package, path.relative_to(ROOT / package).parts)
+        if own == ".":
+            continue
+        inner = [m.split(".") for m in imported_modules(path) if m.startswith(f"piper.{package}.")]
+        for _, _, *parts in inner:
+            where = f"{path.relative_to(ROOT)} imports {'.'.join(parts)}"
+            assert member(package, parts) in rows[own] | {own}, where
+
+
+@pytest.mark.parametrize("package", INSIDE)
+def test_the_table_of_a_package_names_all_of_its_subpackages_and_has_no_circle(package: str) -> None:
+    rows = INSIDE[package]
+    inside = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    assert inside <= set(rows), "say here what a new subpackage may import"
+    assert all((ROOT / package / name).is_dir() or (ROOT / package / f"{name}.py").exists() for name in rows)
+    TopologicalSorter({name: allowed - {"."} for name, allowed in rows.items()}).prepare()
 
 
 def imported_modules(path: Path) -> Iterator[str]:

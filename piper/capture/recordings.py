@@ -15,23 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from piper.capture.autodiff.code_cache import CodeCache
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.servers import CompileServers, start_kernel_compilers
+from piper.capture.divide.divide_traced import divided
 from piper.capture.divide.request import DeviceGrid, Request, groups_of
 from piper.capture.trace.annotate import listed_regions
+from piper.capture.trace.build_model import buffers_of, build_fake, parameters_of
 from piper.capture.trace.record import LossFn
 from piper.capture.trace.sizes import dtype_name
-from piper.capture.trace.trace import (
-    DTYPES,
-    Precision,
-    Traced,
-    buffers_of,
-    build_fake,
-    divided,
-    parameters_of,
-    trace,
-)
+from piper.capture.trace.trace import DTYPES, Precision, Traced, trace
 from piper.errors import ConfigError
 from piper.ir.chunk import Tags
 
@@ -56,6 +50,11 @@ class Recordings:
     recorded: dict[int, Traced] = field(default_factory=dict, repr=False)  # by samples in a slice
     divided: dict[tuple[int, Division], Traced] = field(default_factory=dict, repr=False)
     differentiated: dict[Differentiation, Captured] = field(default_factory=dict, repr=False)
+    code: CodeCache = field(init=False, repr=False)  # of all chunks: equal ones have the same code
+
+    def __post_init__(self) -> None:
+        code = CodeCache(torch.device(self.device), compiled=self.compiled)
+        object.__setattr__(self, "code", code)
 
     def check(self, other: "Recordings", by: str) -> None:
         """Refuse to use these recordings for another model, loss, batch, precision or device."""
@@ -200,7 +199,7 @@ class Capturing:
         known = self.recordings
         if rows not in known.recorded:
             log.debug("Tracing the model")
-            found = trace(
+            known.recorded[rows] = trace(
                 known.model,
                 known.loss,
                 self.batch,
@@ -211,10 +210,6 @@ class Capturing:
                 forward_only=known.forward_only,
                 built=self._start_compilers,
             )
-            first = next(iter(known.recorded.values()), None)
-            if first is not None:
-                found = replace(found, library=first.library)  # equal chunks have the same code
-            known.recorded[rows] = found
         if not requests:
             return known.recorded[rows]
         requests = merged(requests)
@@ -239,7 +234,8 @@ class Capturing:
         key = (rows, division_of(requests), *said, flat, self.cache)
         if key not in self.recordings.differentiated:
             log.debug("Tracing its backward")
-            found = differentiate(self.traced(rows, requests), ways, budgets, self.cache, precisions, flat)
+            traced, code = self.traced(rows, requests), self.recordings.code
+            found = differentiate(traced, ways, budgets, self.cache, precisions, flat, code)
             self.recordings.differentiated[key] = replace(found, servers=self.servers)
         return self.recordings.differentiated[key]
 

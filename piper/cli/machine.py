@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.capture.fp8 import CAPABLE
+from piper.capture.precision.fp8 import CAPABLE
 from piper.compiler import compile
 from piper.errors import ConfigError
 from piper.launchers.launch import launcher

@@ -12,7 +12,7 @@ from torch import Tensor
 from piper.capture.autodiff.differentiate import Captured
 from piper.capture.compile.cache import CACHE, usable_cache
 from piper.capture.divide.request import Request
-from piper.capture.fp8 import check_machine
+from piper.capture.precision.fp8 import check_machine
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.trace.record import LossFn
 from piper.capture.trace.trace import Traced

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piper.capture.trace.trace import build_fake
+from piper.capture.trace.build_model import build_fake
 from piper.checkpoint.adapters import export_adapter, is_adapted, merged
 from piper.checkpoint.folder import step_path
 from piper.checkpoint.huggingface import export_hf, import_hf

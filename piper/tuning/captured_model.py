@@ -6,8 +6,8 @@ from functools import partial
 
 from torch import Tensor
 
+from piper.capture.layers.short import short_capturing
 from piper.capture.recordings import Capturing, Recordings
-from piper.capture.short import short_capturing
 from piper.compiler.build import MASTER_BYTES, Program, first_batch, known_recordings
 from piper.compiler.optimizer_facts import facts_of_optimizer
 from piper.directives import apply, place

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from piper.capture.layers.annotate_layers import TAG
 from piper.capture.recordings import Capturing
-from piper.capture.trace.repeated_layers import TAG
 from piper.compiler.build import MASTER_BYTES, Program, build
 from piper.compiler.optimizer_facts import OptimizerFacts
 from piper.directives import Directive

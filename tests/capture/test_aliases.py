@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from piper.capture.autodiff.aliases import draws_random, recomputable
+from piper.capture.cost.aliases import draws_random, recomputable
 from piper.capture.trace.effects import draws
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import piper
-from piper.capture.trace.trace import build_fake
+from piper.capture.trace.build_model import build_fake
 
 
 class Converted(nn.Module):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.autodiff.differentiate import differentiate
+from piper.capture.layers.annotate_layers import annotate_layers
 from piper.capture.trace.annotate import annotate
-from piper.capture.trace.blame import reason, without_result
-from piper.capture.trace.repeated_layers import annotate_layers
 from piper.capture.trace.trace import trace
+from piper.capture.trace_errors import reason, without_result
 from piper.errors import PiperError
 from piper.experts import grouped_mm, route, unroute
 from piper.losses import huggingface

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.capture.autodiff.differentiate import differentiate
-from piper.capture.fp8 import check_machine, fp8_linear, peaks_of
+from piper.capture.precision.fp8 import check_machine, fp8_linear, peaks_of
 from piper.capture.trace.trace import Traced, trace
 from piper.errors import ScheduleError
 from piper.ir.chunk import Kernel

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import piper
 from piper.capture.divide.request import DeviceGrid, Request
+from piper.capture.layers.short import ShortCapturing, short_capturing
 from piper.capture.recordings import Capturing, Recordings, fields_of
-from piper.capture.short import ShortCapturing, short_capturing
 from piper.compiler.requests import requests_of
 from piper.directives import Directive, apply
 from piper.ir.graph import start

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.capture.fp8 import CAPABLE, fp8_linear
+from piper.capture.precision.fp8 import CAPABLE, fp8_linear
 from piper.compiler import compile
 from piper.launchers.inline import launch_inline
 from piper.plan.plan import Piece

@@ -16,10 +16,12 @@ from unittest.mock import patch
 
 from piper import compiler
 from piper.capture import recordings
+from piper.capture.autodiff.code_cache import CodeCache
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
+from piper.capture.divide.divide_traced import divided
 from piper.capture.divide.request import Request
-from piper.capture.trace.trace import Traced, divided, trace
+from piper.capture.trace.trace import Traced, trace
 from piper.compiler import Program, optimizer_facts
 from piper.compiler.optimizer_probe import Probe, probe_optimizer
 from piper.launchers.inline import launch_inline
@@ -89,10 +91,11 @@ class Shared:
             cache: Cache | None,
             precisions: Mapping[str, str],
             flat: Sequence[str],
+            code: CodeCache,
         ) -> Captured:
             key = (id(found), *ways.items(), *budgets.items(), *precisions.items(), *flat)
             if key not in self.codes:
-                self.codes[key] = differentiate(found, ways, budgets, cache, precisions, flat)
+                self.codes[key] = differentiate(found, ways, budgets, cache, precisions, flat, code)
             return self.codes[key]
 
         with (

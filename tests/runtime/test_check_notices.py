@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.capture.autodiff import aliases, code, remat
+from piper.capture.autodiff import code, remat
+from piper.capture.cost import aliases
 from piper.capture.trace import assemble, effects, record, recording, regions
 from piper.capture.trace.annotate import annotate
 from piper.compiler import Program, compile

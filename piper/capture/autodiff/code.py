@@ -7,12 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
-from piper.capture.autodiff.aliases import draws_random, is_view, memory_of
-from piper.capture.autodiff.partition import KINDS, Kind, Partition, Section, Write
+from piper.capture.autodiff.partition import Partition
 from piper.capture.compile.operators import EMBEDDING_GRAD
+from piper.capture.cost.aliases import draws_random, is_view, memory_of
 from piper.capture.cost.estimate import Cost, cost_of
-from piper.capture.trace.blame import made_at
+from piper.capture.cost.section import KINDS, Kind, Section, Write
 from piper.capture.trace.sizes import SymbolicSizes
+from piper.capture.trace_errors import made_at
 from piper.ir.chunk import Phase, TensorSpec
 from piper.process.usercode import LINES
 

@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from piper.capture.autodiff.aliases import memories, move_to
 from piper.capture.autodiff.joint import Joint, trace_joint
 from piper.capture.autodiff.partition import backward_nodes
 from piper.capture.compile.hashing import structural_key
+from piper.capture.cost.aliases import memories, move_to
 from piper.capture.trace.piece import Body, CapturedChunk, Made, Segment
 from piper.capture.trace.sizes import SymbolicSizes
 

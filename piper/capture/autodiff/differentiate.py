@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.code import Code, GraphCode, PhaseCode, Shape
+from piper.capture.autodiff.code_cache import CodeCache
 from piper.capture.autodiff.remat import Choice
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.servers import CompileServers
-from piper.capture.fp8 import in_fp8
+from piper.capture.precision.fp8 import in_fp8
 from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.trace import Traced
 from piper.errors import CaptureError
@@ -108,6 +109,7 @@ def differentiate(
     cache: Cache | None = None,
     precisions: Mapping[str, str] | None = None,
     flat: Collection[str] = (),
+    known: CodeCache | None = None,
 ) -> Captured:
     """Split every chunk into F, B, BI and BW.
 
@@ -116,9 +118,11 @@ def differentiate(
     cache: stores compiled code; trace with `compiled` then. None: the code is not compiled.
     precisions: for chunks whose products run in a narrower type, by name, that type.
     flat: chunks whose compiled backward writes gradients into given memory.
+    known: the code of chunks that are differentiated already, which grows.
     """
-    made = _Differentiator(traced, dict(ways or {}), dict(budgets or {}), dict(precisions or {}), flat).run()
-    return replace(made, cache=cache)
+    known = known or CodeCache(traced.device, compiled=traced.compiled)
+    given = (dict(ways or {}), dict(budgets or {}), dict(precisions or {}), flat)
+    return replace(_Differentiator(traced, *given, known).run(), cache=cache)
 
 
 class _Differentiator:
@@ -131,7 +135,9 @@ class _Differentiator:
         budgets: Mapping[str, float],
         precisions: Mapping[str, str],
         flat: Collection[str],
+        known: CodeCache,
     ) -> None:
+        self.known = known
         self.traced, self.budgets, self.precisions, self.flat = traced, budgets, precisions, flat
         self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}
         self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
@@ -190,7 +196,7 @@ class _Differentiator:
         ways = self.ways.get(chunk.name, 1)
         if precision := self.precisions.get(chunk.name):
             piece, chunk = in_fp8(piece), replace(chunk, precision=precision)
-        volume = self.traced.library.find(
+        volume = self.known.find(
             piece,
             trained=[self.parameters[name].trainable for name in chunk.params],
             tangents=sorted(self.wanted[chunk.name]),

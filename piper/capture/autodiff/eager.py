@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.code import PhaseCode, Shape, Signature
-from piper.capture.autodiff.partition import Kind
+from piper.capture.cost.section import Kind
 from piper.capture.trace.piece import CapturedChunk
 from piper.ir.chunk import Phase, TensorSpec
 

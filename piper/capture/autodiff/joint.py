@@ -14,13 +14,13 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from piper.capture.autodiff.aliases import label_memory
 from piper.capture.compile.operators import DECOMPOSITIONS
-from piper.capture.fp8 import fp8_linear, merge_rounding
-from piper.capture.trace.blame import quiet, reason
+from piper.capture.cost.aliases import label_memory
+from piper.capture.precision.fp8 import fp8_linear, merge_rounding
 from piper.capture.trace.effects import name_of
 from piper.capture.trace.piece import Body
 from piper.capture.trace.sizes import SymbolicSizes
+from piper.capture.trace_errors import quiet, reason
 
 _ROWS_WHILE_TRACING = 1013  # a prime that no real size equals, so that no guard can depend on it
 

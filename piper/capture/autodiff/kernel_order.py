@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
-from piper.capture.autodiff.aliases import cheap, memory_readers, read_from_memory, recomputable
+from piper.capture.cost.aliases import cheap, memory_readers, read_from_memory, recomputable
 
 
 def put_off(

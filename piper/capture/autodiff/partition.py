@@ -7,13 +7,14 @@ does not keep a parameter's memory alive between the phases.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
-from piper.capture.autodiff.aliases import (
+from piper.capture.autodiff.joint import Joint
+from piper.capture.autodiff.kernel_order import put_off
+from piper.capture.cost.aliases import (
     cheap,
     is_view,
     memory_of,
@@ -22,39 +23,10 @@ from piper.capture.autodiff.aliases import (
     takes_one,
     tensors_in,
 )
-from piper.capture.autodiff.joint import Joint
-from piper.capture.autodiff.kernel_order import put_off
+from piper.capture.cost.section import KINDS, Kind, Section, Write
 from piper.ir.chunk import Phase
 
 _aten = torch.ops.aten
-Kind = Literal["inputs", "params", "buffers", "saved", "carried", "tangents"]
-KINDS: tuple[Kind, ...] = ("inputs", "params", "buffers", "saved", "carried", "tangents")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Write:
-    """A result of a phase. `copy`: it must not share memory with the values it is computed from."""
-
-    node: fx.Node
-    copy: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """The part of a joint graph that one phase runs. Positions are those of the piece."""
-
-    reads: Mapping[Kind, Mapping[int, fx.Node]]
-    body: Sequence[fx.Node]
-    lengths: Mapping[fx.Node, tuple[fx.Node, int]]  # a size, as an axis of something the phase reads
-    writes: Sequence[Write]
-    writers: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
-    # ^ recomputed values, each with the result in whose kernel a compiler writes it
-    grad_inputs: tuple[int, ...] = ()
-    grad_params: tuple[int, ...] = ()
-
-    @property
-    def read_nodes(self) -> list[fx.Node]:
-        return [node for kind in KINDS for node in self.reads.get(kind, {}).values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

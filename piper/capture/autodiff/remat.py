@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from piper.capture.autodiff.aliases import (
+from piper.capture.autodiff.mincut import INFINITE, Network
+from piper.capture.autodiff.partition import Partition, backward_nodes, casts
+from piper.capture.autodiff.written_again import writers
+from piper.capture.cost.aliases import (
     cheap,
     draws_random,
     memory_of,
@@ -21,9 +24,6 @@ from piper.capture.autodiff.aliases import (
     takes_one,
     tensors_in,
 )
-from piper.capture.autodiff.mincut import INFINITE, Network
-from piper.capture.autodiff.partition import Partition, backward_nodes, casts
-from piper.capture.autodiff.written_again import writers
 from piper.capture.cost.estimate import flops_of, traffic_of
 
 _FLOPS_PER_BYTE = 200  # computed while one byte moves; only the ranking of costs depends on it

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from piper.capture.autodiff.aliases import (
+from piper.capture.autodiff.joint import Joint
+from piper.capture.cost.aliases import (
     cheap,
     memory_of,
     memory_readers,
@@ -19,7 +20,6 @@ from piper.capture.autodiff.aliases import (
     recomputable,
     tensors_in,
 )
-from piper.capture.autodiff.joint import Joint
 
 
 def writers(joint: Joint, backward: set[fx.Node], values: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:

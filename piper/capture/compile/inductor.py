@@ -31,7 +31,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.hashing import digest_of, graph_lines
 from piper.capture.compile.tuning import keep_measured, measuring_kernels, tuning_in
-from piper.capture.trace.blame import quiet, reason
+from piper.capture.trace_errors import quiet, reason
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Phase
 from piper.process.custom_operators import check_importable, modules_of

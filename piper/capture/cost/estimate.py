@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from piper.capture.autodiff.aliases import cheap, memories, read_from_memory, storages
-from piper.capture.autodiff.partition import Section
+from piper.capture.cost.aliases import cheap, memories, read_from_memory, storages
 from piper.capture.cost.fused_kernels import Traffic, fused, kernel_of, operations, product_shape
+from piper.capture.cost.section import Section
 from piper.capture.cost.workspace import workspace_of
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.ir.chunk import Kernel

@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from piper.capture.autodiff.aliases import cheap, is_view, memories, storages, takes_joined, tensors_in
-from piper.capture.fp8 import fp8_mm
+from piper.capture.cost.aliases import cheap, is_view, memories, storages, takes_joined, tensors_in
+from piper.capture.precision.fp8 import fp8_mm
 from piper.capture.trace.sizes import SymbolicSizes, dtype_name
 from piper.ir.chunk import Kernel
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 import torch
 from torch import fx
 
-from piper.capture.autodiff.aliases import (
+from piper.capture.cost.aliases import (
     cheap,
     is_view,
     memories,
@@ -18,7 +18,7 @@ from piper.capture.autodiff.aliases import (
     storages,
     tensors_in,
 )
-from piper.capture.autodiff.partition import Section
+from piper.capture.cost.section import Section
 from piper.capture.trace.sizes import SymbolicSizes
 
 _aten = torch.ops.aten

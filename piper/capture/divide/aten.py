@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from piper.capture.divide.attention_shapes import in_four_dimensions
-from piper.capture.trace.blame import quiet, reason
 from piper.capture.trace.recording import Mode, Recording, number_regions
+from piper.capture.trace_errors import quiet, reason
 from piper.errors import CaptureError
 
 aten = torch.ops.aten

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument, map_arg
 
-from piper.capture.divide.collective import change, collective
+from piper.capture.divide.collective import change
 from piper.capture.divide.division import DRAWN, Division, NoRuleError, UnevenError
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides, in_words, local_shape
 from piper.capture.divide.reshapes import REPLAYED, read_again, value_of
-from piper.capture.trace.blame import node_line, reason
 from piper.capture.trace.effects import draws, name_of, writes
+from piper.capture.trace.markers import collective
 from piper.capture.trace.recording import FromParameter, Mode, Recording
+from piper.capture.trace_errors import node_line, reason
 from piper.errors import CaptureError
 from piper.ir.chunk import AxisPosition, Collective, HostPlace, Tags
 

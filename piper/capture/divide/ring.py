@@ -1,6 +1,6 @@
 """Writes ring attention: blocks of keys and values go round, each attended to while the next is on its way.
 
-See [Note: ring attention] in `piper/capture/attention.py` for why the backward comes in passes of its own.
+See [Note: ring attention] in `attention_operators.py` for why the backward comes in passes of its own.
 Each step and each pass is a chunk of its own, so that the shifts between them are nodes of the plan.
 """
 
@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-import piper.capture.attention  # noqa: F401  registers the operators
-from piper.capture.block_attention import SEQUENCE, Turn
+import piper.capture.divide.attention_operators  # noqa: F401  registers the operators
+from piper.capture.divide.block_attention import SEQUENCE, Turn
 from piper.capture.divide.compute_rules import aligned
 from piper.capture.divide.divider import Divider, aten
 from piper.capture.divide.division import NoRuleError

@@ -8,11 +8,11 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from piper.capture.divide.collective import collective, how_of
 from piper.capture.divide.divider import Divider, Rule, aten
 from piper.capture.divide.division import NoRuleError, UnevenError
 from piper.capture.divide.layout import Divided, Sum, local_shape, reshaped
 from piper.capture.divide.reshapes import RESHAPES, value_of
+from piper.capture.trace.markers import collective, how_of
 from piper.ir.chunk import Collective
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.fx import traceback
 
-from piper.capture.trace.blame import tracing_line
+from piper.capture.trace_errors import tracing_line
 from piper.errors import ConfigError
 
 PREFIX = "piper:"  # of the keys of marks: other tools put their own keys in the same metadata

@@ -4,18 +4,18 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, fx
 
-from piper.capture.divide.collective import how_of
-from piper.capture.trace.blame import node_line
 from piper.capture.trace.copy_nodes import emit
 from piper.capture.trace.cut import Cut
-from piper.capture.trace.effects import draws, marker
+from piper.capture.trace.effects import draws
 from piper.capture.trace.functionalize import memory_of, value, written_memory
 from piper.capture.trace.linear_layers import weights_of
+from piper.capture.trace.markers import how_of, marker
 from piper.capture.trace.piece import Body, CapturedChunk, Experts, Made, Segment
 from piper.capture.trace.recording import FromBuffer, FromParameter, Recording
 from piper.capture.trace.regions import Regions
 from piper.capture.trace.segments import split_nodes
 from piper.capture.trace.sizes import SymbolicSizes
+from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import Chunk, Output, Source, TensorSpec
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from piper.capture.divide.collective import how_of
-from piper.capture.trace.blame import node_line
-from piper.capture.trace.effects import marker
 from piper.capture.trace.functionalize import Entangled
+from piper.capture.trace.markers import how_of, marker
 from piper.capture.trace.recording import Recording
 from piper.capture.trace.regions import Regions
+from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import ChunkKind, Tags, region_name
 

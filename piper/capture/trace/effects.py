@@ -1,20 +1,15 @@
-"""Finds the side effects of operations of the captured graph: writes, random numbers, markers."""
+"""Finds the side effects of operations of the captured graph: writes and random numbers."""
 
 import functools
 import inspect
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.utils._pytree import tree_leaves
-
-from piper.capture.divide.collective import is_collective
-
-Marker = Literal["route", "unroute", "collective"]
 
 # By identity: `operator.and_` has a name that ends as those of torch's writes do, and writes nothing
 _OPERATORS = frozenset(function for function in vars(operator).values() if callable(function))
@@ -46,19 +41,6 @@ def store(target: torch.Tensor, index: object, value: object) -> torch.Tensor:
 def name_of(node: fx.Node) -> str:
     """Return the plain name of the function that a node calls: `linear`, `add_`."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-
-
-def marker(node: fx.Node) -> Marker | None:
-    """Return what a node that becomes a chunk of its own is: an end of an expert region, or a collective."""
-    if is_collective(node):
-        return "collective"
-    if node.op == "call_function":
-        name = str(node.target)  # by name: the operations live outside this package
-        if name in ("piper.route.default", "piper.route"):
-            return "route"
-        if name in ("piper.unroute.default", "piper.unroute"):
-            return "unroute"
-    return None
 
 
 def writes(node: fx.Node) -> Sequence[fx.Node]:

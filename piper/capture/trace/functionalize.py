@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from piper.capture.trace.blame import node_line
-from piper.capture.trace.effects import marker, name_of, store, writes
+from piper.capture.trace.effects import name_of, store, writes
+from piper.capture.trace.markers import marker
 from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
+from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import Batch, Constant
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.nn.modules import module as modules
 
-from piper.capture.trace.blame import tracing_line
+from piper.capture.trace_errors import tracing_line
 from piper.errors import CaptureError
 from piper.process.attributes import replaced
 

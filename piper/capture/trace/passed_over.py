@@ -23,8 +23,8 @@ from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch.nn.modules import transformer
 
-from piper.capture.trace.blame import tracing_line
 from piper.capture.trace.left_state import Left, Place, noting_changes
+from piper.capture.trace_errors import tracing_line
 from piper.process.attributes import replaced
 
 # Where Dynamo handles `setattr`: torch 2.13 has a class for it, torch 2.11 has none.

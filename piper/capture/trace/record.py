@@ -14,9 +14,7 @@ from torch.fx.node import Argument
 from torch.nn.utils.parametrizations import _SpectralNorm
 
 from piper import errors
-from piper.capture.returned import FORMS, Returned, returned_by_loss
 from piper.capture.trace.annotate import Region, begin_trace, entered_regions, listed_regions
-from piper.capture.trace.blame import loss_failed, node_line, quiet, reason, without_result
 from piper.capture.trace.hooks import no_tensor_hooks
 from piper.capture.trace.layerdrop import no_layer_dropped
 from piper.capture.trace.left_state import Left, Place, after_another, as_left, left_behind, same_calls
@@ -29,6 +27,8 @@ from piper.capture.trace.recording import (
     Recording,
     number_regions,
 )
+from piper.capture.trace.returned import FORMS, Returned, returned_by_loss
+from piper.capture.trace_errors import loss_failed, node_line, quiet, reason, without_result
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Batch, Constant
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from piper.capture.trace.blame import node_line
-from piper.capture.trace.effects import draws, marker
+from piper.capture.trace.effects import draws
 from piper.capture.trace.functionalize import Entangled, memory_of, value, written_memory
+from piper.capture.trace.markers import marker
 from piper.capture.trace.recording import FromBuffer, FromParameter, Recording, live
+from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import AxisPosition, Batch, Constant, HostPlace, Tags
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from piper.capture.trace.blame import node_line
 from piper.capture.trace.effects import argument, name_of
 from piper.capture.trace.functionalize import value
 from piper.capture.trace.recording import Recording
+from piper.capture.trace_errors import node_line
 from piper.ir.chunk import Batch
 
 _TERMS = re.compile(r"_*r?(add|sub|neg)_*|to|float|double|clone|squeeze|reshape|view|contiguous")

@@ -1,20 +1,16 @@
 """Captures a model and its loss without allocating the model, and cuts them into chunks."""
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piper.capture.autodiff.code_cache import CodeCache
-from piper.capture.divide.request import Request, divide_model
 from piper.capture.trace.assemble import Assembler
-from piper.capture.trace.blame import quiet, refused
+from piper.capture.trace.build_model import buffers_of, build_fake, parameters_of
 from piper.capture.trace.cut import cut
 from piper.capture.trace.functionalize import simplify, value
 from piper.capture.trace.hooks import check_hooks
@@ -23,12 +19,10 @@ from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.record import LossFn, record
 from piper.capture.trace.recording import Recording
 from piper.capture.trace.regions import Regions, find_regions
-from piper.capture.trace.sizes import SymbolicSizes, dtype_name
+from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace.uneven_means import uneven_means
-from piper.errors import CaptureError, PiperError
-from piper.experts import choose_experts
-from piper.ir.chunk import Buffer, CapturedModel, Output, Parameter, Tags
-from piper.process.attributes import replaced
+from piper.errors import CaptureError
+from piper.ir.chunk import CapturedModel, Chunk, Output
 from piper.process.gc_pause import no_collection
 
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -43,7 +37,8 @@ class Traced:
     rows: int
     pieces: tuple[CapturedChunk, ...]  # one for each chunk of the outline
     constants: Mapping[str, Tensor]
-    library: CodeCache  # the code of its chunks, traced on demand
+    device: torch.device  # that it will run on
+    compiled: bool  # the code will be compiled
     recording: Recording  # the graph that was cut into the pieces
     exact: bool = False  # it computes in fp64, so nothing may be cast down on the way
     means: tuple[str, ...] = ()  # operations of the loss that divide by a number of the data
@@ -81,26 +76,26 @@ def trace(
     recording = record(model, loss_fn, fakes, forward_only=forward_only)
     means = uneven_means(recording, rows)
     mark_products(recording)
-    pieces, assembler = _cut(recording)
-    results = results_of(assembler)
+    model_cut = cut_model(recording)
     outline = CapturedModel(
-        chunks=tuple(piece.chunk for piece in pieces),
-        loss=results.loss,
-        weight=results.weight,
-        metrics=results.metrics,
+        chunks=model_cut.chunks,
+        loss=model_cut.loss,
+        weight=model_cut.weight,
+        metrics=model_cut.metrics,
         metric_names=recording.metrics,
         parameters=parameters_of(model),
         buffers=buffers_of(model),
         batch={name: SymbolicSizes().spec(fake) for name, fake in fakes.items()},
         rows=rows,
-        empty=_empty(recording, pieces),
+        empty=_empty(recording, model_cut.chunks),
     )
     return Traced(
         outline=outline,
         rows=rows,
-        pieces=tuple(pieces),
+        pieces=model_cut.pieces,
         constants=recording.constants,
-        library=CodeCache(device, compiled=compiled),
+        device=device,
+        compiled=compiled,
         recording=recording,
         exact=precision == "fp64",
         means=means,
@@ -122,64 +117,36 @@ def fake_batch(
         }
 
 
-def divided(traced: Traced, requests: Sequence[Request]) -> Traced:
-    """Return the model as one device of its groups computes it, cut into chunks and collectives."""
-    made = divide_model(
-        traced.recording, requests, traced.outline.parameters, traced.outline.batch, exact=traced.exact
-    )
-    pieces, assembler = _cut(made.recording)
-    results = results_of(assembler)
-    outline = replace(
-        traced.outline,
-        chunks=tuple(piece.chunk for piece in pieces),
-        loss=results.loss,
-        weight=results.weight,
-        metrics=results.metrics,
-        parameters=made.parameters,
-        fields=made.batch,
-        degrees=degrees_of(requests),
-    )
-    return replace(traced, outline=outline, pieces=tuple(pieces), recording=made.recording)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """The outputs of chunks that the loss returns."""
+class CutModel:
+    """The pieces of a recording, and which of their outputs the loss returns."""
 
+    pieces: tuple[CapturedChunk, ...]
     loss: Output
     weight: Output | None
     metrics: Output | None
 
-
-def results_of(assembler: Assembler) -> Results:
-    """Return which outputs of chunks are the loss, its weight and its metrics."""
-    recording = assembler.recording
-    loss, *others = (assembler.output(node) for node in recording.results)
-    weight = others.pop(0) if recording.weighted else None
-    return Results(loss=loss, weight=weight, metrics=others[0] if others else None)
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple(piece.chunk for piece in self.pieces)
 
 
-def degrees_of(requests: Sequence[Request]) -> dict[Tags, int]:
-    """Return how many devices share the same samples, for each region that is divided."""
-    found: dict[Tags, int] = {}
-    for request in requests:
-        for tags in request.regions:
-            found[tags] = found.get(tags, 1) * request.degree
-    return found
-
-
-def _cut(recording: Recording) -> tuple[list[CapturedChunk], Assembler]:
+def cut_model(recording: Recording) -> CutModel:
+    """Cut a recording into the pieces of its chunks."""
     entangled = simplify(recording)
     regions = find_regions(recording, entangled)
     recording, regions = _own_results(recording, regions)
     assembler = Assembler(recording, regions, cut(recording, regions, entangled))
-    return assembler.pieces(), assembler
+    pieces = tuple(assembler.pieces())
+    loss, *others = (assembler.output(node) for node in recording.results)
+    weight = others.pop(0) if recording.weighted else None
+    return CutModel(pieces=pieces, loss=loss, weight=weight, metrics=others[0] if others else None)
 
 
-def _empty(recording: Recording, pieces: Sequence[CapturedChunk]) -> dict[tuple[str, int], str]:
+def _empty(recording: Recording, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:
     """Return the regions that hold no operation, each with its line or modules."""
-    held = {pair for piece in pieces for pair in piece.chunk.tags}
-    return {pair: place for pair, place in recording.places.items() if pair not in held}
+    filled = {pair for chunk in chunks for pair in chunk.tags}
+    return {pair: place for pair, place in recording.places.items() if pair not in filled}
 
 
 def _own_results(recording: Recording, regions: Regions) -> tuple[Recording, Regions]:
@@ -238,160 +205,3 @@ def _kind_of(batch: object) -> str:
         return type(batch).__name__
     fields = ", ".join(f"{name!r}: {type(field).__name__}" for name, field in batch.items())
     return f"a dict of {fields}" if fields else "an empty dict"
-
-
-def build_fake(
-    model_fn: Callable[[], nn.Module],
-    mode: FakeTensorMode,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> nn.Module:
-    """Build the model with fake tensors, with its floating-point state in type `dtype`.
-
-    A constructor that reads a tensor's values, as that of `orthogonal` does, gets real tensors instead.
-    """
-    with quiet():
-        shapes, mode.shape_env = mode.shape_env, None  # without symbols, to read a value is an error
-        try:
-            with mode, device, _converting():
-                model = model_fn()
-        except DataDependentOutputException:
-            model = _build_real(model_fn)
-        except PiperError:  # such as one of `annotate_layers`, which says all there is to say
-            raise
-        except Exception as error:
-            raise _not_built(error) from error
-        finally:
-            mode.shape_env = shapes
-        if not isinstance(model, nn.Module):
-            raise CaptureError(
-                "the model is not a module",
-                by="model",
-                facts={"got": type(model).__name__},
-                hint="model is a function that returns an nn.Module: model=lambda: Decoder(config)",
-            )
-        _check_types(model)
-        _cast(model, dtype, device)
-    choose_experts(model, dtype)
-    _install_recorders(model)
-    return model
-
-
-def _install_recorders(model: nn.Module) -> None:
-    """Install the hooks by which a Hugging Face model records hidden states and router logits.
-
-    It would install them in its first forward, under a lock that cannot be traced.
-    """
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    for module in model.modules():
-        if capturing is not None and hasattr(module, "_can_record_outputs"):
-            capturing.maybe_install_capturing_hooks(module)
-
-
-def _build_real(model_fn: Callable[[], nn.Module]) -> nn.Module:
-    """Build the model with memory, on the CPU: its constructor reads values, as `orthogonal` does."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # the driver's random state stays as it is
-        try:
-            return model_fn()
-        except PiperError:
-            raise
-        except Exception as error:
-            raise _not_built(error) from error
-
-
-def _not_built(error: Exception) -> CaptureError:
-    hint = "build the model alone, without Piper, to see the whole traceback"
-    return refused("the model cannot be built", error, hint=hint)
-
-
-def _check_types(model: nn.Module) -> None:
-    """Refuse complex parameters: norms, sums over devices and optimizers here are of real numbers."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise CaptureError(
-                f"the parameter {name} is complex",
-                by="model",
-                facts={
-                    "type": dtype_name(parameter.dtype),
-                    "but": "complex parameters cannot be trained here",
-                },
-                hint="hold it as real numbers: nn.Parameter(torch.view_as_real(w)), and use "
-                "torch.view_as_complex(self.w) in the forward; a complex buffer may stay",
-            )
-
-
-def _cast(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Cast floating-point parameters and buffers in place: hooks, ties and lists of parameters keep them.
-
-    Fakes stay fakes, and values that a constructor has read, as `from_pretrained` does, stay values.
-    """
-    for tensor in (*model.parameters(), *model.buffers()):
-        wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        if tensor.dtype != wanted or tensor.device.type != device.type:
-            _assign(tensor, tensor.data.to(device, wanted))
-
-
-def _assign(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor another value, of any type and device. It stays the same object."""
-    tensor.data = value
-    if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
-        tensor.fake_device = value.fake_device  # which is no part of its data
-
-
-@contextmanager
-def _converting() -> Iterator[None]:
-    """Let a constructor convert modules of fakes, as `module.to(dtype)` does: give their tensors other data.
-
-    Torch swaps such a tensor for its converted one, which fails for a fake: weak references to it exist.
-    """
-    before: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
-
-    def swap(first: Tensor, second: Tensor) -> None:
-        if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
-            _assign(first, second.data)
-        else:
-            before(first, second)
-
-    with replaced(torch.utils, "swap_tensors", swap):
-        yield
-
-
-def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
-    """Return every parameter once, with the other names of a tied one."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(tensor), []).append(name)
-    return tuple(
-        Parameter(
-            name=name,
-            shape=tuple(tensor.shape),
-            dtype=dtype_name(tensor.dtype),
-            trainable=tensor.requires_grad,
-            aliases=tuple(names[id(tensor)][1:]),
-        )
-        for name, tensor in model.named_parameters()
-    )
-
-
-def buffers_of(model: nn.Module) -> tuple[Buffer, ...]:
-    """Return every buffer once, with the names a state_dict has for a tied one."""
-    passing = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.named_buffers(remove_duplicate=False):
-        names.setdefault(id(tensor), []).append(name)
-    saved = {key: [name for name in found if name not in passing] for key, found in names.items()}
-    return tuple(
-        Buffer(
-            name=name,
-            shape=tuple(tensor.shape),
-            dtype=dtype_name(tensor.dtype),
-            nbytes=tensor.numel() * tensor.element_size(),
-            persistent=bool(saved[id(tensor)]),
-            names=tuple(saved[id(tensor)]) if len(names[id(tensor)]) > 1 else (),
-        )
-        for name, tensor in model.named_buffers()
-    )

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from piper.capture.trace.blame import node_line
 from piper.capture.trace.effects import argument, name_of
 from piper.capture.trace.functionalize import value
 from piper.capture.trace.recording import Recording, live
+from piper.capture.trace_errors import node_line
 from piper.ir.chunk import Batch
 
 _ENTROPIES = ("cross_entropy", "nll_loss", "cross_entropy_loss")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from piper.capture.divide.collective import how_of, is_collective
 from piper.capture.trace.effects import draws
+from piper.capture.trace.markers import how_of, is_collective
 from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
 from piper.ir.chunk import AxisPosition, Batch, Collective, Constant, HostPlace
 from piper.ir.sharding import Slicing

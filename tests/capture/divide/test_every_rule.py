@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from piper.capture.divide import attention_rules
-from piper.capture.divide.collective import collective
 from piper.capture.divide.compute_rules import POINTWISE
 from piper.capture.divide.draws import RULES as DRAWS
 from piper.capture.divide.rules import rules
+from piper.capture.trace.markers import collective
 from tests.capture.divide.every_rule import DEVICES, LAYOUTS, SAMPLES, Report, judged, main, suite
 from tests.capture.divide.hand_samples import hand_samples
 

@@ -15,8 +15,8 @@ from piper.capture.divide.collective import slicing_of
 from piper.capture.divide.divide import DividedForward, divide
 from piper.capture.divide.division import Division
 from piper.capture.divide.layout import Divided, reshaped
+from piper.capture.trace.build_model import build_fake
 from piper.capture.trace.record import record
-from piper.capture.trace.trace import build_fake
 from piper.errors import CaptureError
 from tests.capture.divide import lockstep
 

@@ -12,11 +12,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.autodiff.differentiate import Captured
 from piper.capture.divide.request import Request
+from piper.capture.layers.annotate_layers import find_layers
+from piper.capture.layers.equal_blocks import equal_blocks
+from piper.capture.layers.filled import Filled, filled, skipped_blocks
 from piper.capture.recordings import Capturing, Recordings, division_of, merged
-from piper.capture.repeat import Filled, filled, skipped_blocks
-from piper.capture.trace.equal_blocks import equal_blocks
-from piper.capture.trace.repeated_layers import find_layers
-from piper.capture.trace.trace import DTYPES, Traced, build_fake, fake_batch
+from piper.capture.trace.build_model import build_fake
+from piper.capture.trace.trace import DTYPES, Traced, fake_batch
 from piper.ir.chunk import CapturedModel
 
 FEWEST = 8  # blocks from which on it is worth it

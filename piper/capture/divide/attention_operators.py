@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from piper.capture.block_attention import (
+from piper.capture.divide.block_attention import (
     SEQUENCE,
     AttentionBlock,
     Turn,

@@ -14,7 +14,7 @@ from torch._guards import TracingContext
 
 from piper.errors import CaptureError, LossError
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 _OURS = (str(_PACKAGE / "capture"), str(_PACKAGE / "experts.py"), str(Path(torch.__file__).parent), "<")
 _HINT = "the loss must trace as one graph: no branch on a tensor's value, no .item(), no files inside"
 

@@ -1,0 +1,1 @@
+"""Products in a narrower type than the model's."""

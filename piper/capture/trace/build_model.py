@@ -1,0 +1,173 @@
+"""Builds a model of fake tensors on the device type that it will run on, so nothing is allocated."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+
+from piper.capture.trace.sizes import dtype_name
+from piper.capture.trace_errors import quiet, refused
+from piper.errors import CaptureError, PiperError
+from piper.experts import choose_experts
+from piper.ir.chunk import Buffer, Parameter
+from piper.process.attributes import replaced
+
+
+def build_fake(
+    model_fn: Callable[[], nn.Module],
+    mode: FakeTensorMode,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> nn.Module:
+    """Build the model with fake tensors, with its floating-point state in type `dtype`.
+
+    A constructor that reads a tensor's values, as that of `orthogonal` does, gets real tensors instead.
+    """
+    with quiet():
+        shapes, mode.shape_env = mode.shape_env, None  # without symbols, to read a value is an error
+        try:
+            with mode, device, _converting():
+                model = model_fn()
+        except DataDependentOutputException:
+            model = _build_real(model_fn)
+        except PiperError:  # such as one of `annotate_layers`, which says all there is to say
+            raise
+        except Exception as error:
+            raise _not_built(error) from error
+        finally:
+            mode.shape_env = shapes
+        if not isinstance(model, nn.Module):
+            raise CaptureError(
+                "the model is not a module",
+                by="model",
+                facts={"got": type(model).__name__},
+                hint="model is a function that returns an nn.Module: model=lambda: Decoder(config)",
+            )
+        _check_types(model)
+        _cast(model, dtype, device)
+    choose_experts(model, dtype)
+    _install_recorders(model)
+    return model
+
+
+def _install_recorders(model: nn.Module) -> None:
+    """Install the hooks by which a Hugging Face model records hidden states and router logits.
+
+    It would install them in its first forward, under a lock that cannot be traced.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    for module in model.modules():
+        if capturing is not None and hasattr(module, "_can_record_outputs"):
+            capturing.maybe_install_capturing_hooks(module)
+
+
+def _build_real(model_fn: Callable[[], nn.Module]) -> nn.Module:
+    """Build the model with memory, on the CPU: its constructor reads values, as `orthogonal` does."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # the driver's random state stays as it is
+        try:
+            return model_fn()
+        except PiperError:
+            raise
+        except Exception as error:
+            raise _not_built(error) from error
+
+
+def _not_built(error: Exception) -> CaptureError:
+    hint = "build the model alone, without Piper, to see the whole traceback"
+    return refused("the model cannot be built", error, hint=hint)
+
+
+def _check_types(model: nn.Module) -> None:
+    """Refuse complex parameters: norms, sums over devices and optimizers here are of real numbers."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise CaptureError(
+                f"the parameter {name} is complex",
+                by="model",
+                facts={
+                    "type": dtype_name(parameter.dtype),
+                    "but": "complex parameters cannot be trained here",
+                },
+                hint="hold it as real numbers: nn.Parameter(torch.view_as_real(w)), and use "
+                "torch.view_as_complex(self.w) in the forward; a complex buffer may stay",
+            )
+
+
+def _cast(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Cast floating-point parameters and buffers in place: hooks, ties and lists of parameters keep them.
+
+    Fakes stay fakes, and values that a constructor has read, as `from_pretrained` does, stay values.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        if tensor.dtype != wanted or tensor.device.type != device.type:
+            _assign(tensor, tensor.data.to(device, wanted))
+
+
+def _assign(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor another value, of any type and device. It stays the same object."""
+    tensor.data = value
+    if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
+        tensor.fake_device = value.fake_device  # which is no part of its data
+
+
+@contextmanager
+def _converting() -> Iterator[None]:
+    """Let a constructor convert modules of fakes, as `module.to(dtype)` does: give their tensors other data.
+
+    Torch swaps such a tensor for its converted one, which fails for a fake: weak references to it exist.
+    """
+    before: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
+
+    def swap(first: Tensor, second: Tensor) -> None:
+        if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
+            _assign(first, second.data)
+        else:
+            before(first, second)
+
+    with replaced(torch.utils, "swap_tensors", swap):
+        yield
+
+
+def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
+    """Return every parameter once, with the other names of a tied one."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+    return tuple(
+        Parameter(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            trainable=tensor.requires_grad,
+            aliases=tuple(names[id(tensor)][1:]),
+        )
+        for name, tensor in model.named_parameters()
+    )
+
+
+def buffers_of(model: nn.Module) -> tuple[Buffer, ...]:
+    """Return every buffer once, with the names a state_dict has for a tied one."""
+    passing = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.named_buffers(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+    saved = {key: [name for name in found if name not in passing] for key, found in names.items()}
+    return tuple(
+        Buffer(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            nbytes=tensor.numel() * tensor.element_size(),
+            persistent=bool(saved[id(tensor)]),
+            names=tuple(saved[id(tensor)]) if len(names[id(tensor)]) > 1 else (),
+        )
+        for name, tensor in model.named_buffers()
+    )
