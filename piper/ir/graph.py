@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, Tags
 from piper.ir.devices import Devices
+from piper.ir.mesh import EXPERTS, Axis, Mesh, arranged
 from piper.ir.node import Compute, compute_name
 from piper.ir.protection import Protection
 from piper.ir.select import At
@@ -55,6 +56,13 @@ class Policy:
     def degree(self) -> int:
         """Return the number of devices that share the same samples."""
         return math.prod(held.degree for held in self.axes) if self.axes else 1
+
+    def mesh(self, devices: Devices) -> Mesh:
+        """Return how a chunk's devices are arranged: along its axes, then by expert, then by sample."""
+        axes = [Axis(name=held.axis, degree=held.degree) for held in self.axes]
+        if self.ways > 1:
+            axes.append(Axis(name=EXPERTS, degree=self.ways, samples=True))
+        return arranged(devices, axes)
 
     def sharding(self, name: str) -> Sharding:
         """Return how a parameter or a buffer is divided."""

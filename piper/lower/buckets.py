@@ -3,13 +3,13 @@
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from piper.errors import ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Parameter
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, OffloadedChunk
 from piper.ir.ids import SlotId
+from piper.ir.mesh import EXPERTS, Axis, groups_apart
 from piper.ir.sharding import Sharding, local_sizes
 from piper.lower.placements import ChunkPlacement, placements_of
 from piper.lower.state import LoweringState
@@ -155,44 +155,31 @@ class HeldParameter:
 
     shape: tuple[int, ...]  # of what one device holds
     shardings: tuple[Sharding, ...] = ()
-    apart: tuple[
-        tuple[int, int], ...
-    ] = ()  # (stride, degree): devices that differ there add nothing to each other
+    distinct: tuple[Axis, ...] = ()  # along these, each device has a gradient of its own, and none is summed
     alike: int = 1  # how many devices hold the same slice and work out the same gradient
 
 
 def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
     """Return how the devices of a region hold a parameter: divided by expert, along an axis, or whole."""
     found: list[Sharding] = []
-    apart: list[tuple[int, int]] = []
-    alike, stride = 1, 1
+    distinct: list[Axis] = []
+    alike, mesh = 1, placement.mesh
     slices = {held.axis: held for held in param.slices}
-    for axis in placement.policy.axes:
-        held = slices.get(axis.axis)
+    for axis in mesh.sharing:
+        held = slices.get(axis.name)
         if held is not None and held.dim is not None:
-            found.append(Sharding(dim=held.dim, blocks=held.blocks, ways=axis.degree, stride=stride))
+            found.append(Sharding(dim=held.dim, blocks=held.blocks, ways=axis.degree, stride=axis.stride))
         if held is None or not held.summed:
-            apart.append((stride, axis.degree))
+            distinct.append(axis)
             alike *= axis.degree if held is None or held.dim is None else 1
-        stride *= axis.degree
     experts = placement.policy.sharding(param.name)
     if experts.ways > 1:
-        found.append(replace(experts, stride=stride))
-        apart.append((stride, experts.ways))
+        axis = mesh.axis(EXPERTS)
+        found.append(replace(experts, stride=axis.stride))
+        distinct.append(axis)
     return HeldParameter(
-        shape=local_sizes(param.shape, found), shardings=tuple(found), apart=tuple(apart), alike=alike
+        shape=local_sizes(param.shape, found), shardings=tuple(found), distinct=tuple(distinct), alike=alike
     )
-
-
-@lru_cache(maxsize=256)  # every bucket of a stage asks for the same
-def groups_apart(devices: Devices, apart: tuple[tuple[int, int], ...]) -> tuple[Devices, ...]:
-    """Return the groups of devices that sum one gradient: those in the same place on every such axis."""
-    if not apart:
-        return (devices,)
-    found: dict[tuple[int, ...], list[int]] = {}
-    for position, device in enumerate(devices):
-        found.setdefault(tuple(position // stride % degree for stride, degree in apart), []).append(device)
-    return tuple(tuple(members) for members in found.values())
 
 
 def chunk_buckets(
@@ -203,12 +190,10 @@ def chunk_buckets(
     Parameters of one bucket have the same dtype and are held by the devices in the same way, and all or none
     are among `narrow`.
     """
-    kinds: dict[
-        tuple[str, bool, tuple[tuple[int, int], ...], int, bool], list[tuple[Parameter, HeldParameter]]
-    ] = {}
+    kinds: dict[tuple[str, bool, tuple[Axis, ...], int, bool], list[tuple[Parameter, HeldParameter]]] = {}
     for param in params:
         held = held_by(param, placement)
-        kind = (param.dtype, param.trainable, held.apart, held.alike, param.name in narrow)
+        kind = (param.dtype, param.trainable, held.distinct, held.alike, param.name in narrow)
         kinds.setdefault(kind, []).append((param, held))
     limit = placement.policy.bucket_mb
     number = 0
@@ -237,7 +222,7 @@ def bucket_for(
 ) -> Bucket:
     """Return a bucket that lives on the devices of `placements`, which all have the same devices."""
     placement = placements[0]
-    groups = groups_apart(placement.devices, held.apart)
+    groups = groups_apart(placement.devices, held.distinct)
     zero = min(h.policy.zero for h in placements) if len(groups[0]) > 1 else 0
     return Bucket(
         name=name,
@@ -271,7 +256,7 @@ def tied_buckets(
     Return also why it is not sharded, where a chunk asked for that. taken: the names of other buckets.
     """
     held = held_by(param, placements[0])
-    by_set = placements_by_set(placements, ordered=bool(held.apart))
+    by_set = placements_by_set(placements, ordered=bool(held.distinct))
     check_divided_alike(param, placements, several=len(by_set) > 1)
     piece = Piece(name=param.name, shape=held.shape, offset=0, shardings=held.shardings)
     named = unused_name(param, placements, taken)
@@ -287,7 +272,7 @@ def tied_buckets(
     if len(sizes) == 1 and total == len(everyone):  # same size and disjoint: shards line up, one by one
         made = [bucket(f"{named}@{members[0].chunk}", members) for members in by_set.values()]
         return as_siblings(made, min(b.zero for b in made), held.alike), []
-    if held.apart:
+    if held.distinct:
         raise ScheduleError(
             f"the tied parameter {param.name} is divided on sets of devices that differ in size or overlap",
             by=placements[0].by,
@@ -325,7 +310,7 @@ def check_divided_alike(param: Parameter, placements: list[ChunkPlacement], *, s
     by_expert = any(placement.policy.sharding(param.name).ways > 1 for placement in placements)
     if len(set(held.values())) == 1 and not (several and by_expert):
         return
-    divided = next(placement for placement in placements if held[placement.chunk].apart)
+    divided = next(placement for placement in placements if held[placement.chunk].distinct)
     what = "experts" if by_expert else "parameter"
     raise ScheduleError(
         f"the tied {what} {param.name} {'are' if by_expert else 'is'} not divided alike",

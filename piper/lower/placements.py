@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from piper.ir.chunk import Tags
 from piper.ir.devices import Devices
 from piper.ir.graph import Graph, Policy
+from piper.ir.mesh import Mesh
 from piper.ir.node import Compute
 
 Lanes = tuple[Devices, int]
@@ -19,6 +20,11 @@ class ChunkPlacement:
     policy: Policy
     origin: tuple[int, ...]
     by: str  # the directive that put it there
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return how the devices are arranged."""
+        return self.policy.mesh(self.devices)
 
     @property
     def lanes(self) -> Lanes:

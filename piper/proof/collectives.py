@@ -7,7 +7,6 @@ from piper.ir.sharding import Collective
 from piper.plan.instr import Collecting, Instr
 from piper.plan.plan import Comm
 from piper.proof.decode import collected, described, shown_collective
-from piper.proof.grids import groups_along
 from piper.proof.local_instrs import Local
 from piper.proof.symbolic_state import SymbolicState
 
@@ -31,8 +30,8 @@ class Collectives:
                 program, place, f"has no communicator; it should go over {wanted.degree} devices"
             )
         elif comm is not None:
-            grid = self.state.expected_at(ins.part).grids[found.run.chunk]
-            groups = partial(groups_along, grid, grid.strides[wanted.axis], wanted.degree)
+            mesh = self.state.expected_at(ins.part).meshes[found.run.chunk]
+            groups = partial(mesh.groups, wanted.axis)
             whose = f"{wanted.axis} of {found.run.chunk}"
             self.state.check_groups(program, place, comm, whose, groups)
 
@@ -42,16 +41,16 @@ class Collectives:
         wanted = self._wanted(program, place, ins, found)
         if found is None or wanted is None:
             return
-        grid = self.state.expected_at(ins.part).grids[found.run.chunk]
-        stride = grid.strides[wanted.axis]
+        mesh = self.state.expected_at(ins.part).meshes[found.run.chunk]
+        stride = mesh.axis(wanted.axis).stride
         if wanted.op != "slice":
             self.state.complain(
                 program, place, f"takes a part by itself; it should be {shown_collective(wanted)}"
             )
-        elif (found.devices, found.stride) != (grid.devices, stride):
+        elif (found.devices, found.stride) != (mesh.devices, stride):
             held, should = (
                 f"{show(devices)}, {apart} apart"
-                for devices, apart in ((found.devices, found.stride), (grid.devices, stride))
+                for devices, apart in ((found.devices, found.stride), (mesh.devices, stride))
             )
             self.state.complain(program, place, f"takes the parts of devices {held}; it should be {should}")
 

@@ -3,7 +3,7 @@
 The samples are cut into cells. A cover says for each device of one program which cells its value holds, as
 segments (from, to, how often). Where experts are divided, share `s` of them works on cells of its own range,
 `s * cells` further on, so that the rows of one sample at two shares are two different things. Where
-neighbours share their samples, each lane of them has a range of its own too, as long as all shares together.
+devices share their samples, each shard has a range of its own too, as long as all shares together.
 
 Covers are interned, and everything worked out about them is worked out once: a step on a thousand
 microbatches uses the same few. So the devices of a program are walked a few times for each communicator, and
@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from piper.ir.devices import Devices
 from piper.plan.plan import Comm, Plans
-from piper.proof.grids import Lanes, lane_of
+from piper.proof.meshes import Numbering, shard_number
 
 Segment = tuple[int, int, int]  # from cell, to cell, how often
 Held = tuple[Segment, ...]  # on one device, in order and without overlap
@@ -35,8 +35,8 @@ class Covers:
         }
         self._held: list[tuple[Held, ...]] = []
         self._numbers: dict[tuple[Held, ...], Cover] = {}
-        self._sets: dict[tuple[int, Devices, int, int, Lanes], Cover | None] = {}
-        self._complete: dict[tuple[int, Devices, int, int, Lanes, Lanes, bool], Cover] = {}
+        self._sets: dict[tuple[int, Devices, int, int, Numbering], Cover | None] = {}
+        self._complete: dict[tuple[int, Devices, int, int, Numbering, Numbering, bool], Cover] = {}
         self._cuts: dict[tuple[Cover, int, int, int], Cover | None] = {}
         self._joins: dict[tuple[Cover, ...], Cover | None] = {}
         self._sums: dict[tuple[str, tuple[Contributor, ...]], dict[int, Cover]] = {}
@@ -50,14 +50,14 @@ class Covers:
         return self._held[cover]
 
     def of_set(
-        self, program: int, devices: Devices, degree: int = 1, shared: int = 1, lanes: Lanes = ()
+        self, program: int, devices: Devices, degree: int = 1, shared: int = 1, numbered: Numbering = ()
     ) -> Cover | None:
         """Return the slices that a program's devices have as members of a set. None: a device is no member.
 
         `degree`: experts are divided over groups of so many slices; each works on all rows of its group.
-        `shared`: so many neighbours share their samples; `lanes`: the axes along which their values differ.
+        `shared`: so many devices share their samples; `numbered`: the shards they hold, where values differ.
         """
-        key = (program, devices, degree, shared, lanes)
+        key = (program, devices, degree, shared, numbered)
         if key not in self._sets:
             position = {device: i for i, device in enumerate(devices)}
             members = [position.get(device, -1) for device in self.plans.plans[program].devices]
@@ -65,19 +65,19 @@ class Covers:
             even = slices > 0 and slices * shared == len(devices) and slices % degree == 0
             inside = even and min(members) >= 0 and self.cells % slices == 0
             self._sets[key] = (
-                self._intern(tuple(self._of_member(i, slices, degree, shared, lanes) for i in members))
+                self._intern(tuple(self._of_member(i, slices, degree, shared, numbered) for i in members))
                 if inside
                 else None
             )
         return self._sets[key]
 
-    def _of_member(self, position: int, slices: int, degree: int, shared: int, lanes: Lanes) -> Held:
+    def _of_member(self, position: int, slices: int, degree: int, shared: int, numbered: Numbering) -> Held:
         each = self.cells // slices * degree
         group, share = divmod(position // shared, degree)
-        return self._slice(lane_of(position, lanes), share, group * each, each)
+        return self._slice(shard_number(position, numbered), share, group * each, each)
 
-    def _slice(self, lane: int, share: int, first: int, count: int) -> Held:
-        start = (lane * self.shares + share) * self.cells + first
+    def _slice(self, shard: int, share: int, first: int, count: int) -> Held:
+        start = (shard * self.shares + share) * self.cells + first
         return ((start, start + count, 1),)
 
     def everything(self, program: int, shares: int = 1) -> Cover:
@@ -91,8 +91,8 @@ class Covers:
         devices: Devices,
         degree: int,
         shared: int = 1,
-        own: Lanes = (),
-        summed: Lanes = (),
+        own: Numbering = (),
+        summed: Numbering = (),
         every_share: bool = False,
     ) -> Cover:
         """Return the cover of all cells at each device's own share of the experts and its own place.
@@ -104,14 +104,14 @@ class Covers:
         if key not in self._complete:
             position = {device: i for i, device in enumerate(devices)}
             places = [0]
-            for _, many, worth in summed:
-                places = [place + i * worth for place in places for i in range(many)]
+            for axis, worth in summed:
+                places = [place + i * worth for place in places for i in range(axis.degree)]
             found: list[Held] = []
             for device in self.plans.plans[program].devices:
                 here = position[device]
                 shares = range(degree) if every_share else (here // shared % degree,)
-                lanes = [lane_of(here, own) + place for place in places]
-                pieces = [self._slice(lane, share, 0, self.cells) for lane in lanes for share in shares]
+                shards = [shard_number(here, own) + place for place in places]
+                pieces = [self._slice(shard, share, 0, self.cells) for shard in shards for share in shares]
                 found.append(_overlaid([piece for held in pieces for piece in held]))
             self._complete[key] = self._intern(tuple(found))
         return self._complete[key]

@@ -9,7 +9,8 @@ from piper.ir.ids import show_part
 from piper.plan.plan import Bucket, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers
-from piper.proof.specification import PartGrids, Specification
+from piper.proof.meshes import numbering
+from piper.proof.specification import PartMeshes, Specification
 from piper.proof.things import Kind, Terms, Thing, Things, places_along, shown_cuts
 
 Entry = tuple[int, str | None, int]  # a thing, its state or None for the microbatch, its amount
@@ -44,13 +45,13 @@ class Expectations:
         self,
         plans: Plans,
         spec: Specification,
-        layout: PartGrids,
+        layout: PartMeshes,
         covers: Covers,
         amounts: Amounts,
         things: Things,
     ) -> None:
         self.plans, self.spec, self.covers, self.amounts, self.things = plans, spec, covers, amounts, things
-        self.parts, self.grids = layout.parts, layout.grids
+        self.parts, self.meshes = layout.parts, layout.meshes
         self._phases: dict[tuple[int, str, str], Expected | None] = {}
         self._finals: dict[tuple[int, str], Terms] = {}
         self._sums: dict[tuple[str, int, str], Amount] = {}
@@ -180,20 +181,20 @@ class Expectations:
         return self._phases[key]
 
     def own_cover(self, program: int, chunk: str) -> Cover | None:
-        """Return the samples that a chunk works on, and their lane. None: it does not run there."""
-        grid = self.grids[chunk]
+        """Return the samples that a chunk works on, and which shards of them. None: it does not run there."""
+        mesh = self.meshes[chunk]
         degree = self.spec.degree(chunk) if self.spec.routed(chunk) else 1
-        return self.covers.of_set(program, grid.devices, degree, grid.degree, grid.lanes)
+        return self.covers.of_set(program, mesh.devices, degree, mesh.degree, numbering(mesh))
 
     def output_cover(
         self, program: int, producer: str, index: int, reader: str, *, backward: bool = False
     ) -> Cover:
         """Return the samples of an output, or of its gradient, that a reader's devices must hold."""
-        lanes = self.spec.lanes_at(producer, index, reader, backward=backward)
+        numbered = self.spec.numbering_at(producer, index, reader, backward=backward)
         routed = self.spec.routed(producer)
-        grid = self.grids[producer if routed else reader]
+        mesh = self.meshes[producer if routed else reader]
         degree = self.spec.degree(producer) if routed else 1
-        cover = self.covers.of_set(program, grid.devices, degree, grid.degree, lanes)
+        cover = self.covers.of_set(program, mesh.devices, degree, mesh.degree, numbered)
         assert cover is not None, f"{producer} and {reader} lie apart"
         return cover
 
@@ -221,7 +222,7 @@ class Expectations:
         return self._finals[key]
 
     def _complete(self, program: int, bucket: Bucket, chunk: str) -> Cover:
-        """Return the samples and the lanes over which a chunk's gradients of a bucket must be summed."""
+        """Return the samples and the shards over which a chunk's gradients of a bucket must be summed."""
         degree = self.spec.degree(chunk) if self.spec.routed(chunk) else 1
         held = self.spec.holding(chunk, self._parameters[bucket.pieces[0].name])
         if not held.own and not held.summed and held.experts == 1:
@@ -271,19 +272,19 @@ class Expectations:
     def _input(self, program: int, chunk: Chunk, position: int) -> Entry:
         """Return the value that a chunk must read at one of its inputs."""
         source = self.spec.resolve(chunk.inputs[position])
-        grid = self.grids[chunk.name]
+        mesh = self.meshes[chunk.name]
         devices = self.plans.plans[program].devices
         match source:
             case Constant(name=name):
                 return self._number(Thing("constant", name)), "", NOTHING
             case AxisPosition(axis=axis) | HostPlace(axis=axis):
-                places = places_along(grid.devices, grid.strides[axis], dict(grid.axes)[axis], devices)
+                places = places_along(mesh.devices, mesh.axis(axis), devices)
                 held: Kind = "place" if isinstance(source, AxisPosition) else "host_place"
                 return self._number(Thing(held, names=places)), "", NOTHING
             case Batch(field=field):
-                cover = self.covers.of_set(program, grid.devices, 1, grid.degree)
+                cover = self.covers.of_set(program, mesh.devices, 1, mesh.degree)
                 assert cover is not None, f"{chunk.name} does not run here"
-                cuts = shown_cuts(self.spec.cuts(chunk.name, field), grid.devices, devices)
+                cuts = shown_cuts(self.spec.cuts(chunk.name, field), mesh.devices, devices)
                 return self._number(Thing("batch", field, 0, cover, cuts)), None, NOTHING
             case Output():
                 return self._output(program, source.chunk, source.index, chunk.name)
@@ -315,8 +316,8 @@ class Expectations:
         if chunk.kind == "unroute":
             assert isinstance(source, Output), "an unroute takes the counts of its route"
             route = source.chunk
-        grid = self.grids[route]
-        cover = self.covers.of_set(program, grid.devices, 1, grid.degree, grid.lanes)
+        mesh = self.meshes[route]
+        cover = self.covers.of_set(program, mesh.devices, 1, mesh.degree, numbering(mesh))
         assert cover is not None, f"{route} and {chunk.name} lie apart"
         return self._of_chunk("splits", route, 0, cover)
 

@@ -18,7 +18,7 @@ from piper.proof.decode import (
     rows_of,
 )
 from piper.proof.expected import Expected
-from piper.proof.grids import in_any_order
+from piper.proof.meshes import in_any_order
 from piper.proof.symbolic_state import SymbolicState
 from piper.proof.things import NO_COVER, Thing, Value, shown_cuts
 

@@ -11,18 +11,19 @@ from itertools import product
 from piper.ir.chunk import Chunk, Output, Parameter, Source, Tags
 from piper.ir.devices import Devices
 from piper.ir.graph import Graph
+from piper.ir.mesh import Mesh
 from piper.ir.sharding import Sharding
-from piper.proof.grids import Holding, Lanes, RegionGrid, cuts_of, holding, in_any_order
+from piper.proof.meshes import Holding, Numbering, cuts_of, holding, in_any_order, numbering, passes
 
 ROUTED = ("route", "expert", "unroute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartGrids:
-    """Microbatches that run on the same devices, and the grids of those devices."""
+class PartMeshes:
+    """Microbatches that run on the same devices, and the mesh of each chunk for them."""
 
     parts: frozenset[Tags]
-    grids: Mapping[str, RegionGrid]
+    meshes: Mapping[str, Mesh]
 
 
 class Specification:
@@ -38,15 +39,15 @@ class Specification:
         self.microbatches = {name: microbatches_of(axes) for name, axes in graph.parts.items()}
         self.known_microbatches = {name: frozenset(found) for name, found in self.microbatches.items()}
         self.axes = dict(axis for axes in graph.parts.values() for axis in axes)
-        self.grids = {
-            name: self._grid(name, next(iter(self.part_devices[name].values()))) for name in self.chunks
+        self.meshes = {
+            name: self._mesh(name, next(iter(self.part_devices[name].values()))) for name in self.chunks
         }
         self.layouts = self._layouts()
-        self.cells = math.lcm(*{grid.slices for grid in self.grids.values()})
-        self.lanes = max(grid.degree for grid in self.grids.values())
+        self.cells = math.lcm(*{mesh.slices for mesh in self.meshes.values()})
+        self.sharing = max(mesh.degree for mesh in self.meshes.values())
         loss = self.outline.loss.chunk
-        self.slices = self.grids[loss].slices * len(self.microbatches[loss])
-        self.copies = self.grids[loss].degree
+        self.slices = self.meshes[loss].slices * len(self.microbatches[loss])
+        self.copies = self.meshes[loss].degree
         self.shares = max(map(self.degree, self.chunks))
         self.mutated = frozenset(name for chunk in self.outline.chunks for name in chunk.mutated)
         self.contributors = self._contributors()
@@ -93,21 +94,20 @@ class Specification:
 
     def holding(self, chunk: str, param: Parameter) -> Holding:
         """Return how the devices of a chunk hold a parameter between them."""
-        return holding(self.grids[chunk], param.slices, self.sharding(chunk, param.name))
+        return holding(self.meshes[chunk], param.slices, self.sharding(chunk, param.name))
 
     def cuts(self, chunk: str, field: str) -> tuple[Sharding, ...]:
         """Return how the devices of a chunk divide a field of the batch beyond its samples."""
-        return in_any_order(cuts_of(self.grids[chunk], self.outline.fields.get(field, ())))
+        return in_any_order(cuts_of(self.meshes[chunk], self.outline.fields.get(field, ())))
 
-    def lanes_at(self, producer: str, index: int, reader: str, *, backward: bool = False) -> Lanes:
-        """Return the lanes of an output, or of its gradient, that the devices of a reader must hold.
+    def numbering_at(self, producer: str, index: int, reader: str, *, backward: bool = False) -> Numbering:
+        """Return how the devices of a reader number the shards of an output, or of its gradient.
 
-        It has none along the axes on which the output is whole: all places hold the same there.
+        Axes along which the output is replicated do not count: all devices hold the same there.
         """
-        grid = self.grids[producer]
+        mesh = self.meshes[producer]
         whole = self._whole[backward].get((producer, index), frozenset())
-        axes = frozenset(axis for axis, _ in grid.axes) - whole
-        return self.grids[reader].lanes_of(grid, axes)
+        return numbering(self.meshes[reader], mesh, [axis for axis in mesh.sharing if axis.name not in whole])
 
     def is_alike(self, chunk: str, position: int) -> bool:
         """Return whether an input is the same for all samples.
@@ -117,9 +117,9 @@ class Specification:
         source = self.resolve(self.chunks[chunk].inputs[position])
         if not isinstance(source, Output):
             return False
-        if self.grids[source.chunk].slices == self.grids[chunk].slices:
+        if self.meshes[source.chunk].slices == self.meshes[chunk].slices:
             return False
-        if self.lanes_at(source.chunk, source.index, chunk):
+        if self.numbering_at(source.chunk, source.index, chunk):
             return False
         given = self.chunks[source.chunk].outputs[source.index].shape
         return given == self.chunks[chunk].input_specs[position].shape != ()
@@ -170,11 +170,10 @@ class Specification:
                     found.setdefault((source.chunk, source.index), []).append((chunk.name, position))
         return found
 
-    def _grid(self, chunk: str, devices: Devices) -> RegionGrid:
-        axes = tuple((held.axis, held.degree) for held in self.graph.policy(chunk).axes)
-        return RegionGrid(devices=devices, axes=axes)
+    def _mesh(self, chunk: str, devices: Devices) -> Mesh:
+        return self.graph.policy(chunk).mesh(devices)
 
-    def _layouts(self) -> list[PartGrids]:
+    def _layouts(self) -> list[PartMeshes]:
         """Find the microbatches that run on the same devices, chunk by chunk: all, unless some are apart."""
         parts = dict.fromkeys(part for found in self.microbatches.values() for part in found)
         apart = [name for name, sets in self.part_devices.items() if len(set(map(id, sets.values()))) > 1]
@@ -182,12 +181,12 @@ class Specification:
         for part in parts:
             alike.setdefault(tuple(self.part_devices[name].get(part) for name in apart), []).append(part)
         return [
-            PartGrids(
+            PartMeshes(
                 parts=frozenset(found),
-                grids={
-                    **self.grids,
+                meshes={
+                    **self.meshes,
                     **{
-                        name: self._grid(name, devices)
+                        name: self._mesh(name, devices)
                         for name, devices in zip(apart, sets, strict=True)
                         if devices is not None
                     },
@@ -203,11 +202,11 @@ class Specification:
         """
         found: dict[tuple[str, int], frozenset[str]] = {}
         for output, readers in (self.readers if backward else self._uses()).items():
-            grid = self.grids[output[0]]
+            mesh = self.meshes[output[0]]
             found[output] = frozenset(
-                axis[0]
-                for axis in grid.axes
-                if not all(grid.passes(self.grids[reader], axis) for reader, _ in readers)
+                axis.name
+                for axis in mesh.sharing
+                if not all(passes(mesh, self.meshes[reader], axis) for reader, _ in readers)
             )
         return found
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 from piper.ir.chunk import Constant, Output, Tags
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId
+from piper.ir.mesh import Axis
 from piper.plan.plan import Bucket, Comm, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers, Held, Segment
@@ -124,16 +125,16 @@ class SymbolicState:
         return " and ".join(shown) or "nothing"
 
     def _shown(self, held: Held) -> str:
-        """Describe the cells that a device holds, and their lane where neighbours share their samples."""
-        if self.spec.lanes == 1:
+        """Describe the cells that a device holds, and of which shard where devices share their samples."""
+        if self.spec.sharing == 1:
             return show_cells(held)
         size = self.spec.shares * self.spec.cells
-        lanes: dict[int, list[Segment]] = {}
+        shards: dict[int, list[Segment]] = {}
         for low, high, count in held:
-            for lane in range(low // size, -(-high // size)):
-                first, last = max(low, lane * size), min(high, (lane + 1) * size)
-                lanes.setdefault(lane, []).append((first - lane * size, last - lane * size, count))
-        shown = [f"{show_cells(tuple(some))} of lane {lane}" for lane, some in lanes.items()]
+            for shard in range(low // size, -(-high // size)):
+                first, last = max(low, shard * size), min(high, (shard + 1) * size)
+                shards.setdefault(shard, []).append((first - shard * size, last - shard * size, count))
+        shown = [f"{show_cells(tuple(some))} of shard {shard}" for shard, some in shards.items()]
         return " and ".join(shown) or show_cells(())
 
     def merged(self, *terms: Terms) -> Terms:
@@ -231,4 +232,4 @@ def placed_by(slot: SlotId, devices: Devices) -> tuple[str, ...] | None:
     if not group or not set(region).issuperset((*group, *devices)):
         return None
     stride = region.index(group[1]) - region.index(group[0]) if len(group) > 1 else 1
-    return places_along(region, stride, len(group), devices) if stride > 0 else None
+    return places_along(region, Axis(degree=len(group), stride=stride), devices) if stride > 0 else None

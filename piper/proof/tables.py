@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from piper.ir.chunk import Parameter
 from piper.ir.devices import Devices, show
+from piper.ir.mesh import groups_apart
 from piper.ir.sharding import Sharding, local_sizes
 from piper.plan.plan import Bucket, Plans
-from piper.proof.grids import Holding, groups_by, in_any_order
+from piper.proof.meshes import Holding, in_any_order
 from piper.proof.specification import Specification
 
 
@@ -67,8 +68,8 @@ def header_problems(plans: Plans, spec: Specification) -> Iterator[str]:
         if found != wanted:
             yield f"the plans say {name}={found}; it should be {wanted}"
     for what, source in (("weight", spec.outline.weight), ("metric", spec.outline.metrics)):
-        if source is not None and spec.grids[source.chunk].degree != spec.copies:
-            there = spec.grids[source.chunk].degree
+        if source is not None and spec.meshes[source.chunk].degree != spec.copies:
+            there = spec.meshes[source.chunk].degree
             yield f"{spec.copies} devices hold each loss and {there} each {what}; they are counted alike"
 
 
@@ -76,7 +77,7 @@ def division_problems(spec: Specification) -> Iterator[str]:
     """Yield where the captured model is divided differently from the directives."""
     degrees: dict[str, set[int]] = {}
     for name, chunk in spec.chunks.items():
-        how, axes = chunk.collective, dict(spec.grids[name].axes)
+        how, axes = chunk.collective, {a.name: a.degree for a in spec.meshes[name].sharing}
         for axis, degree in axes.items():
             degrees.setdefault(axis, set()).add(degree)
         if how is not None and axes.get(how.axis) != how.degree:
@@ -153,9 +154,9 @@ def group_problems(
     if len(ways) > 1:
         yield f"{bucket.name} holds {name}, which its chunks divide in {len(ways)} ways"
     for held in ways[:1]:
-        if held.groups and apart:
+        if held.distinct and apart:
             yield f"{bucket.name} holds {name}, which is divided, on other devices than its chunks"
-        groups = groups_by(bucket.devices, held.groups)
+        groups = groups_apart(bucket.devices, held.distinct)
         if bucket.groups != groups:
             found, wanted = (" and ".join(map(show, some[:4])) for some in (bucket.groups, groups))
             yield f"{bucket.name} reduces within {found}; it should be {wanted}"
@@ -186,9 +187,9 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     for plan in plans:
         for slot, held in plan.residents.items():
             for user in users.get(slot.owner, ()) if slot.kind == "buffer" else ():
-                grid, placement = spec.grids[user], spec.placement[user]
+                mesh, placement = spec.meshes[user], spec.placement[user]
                 experts = spec.sharding(user, slot.owner)
-                wanted = Sharding(dim=experts.dim, ways=experts.ways, stride=grid.degree)
+                wanted = Sharding(dim=experts.dim, ways=experts.ways, stride=mesh.degree)
                 placed = placement if experts.ways > 1 else ()
                 if plan.devices[0] not in placement or held.sharding.ways == experts.ways == 1:
                     continue

@@ -7,6 +7,7 @@ from typing import Literal
 from piper.ir.chunk import Tags
 from piper.ir.devices import Devices
 from piper.ir.ids import show_part
+from piper.ir.mesh import Axis
 from piper.ir.sharding import Sharding
 from piper.proof.amounts import Amount, Amounts
 from piper.proof.covers import Cover
@@ -118,10 +119,10 @@ class Things:
         return words[thing.kind] + microbatch
 
 
-def places_along(devices: Devices, stride: int, degree: int, members: Devices) -> tuple[str, ...]:
-    """Return the position of some members of a set in their groups, which lie `stride` apart in it."""
+def places_along(devices: Devices, axis: Axis, members: Devices) -> tuple[str, ...]:
+    """Return where some members of a mesh lie along one of its axes."""
     position = {device: i for i, device in enumerate(devices)}
-    return tuple(str(position[device] // stride % degree) for device in members)
+    return tuple(str(axis.coordinate(position[device])) for device in members)
 
 
 def shown_cuts(cuts: Sequence[Sharding], devices: Devices, members: Devices) -> tuple[str, ...]:
@@ -130,6 +131,6 @@ def shown_cuts(cuts: Sequence[Sharding], devices: Devices, members: Devices) -> 
     for held in cuts:
         blocks = f", {held.blocks} blocks" if held.blocks > 1 else ""
         order = ", zigzag" if held.zigzag else ""
-        places = ",".join(places_along(devices, held.stride, held.ways, members))
+        places = ",".join(places_along(devices, Axis(degree=held.ways, stride=held.stride), members))
         found.append(f"slices {places} of {held.ways} along dimension {held.dim}{blocks}{order}")
     return tuple(found)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from piper.ir.devices import Devices, columns, groups_of
+from piper.ir.mesh import EXPERTS
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm
@@ -21,7 +22,6 @@ from piper.proof.decode import (
     param_slot,
     subject,
 )
-from piper.proof.grids import groups_along
 from piper.proof.local_instrs import Local
 from piper.proof.symbolic_state import SymbolicState
 from piper.proof.things import NO_COVER, Terms, Thing, Value
@@ -123,9 +123,8 @@ class Together:
 
     def check_experts(self, member: Member, comm: Comm | None, chunk: str) -> None:
         """Complain unless a communicator joins the devices that divide a chunk's experts, in order."""
-        grid, degree = self.state.expected_at(member.ins.part).grids[chunk], self.spec.degree(chunk)
         if comm is not None:
-            wanted = partial(groups_along, grid, grid.degree, degree)
+            wanted = partial(self.state.expected_at(member.ins.part).meshes[chunk].groups, EXPERTS)
             self.state.check_groups(member.program, member.place, comm, f"experts {chunk}", wanted)
 
     def collect(self, comm: Comm | None, members: Sequence[Member]) -> None:

@@ -12,8 +12,9 @@ from piper.compiler import build
 from piper.directives import Directive, shard
 from piper.errors import CompilerError
 from piper.ir.chunk import Output, ParameterSlice
-from piper.ir.graph import Graph
+from piper.ir.graph import AxisPolicy, Graph, Policy
 from piper.ir.ids import Pass, SlotId, read_slot
+from piper.ir.mesh import Axis, arranged, groups_apart
 from piper.ir.select import at
 from piper.ir.sharding import WHOLE, Sharding, Slicing
 from piper.lower import validate
@@ -21,7 +22,7 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
 from piper.plan.prove import ProofError, prove
 from piper.proof.covers import Covers
-from piper.proof.grids import RegionGrid, groups_along, groups_by, holding
+from piper.proof.meshes import holding, numbering, passes
 from piper.proof.symbolic_state import placed_by
 from piper.proof.values import prove_values, value_problems
 from tests.proof import divided, divided_mutations, mutations
@@ -303,22 +304,22 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "samples of other groups": (
         lambda: after(TENSOR, "load", "tokens", loading(devices=(2, 3, 0, 1))),
-        "which holds field tokens, on device 0 of cells 1-1 of lane 0; "
-        "it should hold field tokens, on device 0 of cells 0-0 of lane 0",
+        "which holds field tokens, on device 0 of cells 1-1 of shard 0; "
+        "it should hold field tokens, on device 0 of cells 0-0 of shard 0",
     ),
     "groups of no devices": (
         lambda: after(TENSOR, "load", "tokens", loading(degree=0)),
         "loads the samples of devices that it does not run on",
     ),
-    "a transfer to another lane": (
+    "a transfer to another shard": (
         lambda: comm(SEQUENCE, "0,1>2,3/2:2", ((0, 3), (1, 2))),
-        "which holds output 0 of PP=0 #5 on MB=0, on device 2 of cells 0-0 of lane 1; "
-        "it should hold output 0 of PP=0 #5 on MB=0, on device 2 of cells 0-0 of lane 0",
+        "which holds output 0 of PP=0 #5 on MB=0, on device 2 of cells 0-0 of shard 1; "
+        "it should hold output 0 of PP=0 #5 on MB=0, on device 2 of cells 0-0 of shard 0",
     ),
     "a sum over the group that is left out": (
         lambda: without(SEQUENCE, "all_reduce", "reduce[PP=0 #1/0"),
-        "which holds (PP=0 #1 MB=0 + PP=0 #1 MB=1) over cells 0-0 of lane 0; it should hold "
-        "(PP=0 #1 MB=0 + PP=0 #1 MB=1) over cells 0-0 of lane 0 and cells 0-0 of lane 1",
+        "which holds (PP=0 #1 MB=0 + PP=0 #1 MB=1) over cells 0-0 of shard 0; it should hold "
+        "(PP=0 #1 MB=0 + PP=0 #1 MB=1) over cells 0-0 of shard 0 and cells 0-0 of shard 1",
     ),
     "losses of a group counted twice": (
         lambda: table(TENSOR, copies=1),
@@ -471,31 +472,26 @@ def test_many_edited_plans_are_refused_or_give_the_same_numbers(name: str) -> No
     assert found["values"] >= 40, found
 
 
-GRID = RegionGrid(devices=(8, 9, 10, 11, 12, 13, 14, 15), axes=(("TP", 2), ("CP", 2)))
+DEVICES = (8, 9, 10, 11, 12, 13, 14, 15)
+AXES = tuple(AxisPolicy(axis=axis, degree=2, stream="s", origin=0) for axis in ("TP", "CP"))
+MESH = arranged(DEVICES, [Axis(name="TP", degree=2), Axis(name="CP", degree=2)])
 
 
-def test_a_grid_of_devices() -> None:
-    assert (GRID.degree, GRID.slices) == (4, 2)
-    assert GRID.strides == {"TP": 1, "CP": 2}
-    assert groups_along(GRID, 1, 2) == ((8, 9), (10, 11), (12, 13), (14, 15))
-    assert groups_along(GRID, 2, 2) == ((8, 10), (9, 11), (12, 14), (13, 15))
-    assert groups_along(GRID, 4, 2) == ((8, 12), (9, 13), (10, 14), (11, 15))
-    assert groups_by(GRID.devices, ((1, 2),)) == ((8, 10, 12, 14), (9, 11, 13, 15))
-    assert groups_by(GRID.devices, ()) == (GRID.devices,)
-
-
-def test_lanes_between_regions_with_the_axes_in_another_order() -> None:
-    other = RegionGrid(devices=GRID.devices, axes=(("CP", 2), ("TP", 2)))
-    assert GRID.passes(other, ("TP", 2))
-    assert other.lanes_of(GRID, frozenset(("TP",))) == ((2, 2, 1),)
-    assert not GRID.passes(RegionGrid(devices=(0, 1, 2, 3), axes=GRID.axes), ("TP", 2))  # fewer devices
-    assert not GRID.passes(RegionGrid(devices=GRID.devices, axes=(("TP", 4),)), ("TP", 2))
+def test_shards_between_regions_with_the_axes_in_another_order() -> None:
+    other = arranged(DEVICES, [Axis(name="CP", degree=2), Axis(name="TP", degree=2)])
+    tensor = MESH.axis("TP")
+    assert passes(MESH, other, tensor)
+    assert numbering(other, MESH, [tensor]) == ((other.axis("TP"), 1),)
+    assert other.axis("TP").stride == 2
+    assert not passes(MESH, arranged((0, 1, 2, 3), MESH.sharing), tensor)  # fewer devices
+    assert not passes(MESH, arranged(DEVICES, [Axis(name="TP", degree=4)]), tensor)
 
 
 def test_how_a_region_holds_a_parameter() -> None:
     def held(*slices: ParameterSlice, experts: Sharding = WHOLE) -> tuple[object, ...]:
-        found = holding(GRID, slices, experts)
-        return found.shardings, groups_by(GRID.devices, found.groups), found.slices
+        mesh = Policy(axes=AXES, ways=experts.ways).mesh(DEVICES)
+        found = holding(mesh, slices, experts)
+        return found.shardings, groups_apart(DEVICES, found.distinct), found.slices
 
     along_tp = ParameterSlice(axis="TP", degree=2, dim=1)
     over_cp = ParameterSlice(axis="CP", degree=2, summed=True)
@@ -518,32 +514,32 @@ def four_devices() -> Covers:
     return Covers(Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False), cells=2)
 
 
-def test_neighbours_share_their_samples_and_have_lanes_of_their_own() -> None:
+def test_neighbours_share_their_samples_and_have_shards_of_their_own() -> None:
     covers = four_devices()
     shared = covers.of_set(0, (0, 1, 2, 3), 1, 2)
     assert shared is not None
     assert covers.held(shared) == (((0, 1, 1),), ((0, 1, 1),), ((1, 2, 1),), ((1, 2, 1),))
-    lanes = covers.of_set(0, (0, 1, 2, 3), 1, 2, ((1, 2, 1),))
-    assert lanes is not None
-    assert covers.held(lanes) == (((0, 1, 1),), ((2, 3, 1),), ((1, 2, 1),), ((3, 4, 1),))
+    shards = covers.of_set(0, (0, 1, 2, 3), 1, 2, ((Axis(degree=2), 1),))
+    assert shards is not None
+    assert covers.held(shards) == (((0, 1, 1),), ((2, 3, 1),), ((1, 2, 1),), ((3, 4, 1),))
     assert covers.of_set(0, (0, 1, 2, 3), 1, 3) is None
-    own = covers.own_share(0, (0, 1, 2, 3), 1, 2, own=((1, 2, 1),))
+    own = covers.own_share(0, (0, 1, 2, 3), 1, 2, own=((Axis(degree=2), 1),))
     assert covers.held(own) == (((0, 2, 1),), ((2, 4, 1),), ((0, 2, 1),), ((2, 4, 1),))
-    every = covers.own_share(0, (0, 1, 2, 3), 1, 2, summed=((1, 2, 1),))
+    every = covers.own_share(0, (0, 1, 2, 3), 1, 2, summed=((Axis(degree=2), 1),))
     assert covers.held(every) == (((0, 4, 1),),) * 4
     over = Comm(name="all", kind="groups", groups=((0, 1, 2, 3),))
-    assert covers.summed(over, ((0, lanes),), (0,)) == {0: every}
+    assert covers.summed(over, ((0, shards),), (0,)) == {0: every}
 
 
-def test_shares_of_experts_within_lanes() -> None:
+def test_shares_of_experts_within_shards() -> None:
     plan = Plan(devices=(0, 1, 2, 3), instrs=(), slots={}, residents={})
     covers = Covers(Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False), cells=2, shares=2)
-    rows = covers.of_set(0, (0, 1, 2, 3), 2, 2, ((1, 2, 1),))
+    rows = covers.of_set(0, (0, 1, 2, 3), 2, 2, ((Axis(degree=2), 1),))
     assert rows is not None
     assert covers.held(rows) == (((0, 2, 1),), ((4, 6, 1),), ((2, 4, 1),), ((6, 8, 1),))
-    own = covers.own_share(0, (0, 1, 2, 3), 2, 2, own=((1, 2, 1),))
+    own = covers.own_share(0, (0, 1, 2, 3), 2, 2, own=((Axis(degree=2), 1),))
     assert covers.held(own) == covers.held(rows)
-    every = covers.own_share(0, (0, 1, 2, 3), 2, 2, own=((1, 2, 1),), every_share=True)
+    every = covers.own_share(0, (0, 1, 2, 3), 2, 2, own=((Axis(degree=2), 1),), every_share=True)
     assert covers.held(every) == (((0, 4, 1),), ((4, 8, 1),), ((0, 4, 1),), ((4, 8, 1),))
 
 
@@ -575,8 +571,8 @@ def test_regions_whose_axes_lie_in_another_order_do_not_pass_values_place_by_pla
     for module in (build, validate):
         monkeypatch.setattr(module, "check_axes", lambda graph: None)  # which refuses such a strategy
     wanted = (
-        "on device 1 of cells 0-0 of lane 1; it should hold output 0 of PP=0 #6, "
-        "on device 1 of cells 0-0 of lane 2"
+        "on device 1 of cells 0-0 of shard 1; it should hold output 0 of PP=0 #6, "
+        "on device 1 of cells 0-0 of shard 2"
     )
     with pytest.raises(CompilerError, match=wanted):
         divided.program(strategy, loss=divided.weighted_loss)

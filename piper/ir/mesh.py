@@ -1,0 +1,103 @@
+"""A mesh: devices arranged along named axes. It says which devices share samples, and which form a group."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from piper.ir.devices import Devices
+
+# Names of two words, because a strategy names its axes in one.
+EXPERTS = "by expert"  # the axis along which experts are sharded
+DATA = "by sample"  # the outermost axis: its devices take different samples, and sum their gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """An axis of a mesh: each group along it has `degree` devices, which lie `stride` apart in the mesh."""
+
+    degree: int
+    stride: int = 1
+    name: str = ""
+    samples: bool = False  # its devices take different samples; else they share them
+
+    def coordinate(self, position: int) -> int:
+        """Return where along this axis the device at a position of the mesh lies."""
+        return position // self.stride % self.degree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Devices arranged along axes, the innermost first: its neighbours are neighbours in `devices`."""
+
+    devices: Devices
+    axes: tuple[Axis, ...] = ()
+
+    @property
+    def sharing(self) -> tuple[Axis, ...]:
+        """Return the axes whose devices share their samples."""
+        return tuple(axis for axis in self.axes if not axis.samples)
+
+    @property
+    def degree(self) -> int:
+        """Return how many devices share the same samples."""
+        return math.prod(axis.degree for axis in self.sharing)
+
+    @property
+    def slices(self) -> int:
+        """Return into how many slices the samples are cut."""
+        return len(self.devices) // self.degree
+
+    def axis(self, name: str) -> Axis:
+        """Return an axis by its name."""
+        return {axis.name: axis for axis in self.axes}[name]
+
+    def coordinate(self, device: int) -> dict[str, int]:
+        """Return where a device lies along each axis."""
+        position = self.devices.index(device)
+        return {axis.name: axis.coordinate(position) for axis in self.axes}
+
+    def groups(self, *names: str) -> tuple[Devices, ...]:
+        """Return the groups of devices that differ only in where they lie along some axes, in order."""
+        return groups_along(self.devices, tuple(map(self.axis, names)))
+
+    def distinct_along(self, *names: str) -> tuple[Devices, ...]:
+        """Return the groups that hold one part each of what is distinct along some axes, in order."""
+        return groups_apart(self.devices, tuple(map(self.axis, names)))
+
+
+def arranged(devices: Devices, axes: Iterable[Axis]) -> Mesh:
+    """Return a mesh of some axes, the innermost first. All devices that are left lie along `DATA`."""
+    placed, stride = [], 1
+    for axis in axes:
+        placed.append(replace(axis, stride=stride))
+        stride *= axis.degree
+    data = Axis(name=DATA, degree=max(1, len(devices) // stride), stride=stride, samples=True)
+    return Mesh(devices=devices, axes=(*placed, data))
+
+
+@lru_cache(maxsize=256)  # every bucket of a stage asks for the same
+def groups_along(devices: Devices, axes: tuple[Axis, ...]) -> tuple[Devices, ...]:
+    """Return the groups of devices that differ only in where they lie along some axes, in order."""
+    return _grouped(
+        devices,
+        (
+            position - sum(axis.coordinate(position) * axis.stride for axis in axes)
+            for position in range(len(devices))
+        ),
+    )
+
+
+@lru_cache(maxsize=256)
+def groups_apart(devices: Devices, axes: tuple[Axis, ...]) -> tuple[Devices, ...]:
+    """Return the groups of devices that lie in one place along each of some axes, in order."""
+    return _grouped(
+        devices, (tuple(axis.coordinate(position) for axis in axes) for position in range(len(devices)))
+    )
+
+
+def _grouped(devices: Devices, keys: Iterable[object]) -> tuple[Devices, ...]:
+    found: dict[object, list[int]] = {}
+    for device, key in zip(devices, keys, strict=True):
+        found.setdefault(key, []).append(device)
+    return tuple(map(tuple, found.values()))

@@ -1,0 +1,95 @@
+"""How the devices of a region hold values and parameters: which shards, and which gradients are summed."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from piper.ir.chunk import ParameterSlice
+from piper.ir.mesh import EXPERTS, Axis, Mesh
+from piper.ir.sharding import Sharding
+
+Numbering = tuple[tuple[Axis, int], ...]
+# ^ of the shards that devices with the same samples hold: for each axis, what a step along it adds
+
+
+def numbering(mesh: Mesh, producer: Mesh | None = None, axes: Sequence[Axis] | None = None) -> Numbering:
+    """Return how the devices of a mesh number their shards: as a producer does, along some of its axes."""
+    producer = producer or mesh
+    return tuple((mesh.axis(axis.name), axis.stride) for axis in (producer.sharing if axes is None else axes))
+
+
+def shard_number(position: int, numbered: Numbering) -> int:
+    """Return the number of the shard that a device holds, from its position in its mesh."""
+    return sum(axis.coordinate(position) * worth for axis, worth in numbered)
+
+
+def passes(mesh: Mesh, other: Mesh, axis: Axis) -> bool:
+    """Return whether a value may pass to another region sharded along an axis, device by device.
+
+    Capture gathers a value where it leaves the regions that shard it, or their number of devices.
+    """
+    there = {each.name: each.degree for each in other.sharing}
+    return there.get(axis.name) == axis.degree and len(mesh.devices) == len(other.devices)
+
+
+def cuts_of(mesh: Mesh, slices: Sequence[ParameterSlice]) -> tuple[Sharding, ...]:
+    """Return how the devices of a region shard a parameter or a field, the first axis first."""
+    axes = {axis.name: axis for axis in mesh.sharing}
+    return tuple(
+        Sharding(
+            dim=held.dim,
+            blocks=held.blocks,
+            zigzag=held.zigzag,
+            ways=axes[held.axis].degree,
+            stride=axes[held.axis].stride,
+        )
+        for held in slices
+        if held.dim is not None and held.axis in axes
+    )
+
+
+def in_any_order(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
+    """Return shardings in a canonical order. The order matters only within one dimension."""
+    return tuple(sorted(shardings, key=lambda held: held.dim))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """How the devices of a region hold a parameter, before ZeRO, and which gradients are summed."""
+
+    shardings: tuple[Sharding, ...]
+    own: Numbering  # axes along which each device has the whole gradient of what it holds
+    summed: Numbering  # axes along which each device has a term of it
+    shared: int  # devices that share their samples
+    experts: int  # over how many slices of the samples the experts are sharded
+    distinct: tuple[Axis, ...]  # devices that differ along one of these do not add their gradients
+
+    @property
+    def slices(self) -> int:
+        """Return into how many different slices the parameter is cut."""
+        return math.prod(held.ways for held in self.shardings)
+
+
+@lru_cache(maxsize=1024)  # many parameters of a region are sharded alike
+def holding(mesh: Mesh, slices: tuple[ParameterSlice, ...], experts: Sharding) -> Holding:
+    """Return how a region holds a parameter.
+
+    experts: how the directives shard it by expert.
+    """
+    summed = {held.axis for held in slices if held.summed and held.dim is None}
+    shardings = list(cuts_of(mesh, slices))
+    own = [axis for axis in mesh.sharing if axis.name not in summed]
+    distinct = own
+    if experts.ways > 1:
+        axis = mesh.axis(EXPERTS)
+        shardings.append(Sharding(dim=experts.dim, ways=axis.degree, stride=axis.stride))
+        distinct = [*own, axis]
+    return Holding(
+        shardings=in_any_order(shardings),
+        own=numbering(mesh, axes=own),
+        summed=numbering(mesh, axes=[axis for axis in mesh.sharing if axis.name in summed]),
+        shared=mesh.degree,
+        experts=experts.ways,
+        distinct=tuple(distinct),
+    )
