@@ -8,7 +8,9 @@ from torch import nn
 import piper
 from piper import at, place, remat, replicate, schedules, shard, split
 from piper.directives import Directive
+from piper.ir.graph import Graph
 from piper.ir.ids import SlotId
+from piper.lower.buckets import Buckets, make_buckets
 from tests.zoo import Case, case
 
 
@@ -50,6 +52,20 @@ def test_experts_compile_with_fewer_ways_than_replicas() -> None:
         "exchange",
         "reduce_scatter",
     }
+
+
+def test_buckets_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer is tried on the buckets that lowering then gets."""
+    made: list[Buckets] = []
+
+    def noted(graph: Graph) -> Buckets:
+        made.append(make_buckets(graph))
+        return made[-1]
+
+    monkeypatch.setattr("piper.compiler.build.make_buckets", noted)
+    monkeypatch.setattr("piper.lower.lower.make_buckets", noted)
+    program = piper.compile(job(case("mlp"), [replicate(at(), [0, 1], zero=2)]))
+    assert len(made) == 1 and program.plans.buckets is made[0].read
 
 
 def test_sets_of_different_sizes_are_captured_once_each() -> None:

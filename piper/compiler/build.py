@@ -28,6 +28,7 @@ from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job, strategy_of
+from piper.lower.buckets import make_buckets, share_buckets, with_whole_parameters
 from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
 from piper.lower.state import LoweringState, Settings
@@ -213,20 +214,23 @@ def build(
             check_sums(graph, samples, capturing)
         codes = capture_slices(graph, samples, capturing, requests)
         graph = replace(graph, outline=outline_by_slice(graph, samples, codes))
+        if trained is not None:
+            graph = reads_state_of(trained, graph)
+            buckets = share_buckets(graph, trained.plans.buckets)
+            facts = OptimizerFacts(state_bytes=trained.work.settings.state_bytes)
+        else:
+            buckets = make_buckets(graph)
+            facts = optimizer or facts_of_optimizer(job, graph, buckets)
         settings = Settings(
             samples=samples,
             clip=job.clip_norm is not None and trained is None,
+            state_bytes=facts.state_bytes,
             master_bytes=MASTER_BYTES[job.precision],
-            buckets=None if trained is None else trained.plans.buckets,
+            whole=facts.whole,
+            trains=trained is None,
         )
-        if trained is not None:
-            graph = reads_state_of(trained, graph)
-            settings = replace(settings, state_bytes=trained.work.settings.state_bytes)
-        else:
-            facts = optimizer or facts_of_optimizer(job, graph, settings)
-            settings = replace(settings, state_bytes=facts.state_bytes, whole=facts.whole)
         log.debug("Lowering and proving the plans")
-        plans, work = lower(graph, settings)
+        plans, work = lower(graph, settings, with_whole_parameters(buckets) if facts.whole else buckets)
     reasons = [] if trained is not None else [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,

@@ -19,16 +19,22 @@ from piper.plan.plan import Bucket, Piece, Slot
 MEGABYTE = 2**20
 
 
-def make_buckets(work: LoweringState) -> LoweringState:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """The buckets of a program, by name, and why some of them are not sharded."""
+
+    read: Mapping[str, Bucket]  # those that its chunks read
+    held: Mapping[str, Bucket]  # and those that only the program that trains them reads
+    why: tuple[str, ...] = ()
+
+
+def make_buckets(graph: Graph) -> Buckets:
     """Group each chunk's parameters into buckets; a tied parameter gets buckets of its own.
 
     PP=0: a, b, tied     PP=1: c, tied
     -->
     PP=0/0: a, b     PP=1/0: c     tied@PP=0: tied     tied@PP=1: tied
     """
-    if work.settings.buckets is not None:
-        return share_buckets(work, work.settings.buckets)
-    graph = work.graph
     placements = placements_of(graph)
     parameters = {p.name: p for p in trained(graph.outline)}
     users: dict[str, list[str]] = {}
@@ -48,14 +54,24 @@ def make_buckets(work: LoweringState) -> LoweringState:
             buckets, reason = tied_buckets(parameters[name], [placements[c] for c in chunks], made)
             made.update({bucket.name: bucket for bucket in buckets})
             why += reason
-    if work.settings.whole:
-        made = with_whole_parameters(made)
+    return Buckets(read=made, held=made, why=tuple(why))
+
+
+def hold_buckets(work: LoweringState) -> LoweringState:
+    """Give each chunk the names of its buckets, and the program slots for what outlives a step.
+
+    PP=0/0: a, b
+    -->
+    PP=0 reads PP=0/0; PP=0/0.param and PP=0/0.state outlive the step
+    """
+    residents = residents_of(work.buckets.values(), work)
+    for slot, size in residents_of(work.held_buckets.values(), work).items():
+        if slot.kind == "state":
+            residents[slot] = size
     return replace(
         work,
-        buckets=made,
-        chunk_buckets=buckets_by_chunk(graph.outline, made.values()),
-        residents={**work.residents, **residents_of(made.values(), work)},
-        why=(*work.why, *why),
+        chunk_buckets=buckets_by_chunk(work.graph.outline, work.buckets.values()),
+        residents={**work.residents, **residents},
     )
 
 
@@ -68,7 +84,7 @@ def buckets_by_chunk(outline: CapturedModel, buckets: Iterable[Bucket]) -> dict[
     return {name: tuple(names) for name, names in found.items()}
 
 
-def with_whole_parameters(made: Mapping[str, Bucket]) -> dict[str, Bucket]:
+def with_whole_parameters(buckets: Buckets) -> Buckets:
     """Cut sharded buckets between parameters, so that each parameter has one owner that updates all of it.
 
     PP=0/0: a, b, c in 2 equal shards, of which the border lies inside b
@@ -77,10 +93,10 @@ def with_whole_parameters(made: Mapping[str, Bucket]) -> dict[str, Bucket]:
     """
     loads: dict[tuple[Devices, ...], list[int]] = {}
     owners: dict[str, int] = {}  # by parameter: the copies of a tied one have their owners in the same place
-    found: dict[str, Bucket] = {}
-    for bucket in made.values():
+    cut: dict[str, Bucket] = {}
+    for bucket in buckets.read.values():
         if not bucket.zero or not bucket.trainable:
-            found[bucket.name] = bucket
+            cut[bucket.name] = bucket
             continue
         load = loads.setdefault(bucket.groups, [0] * bucket.group_size)
         for piece in sorted(bucket.pieces, key=lambda piece: -piece.numel):
@@ -93,44 +109,37 @@ def with_whole_parameters(made: Mapping[str, Bucket]) -> dict[str, Bucket]:
                 if owners[piece.name] == rank:
                     pieces.append(replace(piece, offset=sum(p.numel for p in pieces)))
             bounds.append(sum(p.numel for p in pieces))
-        found[bucket.name] = replace(bucket, pieces=tuple(pieces), bounds=tuple(bounds))
-    return found
+        cut[bucket.name] = replace(bucket, pieces=tuple(pieces), bounds=tuple(bounds))
+    return replace(buckets, read=cut, held=cut)
 
 
-def share_buckets(work: LoweringState, given: Mapping[str, Bucket]) -> LoweringState:
+def share_buckets(graph: Graph, trained: Mapping[str, Bucket]) -> Buckets:
     """Read parameters from the buckets of another program of the same job, which trains them.
 
     PP=0/0 (trained, read by PP=0)
     -->
     PP=0/0 (not trained, read by the chunks of this program that use its parameters)
     """
-    placements = placements_of(work.graph)
+    placements = placements_of(graph)
     readers: dict[str, list[str]] = {}
-    for chunk in work.graph.outline.chunks:
+    for chunk in graph.outline.chunks:
         for name in chunk.params:
-            here = (b for b in given.values() if any(piece.name == name for piece in b.pieces))
-            found = next(b for b in here if set(placements[chunk.name].devices) <= set(b.devices))
-            if chunk.name not in readers.setdefault(found.name, []):
-                readers[found.name].append(chunk.name)
-    made: dict[str, Bucket] = {}
-    for bucket in given.values():
+            having = (b for b in trained.values() if any(piece.name == name for piece in b.pieces))
+            bucket = next(b for b in having if set(placements[chunk.name].devices) <= set(b.devices))
+            if chunk.name not in readers.setdefault(bucket.name, []):
+                readers[bucket.name].append(chunk.name)
+    read: dict[str, Bucket] = {}
+    for bucket in trained.values():
         if bucket.name in readers:
             siblings = tuple(name for name in bucket.siblings if name in readers)
-            made[bucket.name] = replace(
+            read[bucket.name] = replace(
                 bucket,
                 chunks=tuple(readers[bucket.name]),
                 trainable=False,
                 siblings=siblings,
                 copies=bucket.copies * (1 + len(siblings)) // (1 + len(bucket.siblings)),
             )
-    residents = residents_of(made.values(), work)
-    states = {slot: held for slot, held in residents_of(given.values(), work).items() if slot.kind == "state"}
-    return replace(
-        work,
-        buckets=made,
-        chunk_buckets=buckets_by_chunk(work.graph.outline, made.values()),
-        residents={**work.residents, **residents, **states},
-    )
+    return Buckets(read=read, held=trained)
 
 
 def every_parameter_has_a_bucket(work: LoweringState) -> Iterator[str]:

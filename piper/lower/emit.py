@@ -121,8 +121,7 @@ def slots_of(drafts: Iterable[PendingInstr], work: LoweringState) -> dict[SlotId
 
 def residents_held(work: LoweringState, device: int, used: set[SlotId]) -> Iterator[SlotId]:
     """Yield the slots that a device holds between steps: those it uses, and its optimizer state."""
-    buckets = work.buckets if work.settings.buckets is None else work.settings.buckets
-    states = {SlotId("state", b.name) for b in buckets.values() if device in b.devices}
+    states = {SlotId("state", b.name) for b in work.held_buckets.values() if device in b.devices}
     for name in work.residents:
         if name in used or name in states:
             yield name

@@ -1,7 +1,12 @@
 """The compiler from a directed graph to proven plans. `LOWERING` lists its rewrites in order."""
 
 from piper.ir.graph import Graph
-from piper.lower.buckets import every_parameter_has_a_bucket, make_buckets
+from piper.lower.buckets import (
+    Buckets,
+    every_parameter_has_a_bucket,
+    hold_buckets,
+    make_buckets,
+)
 from piper.lower.emit import emit, plans_can_run
 from piper.lower.flow import bind_values, no_value_crosses_devices
 from piper.lower.gathers import add_gathers, sharded_parameters_are_gathered
@@ -33,7 +38,7 @@ from piper.process.gc_pause import no_collection
 
 LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (drop_idle_nodes, every_node_has_a_place_and_a_phase),
-    (make_buckets, every_parameter_has_a_bucket),
+    (hold_buckets, every_parameter_has_a_bucket),
     (bind_values, no_value_crosses_devices),
     (add_orders, edges_join_nodes_that_exist),
     (schedule, sequence_respects_every_edge),
@@ -51,12 +56,22 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
 )
 
 
-def lower(graph: Graph, settings: Settings | None = None) -> tuple[Plans, LoweringState]:
+def first_state(graph: Graph, settings: Settings, buckets: Buckets) -> LoweringState:
+    """Return the state before the first rewrite."""
+    return LoweringState(
+        graph=graph, settings=settings, buckets=buckets.read, held_buckets=buckets.held, why=buckets.why
+    )
+
+
+def lower(
+    graph: Graph, settings: Settings | None = None, buckets: Buckets | None = None
+) -> tuple[Plans, LoweringState]:
     """Lower a validated graph, whose chunks have all their phases, to plans, and prove them.
 
     Each rewrite's property is checked right after it: a failure is our bug, and raises ProofError.
+    buckets: None: those that `make_buckets` makes.
     """
-    work = LoweringState(graph=graph, settings=settings or Settings())
+    work = first_state(graph, settings or Settings(), buckets or make_buckets(graph))
     with no_collection():
         for rewrite, holds in LOWERING:
             work = rewrite(work)

@@ -20,12 +20,7 @@ class Settings:
     state_bytes: int = 8  # optimizer state per parameter, in bytes (AdamW: two float32)
     master_bytes: int = 0  # a master copy of each parameter, where compute uses a shorter type
     whole: bool = False  # the optimizer needs whole parameters: under ZeRO each has one owner
-    buckets: Mapping[str, Bucket] | None = None  # of the program that trains what this one only reads
-
-    @property
-    def trains(self) -> bool:
-        """Return whether the program updates parameters. An evaluation only reads those of another."""
-        return self.buckets is None
+    trains: bool = True  # the program updates parameters. An evaluation only reads those of another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +29,8 @@ class LoweringState:
 
     graph: Graph
     settings: Settings
-    buckets: Mapping[str, Bucket] = field(default_factory=dict)
+    buckets: Mapping[str, Bucket]  # that chunks of the program read
+    held_buckets: Mapping[str, Bucket]  # and those of which it holds the state for another program
     chunk_buckets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     values: Mapping[SlotId, Slot] = field(default_factory=dict)  # by `SlotId.base`
     residents: Mapping[SlotId, Slot] = field(default_factory=dict)

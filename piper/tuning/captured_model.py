@@ -15,7 +15,7 @@ from piper.errors import ConfigError
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.job import Batch, Job
-from piper.lower.state import Settings
+from piper.lower.buckets import make_buckets
 from piper.models.tensor_plan import tensor_plan
 from piper.runtime.setup import device_kind
 from piper.simulate.costs import Costs
@@ -85,8 +85,7 @@ def optimizer_bytes(model: Model, rows: int) -> int:
     """Try the job's optimizer on one device, and return its bytes for each element, with the master copy."""
     master = MASTER_BYTES[model.job.precision]
     graph = apply(start(model.capturing.traced(rows).outline), [place(at(), [0])])
-    settings = Settings(samples=model.samples, state_bytes=0, master_bytes=master)
-    return facts_of_optimizer(model.job, graph, settings).state_bytes + master
+    return facts_of_optimizer(model.job, graph, make_buckets(graph)).state_bytes + master
 
 
 def possible_rows(space: Space, samples: int, devices: int) -> list[int]:

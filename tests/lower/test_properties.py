@@ -10,7 +10,8 @@ from piper.ir.graph import start
 from piper.ir.ids import SlotId
 from piper.ir.node import Compute, Load, Node, Reduce, Update
 from piper.ir.select import at
-from piper.lower.lower import LOWERING
+from piper.lower.buckets import make_buckets
+from piper.lower.lower import LOWERING, first_state
 from piper.lower.offloads import CopyBack
 from piper.lower.protections import CopyState
 from piper.lower.state import LoweringState, Property, Settings
@@ -28,7 +29,8 @@ def stages() -> dict[str, tuple[LoweringState, Property]]:
     more = [remat(at(PP=0), 1, across="PP"), protect(at()), offload(at(PP=1), least_mb=0)]
     more.append(offload(at(PP=0), what="optimizer"))
     graph = apply(start(skips()), [*strategy, split(at(), parts=4), *more, *gpipe(3, 4)])
-    work = LoweringState(graph=replace(graph, outline=fitted(graph)), settings=Settings())
+    graph = replace(graph, outline=fitted(graph))
+    work = first_state(graph, Settings(), make_buckets(graph))
     found = {}
     for rewrite, holds in LOWERING:
         work = rewrite(work)
@@ -130,7 +132,7 @@ def ungathered(work: LoweringState) -> LoweringState:
         ("drop_idle_nodes", moved, "B[PP=1 MB=0] is on 9, its microbatch on 2,3"),
         ("drop_idle_nodes", unplaced, "B[PP=1 MB=0] is not placed"),
         ("drop_idle_nodes", idle, "B[PP=0 MB=0] has nothing to do"),
-        ("make_buckets", bucketless, "PP=0 finds a in 0 of its buckets"),
+        ("hold_buckets", bucketless, "PP=0 finds a in 0 of its buckets"),
         ("bind_values", untransferred, "F[PP=1 MB=0] on 2,3 reads PP=0.out0@2,3[MB=0], written on None"),
         ("bind_values", written_twice, "PP=0.out0[MB=0] is written twice"),
         ("add_orders", dangling, "F[PP=0 MB=0] ..> nowhere leads nowhere"),
