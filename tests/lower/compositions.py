@@ -1,7 +1,7 @@
 """Compositions: a schedule, replicas, ZeRO, experts and tied parameters, on a chain."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from piper import schedules
@@ -76,9 +76,8 @@ class Composition:
         return apply(start(outline), strategy)
 
     def plans(self) -> tuple[Plans, Graph]:
-        graph = self.graph()
-        plans, work = lower(graph)
-        return plans, replace(work.graph, outline=graph.outline)
+        plans, work = lower(self.graph())
+        return plans, work.graph
 
 
 def every() -> list[Composition]:

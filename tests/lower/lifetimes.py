@@ -1,9 +1,10 @@
-"""How long plans hold what ZeRO shards and what runs again, and how often they reduce."""
+"""How long plans hold what ZeRO shards and what runs again, how often they reduce, and what they run."""
 
 from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 
+from piper.ir.graph import Graph
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plan, Plans
 
@@ -78,6 +79,22 @@ def check_reruns(plans: Plans, regions: Mapping[str, str]) -> None:
                 assert alike and not is_first(then), f"{ins.node} runs before {then.node}"
         travels = Counter(ins.node for ins in plan.instrs if ins.op == "exchange")
         assert set(travels.values()) <= {1}, f"{travels}"
+
+
+def check_passes(plans: Plans, graph: Graph) -> None:
+    """Assert that each pass of the graph runs once on its devices, and again only what others then read."""
+    for plan in plans:
+        ran = Counter(ins.computes for ins in plan.instrs if ins.op == "compute")
+        assert set(ran.values()) <= {1}, f"{ran}"
+        wanted = {node.run for node in graph.nodes.values() if plan.devices[0] in node.devices}
+        once = {done for done in ran if not done.again}
+        skipped = {done for done in wanted if graph.chunks[done.chunk].kind not in ("compute", "expert")}
+        assert once == wanted - skipped, f"{once ^ (wanted - skipped)} on {plan.devices}"
+        read = {slot for ins in plan.instrs for slot in ins.reads}
+        for ins in plan.instrs:
+            if ins.op == "compute" and ins.again:
+                assert ins.computes.chunk in graph.reruns, f"{ins.node} should not run again"
+                assert not read.isdisjoint(ins.writes), f"nothing reads what {ins.node} writes"
 
 
 def is_first(ins: Instr) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.covering import selected
 from tests.lower.compositions import Composition, by_threes, every, pairwise
-from tests.lower.oracle import examine
+from tests.lower.machine import examine
 
 
 def check(cell: Composition) -> None:

@@ -1,7 +1,5 @@
 """Sets of devices that differ in size or overlap: samples are sliced anew, and sums still hold each row once."""
 
-from dataclasses import replace
-
 import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
@@ -11,7 +9,7 @@ from piper.ir.select import at
 from piper.plan.plan import Plans
 from piper.plan.prove import prove
 from tests.lower.lowering import lower
-from tests.lower.oracle import examine
+from tests.lower.machine import examine
 from tests.lower.outlines import (
     EXPERTS,
     SCALAR,
@@ -34,7 +32,7 @@ def compiled(outline: CapturedModel, strategy: list[Directive]) -> Plans:
     graph = apply(start(outline), strategy)
     plans, work = lower(graph, outline=fitted(graph))
     prove(plans)
-    examine(plans, replace(work.graph, outline=outline), 0, 1)
+    examine(plans, work.graph, 0, 1)
     return plans
 
 
