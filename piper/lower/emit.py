@@ -18,40 +18,40 @@ from piper.plan.prove import prove
 from piper.proof.values import prove_values
 
 
-def emit(work: LoweringState) -> LoweringState:
+def emit(state: LoweringState) -> LoweringState:
     """Cut the sequence of nodes into one plan for each distinct program.
 
     F[PP=0]@0  transfer  F[PP=1]@1
     -->
     0: F[PP=0], send     1: recv, F[PP=1]
     """
-    classes = classes_of(device_sets(work))
+    classes = classes_of(device_sets(state))
     emission = Emission(
-        work=work,
+        work=state,
         classes=classes,
-        chunks=work.graph.chunks,
+        chunks=state.graph.chunks,
         drafts=[[] for _ in classes],
         class_of={device: number for number, devices in enumerate(classes) for device in devices},
     )
-    for node in work.sequence:
+    for node in state.sequence:
         draft_node(emission, node)
-    outline = work.graph.outline
-    placement = layouts_of(work.graph)[0].placements[outline.loss.chunk]
-    slices = placement.slices * parts_of(work.graph, outline.loss.chunk)
+    outline = state.graph.outline
+    placement = layouts_of(state.graph)[0].placements[outline.loss.chunk]
+    slices = placement.slices * parts_of(state.graph, outline.loss.chunk)
     plans = Plans(
-        plans=tuple(plan_of(work, *program) for program in zip(classes, emission.drafts, strict=True)),
+        plans=tuple(plan_of(state, *program) for program in zip(classes, emission.drafts, strict=True)),
         comms={comm.name: comm for comm in (*emission.comms.values(), *emission.pairs.values())},
-        buckets=work.buckets,
+        buckets=state.buckets,
         seed=1.0 if outline.weight else 1.0 / slices,
         weighted=outline.weight is not None,
         copies=placement.policy.degree,
-        cells=cells_per_device(work.graph),
-        axes=dict(axis for axes in work.graph.parts.values() for axis in axes),
-        chunks=placed_chunks(work.graph),
-        why=work.why,
-        protection=work.graph.protection if work.settings.trains else None,
+        cells=cells_per_device(state.graph),
+        axes=dict(axis for axes in state.graph.parts.values() for axis in axes),
+        chunks=placed_chunks(state.graph),
+        why=state.why,
+        protection=state.graph.protection if state.settings.trains else None,
     )
-    return replace(work, plans=plans)
+    return replace(state, plans=plans)
 
 
 def placed_chunks(graph: Graph) -> dict[str, PlacedChunk]:
@@ -70,18 +70,18 @@ def placed_chunks(graph: Graph) -> dict[str, PlacedChunk]:
     }
 
 
-def plans_can_run(work: LoweringState) -> Iterator[str]:
+def plans_can_run(state: LoweringState) -> Iterator[str]:
     """Prove the plans of all devices together: first their order, then the values they compute."""
-    assert work.plans is not None, "they are emitted"
-    prove(work.plans)
-    prove_values(work.plans, work.graph, clip=work.settings.clip, whole=work.settings.whole)
+    assert state.plans is not None, "they are emitted"
+    prove(state.plans)
+    prove_values(state.plans, state.graph, clip=state.settings.clip, whole=state.settings.whole)
     yield from ()
 
 
-def device_sets(work: LoweringState) -> Iterator[Devices]:
+def device_sets(state: LoweringState) -> Iterator[Devices]:
     """Yield the devices of every node, and the sender and receiver sets of every transfer."""
     seen: set[object] = set()
-    for node in work.sequence:
+    for node in state.sequence:
         if not isinstance(node, Transfer):
             if node.devices not in seen:
                 seen.add(node.devices)
@@ -95,33 +95,33 @@ def device_sets(work: LoweringState) -> Iterator[Devices]:
                 yield channel.receivers
 
 
-def plan_of(work: LoweringState, devices: Devices, drafts: list[PendingInstr]) -> Plan:
+def plan_of(state: LoweringState, devices: Devices, pending: list[PendingInstr]) -> Plan:
     """Return the plan of one program."""
-    slots = slots_of(drafts, work)
-    used = {slot for draft in drafts for slot in (*draft.reads, *draft.writes) if slot in work.residents}
-    held = {name: work.residents[name] for name in residents_held(work, devices[0], used)}
-    instrs = synchronised(drafts, slots)
-    return Plan(devices=devices, instrs=instrs, slots=slots, residents=held)
+    slots = slots_of(pending, state)
+    used = {slot for instr in pending for slot in (*instr.reads, *instr.writes) if slot in state.residents}
+    residents = {name: state.residents[name] for name in residents_held(state, devices[0], used)}
+    instrs = synchronised(pending, slots)
+    return Plan(devices=devices, instrs=instrs, slots=slots, residents=residents)
 
 
-def slots_of(drafts: Iterable[PendingInstr], work: LoweringState) -> dict[SlotId, Slot]:
+def slots_of(pending: Iterable[PendingInstr], state: LoweringState) -> dict[SlotId, Slot]:
     """Return the size of every slot that a program uses within the step."""
     slots: dict[SlotId, Slot] = {}
-    for draft in drafts:
-        for made in draft.writes:
-            if made in slots or made in work.residents:
+    for instr in pending:
+        for written in instr.writes:
+            if written in slots or written in state.residents:
                 continue
-            slot = work.values[made.base] if made.piece < 0 else Slot(nbytes=draft.nbytes)
+            slot = state.values[written.base] if written.piece < 0 else Slot(nbytes=instr.nbytes)
             if slot.shares:
-                shares = tuple((storage.at(made.part), nbytes) for storage, nbytes in slot.shares)
+                shares = tuple((storage.at(written.part), nbytes) for storage, nbytes in slot.shares)
                 slot = replace(slot, shares=shares)
-            slots[made] = slot
+            slots[written] = slot
     return slots
 
 
-def residents_held(work: LoweringState, device: int, used: set[SlotId]) -> Iterator[SlotId]:
+def residents_held(state: LoweringState, device: int, used: set[SlotId]) -> Iterator[SlotId]:
     """Yield the slots that a device holds between steps: those it uses, and its optimizer state."""
-    states = {SlotId("state", b.name) for b in work.held_buckets.values() if device in b.devices}
-    for name in work.residents:
+    states = {SlotId("state", b.name) for b in state.held_buckets.values() if device in b.devices}
+    for name in state.residents:
         if name in used or name in states:
             yield name

@@ -29,38 +29,38 @@ class PendingInstr:
 class Accesses:
     """The last writer of each live slot or shared storage, and its readers since, by stream."""
 
-    def __init__(self, slots: Mapping[SlotId, Slot], lane: Sequence[int]) -> None:
-        self._lane = lane  # the stream of each place
+    def __init__(self, slots: Mapping[SlotId, Slot], stream_of: Sequence[int]) -> None:
+        self._stream_of = stream_of  # the stream of each place
         self._shares = {
             name: [share for share, _ in slot.shares] for name, slot in slots.items() if slot.shares
         }
         self._writer: dict[SlotId, int] = {}
         self._readers: dict[SlotId, dict[int, int]] = {}  # by stream: the last place that reads
 
-    def needed(self, place: int, draft: PendingInstr, ending: Sequence[SlotId]) -> set[int]:
+    def needed(self, place: int, instr: PendingInstr, ending: Sequence[SlotId]) -> set[int]:
         """Return the places on other streams that must be over before this instruction runs and frees."""
-        found: set[int] = set()
-        for slot in (*draft.reads, *draft.keeps):
+        places: set[int] = set()
+        for slot in (*instr.reads, *instr.keeps):
             if slot in self._writer:
-                found.add(self._writer[slot])
-        for slot in (*draft.writes, *ending):
+                places.add(self._writer[slot])
+        for slot in (*instr.writes, *ending):
             if slot in self._writer:
-                found.add(self._writer[slot])
+                places.add(self._writer[slot])
             if slot in self._readers:
-                found.update(self._readers[slot].values())
-        me = self._lane[place]
-        return {other for other in found if self._lane[other] != me}
+                places.update(self._readers[slot].values())
+        me = self._stream_of[place]
+        return {other for other in places if self._stream_of[other] != me}
 
-    def record(self, place: int, draft: PendingInstr, ending: Sequence[SlotId]) -> None:
+    def record(self, place: int, instr: PendingInstr, ending: Sequence[SlotId]) -> None:
         """Note what an instruction does to its slots and their storages; forget those that end with it."""
-        me = self._lane[place]
-        for slot in (*draft.reads, *draft.keeps):
+        me = self._stream_of[place]
+        for slot in (*instr.reads, *instr.keeps):
             self._readers.setdefault(slot, {})[me] = place
-        for slot in draft.writes:
+        for slot in instr.writes:
             self._writer[slot] = place
             self._readers.pop(slot, None)
         if self._shares:
-            for slot in (*draft.reads, *draft.keeps, *draft.writes):
+            for slot in (*instr.reads, *instr.keeps, *instr.writes):
                 for storage in self._shares.get(slot, ()):
                     self._readers.setdefault(storage, {})[me] = place
         for slot in ending:
@@ -68,52 +68,54 @@ class Accesses:
             self._readers.pop(slot, None)
 
 
-def synchronised(drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> tuple[Instr, ...]:
+def synchronised(instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> tuple[Instr, ...]:
     """Return the instructions with their events and frees.
 
     Each stream knows how far the others have come, by the events it has waited for; a wait that it knows to
     be over is left out. A slot is freed by its last user, once the others that used it are known to be done.
     Where a stream could run ahead and fill the memory, it is held back.
     """
-    freed, dropped = last_uses(drafts, slots)
-    clock = StreamClock(draft.stream for draft in drafts)
-    lane = clock.lane
-    accesses = Accesses(slots, lane)
-    paced = paces(drafts, slots)
+    freed, dropped = last_uses(instrs, slots)
+    clock = StreamClock(instr.stream for instr in instrs)
+    stream_of = clock.stream_of
+    accesses = Accesses(slots, stream_of)
+    paced = paces(instrs, slots)
     waits: list[tuple[int, ...]] = []
     signalled: dict[int, int] = {}
-    for place, draft in enumerate(drafts):
+    for place, instr in enumerate(instrs):
         ending = [*freed.get(place, ()), *dropped.get(place, ())]
         asked: list[int] = []
-        needed = accesses.needed(place, draft, ending)
-        needed.update(other for other in paced.get(place, ()) if lane[other] != lane[place])
+        needed = accesses.needed(place, instr, ending)
+        needed.update(other for other in paced.get(place, ()) if stream_of[other] != stream_of[place])
         for other in sorted(needed, reverse=True):
-            if not clock.knows(lane[place], other):  # the latest comes first: it may answer for earlier ones
+            if not clock.knows(
+                stream_of[place], other
+            ):  # the latest comes first: it may answer for earlier ones
                 asked.append(signalled.setdefault(other, len(signalled)))
-                clock.learn(lane[place], other)
+                clock.learn(stream_of[place], other)
         waits.append(tuple(sorted(asked)))
         clock.issue(place)
-        accesses.record(place, draft, ending)
+        accesses.record(place, instr, ending)
     return tuple(
         Instr(
-            op=draft.op,
-            node=draft.node,
-            stream=draft.stream,
-            reads=draft.reads,
-            writes=draft.writes,
+            op=instr.op,
+            node=instr.node,
+            stream=instr.stream,
+            reads=instr.reads,
+            writes=instr.writes,
             frees=tuple(freed.get(place, ())),
             waits=waits[place],
             signals=signalled.get(place),
-            comm=draft.comm,
-            payload=draft.payload,
-            nbytes=draft.nbytes,
-            workspace=draft.workspace,
+            comm=instr.comm,
+            payload=instr.payload,
+            nbytes=instr.nbytes,
+            workspace=instr.workspace,
         )
-        for place, draft in enumerate(drafts)
+        for place, instr in enumerate(instrs)
     )
 
 
-def paces(drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[int, list[int]]:
+def paces(instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[int, list[int]]:
     """Return the earlier places that an instruction waits for only to limit memory.
 
     A gather for a run of uses is issued one compute node ahead: it may overlap that one, and starts when
@@ -123,34 +125,34 @@ def paces(drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[
     A copy back from the host starts when the computes and updates issued before it have ended, and a compute
     or an update when the copies to the host issued before it have ended and freed what they copied.
     """
-    scattered = {slot for draft in drafts if draft.op == "reduce_scatter" for slot in draft.reads}
-    found: dict[int, list[int]] = {}
+    scattered = {slot for instr in instrs if instr.op == "reduce_scatter" for slot in instr.reads}
+    paced: dict[int, list[int]] = {}
     computed: dict[str, int] = {}  # by stream: the last so far
     reduced: dict[str, int] = {}
     copied: dict[str, int] = {}
-    for place, draft in enumerate(drafts):
-        if draft.op in ("compute", "update"):
-            if not scattered.isdisjoint(slot for slot in draft.writes if slot not in draft.reads):
-                found[place] = list(reduced.values())
+    for place, instr in enumerate(instrs):
+        if instr.op in ("compute", "update"):
+            if not scattered.isdisjoint(slot for slot in instr.writes if slot not in instr.reads):
+                paced[place] = list(reduced.values())
             if copied:
-                found[place] = [*found.get(place, ()), *copied.values()]
-            computed[draft.stream] = place
-        elif draft.op == "offload":
-            copied[draft.stream] = place
-        elif draft.op == "reduce_scatter":
-            reduced[draft.stream] = place
-        elif draft.op == "fetch" or (draft.op == "gather" and not slots.keys().isdisjoint(draft.writes)):
-            found[place] = list(computed.values())
-    return found
+                paced[place] = [*paced.get(place, ()), *copied.values()]
+            computed[instr.stream] = place
+        elif instr.op == "offload":
+            copied[instr.stream] = place
+        elif instr.op == "reduce_scatter":
+            reduced[instr.stream] = place
+        elif instr.op == "fetch" or (instr.op == "gather" and not slots.keys().isdisjoint(instr.writes)):
+            paced[place] = list(computed.values())
+    return paced
 
 
 def last_uses(
-    drafts: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]
+    instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]
 ) -> tuple[dict[int, list[SlotId]], dict[int, list[SlotId]]]:
     """Return, for each place, the slots and the shared storages whose last use is there."""
     last: dict[SlotId, int] = {}
-    for place, draft in enumerate(drafts):
-        for slot in (*draft.reads, *draft.keeps, *draft.writes):
+    for place, instr in enumerate(instrs):
+        for slot in (*instr.reads, *instr.keeps, *instr.writes):
             last[slot] = place
     freed: dict[int, list[SlotId]] = {}
     storages: dict[SlotId, int] = {}

@@ -71,12 +71,12 @@ def lower(
     Each rewrite's property is checked right after it: a failure is our bug, and raises ProofError.
     buckets: None: those that `make_buckets` makes.
     """
-    work = first_state(graph, settings or Settings(), buckets or make_buckets(graph))
+    state = first_state(graph, settings or Settings(), buckets or make_buckets(graph))
     with no_collection():
         for rewrite, holds in LOWERING:
-            work = rewrite(work)
-            broken = next(holds(work), None)
+            state = rewrite(state)
+            broken = next(holds(state), None)
             if broken is not None:
                 raise ProofError(f"{rewrite.__name__} broke {holds.__name__}: {broken}")
-    assert work.plans is not None
-    return work.plans, work
+    assert state.plans is not None
+    return state.plans, state

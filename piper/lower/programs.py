@@ -44,11 +44,13 @@ def channels(
     that is the same for all samples comes to each receiver whole, from one sender. Where neighbours share
     their samples, the i-th of them sends to the i-th; else all hold the same value, and the first sends it.
     """
-    found: dict[tuple[tuple[int, int, int], tuple[int, int], bool, int], list[tuple[int, int]]] = {}
+    pairs_by_channel: dict[
+        tuple[tuple[int, int, int], tuple[int, int], bool, int], list[tuple[int, int]]
+    ] = {}
     served: dict[tuple[object, ...], int] = {}
     left, right = degrees
-    for lane in range(right):
-        givers, takers = source[lane if left == right else 0 :: left], target[lane::right]
+    for neighbour in range(right):
+        givers, takers = source[neighbour if left == right else 0 :: left], target[neighbour::right]
         n, m = len(givers), len(takers)
         cells = lcm(n, m)
         for j, receiver in enumerate(takers):
@@ -60,20 +62,20 @@ def channels(
                 if not sliced or rows == (0, last - first, last - first):
                     rows = (0, 1, 1)
                 sender = givers[i]
-                alike = (rows, (place, len(senders) if sliced else 1), sender == receiver)
-                nth = served[alike, sender] = served.get((alike, sender), -1) + 1  # once in a channel
-                found.setdefault((*alike, nth), []).append((sender, receiver))
+                channel = (rows, (place, len(senders) if sliced else 1), sender == receiver)
+                nth = served[channel, sender] = served.get((channel, sender), -1) + 1  # once in a channel
+                pairs_by_channel.setdefault((*channel, nth), []).append((sender, receiver))
     label = f"{show(source)}{'>' if sliced else '>>'}{show(target)}" + (f":{stream}" if stream else "")
     if degrees != (1, 1):
         label += f"/{left}:{right}"
     return tuple(
         TransferPairs(
-            name=f"{label}/{number}" if len(found) > 1 else label,
+            name=f"{label}/{number}" if len(pairs_by_channel) > 1 else label,
             senders=tuple(sender for sender, _ in pairs),
             receivers=tuple(receiver for _, receiver in pairs),
             rows=rows,
             piece=piece,
             local=local,
         )
-        for number, ((rows, piece, local, _), pairs) in enumerate(found.items())
+        for number, ((rows, piece, local, _), pairs) in enumerate(pairs_by_channel.items())
     )

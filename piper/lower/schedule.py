@@ -1,7 +1,7 @@
 """One global order for everything in the step, by list scheduling over a rough cost.
 
-Every device later issues its part of the work in this order. Because it is one order, with which data and
-`order` directives agree, communicators can never wait for each other in a circle.
+Every device later issues its part of the nodes in this order. Because it is one order, with which data and
+`order` directives agree, communicators can never wait for each other in a cycle.
 """
 
 import heapq
@@ -28,77 +28,77 @@ class PrecedenceGraph:
     nodes: tuple[Node, ...]
     followers: list[list[int]]
     waiting: list[int]  # by node: the number of nodes it waits for
-    said_by: dict[tuple[int, int], int]  # temporal edges: the directive that asked
+    asked_by: dict[tuple[int, int], int]  # temporal edges: the directive that asked
 
 
-def schedule(work: LoweringState) -> LoweringState:
+def schedule(state: LoweringState) -> LoweringState:
     """Put every node of the step in one order: ready nodes first, ties by urgency and path length.
 
     F[PP=0 MB=0]  F[PP=0 MB=1]  transfer  F[PP=1 MB=0] ...
     """
-    graph = connect(work)
-    order = topological(graph, work)
-    chunks = work.graph.chunks
-    costs = [cost_of(node, chunks, work.values) for node in graph.nodes]
+    graph = connect(state)
+    order = topological(graph, state)
+    chunks = state.graph.chunks
+    costs = [cost_of(node, chunks, state.values) for node in graph.nodes]
     tails = path_lengths(graph, order, costs)
     priority = priorities(graph, tails)
     sequence = received_as_read(graph, simulate(graph, costs, priority))
-    return replace(work, sequence=tuple(graph.nodes[i] for i in sequence))
+    return replace(state, sequence=tuple(graph.nodes[i] for i in sequence))
 
 
-def sequence_respects_every_edge(work: LoweringState) -> Iterator[str]:
+def sequence_respects_every_edge(state: LoweringState) -> Iterator[str]:
     """Yield each node that comes before a value it reads, or before a node ordered before it."""
-    place = {node.name: i for i, node in enumerate(work.sequence)}
-    if len(place) != len(work.nodes):
-        yield f"{len(work.nodes)} nodes, {len(place)} in line"
-    written = {value: i for i, node in enumerate(work.sequence) for value in node.writes}
-    for i, node in enumerate(work.sequence):
+    place = {node.name: i for i, node in enumerate(state.sequence)}
+    if len(place) != len(state.nodes):
+        yield f"{len(state.nodes)} nodes, {len(place)} in line"
+    written = {value: i for i, node in enumerate(state.sequence) for value in node.writes}
+    for i, node in enumerate(state.sequence):
         for value in node.reads:
-            if written.get(value, -1) >= i and value not in work.residents:
+            if written.get(value, -1) >= i and value not in state.residents:
                 yield f"{node.name} stands before {value} is written"
-    for first, then, _ in work.temporal:
+    for first, then, _ in state.temporal:
         if place[first] >= place[then]:
             yield f"{first} stands after {then}"
 
 
-def connect(work: LoweringState) -> PrecedenceGraph:
+def connect(state: LoweringState) -> PrecedenceGraph:
     """Number the nodes and link each to those that must wait for it."""
     producer: dict[SlotId, int] = {}
     number: dict[str, int] = {}
-    for i, node in enumerate(work.nodes):
+    for i, node in enumerate(state.nodes):
         number[node.name] = i
         for value in node.writes:
-            if value not in work.residents:
+            if value not in state.residents:
                 producer[value] = i
-    followers: list[list[int]] = [[] for _ in work.nodes]
-    waiting = [0] * len(work.nodes)
-    for i, node in enumerate(work.nodes):
+    followers: list[list[int]] = [[] for _ in state.nodes]
+    waiting = [0] * len(state.nodes)
+    for i, node in enumerate(state.nodes):
         for before in {producer[value] for value in node.reads if value in producer}:
             followers[before].append(i)
             waiting[i] += 1
-    said_by: dict[tuple[int, int], int] = {}
-    for first, then, by in work.temporal:
+    asked_by: dict[tuple[int, int], int] = {}
+    for first, then, by in state.temporal:
         pair = (number[first], number[then])
-        if pair not in said_by:
-            said_by[pair] = by
+        if pair not in asked_by:
+            asked_by[pair] = by
             followers[pair[0]].append(pair[1])
             waiting[pair[1]] += 1
-    return PrecedenceGraph(work.nodes, followers, waiting, said_by)
+    return PrecedenceGraph(state.nodes, followers, waiting, asked_by)
 
 
-def topological(graph: PrecedenceGraph, work: LoweringState) -> list[int]:
+def topological(graph: PrecedenceGraph, state: LoweringState) -> list[int]:
     """Return an order that respects every edge. Raise the error that shows the cycle if there is none."""
     order, stuck = in_order(graph.followers)
     if stuck:
-        raise circle_error(graph, stuck, work)
+        raise cycle_error(graph, stuck, state)
     return order
 
 
-def circle_error(graph: PrecedenceGraph, stuck: set[int], work: LoweringState) -> ScheduleError:
+def cycle_error(graph: PrecedenceGraph, stuck: set[int], state: LoweringState) -> ScheduleError:
     """Return the error for the shortest cycle that an order closes, with the path that contradicts it."""
     best: list[int] = []
-    stuck = on_circles(graph, stuck)
-    closing = [pair for pair in graph.said_by if pair[0] in stuck and pair[1] in stuck]
+    stuck = on_cycles(graph, stuck)
+    closing = [pair for pair in graph.asked_by if pair[0] in stuck and pair[1] in stuck]
     for tries, (first, then) in enumerate(closing):
         if best and (tries >= SEARCHED or len(best) == 2):
             break
@@ -109,12 +109,12 @@ def circle_error(graph: PrecedenceGraph, stuck: set[int], work: LoweringState) -
     then, first = best[0], best[-1]
     arrows = [graph.nodes[then].name]
     for a, b in pairwise(best):
-        arrows.append(f"{'..>' if (a, b) in graph.said_by else '-->'} {graph.nodes[b].name}")
+        arrows.append(f"{'..>' if (a, b) in graph.asked_by else '-->'} {graph.nodes[b].name}")
     if (more := len(arrows) - 2 * SHOWN) > 0:
         arrows[SHOWN:-SHOWN] = [f"--> ... {more} more ..."]
-    others = sorted({graph.said_by[pair] for pair in pairwise(best) if pair in graph.said_by})
-    by = graph.said_by[first, then]
-    directives = work.graph.directives
+    others = sorted({graph.asked_by[pair] for pair in pairwise(best) if pair in graph.asked_by})
+    by = graph.asked_by[first, then]
+    directives = state.graph.directives
     facts = {"asked": f"{graph.nodes[first].name} before {graph.nodes[then].name}", "but": " ".join(arrows)}
     if extra := [directives[o].title for o in others if o not in (by, -1)]:
         facts["with"] = ", ".join(extra)
@@ -126,13 +126,13 @@ def circle_error(graph: PrecedenceGraph, stuck: set[int], work: LoweringState) -
     )
 
 
-def closed_by_latest(graph: PrecedenceGraph, circle: list[int]) -> list[int]:
+def closed_by_latest(graph: PrecedenceGraph, cycle: list[int]) -> list[int]:
     """Return a cycle rotated so that the order of the latest directive closes it."""
-    first = max(range(len(circle)), key=lambda i: graph.said_by.get((circle[i - 1], circle[i]), -1))
-    return circle[first:] + circle[:first]
+    first = max(range(len(cycle)), key=lambda i: graph.asked_by.get((cycle[i - 1], cycle[i]), -1))
+    return cycle[first:] + cycle[:first]
 
 
-def on_circles(graph: PrecedenceGraph, stuck: set[int]) -> set[int]:
+def on_cycles(graph: PrecedenceGraph, stuck: set[int]) -> set[int]:
     """Return those of the stuck nodes that lie on a cycle, or on a path between cycles."""
     left = {i: sum(j in stuck for j in graph.followers[i]) for i in stuck}
     before: dict[int, list[int]] = {i: [] for i in stuck}
@@ -197,7 +197,7 @@ def priorities(graph: PrecedenceGraph, tails: list[float]) -> list[tuple[int, tu
     return result
 
 
-def lane_of(node: Node) -> tuple[int, str]:
+def resource_of(node: Node) -> tuple[int, str]:
     """Return what a node occupies while it runs: a stream of its first device."""
     if isinstance(node, Transfer):
         return (node.source[0], f"{node.stream}.send")
@@ -208,19 +208,19 @@ def simulate(
     graph: PrecedenceGraph, costs: list[float], priority: list[tuple[int, tuple[int, ...], float, int]]
 ) -> list[int]:
     """Return the nodes in the order they start if each stream always takes its most urgent ready node."""
-    lanes: dict[tuple[int, str], int] = {}
-    lane = [lanes.setdefault(lane_of(node), len(lanes)) for node in graph.nodes]
-    turn = [(stream == COMPUTE_STREAM, number) for (_, stream), number in lanes.items()]  # sends go early
-    ready: list[list[tuple[tuple[int, tuple[int, ...], float, int], int]]] = [[] for _ in lanes]
-    busy = [False] * len(lanes)
+    resources: dict[tuple[int, str], int] = {}
+    resource = [resources.setdefault(resource_of(node), len(resources)) for node in graph.nodes]
+    turn = [(stream == COMPUTE_STREAM, number) for (_, stream), number in resources.items()]  # sends go early
+    ready: list[list[tuple[tuple[int, tuple[int, ...], float, int], int]]] = [[] for _ in resources]
+    busy = [False] * len(resources)
     waiting = list(graph.waiting)
     events: list[tuple[float, int]] = []
     sequence: list[int] = []
     touched: set[int] = set()
     for i, count in enumerate(waiting):
         if not count:
-            heapq.heappush(ready[lane[i]], (priority[i], i))
-            touched.add(lane[i])
+            heapq.heappush(ready[resource[i]], (priority[i], i))
+            touched.add(resource[i])
     now = 0.0
     while True:
         for at in sorted(touched, key=turn.__getitem__):
@@ -235,13 +235,13 @@ def simulate(
         touched.clear()
         while events and events[0][0] == now:
             _, i = heapq.heappop(events)
-            busy[lane[i]] = False
-            touched.add(lane[i])
+            busy[resource[i]] = False
+            touched.add(resource[i])
             for j in graph.followers[i]:
                 waiting[j] -= 1
                 if not waiting[j]:
-                    heapq.heappush(ready[lane[j]], (priority[j], j))
-                    touched.add(lane[j])
+                    heapq.heappush(ready[resource[j]], (priority[j], j))
+                    touched.add(resource[j])
 
 
 def received_as_read(graph: PrecedenceGraph, sequence: list[int]) -> list[int]:
@@ -260,15 +260,15 @@ def received_as_read(graph: PrecedenceGraph, sequence: list[int]) -> list[int]:
     due: dict[tuple[int, str], list[int]] = {}  # by device and stream: its transfers, the next one last
     for i in sorted(read_at, key=lambda i: (-read_at[i], -position[i])):
         due.setdefault(receiver_of(graph.nodes[i]), []).append(i)
-    held: set[int] = set()
+    issued: set[int] = set()
     result: list[int] = []
     for i in sequence:
         if i not in read_at:
             result.append(i)
             continue
-        held.add(i)
+        issued.add(i)
         waiting = due[receiver_of(graph.nodes[i])]
-        while waiting and waiting[-1] in held:
+        while waiting and waiting[-1] in issued:
             result.append(waiting.pop())
     return result
 

@@ -50,20 +50,20 @@ def timeline(plan: Plan) -> MemoryTimeline:
     """Walk a plan in issue order, and return the live bytes at each instruction."""
     resident = sum(slot.nbytes for slot in plan.residents.values())
     ledger = Ledger(plan)
-    held: set[SlotId] = set()
+    live_slots: set[SlotId] = set()
     live: list[int] = []
     peak, peak_at = resident, 0
     for place, ins in enumerate(plan.instrs):
         for slot in ins.writes:
-            if slot in plan.slots and slot not in held:
-                held.add(slot)
+            if slot in plan.slots and slot not in live_slots:
+                live_slots.add(slot)
                 ledger.hold(slot)
         now = resident + ledger.live + ins.workspace
         live.append(now)
         if now > peak:
             peak, peak_at = now, place
         for slot in ins.frees:
-            held.discard(slot)
+            live_slots.discard(slot)
             ledger.release(slot)
     return MemoryTimeline(
         resident=resident, live=tuple(live), peak=peak, peak_at=peak_at, at_peak=tuple(live_at(plan, peak_at))
@@ -86,18 +86,18 @@ def allocations(plan: Plan) -> dict[SlotId, int]:
     That is the instruction which writes it first. What comes back from the host is allocated for the
     instruction that reads it first, so that this one may free it while it runs.
     """
-    found: dict[SlotId, int] = {}
+    allocated: dict[SlotId, int] = {}
     waiting: dict[SlotId, Instr] = {}  # what came back and is not read yet
     for place, ins in enumerate(plan.instrs):
         for back in {id(waiting[slot]): waiting[slot] for slot in ins.reads if slot in waiting}.values():
             for slot in back.writes:
-                found[slot] = place
+                allocated[slot] = place
                 del waiting[slot]
         for slot in ins.writes:
-            found.setdefault(slot, place)
+            allocated.setdefault(slot, place)
         if ins.op == "fetch":
             waiting |= dict.fromkeys(ins.writes, ins)
-    return found
+    return allocated
 
 
 def live_at(plan: Plan, place: int) -> list[tuple[str, int]]:
@@ -105,13 +105,13 @@ def live_at(plan: Plan, place: int) -> list[tuple[str, int]]:
 
     A storage that several slots share counts once.
     """
-    held: set[SlotId] = set()
+    live: set[SlotId] = set()
     for ins in plan.instrs[:place]:
-        held.update(ins.writes)
-        held.difference_update(ins.frees)
-    held.update(plan.instrs[place].writes if plan.instrs else ())
+        live.update(ins.writes)
+        live.difference_update(ins.frees)
+    live.update(plan.instrs[place].writes if plan.instrs else ())
     sizes: dict[str, int] = {name: slot.nbytes for name, slot in plan.residents.items()}
-    for name in held & plan.slots.keys():
+    for name in live & plan.slots.keys():
         sizes[name] = plan.slots[name].nbytes
         sizes.update(plan.slots[name].shares)
     if plan.instrs and plan.instrs[place].workspace:

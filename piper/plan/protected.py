@@ -54,7 +54,7 @@ class ProtectedState:
             copied = [ins for ins in plan.instrs if ins.op == "protect"]
             for device in plan.devices:
                 own[device] = [self._section(plan, ins, device, i) for i, ins in enumerate(copied, 1)]
-        found = {device: list(sections) for device, sections in own.items()}
+        by_holder = {device: list(sections) for device, sections in own.items()}
         for plan in self.plans:
             for ins in plan.instrs:
                 if ins.op != "mirror":
@@ -63,17 +63,17 @@ class ProtectedState:
                 for device in plan.devices:
                     holder = receivers.get(device, device)
                     for section in sent(plan, ins, own[device]):
-                        found[holder].append(
+                        by_holder[holder].append(
                             StateSection(
                                 holder=holder,
                                 owner=device,
-                                number=len(found[holder]) + 1,
+                                number=len(by_holder[holder]) + 1,
                                 by=ins.node,
                                 elements=section.elements,
                                 nbytes=section.nbytes,
                             )
                         )
-        return tuple(section for device in sorted(found) for section in found[device])
+        return tuple(section for device in sorted(by_holder) for section in by_holder[device])
 
     def _receivers(self, ins: Instr) -> dict[int, int]:
         """Return the device that each device gives its copies to."""
@@ -82,22 +82,22 @@ class ProtectedState:
         return {a: b for group in groups for a, b in zip(group, (*group[1:], group[0]), strict=True)}
 
     def _section(self, plan: Plan, ins: Instr, device: int, number: int) -> StateSection:
-        held = [slot for slot in ins.reads if slot.kind in ("param", "buffer")]
+        slots = [slot for slot in ins.reads if slot.kind in ("param", "buffer")]
         return StateSection(
             holder=device,
             owner=device,
             number=number,
             by=ins.node,
-            elements=tuple(self.elements(slot, device) for slot in held),
-            nbytes=sum(self._nbytes(plan, slot, device) for slot in held),
+            elements=tuple(self.elements(slot, device) for slot in slots),
+            nbytes=sum(self._nbytes(plan, slot, device) for slot in slots),
         )
 
     def elements(self, slot: SlotId, device: int) -> Elements:
         """Return the elements that a device owns of a bucket or buffer."""
         if slot.kind == "buffer":
-            held = self.plans.of(device).residents.get(slot)
-            placed = held.placed if held is not None else ()
-            return str(slot), held.sharding.index(placed.index(device)) if held and placed else 0
+            resident = self.plans.of(device).residents.get(slot)
+            placed = resident.placed if resident is not None else ()
+            return str(slot), resident.sharding.index(placed.index(device)) if resident and placed else 0
         bucket = self.plans.buckets.get(slot.owner)
         if bucket is None or device not in self._slices(bucket):
             return str(slot), None
@@ -107,11 +107,11 @@ class ProtectedState:
         """Return the slice and the shard of a bucket that each device owns."""
         if bucket.name not in self._owned:
             place = {device: position for position, device in enumerate(bucket.devices)}
-            found: dict[int, tuple[object, int]] = {}
+            slices: dict[int, tuple[object, int]] = {}
             for group in bucket.groups:
                 cut = tuple(s.index(place[group[0]]) for piece in bucket.pieces for s in piece.shardings)
-                found |= {device: (cut, rank if bucket.zero else 0) for rank, device in enumerate(group)}
-            self._owned[bucket.name] = found
+                slices |= {device: (cut, rank if bucket.zero else 0) for rank, device in enumerate(group)}
+            self._owned[bucket.name] = slices
         return self._owned[bucket.name]
 
     def _nbytes(self, plan: Plan, slot: SlotId, device: int) -> int:
@@ -133,14 +133,14 @@ class ProtectedState:
     @cached_property
     def written(self) -> dict[Elements, SlotId]:
         """Return the elements that a step writes and a later one needs, each with a slot that holds them."""
-        found: dict[Elements, SlotId] = {}
+        slots: dict[Elements, SlotId] = {}
         for plan in self.plans:
             for ins in plan.instrs:
                 for slot in ins.writes:
                     if slot.kind in ("param", "buffer") and slot in plan.residents:
                         for device in plan.devices:
-                            found.setdefault(self.elements(slot, device), slot)
-        return found
+                            slots.setdefault(self.elements(slot, device), slot)
+        return slots
 
     def named(self, slot: SlotId) -> str:
         """Return a parameter of a bucket, or a buffer, for messages."""
@@ -156,26 +156,26 @@ class ProtectedState:
     def host_bytes(self) -> dict[int, int]:
         """Return the bytes of one version of the state in the memory of each machine."""
         assert self.plans.protection is not None
-        found = {self.plans.protection.machine(device): 0 for device in self.devices}
+        sizes = {self.plans.protection.machine(device): 0 for device in self.devices}
         for section in self.sections:
-            found[self.plans.protection.machine(section.holder)] += section.nbytes
-        return found
+            sizes[self.plans.protection.machine(section.holder)] += section.nbytes
+        return sizes
 
     def lost_with(self, domain: Callable[[int], int]) -> dict[int | None, SlotId]:
         """Return what is lost with the memory of each domain, as one slot of which elements lie only there.
 
         domain: of a device. None: nothing holds the elements at all.
         """
-        held: dict[Elements, set[int]] = {}
+        domains: dict[Elements, set[int]] = {}
         for section in self.sections:
             for elements in section.elements:
-                held.setdefault(elements, set()).add(domain(section.holder))
-        found: dict[int | None, SlotId] = {}
+                domains.setdefault(elements, set()).add(domain(section.holder))
+        lost: dict[int | None, SlotId] = {}
         for elements, slot in self.written.items():
-            where = held.get(elements, set())
+            where = domains.get(elements, set())
             if len(where) < 2:
-                found.setdefault(next(iter(where), None), slot)
-        return found
+                lost.setdefault(next(iter(where), None), slot)
+        return lost
 
 
 def sent(plan: Plan, ins: Instr, own: list[StateSection]) -> list[StateSection]:

@@ -76,9 +76,9 @@ def member_problems(plans: Plans, comm: Comm, by_plan: dict[int, list[Instr]]) -
         roles["any"].update(group)
         roles["send"].add(group[0])
         roles["recv"].add(group[-1])
-    for i, found in by_plan.items():
+    for i, instrs in by_plan.items():
         streams: dict[str, str] = {}
-        for ins in found:
+        for ins in instrs:
             role: str = ins.op if comm.kind == "pairs" and ins.op in roles else "any"
             if streams.setdefault(role, ins.stream) != ins.stream:
                 yield f"{comm.name} is used on two streams, {streams[role]} and {ins.stream}, by {ins.node}"
@@ -101,10 +101,10 @@ def group_problems(
     else:
         lists = [(i, by_plan.get(i, [])) for i in dict.fromkeys(group)]
     first, expected = lists[0]
-    for other, found in lists[1:]:
-        for step in range(max(len(expected), len(found))):
+    for other, issued in lists[1:]:
+        for step in range(max(len(expected), len(issued))):
             a = signature(expected[step]) if step < len(expected) else "nothing"
-            b = signature(found[step]) if step < len(found) else "nothing"
+            b = signature(issued[step]) if step < len(issued) else "nothing"
             if a != b:
                 here, there = plans.plans[first].devices[0], plans.plans[other].devices[0]
                 yield f"on {comm.name}, operation {step}: device {here} does {a}, device {there} does {b}"

@@ -130,12 +130,12 @@ class FieldText:
 @cache
 def field_texts(record: type) -> tuple[FieldText, ...]:
     """Return how the fields of a record are written in its line, in order."""
-    found = []
+    texts = []
     for field in fields(record):
         if field.name in ELSEWHERE.get(record, ()):
             continue
         kind = NUMBERS if field.name in NUMBERS else field.type
-        found.append(
+        texts.append(
             FieldText(
                 field=field.name,
                 key=field.metadata.get("key", field.name),
@@ -144,7 +144,7 @@ def field_texts(record: type) -> tuple[FieldText, ...]:
                 default=field.default if field.default_factory is MISSING else field.default_factory(),
             )
         )
-    return tuple(found)
+    return tuple(texts)
 
 
 def show_fields(record: Any) -> Iterator[str]:  # noqa: ANN401  any record with a line
@@ -208,9 +208,9 @@ def read_protection(text: str) -> Protection:
     )
 
 
-def show_elsewhere(found: Mapping[Tags, Devices]) -> str:
+def show_elsewhere(placements: Mapping[Tags, Devices]) -> str:
     """Write the microbatches that run on other devices than the first ones of their chunk."""
-    return AND.join(f"{show_pairs(part)}@{show(devices)}" for part, devices in found.items())
+    return AND.join(f"{show_pairs(part)}@{show(devices)}" for part, devices in placements.items())
 
 
 def read_elsewhere(text: str) -> dict[Tags, Devices]:

@@ -36,11 +36,11 @@ def runs_of_rows(bucket: Bucket, start: int, stop: int) -> Iterator[RowRun]:
 
 def rows_of_shards(bucket: Bucket) -> list[tuple[int, int]]:
     """Return the first row of each member's shard and the one after its last."""
-    found = []
+    rows = []
     for rank in range(bucket.group_size):
         runs = list(runs_of_rows(bucket, *bucket.shard(rank)))
-        found.append((runs[0].row, runs[-1].row + runs[-1].count) if runs else (0, 0))
-    return found
+        rows.append((runs[0].row, runs[-1].row + runs[-1].count) if runs else (0, 0))
+    return rows
 
 
 def gathered_nbytes(bucket: Bucket) -> int:

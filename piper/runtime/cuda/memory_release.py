@@ -48,7 +48,7 @@ class Releases:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.clock = StreamClock(ins.stream for ins in plan.instrs)
-        self.lane = self.clock.lane  # the stream of each place, by number
+        self.lane = self.clock.stream_of  # the stream of each place, by number
         self.maker = {slot: self.lane[place] for slot, place in allocations(plan).items()}
         self.parked: list[list[Parked]] = [[] for _ in range(self.clock.count)]  # by their stream
         self.signalled: dict[int, int] = {}  # event -> place
