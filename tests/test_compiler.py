@@ -10,7 +10,7 @@ from piper import at, place, remat, replicate, schedules, shard, split
 from piper.directives import Directive
 from piper.ir.graph import Graph
 from piper.ir.ids import SlotId
-from piper.lower.buckets import Buckets, make_buckets
+from piper.lower.buckets import ProgramBuckets, make_buckets
 from tests.zoo import Case, case
 
 
@@ -56,9 +56,9 @@ def test_experts_compile_with_fewer_ways_than_replicas() -> None:
 
 def test_buckets_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer is tried on the buckets that lowering then gets."""
-    made: list[Buckets] = []
+    made: list[ProgramBuckets] = []
 
-    def noted(graph: Graph) -> Buckets:
+    def noted(graph: Graph) -> ProgramBuckets:
         made.append(make_buckets(graph))
         return made[-1]
 

@@ -6,7 +6,7 @@ from piper.compiler.optimizer_probe import check_streamed, probe_optimizer
 from piper.errors import ConfigError
 from piper.ir.graph import Graph
 from piper.job import Job
-from piper.lower.buckets import Buckets, with_whole_parameters
+from piper.lower.buckets import ProgramBuckets, with_whole_parameters
 from piper.plan.plan import Bucket
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 
@@ -19,7 +19,7 @@ class OptimizerFacts:
     whole: bool = False  # it needs whole parameters: under ZeRO each has one owner
 
 
-def facts_of_optimizer(job: Job, graph: Graph, buckets: Buckets) -> OptimizerFacts:
+def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> OptimizerFacts:
     """Try a job's optimizer and scheduler on what each device holds of a model."""
     trained = trained_in(buckets)
     sizes = {p.name: p.shape for p in graph.outline.parameters if p.trainable}
@@ -41,6 +41,6 @@ def facts_of_optimizer(job: Job, graph: Graph, buckets: Buckets) -> OptimizerFac
     return OptimizerFacts(state_bytes=probe.state_bytes, whole=whole)
 
 
-def trained_in(buckets: Buckets) -> tuple[Bucket, ...]:
+def trained_in(buckets: ProgramBuckets) -> tuple[Bucket, ...]:
     """Return the buckets of parameters that a backward reaches."""
     return tuple(bucket for bucket in buckets.read.values() if bucket.trainable)

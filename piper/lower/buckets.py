@@ -1,4 +1,4 @@
-"""Buckets: which parameters live, travel and are updated together, and among which devices."""
+"""ProgramBuckets: which parameters live, travel and are updated together, and among which devices."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ MEGABYTE = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Buckets:
+class ProgramBuckets:
     """The buckets of a program, by name, and why some of them are not sharded."""
 
     read: Mapping[str, Bucket]  # those that its chunks read
@@ -28,7 +28,7 @@ class Buckets:
     why: tuple[str, ...] = ()
 
 
-def make_buckets(graph: Graph) -> Buckets:
+def make_buckets(graph: Graph) -> ProgramBuckets:
     """Group each chunk's parameters into buckets; a tied parameter gets buckets of its own.
 
     PP=0: a, b, tied     PP=1: c, tied
@@ -54,7 +54,7 @@ def make_buckets(graph: Graph) -> Buckets:
             buckets, reason = tied_buckets(parameters[name], [placements[c] for c in chunks], made)
             made.update({bucket.name: bucket for bucket in buckets})
             why += reason
-    return Buckets(read=made, held=made, why=tuple(why))
+    return ProgramBuckets(read=made, held=made, why=tuple(why))
 
 
 def hold_buckets(work: LoweringState) -> LoweringState:
@@ -84,7 +84,7 @@ def buckets_by_chunk(outline: CapturedModel, buckets: Iterable[Bucket]) -> dict[
     return {name: tuple(names) for name, names in found.items()}
 
 
-def with_whole_parameters(buckets: Buckets) -> Buckets:
+def with_whole_parameters(buckets: ProgramBuckets) -> ProgramBuckets:
     """Cut sharded buckets between parameters, so that each parameter has one owner that updates all of it.
 
     PP=0/0: a, b, c in 2 equal shards, of which the border lies inside b
@@ -113,7 +113,7 @@ def with_whole_parameters(buckets: Buckets) -> Buckets:
     return replace(buckets, read=cut, held=cut)
 
 
-def share_buckets(graph: Graph, trained: Mapping[str, Bucket]) -> Buckets:
+def share_buckets(graph: Graph, trained: Mapping[str, Bucket]) -> ProgramBuckets:
     """Read parameters from the buckets of another program of the same job, which trains them.
 
     PP=0/0 (trained, read by PP=0)
@@ -139,7 +139,7 @@ def share_buckets(graph: Graph, trained: Mapping[str, Bucket]) -> Buckets:
                 siblings=siblings,
                 copies=bucket.copies * (1 + len(siblings)) // (1 + len(bucket.siblings)),
             )
-    return Buckets(read=read, held=trained)
+    return ProgramBuckets(read=read, held=trained)
 
 
 def every_parameter_has_a_bucket(work: LoweringState) -> Iterator[str]:

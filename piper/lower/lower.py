@@ -2,7 +2,7 @@
 
 from piper.ir.graph import Graph
 from piper.lower.buckets import (
-    Buckets,
+    ProgramBuckets,
     every_parameter_has_a_bucket,
     hold_buckets,
     make_buckets,
@@ -56,7 +56,7 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
 )
 
 
-def first_state(graph: Graph, settings: Settings, buckets: Buckets) -> LoweringState:
+def first_state(graph: Graph, settings: Settings, buckets: ProgramBuckets) -> LoweringState:
     """Return the state before the first rewrite."""
     return LoweringState(
         graph=graph, settings=settings, buckets=buckets.read, held_buckets=buckets.held, why=buckets.why
@@ -64,7 +64,7 @@ def first_state(graph: Graph, settings: Settings, buckets: Buckets) -> LoweringS
 
 
 def lower(
-    graph: Graph, settings: Settings | None = None, buckets: Buckets | None = None
+    graph: Graph, settings: Settings | None = None, buckets: ProgramBuckets | None = None
 ) -> tuple[Plans, LoweringState]:
     """Lower a validated graph, whose chunks have all their phases, to plans, and prove them.
 
