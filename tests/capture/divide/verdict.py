@@ -107,8 +107,8 @@ def parts_of(tensor: Tensor, layout: Layout, degree: int) -> list[Tensor]:
             return [tensor.clone() for _ in range(degree)]
 
 
-def sharded(recording: Recording, layouts: Sequence[Layout], degree: int) -> DividedForward:
-    """Shard a recorded operation with its operands in some layouts."""
+def division_of(recording: Recording, layouts: Sequence[Layout], degree: int) -> Division:
+    """Return how to shard a recorded operation with its operands in some layouts."""
     weights: dict[str, Any] = {}
     batch: dict[str, Any] = {}
     for origin, layout in zip(recording.origins.values(), layouts, strict=True):
@@ -118,7 +118,12 @@ def sharded(recording: Recording, layouts: Sequence[Layout], degree: int) -> Div
             else:
                 assert isinstance(origin, Batch)
                 batch[origin.field] = layout
-    division = Division(by="shard #0", axis="TP", degree=degree, weights=weights, batch=batch)
+    return Division(by="shard #0", axis="TP", degree=degree, weights=weights, batch=batch)
+
+
+def sharded(recording: Recording, layouts: Sequence[Layout], degree: int) -> DividedForward:
+    """Shard a recorded operation with its operands in some layouts."""
+    division = division_of(recording, layouts, degree)
     return divide(recording, division, lambda tags: True, lambda a, b: True)
 
 
