@@ -21,11 +21,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper.capture.divide.collective import how_of, is_collective
 from piper.capture.divide.compute_rules import by_family
 from piper.capture.divide.divider import Divider
 from piper.capture.divide.layout import Divided, Layout, Sum
 from piper.capture.divide.rules import rules
+from piper.capture.trace.markers import how_of, is_collective
 from piper.capture.trace.recording import Recording
 from piper.errors import CaptureError
 from tests.capture.divide.verdict import Sample, division_of, layouts_of, recorded
