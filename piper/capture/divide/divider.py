@@ -221,18 +221,12 @@ class Divider(LocalGraph):
             self._check_draws(node)
             rule = self.rules.get(node.target) or self.fallback(node)
         try:
-            if rule is not None:
-                rule(self, node)
-            else:
-                self._without_rule(node)
+            self._by_rule(node, rule)
         except UnevenError as error:
             ways = [n for n in range(1, error.size + 1) if error.size % n == 0]
             hint = f"choose `ways` among the divisors of {error.size}: {', '.join(map(str, ways))}"
             raise CaptureError(str(error), by=self.division.by, facts=self.facts(), hint=hint) from None
         except NoRuleError as error:
-            if rule is not Divider.gathered and self._of_integers(node):
-                self.gathered(node)
-                return
             what = name_of(node) if node.target is collective else node.target
             raise CaptureError(
                 f"{what} cannot be divided: {error}",
@@ -240,6 +234,15 @@ class Divider(LocalGraph):
                 facts=self.facts(),
                 hint=error.hint or HINT,
             ) from None
+
+    def _by_rule(self, node: fx.Node, rule: Rule | None) -> None:
+        """Write an operation by its rule; one on integers alone that this refuses, on gathered operands."""
+        try:
+            (rule or Divider._without_rule)(self, node)
+        except NoRuleError:
+            if rule is Divider.gathered or not self._of_integers(node):
+                raise
+            self.gathered(node)
 
     def relaid(self, node: fx.Node) -> bool:
         """Return whether a whole value lies in memory in another order than in the undivided program.

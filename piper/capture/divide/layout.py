@@ -69,6 +69,8 @@ def reshaped(old: tuple[int, ...], new: tuple[int, ...], layout: Divided, degree
     for olds, news in _groups(old, new):
         if layout.dim not in olds:
             continue
+        if any(old[dim] == 0 for dim in olds):
+            return None
         outer = layout.blocks
         for dim in olds:
             if dim < layout.dim:
@@ -99,6 +101,10 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
             news.append(j)
             b, j = new[j], j + 1
         while a != b:
+            if a == 0 or b == 0:  # no elements: what is left matches in any order
+                olds, news = [*olds, *range(i, len(old))], [*news, *range(j, len(new))]
+                i, j = len(old), len(new)
+                break
             if a < b:
                 olds.append(i)
                 a, i = a * old[i], i + 1

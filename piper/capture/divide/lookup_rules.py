@@ -65,7 +65,7 @@ def gather(d: Divider, node: fx.Node) -> None:
     """Pick elements along a dimension: each device in its own rows, or in its part of that dimension."""
     x, index = node.args[0], node.args[2]
     assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
-    dim = number(node.args[1]) % len(d.shape(x))
+    dim = number(node.args[1]) % max(1, len(d.shape(x)))
     if d.whole(node):
         return
     have = d.layout(x)

@@ -16,7 +16,7 @@ def softmax(d: Divider, node: fx.Node) -> None:
     """Normalise exponentials over a dimension that is whole; over a divided one in two sums."""
     x = operand(node)
     have = d.settle(x)
-    dim = number(node.args[1]) % len(d.shape(x))
+    dim = number(node.args[1]) % max(1, len(d.shape(x)))
     if not isinstance(have, Divided) or dim != have.dim:
         made = d.emit(node.target, (d.local[x], *node.args[1:]), node.kwargs)
         d.done(node, made, have)
@@ -111,7 +111,7 @@ def _counts(
 def _over_vocabulary(d: Divider, logits: fx.Node, labels: fx.Node, have: Divided, ignored: int) -> fx.Node:
     """Return the loss of every label: log of the sum of exponentials, less the label's own logit."""
     shifted, total = _exponentials(d, logits, have.dim, varies=False)
-    whole = d.to(labels, WHOLE, varies=True)
+    whole = d.to(labels, WHOLE, varies=False)  # labels have no gradient
     counts = d.emit(aten.ne.Scalar, (whole, ignored))
     safe = d.emit(aten.where.ScalarOther, (counts, whole, 0))
     rows, outside = own_rows(d, safe, have, d.shape(logits)[have.dim])

@@ -109,6 +109,9 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {  # of a value of [4, 12, 6]
     "views as autograd has them": lambda y: aten._unsafe_view.default(y, (4, 72)),
     "to a type": lambda y: aten.to.dtype_layout(y, dtype=torch.float32).to(y),
     "apart at places in a tensor": lambda y: y.tensor_split(torch.tensor([2, 3]), 1)[0],
+    "softmax of one number": lambda y: y.sum().softmax(0) + y.sum().log_softmax(-1),
+    "gathered from one number": lambda y: y.sum().gather(0, torch.tensor([0])),
+    "nothing unflattened": lambda y: y[:, :0].unflatten(1, (2, 0)),
     "logarithm of sums": lambda y: y.logsumexp(-1) - y.logsumexp(1, keepdim=True).sum(-1),
 }
 

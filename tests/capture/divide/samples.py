@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from tests.capture.divide.verdict import Sample
 
+INVALID = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)  # at a size, eager raises these
 SIZE, TORCH_SIZE = 12, 5  # the first divides by 2, 3 and 4
 
 
@@ -52,7 +53,9 @@ def samples(name: str, op: Any, limit: int) -> Iterator[Sample]:  # noqa: ANN401
         yield sample
         alike = len(sample.tensors) > 1 and sample.tensors[0].shape == sample.tensors[1].shape
         if alike and sample.tensors[0].dtype is sample.tensors[1].dtype:
-            yield _repeated(sample)
+            repeated = _repeated(sample)
+            if repeated is not None:
+                yield repeated
 
 
 def _distinct(name: str, op: Any, size: int) -> list[Sample]:  # noqa: ANN401
@@ -63,8 +66,11 @@ def _distinct(name: str, op: Any, size: int) -> list[Sample]:  # noqa: ANN401
     torch.manual_seed(0)
     by_shape: dict[str, Sample] = {}
     trained = dtype.is_floating_point and op.supports_autograd
-    with _sized(size):
-        every = list(op.sample_inputs("cpu", dtype, requires_grad=trained))
+    try:
+        with _sized(size):
+            every = list(op.sample_inputs("cpu", dtype, requires_grad=trained))
+    except INVALID:
+        return []
     for given in every:
         if size != TORCH_SIZE and given.kwargs.get("unsafe"):
             continue  # lengths that fit torch's size alone, unchecked: torch would read past its memory
@@ -92,24 +98,27 @@ def _sample(name: str, op: Any, given: Any) -> Sample | None:  # noqa: ANN401
         made = op.get_op()(*args, **kwargs)
         return [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
 
+    return _valid(Sample(name=name, call=call, tensors=tensors))
+
+
+def _valid(sample: Sample) -> Sample | None:
+    """Return a sample unless eager PyTorch refuses it, or makes something else than plain real tensors."""
     try:
-        results = call(*(tensor.clone() for tensor in tensors))
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
-        return None  # not valid at this size
-    if not results or any(_strange(result) for result in results):
+        results = sample.call(*(tensor.clone() for tensor in sample.tensors))
+    except INVALID:
         return None
-    return Sample(name=name, call=call, tensors=tensors)
+    return None if not results or any(_strange(result) for result in results) else sample
 
 
 def _strange(value: Tensor) -> bool:
     return value.layout != torch.strided or value.is_complex() or type(value) is not Tensor
 
 
-def _repeated(sample: Sample) -> Sample:
+def _repeated(sample: Sample) -> Sample | None:
     """Return a sample whose second operand is its first."""
 
     def call(first: Tensor, *others: Tensor) -> Sequence[Tensor]:
         return sample.call(first, first, *others)
 
     tensors = (sample.tensors[0], *sample.tensors[2:])
-    return Sample(name=f"{sample.name} repeated", call=call, tensors=tensors)
+    return _valid(Sample(name=f"{sample.name} repeated", call=call, tensors=tensors))

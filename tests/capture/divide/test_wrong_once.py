@@ -99,6 +99,16 @@ def test_gradients_scaled_by_how_often_an_index_occurs(held: Divided | None) -> 
     compare(call, {"table": (8, 4)}, {"t": tokens(3, 6)}, weights, fields)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_sharded_labels_over_a_sharded_vocabulary(reduction: str) -> None:
+    def call(net: Net, batch: Batch) -> Tensor:
+        logits = F.linear(batch["x"], net.head).flatten(0, 1)
+        return F.cross_entropy(logits, batch["labels"].flatten(), reduction=reduction).sum()
+
+    batch = {"x": numbers(2, 8, 8), "labels": tokens(2, 8)}
+    compare(call, {"head": (8, 8)}, batch, {"head": Divided(0)}, {"labels": Divided(1)})
+
+
 def test_a_parameter_that_sharded_work_and_whole_work_read() -> None:
     def call(net: Net, batch: Batch) -> Tensor:
         found = (
