@@ -15,24 +15,23 @@ from pathlib import Path
 from gpu import DENSE, GIB, Batch, Line, Step, batch_of, built, heading, job_of, take_turns
 
 import piper
-from piper.launchers.inline import InlineRun
+from piper.launchers.inline import launch_inline
+from piper.launchers.run import Run
 from piper.launchers.transport.versions import Versions
 from piper.runtime.worker import Options
 
 LIMIT = 0.01  # of a step
 
 
-def step_of(
-    stack: ExitStack, batch: Batch, parts: int, cache: str, *, protected: bool
-) -> tuple[InlineRun, Step]:
+def step_of(stack: ExitStack, batch: Batch, parts: int, cache: str, *, protected: bool) -> tuple[Run, Step]:
     """Build a run, and return its step."""
     strategy = [piper.split(piper.at(), axis="MB", parts=parts), *([piper.protect(piper.at())] * protected)]
     program = piper.compile(job_of(DENSE, batch, strategy), device="cuda", compile=True, cache=cache)
     versions = Versions(program.plans)
     stack.callback(versions.close)
-    run = InlineRun(program, Options(), versions.files if protected else None)
+    run = launch_inline(program, Options(), versions.files if protected else None)
     stack.callback(run.close)
-    run.protect()
+    run.session.protect()
     return run, lambda: run.step(batch)
 
 
@@ -45,7 +44,7 @@ def main() -> None:
     parser.add_argument("--out", default="")
     asked = parser.parse_args()
     batch = batch_of(DENSE, 4 * asked.parts, 2048)
-    runs: dict[str, InlineRun] = {}
+    runs: dict[str, Run] = {}
     with ExitStack() as stack:
 
         def make(name: str) -> Step:

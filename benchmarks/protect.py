@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import cast
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -19,8 +20,9 @@ from piper import at, protect
 from piper.compiler import Program, compile
 from piper.data.feed import Feed
 from piper.directives import Directive
-from piper.launchers.inline import InlineRun
-from piper.launchers.transport.versions import Versions
+from piper.launchers.inline import InlineWorkerGroup, launch_inline
+from piper.launchers.run import Run
+from piper.launchers.transport.versions import Versions, WorkerVersions
 from piper.recipe import load_recipe
 from piper.runtime.worker import Options
 
@@ -64,21 +66,27 @@ def compiled(recipe: str, more: list[Directive] | None) -> Program:
     return compile(replace(job, strategy=[*job.strategy, *(more or [])]))
 
 
+def kept_by(run: Run) -> list[WorkerVersions]:
+    """Return what copies the states of a run's devices."""
+    answers = cast(InlineWorkerGroup, run.session.group).answers.values()
+    return [each.versions for each in answers if each.versions is not None]
+
+
 def main(recipe: str, rounds: int) -> None:
     """Measure, and print a table."""
     with ExitStack() as held:
-        runs: dict[str, tuple[InlineRun, Versions]] = {}
+        runs: dict[str, tuple[Run, Versions]] = {}
         for name, more in WAYS.items():
             program = compiled(recipe, more)
             versions = Versions(program.plans)
             held.callback(versions.close)
-            run = InlineRun(program, Options(), None if more is None else versions.files)
+            run = launch_inline(program, Options(), None if more is None else versions.files)
             held.callback(run.close)
-            run.protect()
+            run.session.protect()
             runs[name] = run, versions
         copying = {name: Spent() for name in runs}
         for name, (run, _) in runs.items():
-            for kept in run.versions.values():
+            for kept in kept_by(run):
                 copying[name].watch(kept, "write", "copy", "outgoing", "take")
         feeds = {name: Feed(run.program.job.data, run.program.job.seed) for name, (run, _) in runs.items()}
         spent: dict[str, list[float]] = {name: [] for name in runs}

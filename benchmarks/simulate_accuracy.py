@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -24,7 +25,7 @@ import piper
 from piper.cli.machine import measure
 from piper.compiler import Program
 from piper.directives import Directive
-from piper.launchers.inline import launch_inline
+from piper.launchers.inline import InlineWorkerGroup, launch_inline
 from piper.launchers.local import launch_local
 from piper.launchers.transport.fork_server import fork_server
 from piper.models import decoder
@@ -114,7 +115,8 @@ def measured_peak(program: Program) -> int:
     with launch_inline(program, Options(measure=True)) as run:
         for batch in islice(batches(), 2):
             run.step(batch)
-        return max(max(worker.meter.live) for worker in run.workers.values() if worker.meter is not None)
+        workers = cast(InlineWorkerGroup, run.session.group).workers.values()
+        return max(max(worker.meter.live) for worker in workers if worker.meter is not None)
 
 
 def foretold(program: Program, costs: Measured) -> tuple[float, int]:

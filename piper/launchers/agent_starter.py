@@ -1,6 +1,6 @@
 """Starts the workers of a program on several machines, through agents that outlive workers."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from threading import RLock
@@ -11,9 +11,9 @@ from piper.launchers.agent_calls import REACH, Agent, AgentCalls
 from piper.launchers.agent_versions import AgentVersions, ShortMachine
 from piper.launchers.agent_watch import AgentWatch, WarmAgent
 from piper.launchers.agent_workers import AgentWorkerGroup
-from piper.launchers.driver import RemoteRun
 from piper.launchers.machines import machines_of, not_started
-from piper.launchers.run import Run
+from piper.launchers.session import Session
+from piper.launchers.sessions import Starter
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
@@ -26,7 +26,7 @@ SOON = 0.1  # seconds between two looks at which agents have answered
 SLOWEST = 10.0  # seconds without progress that a job is given at least, because looks are rare
 
 
-class AgentStarter(ABC):
+class AgentStarter(Starter):
     """Starts the workers of a program again and again, through agents on the machines that are left.
 
     A bundle has an agent for each device of a machine. Agents of spares import torch too, and so do those of
@@ -34,11 +34,12 @@ class AgentStarter(ABC):
     hold `lock` while they read or change the agents.
     """
 
-    waited = 0.0  # seconds that the last start has waited for machines, and for their agents to be warm
+    versions: AgentVersions | None
 
     def __init__(self, program: ProgramLike, versions: Versions | None, calls: AgentCalls) -> None:
         assert versions is None or isinstance(versions, AgentVersions)
-        self.program, self.versions, self.calls = program, versions, calls
+        super().__init__(program, versions)
+        self.calls = calls
         self.machines, self.apart = machines_of(program.plans)
         self.width = max(map(len, self.machines))
         self.packed: bytes | None = None
@@ -110,7 +111,7 @@ class AgentStarter(ABC):
                 self._hire()
             return {agent.address for agents in self.agents.values() for agent in agents} <= {self.calls.own}
 
-    def start(self, options: Options) -> RemoteRun:
+    def start(self, options: Options) -> Session:
         """Start a worker for each device."""
         try:
             agents = self._agents()
@@ -119,22 +120,17 @@ class AgentStarter(ABC):
                 self._empty(agents.values())
             group = AgentWorkerGroup(self.program, options, agents, self.calls, self.versions)
             self.group, group.packed = group, self.packed
-            try:
-                run = group.start()
-            except BaseException:
-                group.close()
-                raise
+            session = Session(group)
         except self.calls.lost as error:
             raise not_started((str(error) or type(error).__name__).splitlines()[0]) from error
         self.packed = group.packed
         if self.versions is not None:
             self.watch.begin()
-        return run
+        return session
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on, on any bundles that live."""
-        assert isinstance(versions, AgentVersions)
-        self.program, self.versions = program, versions
+        super().use(program, versions, places)
         with self.lock:
             self._arrange(program.plans)
         self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
@@ -271,10 +267,9 @@ class AgentStarter(ABC):
                 del self.unfit[bundle]
         return {bundle: rank for bundle, rank in ranks.items() if bundle not in self.unfit}
 
-    def expect(self, run: Run, stall: float) -> None:
-        """Let a run fail after `stall` seconds without progress, or later: all machines can answer first."""
-        assert self.group is not None
-        self.group.stall = max(stall, SLOWEST)
+    def expect(self, session: Session, stall: float) -> None:
+        """Let a session fail after `stall` seconds without progress, or later: all machines can answer."""
+        super().expect(session, max(stall, SLOWEST))
 
     @abstractmethod
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,12 +22,19 @@ from piper.checkpoint.verified_files import FileRecord, StorageError
 from piper.errors import ConfigError
 from piper.launchers.base import Resumed
 from piper.launchers.callback_states import split_states
-from piper.launchers.messages import Call
+from piper.launchers.worker_answers import WorkerAnswers
 from piper.runtime.setup import JobLike, ProgramLike
 from piper.runtime.trainers import empty_optimizer
 
-Ask = Callable[[Call, Mapping[int, object]], dict[int, object]]
+A = TypeVar("A")
+R = TypeVar("R")
 WAIT = 0.5  # seconds that a worker may take to answer that it is not done yet
+
+
+class Ask(Protocol):
+    """Calls a method of workers, each with its argument, and returns their answers."""
+
+    def __call__(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +77,7 @@ class Checkpoints:
         partial = begin(target)
         try:
             unread = write_parts(partial, "driver", [*whole_parts(unread_kept(self.program, self.unread))])
-            self.ask("save", dict.fromkeys(self.devices, str(partial)))
+            self.ask(WorkerAnswers.save, dict.fromkeys(self.devices, str(partial)))
         except StorageError as error:
             discard(target)
             raise unwritten(target, str(error)) from error
@@ -84,9 +91,9 @@ class Checkpoints:
         if pending is None:
             return
         waiting = [device for device in self.devices if device not in pending.done]
-        for device, answer in self.ask("poll", dict.fromkeys(waiting, wait)).items():
+        for device, answer in self.ask(WorkerAnswers.poll, dict.fromkeys(waiting, wait)).items():
             if answer is not None:
-                pending.done[device] = cast(Done, answer)
+                pending.done[device] = answer
         if len(pending.done) == len(self.devices):
             self.pending = None
             try:
@@ -157,22 +164,22 @@ class Checkpoints:
             unread = read_unread(self.program, CheckpointReader(folder, record))
         except StorageError as error:
             raise DamagedError(folder, str(error)) from error
-        self.ask("load", dict.fromkeys(self.devices, str(folder)))
+        self.ask(WorkerAnswers.load, dict.fromkeys(self.devices, str(folder)))
         waiting, done = set(self.devices), list[Done]()
         while waiting:
-            for device, answer in self.ask("poll", dict.fromkeys(waiting, WAIT)).items():
+            for device, answer in self.ask(WorkerAnswers.poll, dict.fromkeys(waiting, WAIT)).items():
                 if answer is not None:
                     waiting.discard(device)
-                    done.append(cast(Done, answer))
+                    done.append(answer)
         if failed := next((d for d in done if d.refused is not None or d.trouble is not None), None):
-            self.ask("adopt", dict.fromkeys(self.devices, False))
+            self.ask(WorkerAnswers.adopt, dict.fromkeys(self.devices, False))
             raise (
                 failed.refused.as_config_error("load", folder)
                 if failed.refused
                 else DamagedError(folder, str(failed.trouble))
             )
         try:
-            self.ask("adopt", dict.fromkeys(self.devices, True))
+            self.ask(WorkerAnswers.adopt, dict.fromkeys(self.devices, True))
         except BaseException:
             self.give_up()  # some workers may have the new state and some the old
             raise

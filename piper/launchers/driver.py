@@ -1,68 +1,38 @@
-"""The driver of a job: starts its workers, asks them for results, and notices when one is lost."""
+"""The driver of workers that are processes: starts them, asks them, and notices when one is lost."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import wait
 from time import monotonic, sleep
-from typing import cast
+from typing import TypeVar, cast
 
 from torch import Tensor
 
 from piper.errors import WorkerError
 from piper.launchers.base import (
     Readable,
-    ended,
     streams_of,
     unread_values,
 )
-from piper.launchers.checkpointing import Checkpoints
 from piper.launchers.failures import Failure, JobSnapshot, blame
-from piper.launchers.messages import (
-    PATIENCE,
-    Assignment,
-    BatchSlicer,
-    Call,
-    Heartbeat,
-    Preparation,
-    ProgramBatch,
-    pack_setup,
-)
+from piper.launchers.group import WorkerGroup
+from piper.launchers.messages import PATIENCE, Assignment, Heartbeat, Preparation, pack_setup
 from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped
-from piper.launchers.run_programs import Prepared, ProgramRun
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import TensorEntry, layout
-from piper.runtime.setup import ProgramLike, initial_tensors, setup_of
-from piper.runtime.worker import Options, Sums
+from piper.launchers.worker_answers import WorkerAnswers
+from piper.launchers.worker_server import WorkerServer
+from piper.runtime.setup import ProgramLike, Setup, initial_tensors, setup_of
+from piper.runtime.worker import Options
 
+A = TypeVar("A")
+R = TypeVar("R")
 POLL = 0.2  # seconds between two looks at whether anything moves
 LOSS = 5.0  # seconds by which the end of a process may follow the first error that it causes
 SETTLE = 2.0  # seconds that workers may take to reach the instruction that needs the failed worker
 STILL = 0.05  # seconds between two snapshots of the job
 LOOKS = 3  # snapshots that must agree
-
-
-class WorkerGroup(ABC):
-    """The workers of a job, one for each device."""
-
-    leaving = False  # whether the system has asked a worker to end
-    protects = False  # workers keep versions of their state in memory
-
-    @abstractmethod
-    def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
-        """Call workers, each with its argument, and return their answers. One error ends all workers."""
-
-    def running(self, program: ProgramLike) -> AbstractContextManager[None]:
-        """Take note inside the block that workers run another program than the one they train with."""
-        return nullcontext()
-
-    def sharing(self, step: int) -> AbstractContextManager[None]:
-        """Let all workers reach the versions of a step inside the block, wherever they lie."""
-        return nullcontext()
-
-    @abstractmethod
-    def close(self) -> None:
-        """End every worker. Idempotent."""
 
 
 class SocketWorkerGroup(WorkerGroup):
@@ -71,10 +41,8 @@ class SocketWorkerGroup(WorkerGroup):
     grace = 0.5  # seconds by which the cause of a failure may follow its first victim
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
-        self.program, self.options = program, options
+        super().__init__(program, options)
         self.current = program  # what workers run now
-        self.devices = program.plans.devices
-        self.stall = options.timeout  # seconds without any progress after which the job has stalled
         self.packed: bytes | None = None  # the setup as a message, where an earlier group has made it
         self.channels: dict[int, Channel] = {}
         self.processes: dict[int, int] = {}  # process ids by device
@@ -103,7 +71,7 @@ class SocketWorkerGroup(WorkerGroup):
     ) -> Assignment:
         """Return the first message to a worker."""
 
-    def start(self) -> "RemoteRun":
+    def start(self) -> dict[str, Tensor]:
         """Start all workers, send each its assignment, and wait until all have met."""
         program = self.program
         needed = setup_of(program)
@@ -117,11 +85,7 @@ class SocketWorkerGroup(WorkerGroup):
             for device in self.devices:
                 self.send(device, self.assignment(device, setup, weights, index))
             self.gather(set(self.devices), max(PATIENCE, self.options.timeout))
-        return self.run(unread_values(program, weights))
-
-    def run(self, unread: dict[str, Tensor]) -> "RemoteRun":
-        """Return the run of the started workers."""
-        return RemoteRun(self.program, self, unread, self.options)
+        return unread_values(program, weights)
 
     @abstractmethod
     def ended(self) -> Mapping[int, str]:
@@ -150,7 +114,7 @@ class SocketWorkerGroup(WorkerGroup):
         before, self.seen = self.seen, [bytes(marks) for marks in self.marks.values()]
         return before != self.seen
 
-    def bells(self) -> Sequence[Readable]:
+    def exit_notifiers(self) -> Sequence[Readable]:
         """Return objects that become readable when a process ends."""
         return ()
 
@@ -162,15 +126,23 @@ class SocketWorkerGroup(WorkerGroup):
         finally:
             self.current = self.program
 
-    def ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
+    def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
+        return cast("dict[int, R]", self._ask(call.__name__, arguments, self.stall))
+
+    def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
+        given = Preparation(number=number, setup=pack_setup(setup), buffers=buffers, trains=trains)
+        timeout = max(PATIENCE, self.stall)  # a worker that loads another program runs no instructions
+        self._ask(WorkerServer.prepare.__name__, dict.fromkeys(self.devices, given), timeout)
+
+    def _ask(self, call: str, arguments: Mapping[int, object], timeout: float) -> dict[int, object]:
+        """Call workers, each with its argument. Give up when none has moved for `timeout` seconds."""
         self.asked = monotonic()
         for device, argument in arguments.items():
             self.send(device, (call, argument))
             self.heard[device] = monotonic()
         self.waiting = set(arguments)
         try:
-            patient = call == "prepare"  # a worker that loads another program runs no instructions
-            return self.gather(self.waiting, max(PATIENCE, self.stall) if patient else self.stall)
+            return self.gather(self.waiting, timeout)
         finally:
             self.waiting = set()
 
@@ -206,7 +178,7 @@ class SocketWorkerGroup(WorkerGroup):
     def _ready(self, devices: set[int], timeout: float = POLL) -> list[int]:
         """Return the devices whose message has come. The wait ends early when a process ends."""
         ends: dict[object, int] = {self.channels[device]: device for device in devices}
-        return [ends[end] for end in wait([*ends, *self.bells()], timeout) if end in ends]  # type: ignore[list-item]
+        return [ends[end] for end in wait([*ends, *self.exit_notifiers()], timeout) if end in ends]  # type: ignore[list-item]
 
     def _hear(self, device: int) -> object:
         try:
@@ -260,75 +232,3 @@ class SocketWorkerGroup(WorkerGroup):
             statuses=statuses,
             failures=self.failures,
         )
-
-
-class RemoteRun(ProgramRun):
-    """A job whose devices are processes."""
-
-    def __init__(
-        self, program: ProgramLike, group: WorkerGroup, unread: dict[str, Tensor], options: Options
-    ) -> None:
-        """Drive the workers of a program; `unread`: initial parameters and buffers that no device holds."""
-        super().__init__(program, options)
-        self.group, self.unread = group, unread
-        self.busy: dict[int, float] = {}  # seconds that each device computed in the last step
-        self.slicers = {0: BatchSlicer(program.plans)}  # of all programs, by their numbers
-        self.open = True
-        self.checkpoints = Checkpoints(program, self.devices, self._ask, unread, self.close)
-
-    def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
-        if not self.open:
-            raise ended()
-        try:
-            return self.group.ask(call, arguments)
-        except BaseException as error:
-            self.checkpoints.abandon()  # what workers still answer is not the answer to the next call
-            if isinstance(error, WorkerError):
-                self.close()
-            raise
-
-    def _step(self, ready: Prepared, batch: Mapping[str, Tensor]) -> Sums:
-        answers = self._run("step", ready, batch)
-        self.busy = {device: sums.busy for device, sums in answers.items()}
-        self.checkpoints.poll()
-        return answers[self.devices[0]]
-
-    def _forward(self, ready: Prepared, batch: Mapping[str, Tensor]) -> Sums:
-        return self._run("evaluate", ready, batch)[self.devices[0]]
-
-    def _run(self, call: Call, ready: Prepared, batch: Mapping[str, Tensor]) -> dict[int, Sums]:
-        """Let all workers run a program on their rows of a batch."""
-        slicer = self.slicers[ready.number]
-        given = {d: ProgramBatch(number=ready.number, fields=slicer.cut(batch, d)) for d in self.devices}
-        with self.group.running(ready.program):
-            return cast("dict[int, Sums]", self._ask(call, given))
-
-    def _prepare(self, made: Prepared, *, trains: bool) -> None:
-        setup = pack_setup(setup_of(made.program))
-        given = Preparation(number=made.number, setup=setup, buffers=made.buffers, trains=trains)
-        self.slicers[made.number] = BatchSlicer(made.program.plans)
-        self._ask("prepare", dict.fromkeys(self.devices, given))
-
-    def protect(self) -> None:
-        """Copy the state into memory that outlives workers. After each step they do so by themselves."""
-        if self.group.protects:
-            self._ask("protect", dict.fromkeys(self.devices))
-
-    def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
-        """Take the state after a step from memory; `unread`: the values that no device holds."""
-        with self.group.sharing(step):
-            self._ask("restore", dict.fromkeys(self.devices, step))
-        self.unread.update(unread)
-
-    def leaving(self) -> bool:
-        """Return whether the system has asked a worker to end, by SIGTERM."""
-        return self.group.leaving
-
-    def close(self) -> None:
-        """End every worker. Idempotent."""
-        try:
-            if self.open:
-                self.checkpoints.settle()
-        finally:
-            self.open = False
-            self.group.close()

@@ -37,8 +37,18 @@ class Failure:
     line: str | None = None  # of the user's code, if an operation of a chunk failed
 
 
+class ReportedError(Exception):
+    """A failure that another thread of the worker has put into words."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.what)
+        self.failure = failure
+
+
 def failure_of(device: int, error: BaseException, place: int | None = None) -> Failure:
     """Return an exception as text, because the driver may not know its class."""
+    if isinstance(error, ReportedError):
+        return error.failure
     return Failure(
         device=device,
         kind="late" if isinstance(error, CommError) else "error",

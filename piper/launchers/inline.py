@@ -5,190 +5,159 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from piper.checkpoint.load import blank_values
 from piper.errors import WorkerError
-from piper.launchers.base import ended, streams_of
-from piper.launchers.checkpointing import Checkpoints
+from piper.launchers.base import streams_of
 from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
-from piper.launchers.messages import Call
-from piper.launchers.processes import ProcessStatus, SharedFile, running
-from piper.launchers.run_programs import Prepared, ProgramRun
-from piper.launchers.transport.version_sections import VersionReader
-from piper.launchers.transport.versions import WorkerVersions
+from piper.launchers.group import WorkerGroup
+from piper.launchers.processes import ProcessStatus, running
+from piper.launchers.run import Run, start_run
+from piper.launchers.session import Session
+from piper.launchers.sessions import GivenGroup, Sessions, Starter
+from piper.launchers.transport.versions import Files, WorkerVersions
 from piper.launchers.worker_answers import WorkerAnswers
 from piper.runtime.comm.base import speaks_in
 from piper.runtime.comm.inline import World
 from piper.runtime.context import Dice
-from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
-from piper.runtime.setup import Initial, ProgramLike, initial_values, setup_of
-from piper.runtime.worker import Options, Sums, Worker
+from piper.runtime.debug.profiler import ClockOffset
+from piper.runtime.setup import Initial, ProgramLike, Setup, initial_values, setup_of
+from piper.runtime.worker import Options, Worker
+
+A = TypeVar("A")
+R = TypeVar("R")
+TOGETHER = ("step", "evaluate", "protect")  # calls that devices answer in their threads
 
 
-class InlineRun(ProgramRun):
-    """A job whose devices are threads."""
+class InlineWorkerGroup(WorkerGroup):
+    """Workers that are threads of this process."""
 
-    def __init__(
-        self,
-        program: ProgramLike,
-        options: Options,
-        versions: Mapping[int, tuple[SharedFile, ...]] | None = None,
-    ) -> None:
+    in_order = True
+
+    def __init__(self, program: ProgramLike, options: Options, versions: Files | None = None) -> None:
         super().__init__(program, options)
+        self.versions, self.protects = versions, versions is not None
+        self.current = program  # what workers run now
         self.world = World(program.plans, options.timeout)
         self.worlds = [self.world]  # and those of programs that have other communicators
+        self.failures: list[Failure] = []
+        self.watchers = {
+            device: Watcher(device, private_marks(streams_of(program.plans)), self.failures.append)
+            for device in self.devices
+        }
+        self.workers: dict[int, Worker] = {}
+        self.answers: dict[int, WorkerAnswers] = {}
+        self.threads = ThreadPoolExecutor(len(self.devices), "device")
+        self.threads_before: int | None = None  # of a computation; None: as they were
+
+    def start(self) -> dict[str, Tensor]:
         self.threads_before = torch.get_num_threads()
-        torch.set_num_threads(options.threads)  # every thread that begins to compute from now on has as many
-        setup = setup_of(program)
-        dice = Dice(setup.device)
-        if setup.device.type == "cuda" and len(self.plans.devices) > 1:
+        torch.set_num_threads(self.options.threads)  # for each thread that begins to compute from now on
+        program, options, setup = self.program, self.options, setup_of(self.program)
+        if setup.device.type == "cuda" and len(self.devices) > 1:
             # They share one accelerator: on one stream, what a device hands another is in order by itself.
             options = replace(options, streams=False)
         initial = setup.build_code(
             setup.plans,
             lambda: blank_values(setup.outline) if options.blank else initial_values(program),
         )
-        self.failures: list[Failure] = []
-        self.watchers = {
-            device: Watcher(device, private_marks(streams_of(self.plans)), self.failures.append)
-            for device in program.plans.devices
-        }
-        self.workers = {
-            device: Worker(
-                setup,
-                device,
-                self.world.member(device),
-                initial,
-                options,
-                dice,
-                self.world.stop,
-                watcher.watch,
-            )
-            for device, watcher in self.watchers.items()
-        }
-        self.unread = self._unread(initial)
-        self.busy: dict[int, float] = {}  # threads share cores: one cannot be distinguished from the others
-        self.threads = ThreadPoolExecutor(len(self.workers), "device")
-        self.open = True
-        self.answers = {device: WorkerAnswers(worker) for device, worker in self.workers.items()}
-        self.versions = {
-            device: WorkerVersions(worker, versions)
-            for device, worker in self.workers.items()
-            if versions is not None
-        }
-        self.checkpoints = Checkpoints(program, self.workers, self._ask, self.unread, self.close)
+        dice = Dice(setup.device)
+        for device, watcher in self.watchers.items():
+            comms, stop = self.world.member(device), self.world.stop
+            worker = Worker(setup, device, comms, initial, options, dice, stop, watcher.watch)
+            versions = None if self.versions is None else WorkerVersions(worker, self.versions)
+            self.workers[device], self.answers[device] = worker, WorkerAnswers(worker, versions)
+        return self._unread(initial)
 
     def _unread(self, initial: Initial) -> dict[str, Tensor]:
         """Return the values that no chunk reads and so no worker holds. They never change."""
-        outline = self.program.outline
-        held = {piece.name for bucket in self.plans.buckets.values() for piece in bucket.pieces}
+        plans, outline = self.program.plans, self.program.outline
+        held = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
         held |= {name for chunk in outline.chunks for name in chunk.buffers}
         names = (*(p.name for p in outline.parameters), *(b.name for b in outline.buffers if b.persistent))
         return {name: initial(name) for name in names if name not in held}
 
-    def _step(self, ready: Prepared, batch: Mapping[str, Tensor]) -> Sums:
-        if not self.open:
-            raise ended()
-        sums = self._together(ready.program, lambda worker: worker.step(batch, ready.number))
-        self.checkpoints.poll()
-        if self.plans.protection is None:
-            self.protect()
-        return sums
+    @contextmanager
+    def running(self, program: ProgramLike) -> Iterator[None]:
+        self.current = program
+        try:
+            yield
+        finally:
+            self.current = self.program
 
-    def _together(self, program: ProgramLike, act: Callable[[Worker], Sums]) -> Sums:
-        """Let every device run its plan of a program, and return the sums, which are the same on all."""
-        futures = {device: self.threads.submit(act, worker) for device, worker in self.workers.items()}
+    def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
+        name = call.__name__
+        if name not in TOGETHER:
+            return {device: call(self.answers[device], value) for device, value in arguments.items()}
+        answers = self._together(call, arguments)
+        if name == "step" and self.protects and self.program.plans.protection is None:
+            self._together(WorkerAnswers.protect, dict.fromkeys(self.devices))
+        return answers
+
+    def _together(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
+        """Let every device answer in its thread. An error of any is one that names the cause."""
+        futures = {d: self.threads.submit(call, self.answers[d], value) for d, value in arguments.items()}
         wait(futures.values())
         for device, future in futures.items():
             if isinstance(error := future.exception(), Exception):
                 self.watchers[device].fail(error)
-        self._end_if_failed(program)
-        return next(iter(futures.values())).result()
-
-    def protect(self) -> None:
-        """Copy the state into memory that outlives workers, where it is kept."""
-        for device, versions in self.versions.items():
-            try:
-                versions.write()
-            except Exception as error:  # noqa: BLE001  it is raised below, as a failure of its device
-                self.watchers[device].fail(error)
-        self._end_if_failed(self.program)
-
-    def _end_if_failed(self, program: ProgramLike) -> None:
         if self.failures:
-            self.close()
             cause = next(w.first for w in self.watchers.values() if w.first is not None)
-            raise self._blame(program) from cause
+            raise self._blamed() from cause
+        return {device: future.result() for device, future in futures.items()}
 
-    def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
-        """Take the state after a step from memory; `unread`: the values that no device holds."""
-        reader: VersionReader | None = None  # threads read the same memory
-        for versions in self.versions.values():
-            reader = reader or versions.reader(step)
-            versions.restore(step, reader)
-        self.unread.update(unread)
-
-    def _prepare(self, made: Prepared, *, trains: bool) -> None:
-        setup, world = setup_of(made.program), self.world
-        if not speaks_in(setup.plans, self.plans):
-            world = World(setup.plans, self.options.timeout)
-            self.worlds.append(world)
-        for device, worker in self.workers.items():
-            initial = made.buffers.__getitem__
-            worker.prepare(made.number, setup, world.member(device), initial, world.stop, trains=trains)
-
-    def _forward(self, ready: Prepared, batch: Mapping[str, Tensor]) -> Sums:
-        if not self.open:
-            raise ended()
-        return self._together(ready.program, lambda worker: worker.evaluate(ready.number, batch))
-
-    def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
-        if not self.open:
-            raise ended()
-        return {device: getattr(self.answers[device], call)(value) for device, value in arguments.items()}
-
-    def _blame(self, program: ProgramLike) -> WorkerError:
+    def _blamed(self) -> WorkerError:
         """Return the error that names the cause."""
         statuses = {
             device: ProcessStatus(process=os.getpid(), running=running(watcher.marks))
             for device, watcher in self.watchers.items()
         }
-        snapshot = JobSnapshot(
-            plans=program.plans,
-            origins=program.origins,
-            timeout=self.options.timeout,
-            statuses=statuses,
-            failures=self.failures,
+        return blame(
+            JobSnapshot(
+                plans=self.current.plans,
+                origins=self.current.origins,
+                timeout=self.options.timeout,
+                statuses=statuses,
+                failures=self.failures,
+            )
         )
-        return blame(snapshot)
 
-    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
-        same = ClockOffset(offset=0.0, error=0.0)
-        return {d: (w.recorder.take(), same) for d, w in self.workers.items() if w.recorder is not None}
+    def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
+        world = self.world
+        if not speaks_in(setup.plans, self.program.plans):
+            world = World(setup.plans, self.options.timeout)
+            self.worlds.append(world)
+        for device, worker in self.workers.items():
+            member = world.member(device)
+            worker.prepare(number, setup, member, buffers.__getitem__, world.stop, trains=trains)
+
+    def clock(self, device: int) -> ClockOffset:
+        return ClockOffset(offset=0.0, error=0.0)
 
     def close(self) -> None:
-        """End every thread. Idempotent."""
-        try:
-            if self.open:
-                torch.set_num_threads(self.threads_before)
-                self.checkpoints.settle()
-        finally:
-            self.open = False
-            for world in self.worlds:
-                world.stop()
-            self.threads.shutdown()
-            for worker in self.workers.values():
-                worker.close()
+        if self.threads_before is not None:
+            torch.set_num_threads(self.threads_before)
+            self.threads_before = None
+        for world in self.worlds:
+            world.stop()
+        self.threads.shutdown()
+        for worker in self.workers.values():
+            worker.close()
 
 
-@contextmanager
-def launch_inline(program: ProgramLike, options: Options | None = None) -> Iterator[InlineRun]:
-    """Start a program on threads of this process, and end them with the block."""
-    run = InlineRun(program, options or Options())
-    try:
-        yield run
-    finally:
-        run.close()
+class InlineStarter(Starter):
+    """Starts workers as threads. What hangs in a thread cannot be ended."""
+
+    def start(self, options: Options) -> Session:
+        files = None if self.versions is None else self.versions.files
+        return Session(InlineWorkerGroup(self.program, options, files))
+
+
+def launch_inline(program: ProgramLike, options: Options | None = None, versions: Files | None = None) -> Run:
+    """Start a program on threads of this process; `versions`: where copies of the state go, if anywhere."""
+    group = InlineWorkerGroup(program, options or Options(), versions)
+    return start_run(Sessions(program, group.options, GivenGroup(group)))

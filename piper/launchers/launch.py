@@ -1,18 +1,19 @@
 """Starting a program: on threads, on processes of this machine, or on Ray."""
 
 import logging
-import weakref
-from contextlib import AbstractContextManager, ExitStack
 from difflib import get_close_matches
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 from piper.errors import ConfigError
-from piper.launchers.rank_environment import rank_environment
-from piper.launchers.run import Run
+from piper.launchers.agent_versions import AgentVersions
+from piper.launchers.rank_environment import RankEnvironment, rank_environment
+from piper.launchers.run import Run, start_run
 from piper.launchers.saves import checkpoints_at
+from piper.launchers.sessions import Sessions, Starter
+from piper.launchers.transport.versions import Versions
 from piper.launchers.worker_server import crowded
+from piper.plan.plan import Plans
 from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
@@ -73,8 +74,7 @@ def launch(
         graphs=graphs,
         blank=begins,
     )
-    held = ExitStack()
-    run = held.enter_context(launcher(program, on, options, cluster=cluster))
+    run = launcher(program, on, options, cluster=cluster)
     try:
         if resume is not None and begins:
             run.load(resume)
@@ -82,53 +82,13 @@ def launch(
             run.folder = Path(resume)
             log.warning("%s has no complete checkpoint yet: starting at the first step", resume)
     except BaseException as error:
-        held.__exit__(type(error), error, error.__traceback__)
+        run.__exit__(type(error), error, error.__traceback__)
         raise
-    return cast(Run, LaunchedRun(run, held))
+    return run
 
 
-class LaunchedRun:
-    """A run that ends its workers by itself: with its block, with `close`, or when nothing refers to it."""
-
-    def __init__(self, run: Run, held: ExitStack) -> None:
-        vars(self)["_run"], vars(self)["_held"] = run, held
-        vars(self)["_end"] = weakref.finalize(self, held.close)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(vars(self)["_run"], name)
-
-    def __dir__(self) -> list[str]:
-        return dir(vars(self)["_run"])
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(vars(self)["_run"], name, value)
-
-    def __enter__(self) -> "LaunchedRun":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        if vars(self)["_end"].detach() is None:
-            return None  # it was closed inside the block
-        ended: bool | None = vars(self)["_held"].__exit__(kind, error, trace)
-        return ended
-
-    def close(self) -> None:
-        """End every worker. Idempotent."""
-        vars(self)["_end"]()
-
-    def __repr__(self) -> str:
-        return repr(vars(self)["_run"])
-
-
-Run.register(LaunchedRun)
-
-
-def launcher(
-    program: ProgramLike, on: str, options: Options, *, cluster: str | None = None
-) -> AbstractContextManager[Run]:
-    """Return the launcher of a name, without importing the others."""
+def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | None = None) -> Run:
+    """Start a program by the launcher of a name, without importing the others."""
     check_launcher(on)
     if options.graphs:
         check_static(setup_of(program), program.plans, options, by_host=by_host(program, on))
@@ -136,18 +96,59 @@ def launcher(
         from piper.launchers.single_rank import launch_single_rank
 
         return launch_single_rank(program, on, options, cluster=cluster)
+    world = ranks_of(on)
+    if world is None:
+        return start_run(Sessions(program, options, starter_of(program, on)))
+    if world.leads:
+        from piper.launchers.torchrun import launch_torchrun
+
+        return launch_torchrun(program, options, world)
+    from piper.launchers.torchrun_worker import launch_torchrun_worker
+
+    return launch_torchrun_worker(program, options, world)
+
+
+def ranks_of(on: str) -> RankEnvironment | None:
+    """Return the ranks of torchrun that `local` joins. None: there are none, or it is another launcher."""
+    return rank_environment() if on == "local" else None
+
+
+def starter_of(program: ProgramLike, on: str, versions: Versions | None = None, spares: int = 0) -> Starter:
+    """Return what starts the workers of a launcher, without importing the others.
+
+    versions: the memory for copies of the state. None: none are kept. spares: workers more than devices.
+    """
     match on:
         case "inline":
-            from piper.launchers.inline import launch_inline
+            from piper.launchers.inline import InlineStarter
 
-            return launch_inline(program, options)
+            return InlineStarter(program, versions)
+        case "local" if isinstance(versions, AgentVersions):
+            from piper.launchers.torchrun_agents import TorchrunStarter
+
+            return TorchrunStarter(program, versions, spares)
         case "local":
-            return local_launcher(program, options)
-        case "ray":
-            from piper.launchers.ray import launch_ray
+            from piper.launchers.local import LocalStarter
 
-            return launch_ray(program, options)
+            return LocalStarter(program, versions)
+        case "ray":
+            from piper.launchers.ray import RayStarter
+
+            return RayStarter(program, versions, spares)
     raise AssertionError(f"{on} is checked")
+
+
+def versions_of(plans: Plans, on: str) -> Versions:
+    """Return the memory for versions of a launcher: of this machine, or of all machines with agents."""
+    if on == "ray":
+        from piper.launchers.ray import RayCalls
+
+        return AgentVersions(plans, RayCalls())
+    if (world := ranks_of(on)) is not None:
+        from piper.launchers.torchrun_agents import RankCalls
+
+        return AgentVersions(plans, RankCalls(world))
+    return Versions(plans)
 
 
 def check_launcher(on: str, by: str = "launch") -> None:
@@ -167,7 +168,7 @@ def by_host(program: ProgramLike, on: str) -> bool:
     if program.device != "cuda" or on.startswith(ALONE):
         return False
     if on == "local":
-        world = rank_environment()
+        world = ranks_of(on)
         return crowded(len(program.plans.devices) if world is None else world.nearby)
     return on == "inline"
 
@@ -175,19 +176,3 @@ def by_host(program: ProgramLike, on: str) -> bool:
 def recovers(on: str, spares: int = 0) -> bool:
     """Return whether lost workers of a launcher can be replaced: those that are ours to start."""
     return on in ("inline", "ray") or (on == "local" and (spares > 0 or rank_environment() is None))
-
-
-def local_launcher(program: ProgramLike, options: Options) -> AbstractContextManager[Run]:
-    """Return the launcher of own processes, or of those that torchrun or the like has started."""
-    world = rank_environment()
-    if world is None:
-        from piper.launchers.local import launch_local
-
-        return launch_local(program, options)
-    if world.leads:
-        from piper.launchers.torchrun import launch_torchrun
-
-        return launch_torchrun(program, options, world)
-    from piper.launchers.torchrun_worker import launch_torchrun_worker
-
-    return launch_torchrun_worker(program, options, world)

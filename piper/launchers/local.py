@@ -4,20 +4,25 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 
 from torch import Tensor
 
+from piper.errors import LaunchError
 from piper.launchers.base import Readable
-from piper.launchers.driver import RemoteRun, SocketWorkerGroup
+from piper.launchers.driver import SocketWorkerGroup
 from piper.launchers.messages import CODEC, Assignment, StoreAddress
 from piper.launchers.processes import SharedFile, gone, how
 from piper.launchers.rendezvous import LOOPBACK, store_on
+from piper.launchers.run import Run, start_run
+from piper.launchers.session import Session
+from piper.launchers.sessions import Sessions, Starter
 from piper.launchers.transport.channel import Channel
-from piper.launchers.transport.fork_server import ForkServer, fork_server
+from piper.launchers.transport.fork_server import ForkServer
 from piper.launchers.transport.nameless_files import map_marks, new_marks
 from piper.launchers.transport.shared_memory import TensorEntry, share
+from piper.launchers.transport.versions import Versions
 from piper.launchers.worker_server import crowded
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -71,7 +76,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
             versions=self.versions,
         )
 
-    def bells(self) -> Sequence[Readable]:
+    def exit_notifiers(self) -> Sequence[Readable]:
         return (self.forks,)
 
     def ended(self) -> dict[int, str]:
@@ -95,17 +100,55 @@ class LocalWorkerGroup(SocketWorkerGroup):
         self.processes.clear()
 
 
-@contextmanager
+class LocalStarter(Starter):
+    """Starts workers as processes, from one fork server that stays warm."""
+
+    def __init__(
+        self, program: ProgramLike, versions: Versions | None = None, forks: ForkServer | None = None
+    ) -> None:
+        """Prepare for a program; `forks`: a fork server that others use too. None: it has its own."""
+        super().__init__(program, versions)
+        self.lent, self.forks = forks is not None, forks
+        self.places: Sequence[int] | None = None
+        self.packed: bytes | None = None
+
+    def start(self, options: Options) -> Session:
+        """Start all workers, and the fork server too where it is lost."""
+        if self.forks is not None and not self.lent and gone(self.forks.server):
+            self.close()
+        self.forks = self.forks or ForkServer()
+        files = None if self.versions is None else self.versions.files
+        group = LocalWorkerGroup(self.program, options, self.forks, files)
+        group.packed, group.places = self.packed, self.places
+        try:
+            session = Session(group)
+        except OSError as error:  # the fork server went while it was asked
+            self.close()
+            raise LaunchError(
+                "no process can be started",
+                by="launch",
+                facts={"why": f"{type(error).__name__}: {error}"},
+                hint="look at what the process printed; is the machine out of memory or processes?",
+            ) from error
+        except LaunchError:
+            self.close()
+            raise
+        self.packed = group.packed
+        return session
+
+    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
+        super().use(program, versions, places)
+        self.places, self.packed = places, getattr(program, "packed", None)  # of one that came as bytes
+
+    def close(self) -> None:
+        """End the fork server, if no other uses it. Idempotent."""
+        if self.forks is not None and not self.lent:
+            self.forks.close()
+            self.forks = None
+
+
 def launch_local(
     program: ProgramLike, options: Options | None = None, forks: ForkServer | None = None
-) -> Iterator[RemoteRun]:
-    """Start a program on processes of this machine, and end them with the block.
-
-    forks: the fork server that several launches share. None: the launch starts its own.
-    """
-    with ExitStack() as held:
-        group = LocalWorkerGroup(program, options or Options(), forks or held.enter_context(fork_server()))
-        held.callback(group.close)
-        run = group.start()
-        held.callback(run.close)
-        yield run
+) -> Run:
+    """Start a program on processes of this machine; `forks`: the fork server that several launches share."""
+    return start_run(Sessions(program, options or Options(), LocalStarter(program, forks=forks)))

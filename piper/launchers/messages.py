@@ -3,7 +3,7 @@
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,19 +27,6 @@ from piper.runtime.setup import Code, Setup
 from piper.runtime.worker import Options, Sums
 
 PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
-Asked = Literal[
-    "owned",
-    "gradients",
-    "optimizer_state",
-    "optimizer_options",
-    "set_optimizer_option",
-    "reached",
-    "buffers",
-    "trail",
-    "record",
-    "clock",
-]
-Call = Literal["step", "prepare", "evaluate", "save", "load", "adopt", "poll", "protect", "restore"] | Asked
 Span = tuple[int, int]
 
 

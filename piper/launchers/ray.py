@@ -23,14 +23,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from piper.launchers.agent_calls import Agent, AgentCalls
 from piper.launchers.agent_starter import AgentStarter
-from piper.launchers.driver import RemoteRun
 from piper.launchers.machine_agent import AgentProcess
 from piper.launchers.machines import no_room, packed_machines
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
 from piper.process.attributes import replaced
 from piper.runtime.setup import ProgramLike, setup_of
-from piper.runtime.worker import Options
 
 GROUP = 60.0  # seconds that a cluster may take to find resources for all agents
 END = 10.0  # seconds that removing the folder of our own Ray may take
@@ -126,23 +124,6 @@ def lacking(bundles: int, bundle: Mapping[str, float], *, apart: bool) -> Except
     return no_room(bundles, bundle, has, (bundles, fitting) if apart else None)
 
 
-@contextmanager
-def launch_ray(program: ProgramLike, options: Options | None = None) -> Iterator[RemoteRun]:
-    """Start a program on nodes of Ray, and end its workers with the block.
-
-    A Ray that is initialised already is used, with all its nodes. Otherwise one is started, which listens on
-    this machine only, and is stopped again.
-    """
-    starter = RayStarter(program, None, 0)
-    with ExitStack() as held:
-        held.callback(starter.close)
-        run = starter.start(options or Options())
-        assert starter.group is not None
-        held.callback(starter.group.close)
-        held.callback(run.close)
-        yield run
-
-
 class RayCalls(AgentCalls):
     """Waits for calls of actors."""
 
@@ -176,7 +157,9 @@ class RayCalls(AgentCalls):
 class RayStarter(AgentStarter):
     """Starts workers through agents that are actors, on the nodes that are left.
 
-    Bundles are claimed when the job starts, and Ray gives those of a lost node to another one.
+    A Ray that is initialised already is used, with all its nodes. Otherwise one is started, which listens on
+    this machine only, and is stopped again. Bundles are claimed when the job starts, and Ray gives those of a
+    lost node to another one.
     """
 
     def __init__(self, program: ProgramLike, versions: Versions | None, spares: int) -> None:

@@ -6,12 +6,12 @@ a run that goes on from a checkpoint is the run that was not stopped, to the las
 """
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Self, cast
+from typing import Concatenate, ParamSpec, Self, TypeVar, cast
 
 from torch import Tensor
 
@@ -19,20 +19,25 @@ from piper.callbacks import Callback, Running, named_callbacks
 from piper.checkpoint.folder import step_path
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.data.feed import Feed, is_position
-from piper.errors import ConfigError
-from piper.launchers.base import EvaluationResult, Resumed, StepResult
+from piper.launchers.base import EvaluationResult, Resumed, StepResult, state_by_name
 from piper.launchers.callback_states import states_of, with_states
+from piper.launchers.evaluation import Batch, Means, check_samples, evaluation_batches
 from piper.launchers.nans import check_finite
 from piper.launchers.optimizer_groups import OptimizerGroups
 from piper.launchers.saves import checkpoints_at, load_newest, prepare_saves, run_folder
+from piper.launchers.session import Session
+from piper.launchers.sessions import Sessions
+from piper.launchers.worker_answers import WorkerAnswers
 from piper.process.usercode import named
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
+from piper.runtime.full_values import by_bucket, holders, whole_buffers, whole_parameters, whole_state
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 
-Batch = Mapping[str, Tensor]
+P = ParamSpec("P")
+T = TypeVar("T")
 log = logging.getLogger("piper")
 
 
@@ -52,12 +57,19 @@ class Watch(Callback):
         return run.leaving()
 
 
-class Run(ABC):
+def asking(method: Callable[Concatenate["Run", P], T]) -> Callable[Concatenate["Run", P], T]:
+    """Do all of a method again if workers are lost meanwhile, where the run recovers."""
+
+    @wraps(method)
+    def act(self: "Run", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.sessions.call(partial(method, self, *args, **kwargs))
+
+    return act
+
+
+class Run:
     """A running job. It ends with its `with` block, with `close`, or when nothing refers to it any more."""
 
-    program: ProgramLike
-    options: Options
-    done = 0  # steps that are trained, those before a loaded checkpoint included
     stopping = False  # a callback has asked to stop
     drives = True  # this process writes what callbacks write
     saves = True  # it has a state that can be saved
@@ -68,6 +80,11 @@ class Run(ABC):
     _from_newest = False  # and whether that was the newest of its folder
     saves_to: Path | None = None  # the folder of checkpoints, once it is known to be free
 
+    def __init__(self, sessions: Sessions) -> None:
+        """Train with the workers of sessions, which must not refer to the run: they end when it is gone."""
+        self.sessions = sessions
+        self._end = weakref.finalize(self, sessions.close)
+
     def __enter__(self) -> Self:
         return self
 
@@ -77,9 +94,29 @@ class Run(ABC):
         self.close()
         return None
 
-    @abstractmethod
+    @property
+    def program(self) -> ProgramLike:
+        """Return the program: of an elastic job, that of the devices which it has now."""
+        return self.sessions.program
+
+    @property
+    def options(self) -> Options:
+        """Return how workers run it."""
+        return self.sessions.options
+
+    @property
+    def done(self) -> int:
+        """Return how many steps are trained, those before a loaded checkpoint included."""
+        return self.sessions.done
+
+    @property
+    def session(self) -> Session:
+        """Return the workers as they run now."""
+        return self.sessions.session
+
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
+        return self.sessions.step(batch)
 
     def train(self, steps: int | None = None) -> Iterator[StepResult]:
         """Train so many more steps on the job's data, by default up to the job's `steps`.
@@ -148,17 +185,17 @@ class Run(ABC):
         check_finite(self, step, result)
         for callback in self._callbacks():
             callback.on_step(cast(Running, self), step, result)
-        asked, found = self.program.job.evaluate, None
+        asked, evaluated = self.program.job.evaluate, None
         if asked is not None and (step % asked.every == 0 or step == last):
-            found = self.evaluate()
+            evaluated = self.evaluate()
             for callback in self._callbacks():
-                callback.on_evaluate(cast(Running, self), step, found)
+                callback.on_evaluate(cast(Running, self), step, evaluated)
         if self.watch.between(self):
             self.stop()
         ends = step == last or self.stopping
         self._save_step(step, ends)
         self.complete()
-        return found
+        return evaluated
 
     def after_training(self, step: int) -> None:
         """Call the callbacks at the end of the training, in a loop of your own too."""
@@ -206,8 +243,9 @@ class Run(ABC):
                 raise
             log.warning("warning: %s", error)
 
-    def complete(self) -> None:  # noqa: B027  only a run that recovers needs it
+    def complete(self) -> None:
         """Take note that all of a step is done: it is evaluated and saved, and callbacks have run."""
+        self.sessions.complete(self._data)
 
     def stop(self) -> None:
         """End the training after this step. For callbacks."""
@@ -215,23 +253,27 @@ class Run(ABC):
 
     def leaving(self) -> bool:
         """Return whether the system has asked a worker to end, by SIGTERM."""
-        return False
+        return self.sessions.leaving()
 
     def resize(self, devices: int) -> None:
         """Go on with so many devices, if the job is elastic. For callbacks."""
-        raise ConfigError(
-            f"this run cannot go on with {devices} devices: their number is fixed",
-            by="resize",
-            hint="let piper train recover (--retries) and make the job elastic: piper.Job(elastic=(2, 4))",
-        )
+        self.sessions.resize(devices)
 
-    @abstractmethod
     def evaluate(self, batches: Iterable[Batch] | None = None) -> EvaluationResult:
         """Evaluate on global batches, by default those of the job's `evaluate`; nothing is trained.
 
         The model is in eval mode. A mean loss counts each batch by its samples, a (sum, weight) by its
         weight, and so do metrics.
         """
+        means = Means()
+        for batch in evaluation_batches(self.program.job) if batches is None else batches:
+            check_samples(batch)
+            means = self._evaluate(batch, means)
+        return means.result()
+
+    @asking
+    def _evaluate(self, batch: Batch, means: Means) -> Means:
+        return self.session.evaluate(batch, means)
 
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
@@ -243,76 +285,115 @@ class Run(ABC):
         comes with the next `save`, `settle` or `close`.
         keep: how many of the newest `step-*` checkpoints in its folder stay once it is complete. None: all.
         """
+        self.sessions.write(path, self._data(data), wait=wait, keep=keep)
+
+    def _data(self, position: object = None) -> object:
+        """Return what a checkpoint has besides tensors: the position in the data, and callbacks' states."""
         states = states_of(self.program.job.callbacks)
-        given = self.position() if data is None else data
-        self.write(path, with_states(states, given), wait=wait, keep=keep)
+        return with_states(states, self.position() if position is None else position)
+
+    def flush(self, folder: Path) -> int | None:
+        """End all workers, and write the newest state in memory as a checkpoint. Return its step.
+
+        None: no state is kept in memory.
+        """
+        return self.sessions.flush(folder, self._data)
 
     def load(self, path: Path | str) -> Resumed:
         """Go on from a checkpoint, saved under any strategy, or from the newest of a run's folder."""
         given, job = Path(path), self.program.job
         past = checkpoints_at(given, job)
         alone = past in ([], [given])
-        found = load_newest(self.read, past) if not alone else self.read(given)
-        return self.resumed(found, newest=not alone)
+        read = self.sessions.read
+        return self.resumed(read(given) if alone else load_newest(read, past), newest=not alone)
 
     def resumed(self, found: Resumed, *, newest: bool) -> Resumed:
         """Continue with the steps, the data and the states of callbacks that a checkpoint has.
 
         newest: it was chosen as the newest of a folder.
         """
-        self.done, self._loaded, self._from_newest = found.step, found, newest
+        self._loaded, self._from_newest = found, newest
         self._feed = self.saves_to = None
         self.folder = run_folder(Path(found.path), self.program.job) or self.folder
         for name, callback in named_callbacks(self.program.job.callbacks).items():
             if name in found.callbacks:
                 callback.load_state_dict(cast("Mapping[str, object]", found.callbacks[name]))
+        self.complete()
         return found
 
-    @abstractmethod
-    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
-        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
-
-    @abstractmethod
-    def read(self, path: Path | str) -> Resumed:
-        """Let workers go on from a checkpoint, and callbacks as they are."""
-
-    @abstractmethod
     def settle(self) -> None:
         """Wait until the save that is under way is complete."""
+        self.sessions.settle()
 
     @property
     def optimizer(self) -> OptimizerGroups:
         """Return the options of the optimizer's groups: `run.optimizer[0]["lr"] = 1e-4`."""
         return OptimizerGroups(self)
 
-    @abstractmethod
+    @asking
     def optimizer_groups(self) -> list[dict[str, object]]:
         """Return the options of each group of parameters."""
+        answers = self.session.ask_all(WorkerAnswers.optimizer_options, None)
+        return next((groups for groups in answers.values() if groups is not None), [])
 
-    @abstractmethod
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of parameters on all devices."""
+        self.sessions.set_optimizer_option(group, key, value)
 
-    @abstractmethod
+    @asking
     def optimizer_state(self, key: str) -> dict[str, Tensor]:
         """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
+        buckets = [bucket for bucket in self.program.plans.buckets.values() if bucket.trainable]
+        asked = {device: (key, names) for device, names in holders(buckets).items()}
+        return whole_state(buckets, by_bucket(self.session.ask(WorkerAnswers.optimizer_state, asked)))
 
-    @abstractmethod
+    @asking
     def state_dict(self) -> dict[str, Tensor]:
         """Return every parameter and buffer in full, by fully qualified name."""
+        outline, buckets = self.program.outline, [*self.program.plans.buckets.values()]
+        owned = by_bucket(self.session.ask(WorkerAnswers.owned, holders(buckets)))
+        parameters = whole_parameters(buckets, lambda bucket, device: owned[bucket, device])
+        names = [buffer.name for buffer in outline.buffers if buffer.persistent]
+        buffers: dict[str, Tensor] = {}
+        if names:
+            buffers = whole_buffers([*self.session.ask_all(WorkerAnswers.buffers, names).values()])
+        whole = state_by_name(outline, self.session.unread | parameters | buffers)
+        return {name: value.to("cpu", copy=True) for name, value in whole.items()}
 
-    @abstractmethod
+    @asking
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
+        buckets = [*self.program.plans.buckets.values()]
+        owned = by_bucket(self.session.ask(WorkerAnswers.gradients, holders(buckets)))
+        given = {place: value for place, value in owned.items() if value is not None}
+        held = [bucket for bucket in buckets if (bucket.name, bucket.groups[0][0]) in given]
+        whole = whole_parameters(held, lambda bucket, device: given[bucket, device])
+        first = self.session.devices[0]
+        reached = self.session.ask(WorkerAnswers.reached, {first: None})[first]
+        return {name: value for name, value in whole.items() if name in reached}
 
-    @abstractmethod
+    @asking
     def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
         """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
+        return self.session.ask_all(WorkerAnswers.trail, None)
 
-    @abstractmethod
+    @asking
     def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
         """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
+        profiles, clock = self.session.ask_all(WorkerAnswers.record, None), self.session.group.clock
+        return {device: (found, clock(device)) for device, found in profiles.items() if found is not None}
 
-    @abstractmethod
     def close(self) -> None:
         """End every worker. Idempotent."""
+        self._end()
+
+
+def start_run(sessions: Sessions) -> Run:
+    """Start the workers of a run."""
+    run = Run(sessions)
+    try:
+        sessions.begin()
+    except BaseException:
+        run.close()
+        raise
+    return run

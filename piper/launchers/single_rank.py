@@ -1,10 +1,10 @@
 """`rank:N`: one device of a job by itself, with real kernels and memory, on a network that is only timed."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,23 +12,33 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from piper.errors import ConfigError, LaunchError
 from piper.ir.chunk import CapturedModel
-from piper.launchers.base import EvaluationResult, Resumed
-from piper.launchers.messages import Call
-from piper.launchers.run_programs import Prepared, ProgramRun
+from piper.launchers.base import Resumed
+from piper.launchers.group import WorkerGroup
+from piper.launchers.run import Run
+from piper.launchers.sessions import GivenGroup, Sessions
+from piper.launchers.worker_answers import WorkerAnswers
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.comm.synthetic import AloneComms, arriving, totalled
 from piper.runtime.cuda.memory_release import predicted_peak
 from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
-from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
+from piper.runtime.debug.profiler import ClockOffset
 from piper.runtime.kernels import KERNELS
-from piper.runtime.setup import Initial, JobLike, ProgramLike, build_model, setup_of
-from piper.runtime.worker import Options, Sums, Worker
+from piper.runtime.setup import Initial, JobLike, ProgramLike, Setup, build_model, setup_of
+from piper.runtime.worker import Options, Worker
 from piper.simulate.cluster import load_cluster
 
+A = TypeVar("A")
+R = TypeVar("R")
 SPREAD = 0.02  # standard deviation of the elements of a matrix, as most models begin
 SAMPLE = 1_000_003  # numbers that are drawn; a prime, so that no two rows are alike
+REFUSED = {  # calls that need all devices
+    "owned": "there is no full state",
+    "gradients": "there are no gradients of a whole job",
+    "optimizer_state": "there is no optimizer state of a whole job",
+    "save": "there is nothing worth saving",
+    "load": "a checkpoint cannot be loaded",
+}
 CLUSTERS = {"cuda": "h200", "cpu": "cpu"}  # whose network is meant where none is named
 
 
@@ -41,48 +51,71 @@ class PeakMemory:
     measured: int | None  # none on a host, which does not count
 
 
-class SingleRankRun(ProgramRun):
-    """One device of a job, for its step time and peak memory. Its numbers mean nothing."""
+class SingleRankGroup(WorkerGroup):
+    """One device of a job, without the others."""
 
-    saves = False
+    in_order = True
 
     def __init__(self, program: ProgramLike, device: int, options: Options, cluster: str | None) -> None:
         super().__init__(program, options)
-        self.device, self.unread = device, {}
-        self.setup = setup = setup_of(program)
+        self.device, self.devices, self.setup = device, (device,), setup_of(program)
+        self.network = load_cluster(cluster or CLUSTERS[program.device])
+        self.engine = CopyEngine(self.setup.device) if self.setup.device.type == "cuda" else None
+        self.seconds: list[float] = []  # of each step
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(options.threads)
-        self.network = load_cluster(cluster or CLUSTERS[program.device])
-        self.engine = CopyEngine(setup.device) if setup.device.type == "cuda" else None
         kernels = {**KERNELS, "recv": arriving, "total": totalled}
         for op in COMMUNICATION:
             kernels[op] = occupied(kernels[op], self.network.seconds, self.engine or Sleeper())
         self.worker = Worker(
-            setup,
+            self.setup,
             device,
-            AloneComms(self.plans, device),
+            AloneComms(program.plans, device),
             synthetic_weights(program.job, program.outline),
             options,
             kernels=kernels,
         )
-        self.seconds: list[float] = []  # of each step
+        self.answers = WorkerAnswers(self.worker)
         if self.engine is not None:
-            torch.cuda.reset_peak_memory_stats(setup.device)
+            torch.cuda.reset_peak_memory_stats(self.setup.device)
 
-    def _step(self, ready: Prepared, batch: Mapping[str, Tensor]) -> Sums:
-        """Train on the rows that this device takes of a global batch. The loss is only its own part."""
+    def start(self) -> dict[str, Tensor]:
+        return {}
+
+    def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
+        if call.__name__ in REFUSED:
+            raise single_rank_error(REFUSED[call.__name__])
         begin = perf_counter()
-        sums = self.worker.step(batch, ready.number)
-        self.seconds.append(perf_counter() - begin)
-        return sums
+        answer = call(self.answers, arguments[self.device])
+        if call == WorkerAnswers.step:
+            self.seconds.append(perf_counter() - begin)
+        return {self.device: answer}
 
-    def _prepare(self, made: Prepared, *, trains: bool) -> None:
-        comms = AloneComms(made.program.plans, self.device)
-        initial = made.buffers.__getitem__
-        self.worker.prepare(made.number, setup_of(made.program), comms, initial, trains=trains)
+    def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
+        if not trains:
+            raise single_rank_error("there is nothing to evaluate")
+        comms = AloneComms(setup.plans, self.device)
+        self.worker.prepare(number, setup, comms, buffers.__getitem__, trains=trains)
 
-    def _forward(self, ready: Prepared, batch: Mapping[str, Tensor]) -> Sums:
-        raise AssertionError("`evaluate` is refused")
+    def clock(self, device: int) -> ClockOffset:
+        return ClockOffset(offset=0.0, error=0.0)
+
+    def close(self) -> None:
+        self.worker.close()
+        torch.set_num_threads(self.threads_before)
+
+
+class SingleRankRun(Run):
+    """One device of a job, for its step time and peak memory. Its numbers mean nothing."""
+
+    saves = False
+
+    def __init__(self, group: SingleRankGroup) -> None:
+        super().__init__(Sessions(group.program, group.options, GivenGroup(group)))
+        self.device, self.setup, self.plans = group.device, group.setup, group.program.plans
+        self.network, self.engine, self.seconds = group.network, group.engine, group.seconds
+        self.sessions.begin()
+        self.worker = group.worker
 
     def peak(self) -> PeakMemory:
         """Return the peak memory so far, predicted and measured."""
@@ -92,57 +125,15 @@ class SingleRankRun(ProgramRun):
             measured = torch.cuda.max_memory_allocated(self.setup.device) - self.engine.nbytes
         return PeakMemory(planned=timeline(plan).peak, predicted=predicted_peak(plan), measured=measured)
 
-    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
-        """Return when the instructions of the recorded steps ran; `profile` must be on."""
-        recorder, same = self.worker.recorder, ClockOffset(offset=0.0, error=0.0)
-        return {} if recorder is None else {self.device: (recorder.take(), same)}
-
-    def _ask(self, call: Call, arguments: Mapping[int, object]) -> dict[int, object]:
-        raise AssertionError("what needs all devices is refused")
-
-    def state_dict(self) -> dict[str, Tensor]:
-        raise single_rank_error("there is no full state")
-
-    def gradients(self) -> dict[str, Tensor]:
-        raise single_rank_error("there are no gradients of a whole job")
-
-    def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
-        raise single_rank_error("there is nothing to evaluate")
-
-    def optimizer_groups(self) -> list[dict[str, object]]:
-        """Return the options of each group of parameters."""
-        return self.worker.env.state.options() or []
-
-    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
-        """Set an option of a group of parameters."""
-        self.worker.env.state.set_option(group, key, value)
-
-    def optimizer_state(self, key: str) -> dict[str, Tensor]:
-        raise single_rank_error("there is no optimizer state of a whole job")
-
-    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
-        """Return what every chunk returned in the last step; `keep_outputs` must be on."""
-        return {} if self.worker.trail is None else {self.device: self.worker.trail.kept}
-
-    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        """Refuse to save."""
         raise single_rank_error("there is nothing worth saving")
 
-    def read(self, path: Path | str) -> Resumed:
+    def load(self, path: Path | str) -> Resumed:
+        """Refuse to load."""
         raise single_rank_error("a checkpoint cannot be loaded")
-
-    def settle(self) -> None:
-        """Return at once: no checkpoint is written."""
-
-    def protect(self) -> None:
-        raise single_rank_error("its state is not kept")
-
-    def restore(self, step: int, unread: Mapping[str, Tensor]) -> None:
-        raise single_rank_error("its state is not kept")
-
-    def close(self) -> None:
-        """End the worker's threads. Idempotent."""
-        self.worker.close()
-        torch.set_num_threads(self.threads_before)
 
 
 def single_rank_error(what: str) -> LaunchError:
@@ -169,16 +160,11 @@ def device_named(on: str, program: ProgramLike) -> int:
     return int(text)
 
 
-@contextmanager
 def launch_single_rank(
     program: ProgramLike, on: str, options: Options | None = None, *, cluster: str | None = None
-) -> Iterator[SingleRankRun]:
-    """Start one device of a program in this process, and end it with the block."""
-    run = SingleRankRun(program, device_named(on, program), options or Options(), cluster)
-    try:
-        yield run
-    finally:
-        run.close()
+) -> SingleRankRun:
+    """Start one device of a program in this process."""
+    return SingleRankRun(SingleRankGroup(program, device_named(on, program), options or Options(), cluster))
 
 
 def synthetic_weights(job: JobLike, outline: CapturedModel) -> Initial:

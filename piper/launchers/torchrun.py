@@ -2,8 +2,8 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from functools import wraps
 from time import monotonic
 from typing import Concatenate, ParamSpec, TypeVar
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from piper.errors import PiperError, WorkerError
-from piper.launchers.driver import RemoteRun, SocketWorkerGroup
+from piper.launchers.driver import SocketWorkerGroup
 from piper.launchers.failures import private_marks
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, RankInfo, RankZeroResult, StoreAddress
 from piper.launchers.processes import SharedFile, gone, stopped
@@ -29,6 +29,8 @@ from piper.launchers.rendezvous import (
     ranks_absent,
     store_on,
 )
+from piper.launchers.run import Run
+from piper.launchers.sessions import GivenGroup, Sessions
 from piper.launchers.torchrun_worker import BackgroundWorker
 from piper.launchers.transport.channel import Channel, ClosedError, Listener
 from piper.launchers.transport.nameless_files import map_marks
@@ -47,7 +49,7 @@ class TorchrunWorkerGroup(SocketWorkerGroup):
 
     def __init__(self, program: ProgramLike, options: Options, world: RankEnvironment) -> None:
         super().__init__(program, options)
-        self.world = world
+        self.world, self.threads_before = world, torch.get_num_threads()
         self.ranks: dict[int, RankInfo] = {}  # the other ranks, by device
         self.worker: BackgroundWorker | None = None
 
@@ -118,9 +120,6 @@ class TorchrunWorkerGroup(SocketWorkerGroup):
             memory=self.memory if near else joined(weights, index),
         )
 
-    def run(self, unread: dict[str, Tensor]) -> "TorchrunRun":
-        return TorchrunRun(self.program, self, unread, self.options)
-
     def publish(self, result: RankZeroResult) -> None:
         """Send the result of a method to the scripts of the other ranks."""
         for device, info in self.ranks.items():
@@ -161,6 +160,7 @@ class TorchrunWorkerGroup(SocketWorkerGroup):
         if self.worker is not None:
             self.worker.leave()
             self.worker = None
+        torch.set_num_threads(self.threads_before)
 
 
 def published(
@@ -181,22 +181,26 @@ def published(
     return act
 
 
-class TorchrunRun(RemoteRun):
+class TorchrunRun(Run):
     """A run whose results every rank gets."""
 
-    group: TorchrunWorkerGroup
-    step = published(RemoteRun.step)
-    evaluate = published(RemoteRun.evaluate)
-    state_dict = published(RemoteRun.state_dict)
-    gradients = published(RemoteRun.gradients)
-    optimizer_state = published(RemoteRun.optimizer_state)
-    optimizer_groups = published(RemoteRun.optimizer_groups)
-    set_optimizer_option = published(RemoteRun.set_optimizer_option)
-    trails = published(RemoteRun.trails)
-    recordings = published(RemoteRun.recordings)
-    save = published(RemoteRun.save)
-    load = published(RemoteRun.load)
-    settle = published(RemoteRun.settle)
+    def __init__(self, group: TorchrunWorkerGroup) -> None:
+        super().__init__(Sessions(group.program, group.options, GivenGroup(group)))
+        self.group = group
+        self.sessions.begin()
+
+    step = published(Run.step)
+    evaluate = published(Run.evaluate)
+    state_dict = published(Run.state_dict)
+    gradients = published(Run.gradients)
+    optimizer_state = published(Run.optimizer_state)
+    optimizer_groups = published(Run.optimizer_groups)
+    set_optimizer_option = published(Run.set_optimizer_option)
+    trails = published(Run.trails)
+    recordings = published(Run.recordings)
+    save = published(Run.save)
+    load = published(Run.load)
+    settle = published(Run.settle)
 
 
 def failed(method: str, error: PiperError) -> RankZeroResult:
@@ -205,15 +209,8 @@ def failed(method: str, error: PiperError) -> RankZeroResult:
     return RankZeroResult(method=method, error=type(error).__name__, text=str(error), notes=notes)
 
 
-@contextmanager
-def launch_torchrun(program: ProgramLike, options: Options, world: RankEnvironment) -> Iterator[RemoteRun]:
+def launch_torchrun(program: ProgramLike, options: Options, world: RankEnvironment) -> TorchrunRun:
     """Start a program on the ranks of a torchrun job, of which this is rank 0."""
-    group = TorchrunWorkerGroup(program, options, world)
-    check_size(world, len(group.devices))
+    check_size(world, len(program.plans.devices))
     check_key(world)
-    with ExitStack() as held:
-        held.callback(torch.set_num_threads, torch.get_num_threads())
-        held.callback(group.close)
-        run = group.start()
-        held.callback(run.close)
-        yield run
+    return TorchrunRun(TorchrunWorkerGroup(program, options, world))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
+from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import torch
@@ -18,9 +19,9 @@ from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult
-from piper.launchers.driver import RemoteRun
+from piper.launchers.evaluation import Batch
 from piper.launchers.failures import failure_of
-from piper.launchers.messages import CODEC, PATIENCE, Assignment, Call, Heartbeat, RankInfo, RankZeroResult
+from piper.launchers.messages import CODEC, PATIENCE, Assignment, Heartbeat, RankInfo, RankZeroResult
 from piper.launchers.processes import SharedFile, Termination
 from piper.launchers.rank_environment import RankEnvironment, check_size
 from piper.launchers.rendezvous import (
@@ -34,8 +35,10 @@ from piper.launchers.rendezvous import (
     next_launch,
     own_address,
 )
-from piper.launchers.run import Batch, Run
+from piper.launchers.run import Run
 from piper.launchers.saves import checkpoints_of
+from piper.launchers.session import Session
+from piper.launchers.sessions import Sessions, Starter
 from piper.launchers.torchrun_agents import serve_agent
 from piper.launchers.transport.channel import Channel, ClosedError, connect
 from piper.launchers.transport.nameless_files import map_marks, new_marks
@@ -90,7 +93,7 @@ class BackgroundWorker:
         """
         self.termination = termination or Termination()
         self.channel, self.build, self.hear = channel, build, hear or (lambda result: None)
-        self.calls: SimpleQueue[Assignment | tuple[Call, object] | None] = SimpleQueue()
+        self.calls: SimpleQueue[Assignment | tuple[str, object] | None] = SimpleQueue()
         self.sockets = OpenSockets()
         self.threads = [
             threading.Thread(target=act, name="worker", daemon=True) for act in (self._read, self._work)
@@ -106,7 +109,7 @@ class BackgroundWorker:
                 if isinstance(message, RankZeroResult):
                     self.hear(message)
                 else:
-                    self.calls.put(cast("Assignment | tuple[Call, object]", message))
+                    self.calls.put(cast("Assignment | tuple[str, object]", message))
         try:
             self.sockets.shut()
         finally:
@@ -127,7 +130,7 @@ class BackgroundWorker:
                 return
             try:
                 self.channel.send(None)
-                while (asked := cast("tuple[Call, object] | None", self.calls.get())) is not None:
+                while (asked := cast("tuple[str, object] | None", self.calls.get())) is not None:
                     opens = self.sockets.recording() if asked[0] == "prepare" else nullcontext()
                     with beating(self.channel), opens:
                         answer = server.answer(*asked)
@@ -230,7 +233,7 @@ def attend(world: RankEnvironment) -> int:
 
 
 def received(
-    method: Callable[Concatenate[RemoteRun, P], T],
+    method: Callable[Concatenate[Run, P], T],
 ) -> Callable[Concatenate["TorchrunWorkerRun", P], T]:
     """Return a method of the same form that gives what the method returned or raised on rank 0."""
 
@@ -240,16 +243,47 @@ def received(
     return act
 
 
+class NoStarter(Starter):
+    """Starts nothing: rank 0 does."""
+
+    def start(self, options: Options) -> Session:
+        raise AssertionError("rank 0 asks the workers")
+
+
+class RankSessions(Sessions):
+    """The worker of a rank other than 0, which ends with the run on rank 0."""
+
+    waits = True  # for the end of the run on rank 0
+
+    def __init__(
+        self, program: ProgramLike, options: Options, worker: BackgroundWorker, threads: int
+    ) -> None:
+        """Keep a worker; `threads`: of a computation, when the worker has ended."""
+        super().__init__(program, options, NoStarter(program))
+        self.worker, self.threads = worker, threads
+
+    def close(self) -> None:
+        """End the worker. Idempotent."""
+        try:
+            if self.waits:
+                self.worker.wait()
+        finally:
+            self.worker.leave()
+            torch.set_num_threads(self.threads)
+
+
 class TorchrunWorkerRun(Run):
     """A run on a rank other than 0: rank 0 slices the batch, and every rank gets its results."""
 
     drives = False
 
     def __init__(
-        self, program: ProgramLike, options: Options, results: SimpleQueue[RankZeroResult | None]
+        self,
+        sessions: RankSessions,
+        results: SimpleQueue[RankZeroResult | None],
     ) -> None:
-        self.program, self.options, self.results = program, options, results
-        self.over = False
+        super().__init__(sessions)
+        self.results, self.over = results, False
 
     def _next(self, method: str) -> object:
         """Return what a method returned on rank 0. Calls in between that only rank 0 makes are skipped."""
@@ -275,33 +309,40 @@ class TorchrunWorkerRun(Run):
 
     def step(self, batch: Batch) -> StepResult:
         result = cast(StepResult, self._next("step"))
-        self.done += 1
+        self.sessions.done += 1
         return result
 
-    evaluate = received(RemoteRun.evaluate)
-    state_dict = received(RemoteRun.state_dict)
-    gradients = received(RemoteRun.gradients)
-    trails = received(RemoteRun.trails)
-    recordings = received(RemoteRun.recordings)
-    save = received(RemoteRun.save)
-    write = received(RemoteRun.write)
-    read = received(RemoteRun.read)
-    optimizer_state = received(RemoteRun.optimizer_state)
-    optimizer_groups = received(RemoteRun.optimizer_groups)
-    set_optimizer_option = received(RemoteRun.set_optimizer_option)
-    settle = received(RemoteRun.settle)
+    evaluate = received(Run.evaluate)
+    state_dict = received(Run.state_dict)
+    gradients = received(Run.gradients)
+    trails = received(Run.trails)
+    recordings = received(Run.recordings)
+    save = received(Run.save)
+    optimizer_state = received(Run.optimizer_state)
+    optimizer_groups = received(Run.optimizer_groups)
+    set_optimizer_option = received(Run.set_optimizer_option)
+    settle = received(Run.settle)
 
     def load(self, path: Path | str) -> Resumed:
         """Continue from the checkpoint that rank 0 has loaded."""
-        return self.resumed(cast(Resumed, self._next("load")), newest=True)
+        resumed = cast(Resumed, self._next("load"))
+        self.sessions.done = resumed.step
+        return self.resumed(resumed, newest=True)
 
     def _prepare_saves(self) -> None:
         """Take the folder as it is: rank 0 looks at it."""
         self.saves_to = checkpoints_of(self.folder, self.program.job)
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        cast(RankSessions, self.sessions).waits = error is None
+        return super().__exit__(kind, error, trace)
+
     def close(self) -> None:
-        """Stop asking for results. The worker continues until rank 0 ends the run."""
+        """Wait until rank 0 has ended the run."""
         self.over = True
+        super().close()
 
 
 def error_of(result: RankZeroResult) -> PiperError:
@@ -315,19 +356,13 @@ def error_of(result: RankZeroResult) -> PiperError:
     return error
 
 
-@contextmanager
 def launch_torchrun_worker(
     program: ProgramLike, options: Options, world: RankEnvironment
-) -> Iterator[TorchrunWorkerRun]:
-    """Join what rank 0 launches. The end of the block waits for the end of the run on rank 0."""
+) -> TorchrunWorkerRun:
+    """Join what rank 0 launches. The end of the run waits for its end on rank 0."""
     check_size(world, len(program.plans.devices))
     check_key(world)
-    threads = torch.get_num_threads()
     results: SimpleQueue[RankZeroResult | None] = SimpleQueue()
+    threads = torch.get_num_threads()
     worker = join(world, find_address(world, next_launch(world)), results.put)
-    try:
-        yield TorchrunWorkerRun(program, options, results)
-        worker.wait()
-    finally:
-        worker.leave()
-        torch.set_num_threads(threads)
+    return TorchrunWorkerRun(RankSessions(program, options, worker, threads), results)

@@ -1,4 +1,4 @@
-"""What a worker answers about its device: values, gradients, the optimizer, recordings, saves and loads."""
+"""What a worker answers: steps, values, gradients, the optimizer, recordings, saves and loads."""
 
 from collections.abc import Sequence
 from time import monotonic
@@ -6,17 +6,38 @@ from time import monotonic
 from torch import Tensor
 
 from piper.checkpoint.background import BackgroundSaver, Done
+from piper.launchers.messages import ProgramBatch
+from piper.launchers.transport.versions import WorkerVersions
 from piper.plan.divided import Share
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import DeviceProfile
-from piper.runtime.worker import Worker
+from piper.runtime.worker import Sums, Worker
 
 
 class WorkerAnswers:
-    """Answers the calls about a worker that run no plan. A method has the name of its call."""
+    """Answers the calls of a driver. A call has the name of its method, and one argument."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker, self.saver = worker, BackgroundSaver(worker)
+    def __init__(self, worker: Worker, versions: WorkerVersions | None = None) -> None:
+        """Answer for a worker; `versions`: its memory for copies of the state. None: it keeps none."""
+        self.worker, self.versions, self.saver = worker, versions, BackgroundSaver(worker)
+
+    def step(self, given: ProgramBatch) -> Sums:
+        """Train on this device's rows of a batch."""
+        return self.worker.step(given.fields, given.number)
+
+    def evaluate(self, given: ProgramBatch) -> Sums:
+        """Evaluate on this device's rows of a batch."""
+        return self.worker.evaluate(given.number, given.fields)
+
+    def protect(self, _: object = None) -> None:
+        """Copy the state into memory that outlives this worker."""
+        assert self.versions is not None
+        self.versions.write()
+
+    def restore(self, step: int) -> None:
+        """Take the state after a step from memory."""
+        assert self.versions is not None
+        self.versions.restore(step)
 
     def owned(self, buckets: Sequence[str]) -> dict[str, Tensor]:
         """Return this device's part of some buckets."""

@@ -17,12 +17,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
 from piper.checkpoint.load import blank_values
-from piper.launchers.failures import Failure, Watcher, failure_of
+from piper.launchers.failures import Failure, ReportedError, Watcher, failure_of
 from piper.launchers.messages import (
     CODEC,
     PATIENCE,
     Assignment,
-    Call,
     Heartbeat,
     Preparation,
     ProgramBatch,
@@ -67,8 +66,7 @@ class WorkerServer(WorkerAnswers):
             on_failure=comms.abort,
             watch=self.watcher.watch,
         )
-        super().__init__(worker)
-        self.versions = None if given.versions is None else WorkerVersions(self.worker, given.versions)
+        super().__init__(worker, None if given.versions is None else WorkerVersions(worker, given.versions))
         self.trouble: Failure | None = None  # of what was done between two calls
         self.failed = False  # the last call
         self.thread = ThreadPoolExecutor(1, "step")
@@ -89,10 +87,10 @@ class WorkerServer(WorkerAnswers):
         gloo = GlooComms(setup.plans, self.device, store, self.transport, timeout, patience=patience)
         return StagedComms(gloo, setup.device) if setup.device.type == "cuda" else gloo
 
-    def step(self, given: ProgramBatch) -> Sums | Failure:
+    def step(self, given: ProgramBatch) -> Sums:
         """Train on this device's rows of a batch."""
-        answer = self._watched(lambda: self.worker.step(given.fields, given.number))
-        return replace(answer, busy=self.watcher.take_busy()) if isinstance(answer, Sums) else answer
+        sums = self._watched(lambda: super(WorkerServer, self).step(given))
+        return replace(sums, busy=self.watcher.take_busy())
 
     def prepare(self, given: Preparation) -> None:
         """Take another program. Meet the other workers for it if it has other communicators."""
@@ -102,12 +100,12 @@ class WorkerServer(WorkerAnswers):
         initial = given.buffers.__getitem__
         self.worker.prepare(given.number, setup, comms, initial, comms.abort, trains=given.trains)
 
-    def evaluate(self, given: ProgramBatch) -> Sums | Failure:
+    def evaluate(self, given: ProgramBatch) -> Sums:
         """Evaluate on this device's rows of a batch."""
-        return self._watched(lambda: self.worker.evaluate(given.number, given.fields))
+        return self._watched(lambda: super(WorkerServer, self).evaluate(given))
 
-    def _watched(self, act: Callable[[], Sums]) -> Sums | Failure:
-        """Run a plan in the thread of steps. A failure of any stream is the answer, while others wait."""
+    def _watched(self, act: Callable[[], Sums]) -> Sums:
+        """Run a plan in the thread of steps. A failure of any stream is raised, while others wait."""
 
         def run() -> None:
             try:
@@ -116,19 +114,12 @@ class WorkerServer(WorkerAnswers):
                 self.watcher.fail(error)
 
         self.thread.submit(run)
-        return self.answers.get()
+        answer = self.answers.get()
+        if isinstance(answer, Failure):
+            raise ReportedError(answer)
+        return answer
 
-    def protect(self, _: object = None) -> None:
-        """Copy the state into memory that outlives this process."""
-        assert self.versions is not None
-        self.versions.write()
-
-    def restore(self, step: int) -> None:
-        """Take the state after a step from memory."""
-        assert self.versions is not None
-        self.versions.restore(step)
-
-    def between(self, call: Call) -> None:
+    def between(self, call: str) -> None:
         """Do what is due after a call was answered, while the driver makes the next one."""
         if self.versions is None or self.versions.holders.state is not None:
             return  # there is no memory for it, or instructions copy the state
@@ -138,16 +129,16 @@ class WorkerServer(WorkerAnswers):
             except Exception as error:  # noqa: BLE001  it is the answer to the next call
                 self.trouble = failure_of(self.device, error)
 
-    def answer(self, call: Call, argument: object) -> object:
+    def answer(self, call: str, argument: object) -> object:
         """Answer a call. A failure is an answer too."""
         if self.trouble is not None:
             return self.trouble
         try:
-            found: object = getattr(self, call)(argument)
+            answer: object = getattr(self, call)(argument)
         except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
-            found = failure_of(self.device, error)
-        self.failed = isinstance(found, Failure)  # a step that ends half-way leaves no state to keep
-        return found
+            answer = failure_of(self.device, error)
+        self.failed = isinstance(answer, Failure)  # a step that ends half-way leaves no state to keep
+        return answer
 
     def close(self) -> None:
         """End this worker's threads, where its process continues."""
@@ -189,7 +180,7 @@ def serve(
     channel.send(None)
     try:
         while True:
-            call, argument = cast("tuple[Call, object]", channel.recv())
+            call, argument = cast("tuple[str, object]", channel.recv())
             answer = server.answer(call, argument)
             if termination.news():
                 channel.send(Heartbeat(leaving=True))

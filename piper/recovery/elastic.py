@@ -1,4 +1,4 @@
-"""A run that goes on with fewer devices when one is lost for good, and with more when they are back.
+"""Sessions that go on with fewer devices when one is lost for good, and with more when they are back.
 
 A device is lost for good when its process is lost and no retry is left, or when it is lost a second time at
 the same instruction of the same step. Exceptions are no loss of a device: they would come on others too.
@@ -11,7 +11,7 @@ checkpoints reads any layout.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,17 +19,15 @@ from shutil import rmtree
 from time import monotonic
 from typing import Any
 
-from torch import Tensor
-
 from piper.checkpoint.folder import step_path, whole
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.launchers.base import StepResult
-from piper.launchers.callback_states import states_of, with_states
+from piper.launchers.evaluation import Batch
 from piper.recovery.flushing import copy_moved, write_version
 from piper.recovery.moving_states import MOVED, MovingStates
-from piper.recovery.recovering_run import REFILL, RecoveringRun
+from piper.recovery.recovery import REFILL, Recovery
 from piper.recovery.retrying import Phases
-from piper.recovery.run_events import Event, failure
+from piper.recovery.run_events import Event, failure_event
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -44,15 +42,16 @@ class ElasticRange:
     program: Callable[[int], ProgramLike]  # raises an error if the strategy has none for so many devices
 
 
-class ElasticRun(RecoveringRun):
-    """A run whose number of devices can change between steps."""
+class ElasticRecovery(Recovery):
+    """Sessions whose number of devices can change between steps."""
 
+    elastic = True
     shrunk = False  # a device was lost; all of them are tried again later
     moved: tuple[Path, int] | None = None  # the state that moves to another layout, and its step
     fewer: tuple[Sequence[int], str] | None = None  # accelerators to go on with when workers start, and why
 
     def __init__(self, *given: Any, sizes: ElasticRange, **more: Any) -> None:  # noqa: ANN401  as its base has them
-        """Prepare a run that begins with all devices."""
+        """Prepare the first session, which has all devices."""
         super().__init__(*given, **more)
         self.sizes = sizes
         self.places: Sequence[int] = range(sizes.most)  # the accelerators of its devices
@@ -62,7 +61,7 @@ class ElasticRun(RecoveringRun):
             for left in self.disk.folder.glob(f"{MOVED}*"):  # by a run that was killed
                 rmtree(left)
 
-    def step(self, batch: Mapping[str, Tensor]) -> StepResult:
+    def step(self, batch: Batch) -> StepResult:
         """Train on one global batch. Try all devices first, if it is time to."""
         if self.shrunk and self.good and self.good % REFILL == 0:
             self._grow()
@@ -94,13 +93,13 @@ class ElasticRun(RecoveringRun):
         except ConfigError as error:
             self.unsaved = error  # of a checkpoint, which this change does not need
         with self._folder(where) as state:
-            self._call(lambda run: run.write(state, None, wait=True, keep=None))
+            self.call(lambda: self.session.write(state, None, wait=True, keep=None))
             self._end()
             self.failed_at, self.phases = monotonic(), Phases()
             self._move(state, self.done, program, range(devices))
         self.notify(resized(self.done, before, devices, "lost ones are tried" if self.shrunk else "as asked"))
         self.shrunk = devices < self.sizes.most and self.shrunk
-        self._call(self._protect)
+        self.call(self._protect)
 
     def _grow(self) -> None:
         """Try all devices, or as many as there is room for."""
@@ -160,10 +159,10 @@ class ElasticRun(RecoveringRun):
         """Return whether the state that has moved here, with steps repeated, leads to the next step."""
         return self._held(first) if self.moved is not None else super()._unchanged(first)
 
-    def _failed(self, error: WorkerError | LaunchError) -> None:
+    def _fail(self, error: WorkerError | LaunchError) -> None:
         """End all workers. Go on without the device that is lost for good, or raise the error."""
         try:
-            super()._failed(error)
+            super()._fail(error)
         except (WorkerError, LaunchError):
             if not self._shrink(error):
                 raise
@@ -176,7 +175,7 @@ class ElasticRun(RecoveringRun):
         if raised or device is None or size is None or not self._has_state():
             return False
         self.left, self.last = self.retries, None
-        self.notify(failure(error, self.at, self.left))
+        self.notify(failure_event(error, self.at, self.left))
         left = [place for n, place in enumerate(self.places) if n != device]
         self.fewer = left[:size], f"device {device} is lost"
         return True
@@ -236,29 +235,26 @@ class ElasticRun(RecoveringRun):
                 rmtree(folder)
                 self.folders.discard(folder)
 
-    def flush(self, folder: Path) -> int | None:
+    def flush(self, folder: Path, data: Callable[[], object]) -> int | None:
         """End all workers, and write the newest state as a checkpoint. Return its step.
 
         A state that has just moved has no version yet. If it moved before all callbacks of its step had run,
         the checkpoint has them as they are.
         """
         moved = self.moved
-        step = super().flush(folder) if self.versions.descriptors else None
+        step = super().flush(folder, data) if self.versions.descriptors else None
         if step is not None or moved is None:
             return step
         state, step = moved
         if not whole(path := step_path(folder, step)):
-            if step not in self.completed:
-                self.completed[step] = with_states(states_of(self.program.job.callbacks), self.position())
-            options = self.set_after.get(step, ())
-            copy_moved(state, path, data=self.completed[step], options=options)
+            held = self.completed[step] if step in self.completed else data()
+            copy_moved(state, path, data=held, options=self.set_after.get(step, ()))
         return step
 
     def close(self) -> None:
         """End every worker. Idempotent."""
         super().close()
         self._drop(None)
-        self.versions.close()
         if self.states is not None:
             self.states.close()
 

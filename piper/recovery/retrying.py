@@ -63,7 +63,7 @@ class Saving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class RepeatableFailure:
     """A failure as it can come a second time."""
 
     step: int
@@ -72,7 +72,7 @@ class Failed:
     place: int | None
 
 
-def failed(error: WorkerError | LaunchError, step: int) -> Failed | None:
+def repeatable(error: WorkerError | LaunchError, step: int) -> RepeatableFailure | None:
     """Return a failure in a form that can be compared. None: a second one would not be the same.
 
     A process that was killed or stopped at no instruction, because it had just started for example, was not
@@ -81,7 +81,7 @@ def failed(error: WorkerError | LaunchError, step: int) -> Failed | None:
     if not isinstance(error, WorkerError) or (error.place is None and error.kind != "error"):
         return None
     device = None if error.kind == "error" else error.device
-    return Failed(step=step, device=device, what=error.what, place=error.place)
+    return RepeatableFailure(step=step, device=device, what=error.what, place=error.place)
 
 
 class Phases(dict[str, float]):

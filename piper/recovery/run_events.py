@@ -36,7 +36,7 @@ class Event:
 Notify = Callable[[Event], None]
 
 
-def failure(error: WorkerError | LaunchError, step: int, left: int) -> Event:
+def failure_event(error: WorkerError | LaunchError, step: int, left: int) -> Event:
     """Return the event of a failure."""
     return Event(
         event="failure",

@@ -1,6 +1,7 @@
 """Full values from the parts that devices hold."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from piper.ir.sharding import runs, whole_sizes
 from piper.plan.divided import Share
 from piper.plan.plan import Bucket, Piece
 
+T = TypeVar("T")
 Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
 
 
@@ -80,3 +82,18 @@ def whole_state(
     names = {name for _, held in owned.values() for name in held}
     whole = whole_parameters(buckets, lambda bucket, device: owned[bucket, device][0])
     return {name: value for name, value in whole.items() if name in names}
+
+
+def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
+    """Return which devices to ask for which buckets, so that their answers hold every element once."""
+    asked: dict[int, list[str]] = {}
+    for bucket in buckets:
+        for group in bucket.distinct:
+            for device in group if bucket.zero else group[:1]:
+                asked.setdefault(device, []).append(bucket.name)
+    return asked
+
+
+def by_bucket(answers: Mapping[int, Mapping[str, T]]) -> dict[tuple[str, int], T]:
+    """Return what devices answer for each of their buckets, by bucket and device."""
+    return {(name, device): value for device, values in answers.items() for name, value in values.items()}

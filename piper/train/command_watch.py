@@ -6,7 +6,8 @@ from time import perf_counter
 
 from piper.callbacks import Numbers, Running, StepNumbers
 from piper.launchers.base import EvaluationResult
-from piper.launchers.run import Batch, Run, Watch
+from piper.launchers.evaluation import Batch
+from piper.launchers.run import Run, Watch
 from piper.train.elastic_programs import SizeFile
 from piper.train.evaluations import Evaluations, evaluation_line
 from piper.train.interrupt import Interrupts

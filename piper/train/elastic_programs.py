@@ -29,8 +29,8 @@ from piper.launchers.run import Run
 from piper.launchers.transport.fork_server import die_with
 from piper.launchers.transport.nameless_files import nameless_file
 from piper.plan.plan import Plans
-from piper.recovery.elastic import ElasticRange, ElasticRun
-from piper.recovery.recovering_run import RecoveringRun
+from piper.recovery.elastic import ElasticRange, ElasticRecovery
+from piper.recovery.recovery import Recovery
 from piper.runtime.batch import as_run, read_shapes, wanted_batch
 from piper.runtime.setup import Code, ProgramLike, Setup, Shapes, setup_of
 from piper.train.interrupt import SIGNALS
@@ -114,12 +114,12 @@ class Programs:
         self.waiter = threading.Thread(target=self._fork, name="compiler", daemon=True)
 
     @property
-    def run(self) -> Callable[..., RecoveringRun]:
-        """Return the class of the run."""
+    def sessions(self) -> Callable[..., Recovery]:
+        """Return the class of the sessions of a run."""
         if self.whole.job.elastic is None:
-            return RecoveringRun
+            return Recovery
         sizes = ElasticRange(fewest=self.fewest, most=self.most, program=self.program)
-        return partial(ElasticRun, sizes=sizes)
+        return partial(ElasticRecovery, sizes=sizes)
 
     def prepare(self) -> None:
         """Begin to compile the programs of fewer devices in another process, which cannot capture on CUDA."""
@@ -211,7 +211,7 @@ class SizeFile:
     def obey(self, run: Run) -> None:
         """Let a run go on with the number of devices that was asked for since the last look."""
         text = self._text()
-        if text == self.seen or not isinstance(run, ElasticRun):
+        if text == self.seen or not run.sessions.elastic:
             return
         self.seen = text
         try:

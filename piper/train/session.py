@@ -18,7 +18,7 @@ from piper.launchers.launch import check_launcher, launcher
 from piper.launchers.run import Run
 from piper.launchers.saves import checkpoints_of, past_of, prepare_saves
 from piper.plan.memory_timeline import timeline
-from piper.recovery.recovering_run import RecoveringRun, recovering
+from piper.recovery.recovery import recovering
 from piper.recovery.retrying import disk_of
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
@@ -173,7 +173,7 @@ def trained(run: Run) -> int:
         return run.done
     except PreemptedError:
         where = checkpoints_of(run.folder, run.program.job)
-        step = run.flush(where) if isinstance(run, RecoveringRun) and where is not None else None
+        step = None if where is None else run.flush(where)
         if step is None:
             raise
         return step
@@ -214,7 +214,7 @@ def started(
                 notify=notify,
                 disk=disk_of(folder, program.job),
                 spares=asked.spares,
-                make=programs.run,
+                make=programs.sessions,
             )
         )
         programs.prepare()

@@ -12,7 +12,7 @@ pytest.importorskip("ray")
 from piper.compiler import compile
 from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
-from piper.recovery.recovering_run import recovering
+from piper.recovery.recovery import recovering
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
 from tests.chaos.lost_hosts import lose_hosts

@@ -20,7 +20,7 @@ from piper.compiler import compile
 from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
 from piper.recovery.elastic import ElasticRange
-from piper.recovery.recovering_run import recovering
+from piper.recovery.recovery import recovering
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
 from piper.train.elastic_programs import Programs

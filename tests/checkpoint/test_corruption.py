@@ -15,7 +15,8 @@ from piper.checkpoint.metadata import seal
 from piper.checkpoint.reader import Values
 from piper.checkpoint.storage import write_file
 from piper.errors import ConfigError
-from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.inline import launch_inline
+from piper.launchers.run import Run
 from tests.checkpoint.jobs import batches, equal_bits, program
 
 Edit = Callable[[Path], None]
@@ -25,14 +26,14 @@ WEIGHT = "layers.0.weight"
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[InlineRun]:
+def run() -> Iterator[Run]:
     """A run after three steps, which no load below may change."""
     with launch_inline(program("mlp", "dp4-zero2")) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def saved(run: InlineRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of four devices with AdamW's moments, after two steps, and one after a step beside it."""
     folder = tmp_path_factory.mktemp("saved")
     for step, batch in enumerate(batches("mlp", 0, 3), start=1):
@@ -323,9 +324,7 @@ def test_there_are_at_least_sixty() -> None:
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edit_is_refused_and_changes_nothing(
-    name: str, run: InlineRun, saved: Path, tmp_path: Path
-) -> None:
+def test_an_edit_is_refused_and_changes_nothing(name: str, run: Run, saved: Path, tmp_path: Path) -> None:
     edit, file, why = EDITS[name]
     shutil.copytree(saved / "step-1", tmp_path / "older")
     shutil.copytree(saved / "step-1", tmp_path / "step-1")
@@ -337,14 +336,14 @@ def test_an_edit_is_refused_and_changes_nothing(
     said = str(error.value)
     assert said.startswith("load: ") and str(tmp_path / "step-2") in said
     assert file in said and why in said
-    assert run.open and equal_bits(run.state_dict(), before)
+    assert run.session.open and equal_bits(run.state_dict(), before)
     if name not in ("empty groups", "data that would be called"):  # what only a job can tell
         assert latest(tmp_path) == tmp_path / "step-1"
         with pytest.raises(ConfigError):
             verify(tmp_path / "step-2")
 
 
-def test_without_an_edit_it_is_loaded(run: InlineRun, saved: Path) -> None:
+def test_without_an_edit_it_is_loaded(run: Run, saved: Path) -> None:
     before = run.state_dict()
     assert latest(saved) == saved / "step-2"
     assert verify(saved / "step-2").step == 2

@@ -23,6 +23,7 @@ from tests.checkpoint.jobs import (
     train_and_save,
 )
 from tests.runtime.grid import Cell, job
+from tests.runtime.inline_workers import workers_of
 
 SAME = [
     ("decoder", "pp2-dp2-zero3", "adamw"),  # its embedding is tied across stages
@@ -137,7 +138,7 @@ def test_how_an_optimizer_computes_is_not_taken_from_a_checkpoint(tmp_path: Path
     train_and_save(computing(fused=True), given, 2, tmp_path / "a")
     with launch_inline(computing(foreach=True), Options(blank=True)) as run:
         run.load(tmp_path / "a")
-        optimizer = run.workers[0].env.state.optimizer
+        optimizer = workers_of(run)[0].env.state.optimizer
         assert optimizer is not None
         (group,) = optimizer.param_groups
         assert (group["fused"], group["foreach"], group["lr"]) == (None, True, 0.02)

@@ -21,7 +21,8 @@ from piper.checkpoint.storage import write_file
 from piper.checkpoint.verified_files import FileRecord
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
-from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.inline import launch_inline
+from piper.launchers.run import Run
 from tests.checkpoint.jobs import batches, case, equal_bits, program, strategy
 from tests.runtime.grid import Cell, job
 
@@ -29,7 +30,7 @@ BATCH = batches("mlp", 0, 1)[0]
 
 
 @pytest.fixture
-def run() -> Iterator[InlineRun]:
+def run() -> Iterator[Run]:
     with launch_inline(program("mlp", "dp2")) as made:
         made.step(BATCH)
         yield made
@@ -44,7 +45,7 @@ def full_disk(*_: object) -> None:
 
 
 def test_training_goes_on_while_a_save_is_written(
-    run: InlineRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
 
@@ -77,7 +78,7 @@ def test_a_save_that_is_under_way_is_complete_at_the_end(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("way", ["settle", "save", "close"])
 def test_a_full_disk_is_one_error_and_training_goes_on(
-    run: InlineRun, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.save(step_path(tmp_path, 1))
     with monkeypatch.context() as patched:
@@ -106,7 +107,7 @@ def test_a_full_disk_is_one_error_and_training_goes_on(
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
-def test_a_save_over_an_earlier_one_takes_its_place(run: InlineRun, tmp_path: Path) -> None:
+def test_a_save_over_an_earlier_one_takes_its_place(run: Run, tmp_path: Path) -> None:
     run.save(tmp_path / "here")
     run.step(BATCH)
     run.save(tmp_path / "here")
@@ -114,7 +115,7 @@ def test_a_save_over_an_earlier_one_takes_its_place(run: InlineRun, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
-def test_data_that_cannot_be_written_stops_the_save(run: InlineRun, tmp_path: Path) -> None:
+def test_data_that_cannot_be_written_stops_the_save(run: Run, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"save: a part of the state cannot be written down\n  at:   data.file"
     ):
@@ -122,7 +123,7 @@ def test_data_that_cannot_be_written_stops_the_save(run: InlineRun, tmp_path: Pa
     assert [*tmp_path.iterdir()] == []
 
 
-def test_there_is_no_checkpoint(run: InlineRun, tmp_path: Path) -> None:
+def test_there_is_no_checkpoint(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         run.load(tmp_path)
     assert text_of(error, tmp_path) == cleandoc("""
@@ -192,7 +193,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_refused(run: InlineRun, damage: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused(run: Run, damage: str, tmp_path: Path) -> None:
     path, before = tmp_path / "a", run.state_dict()
     run.save(path)
     size = (path / "device-00000.safetensors").stat().st_size
@@ -209,7 +210,7 @@ def test_a_damaged_checkpoint_is_refused(run: InlineRun, damage: str, tmp_path: 
     assert equal_bits(run.state_dict(), before)
 
 
-def test_bytes_that_are_wrong_change_nothing(run: InlineRun, tmp_path: Path) -> None:
+def test_bytes_that_are_wrong_change_nothing(run: Run, tmp_path: Path) -> None:
     """One worker reads its part, the other finds the damage: neither takes anything, and the run goes on."""
     run.save(tmp_path / "good")
     run.step(BATCH)
@@ -225,7 +226,7 @@ def test_bytes_that_are_wrong_change_nothing(run: InlineRun, tmp_path: Path) -> 
           why:  device-00000.safetensors: bytes 0 to SIZE are not those that were written (their digest differs)
           hint: load an earlier one; a save that is interrupted never leaves one like this
     """).replace("SIZE", str(file.stat().st_size - 1))
-    assert run.open and equal_bits(run.state_dict(), before)
+    assert run.session.open and equal_bits(run.state_dict(), before)
     assert run.load(tmp_path / "good").step == 1
     assert not equal_bits(run.state_dict(), before)
 
@@ -280,7 +281,7 @@ def test_an_optimizer_whose_state_goes_with_whole_parameters(tmp_path: Path) -> 
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_checkpoint_of_another_model(run: InlineRun, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model(run: Run, tmp_path: Path) -> None:
     with launch_inline(other_model()) as other:
         other.save(tmp_path / "a")
     before = run.state_dict()
@@ -330,7 +331,7 @@ def test_a_job_that_trains_in_another_way() -> None:
     """)
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle(run: InlineRun, tmp_path: Path) -> None:
+def test_nothing_in_a_checkpoint_is_a_pickle(run: Run, tmp_path: Path) -> None:
     run.save(tmp_path / "a", data={"order": torch.arange(3)})
     found = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert found == ["checkpoint.json", "device-00000.safetensors"]

@@ -15,7 +15,8 @@ from piper.checkpoint.storage import TensorRange, index_of, write_parts
 from piper.checkpoint.target import MARK, UnwrittenError, remove, target_of
 from piper.errors import ConfigError
 from piper.launchers.initial_weights import write_start
-from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.inline import launch_inline
+from piper.launchers.run import Run
 from tests.checkpoint.jobs import program
 
 Place = Callable[[Path], Path | str]
@@ -98,13 +99,13 @@ PLACES: dict[str, tuple[Place, str]] = {
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[InlineRun]:
+def run() -> Iterator[Run]:
     with launch_inline(program("mlp", "one")) as made:
         yield made
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_place_that_is_refused(name: str, here: Path, run: InlineRun) -> None:
+def test_a_place_that_is_refused(name: str, here: Path, run: Run) -> None:
     place, why = PLACES[name]
     outside = here.parents[2]
     before = tree(outside)
@@ -122,7 +123,7 @@ def test_a_place_that_is_refused(name: str, here: Path, run: InlineRun) -> None:
         assert tree(outside) == before
 
 
-def test_the_home_folder(here: Path, run: InlineRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder(here: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     home = here / "results"
     monkeypatch.setenv("HOME", str(home))
     before = tree(here)
@@ -132,12 +133,12 @@ def test_the_home_folder(here: Path, run: InlineRun, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("given", [None, 3, b"bytes"])
-def test_what_is_not_a_path(given: object, run: InlineRun) -> None:
+def test_what_is_not_a_path(given: object, run: Run) -> None:
     with pytest.raises(ConfigError, match="why:  it is not a path"):
         run.save(given)  # type: ignore[arg-type]
 
 
-def test_a_new_folder_an_empty_one_and_one_of_ours(here: Path, run: InlineRun) -> None:
+def test_a_new_folder_an_empty_one_and_one_of_ours(here: Path, run: Run) -> None:
     (here / "empty").mkdir()
     before = {name: data for name, data in tree(here).items() if not name.startswith(("ours/", "empty"))}
     for place in ("new/deep/a", "empty", "ours", here / "ours"):
@@ -152,9 +153,7 @@ def test_a_new_folder_an_empty_one_and_one_of_ours(here: Path, run: InlineRun) -
     assert after == before
 
 
-def test_a_current_folder_that_was_deleted(
-    here: Path, run: InlineRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_current_folder_that_was_deleted(here: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "gone").mkdir()
     monkeypatch.chdir(here / "gone")
     (here / "gone").rmdir()
@@ -164,7 +163,7 @@ def test_a_current_folder_that_was_deleted(
         run.save("relative")
 
 
-def test_the_whole_message(here: Path, run: InlineRun) -> None:
+def test_the_whole_message(here: Path, run: Run) -> None:
     with pytest.raises(ConfigError) as error:
         run.save("results")
     assert str(error.value).replace(str(here), "HERE") == cleandoc("""

@@ -20,11 +20,12 @@ from torch.optim import SGD, Optimizer
 
 from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
-from piper.launchers.driver import RemoteRun
 from piper.launchers.local import LocalWorkerGroup, launch_local
 from piper.launchers.processes import StopWatch
+from piper.launchers.run import Run
 from piper.launchers.transport.channel import Listener, connect
 from piper.launchers.transport.fork_server import ForkServer, fork_server
+from piper.launchers.worker_answers import WorkerAnswers
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
@@ -68,9 +69,9 @@ def failing(program: ProgramLike, options: Options, forks: ForkServer) -> tuple[
     return caught.value, took
 
 
-def pids_of(run: RemoteRun) -> list[int]:
-    assert isinstance(run.group, LocalWorkerGroup)
-    return list(run.group.processes.values())
+def pids_of(run: Run) -> list[int]:
+    assert isinstance(run.session.group, LocalWorkerGroup)
+    return list(run.session.group.processes.values())
 
 
 def text(error: WorkerError) -> str:
@@ -205,19 +206,19 @@ def test_a_worker_that_stops_before_it_reads_a_long_message(program: Program, fo
         run.step(BATCHES[0])
         pids = pids_of(run)
         os.kill(pids[0], signal.SIGSTOP)
-        group, began = run.group, time.monotonic()
+        group, began = run.session.group, time.monotonic()
         assert isinstance(group, LocalWorkerGroup)
         with pytest.raises(
             WorkerError, match=r"^device 0 \(process \d+\): the process is stopped by a signal"
         ):
-            group.ask("buffers", {0: ["x" * 50_000_000]})
+            group.ask(WorkerAnswers.buffers, {0: ["x" * 50_000_000]})
         assert time.monotonic() - began < SOON
     assert not any(map(alive, pids))
 
 
 def test_a_worker_that_is_stopped_for_a_moment_is_not_lost(program: Program, forks: ForkServer) -> None:
     with launch_local(program, LONG, forks) as run:
-        group = run.group
+        group = run.session.group
         assert isinstance(group, LocalWorkerGroup)
         group.stops = StopWatch(50.0)  # the timer below may be late
         os.kill(pids_of(run)[0], signal.SIGSTOP)

@@ -17,8 +17,9 @@ import piper
 from piper.compiler import Program, compile
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult
-from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.inline import launch_inline
 from piper.launchers.local import launch_local
+from piper.launchers.run import Run
 from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.nccl import NcclComms
@@ -26,6 +27,7 @@ from piper.runtime.cuda.graphs import WARM, GraphExecutor
 from piper.runtime.cuda.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Worker
 from tests.runtime.grid import Cell, batches, job
+from tests.runtime.inline_workers import workers_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 STEPS = 8
@@ -75,14 +77,14 @@ def captured(worker: Worker) -> bool:
     return isinstance(worker.executor, GraphExecutor) and worker.executor.graph is not None
 
 
-def stepped(run: InlineRun, given: Sequence[Mapping[str, Tensor]]) -> Trained:
+def stepped(run: Run, given: Sequence[Mapping[str, Tensor]]) -> Trained:
     return [run.step(batch) for batch in given], run.state_dict()
 
 
 def trained(program: Program, given: Sequence[Mapping[str, Tensor]], options: Options) -> Trained:
     with launch_inline(program, options) as run:
         result = stepped(run, given)
-        assert captured(run.workers[0]) == options.graphs
+        assert captured(workers_of(run)[0]) == options.graphs
         return result
 
 
@@ -177,7 +179,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
         with launch_inline(program, Options(graphs=options.graphs, blank=True)) as run:
             assert run.load(tmp_path / "step-8").step == STEPS
             assert_equal_bits(stepped(run, given[STEPS:]), wanted)
-            assert captured(run.workers[0]) == options.graphs
+            assert captured(workers_of(run)[0]) == options.graphs
 
 
 def test_a_checkpoint_is_loaded_after_the_capture(tmp_path: Path) -> None:
@@ -187,9 +189,9 @@ def test_a_checkpoint_is_loaded_after_the_capture(tmp_path: Path) -> None:
     with launch_inline(program, GRAPHS) as run:
         run.save(tmp_path / "step-0")
         first = stepped(run, given)
-        assert captured(run.workers[0])
+        assert captured(workers_of(run)[0])
         run.load(tmp_path / "step-0")
-        assert not captured(run.workers[0])
+        assert not captured(workers_of(run)[0])
         assert_equal_bits(stepped(run, given), first)
 
 
@@ -197,7 +199,7 @@ def test_settings_that_a_graph_keeps_are_followed() -> None:
     def trained_with_decay(options: Options) -> Trained:
         with launch_inline(program, options) as run:
             stepped(run, given)
-            optimizer = run.workers[0].env.state.optimizer
+            optimizer = workers_of(run)[0].env.state.optimizer
             assert optimizer is not None
             optimizer.param_groups[0]["weight_decay"] = 0.5
             return stepped(run, given)
@@ -223,12 +225,12 @@ def test_the_host_has_less_to_do() -> None:
     with launch_inline(program, GRAPHS) as run:
         for _ in range(WARM + 1):
             run.step(given)
-        executor, times = run.workers[0].executor, {}
+        executor, times = workers_of(run)[0].executor, {}
         assert isinstance(executor, GraphExecutor)
         for name, issue in (("graph", executor.replay), ("plain", executor.inner.enqueue)):
             taken = []
             for _ in range(5):
-                run.workers[0].env.batch = given
+                workers_of(run)[0].env.batch = given
                 torch.cuda.synchronize()
                 begin = perf_counter()
                 with torch.no_grad():
@@ -305,6 +307,6 @@ def test_nccl_is_captured() -> None:
 def test_streams_stay_what_they_are_without_graphs() -> None:
     program = program_of(LOCAL[0])
     with launch_inline(program, PLAIN) as run:
-        executor = run.workers[0].executor
+        executor = workers_of(run)[0].executor
         assert isinstance(executor, StreamExecutor)
         assert executor.home == torch.cuda.default_stream()

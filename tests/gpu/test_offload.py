@@ -13,6 +13,7 @@ from piper.launchers.launch import launch
 from piper.launchers.single_rank import launch_single_rank
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job, strategy
+from tests.runtime.inline_workers import workers_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 CELLS = [
@@ -54,7 +55,7 @@ def test_optimizer_state_on_the_host(precision: str) -> None:
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
     with launch_inline(programs[0]) as run:
         run.step(batches(cell, 1)[0])
-        for worker in run.workers.values():
+        for worker in workers_of(run).values():
             optimizer = worker.env.state.optimizer
             assert optimizer is not None
             tensors = [value for state in optimizer.state.values() for value in state.values() if value.dim()]

@@ -17,6 +17,7 @@ from piper.errors import ConfigError, WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.launch import launch
+from piper.launchers.launch import launcher as launch_on
 from piper.launchers.local import LocalWorkerGroup, launch_local
 from piper.launchers.processes import gone
 from piper.launchers.run import Run
@@ -56,10 +57,10 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
                 yield lambda program, options: launch_local(program, options, forks)
         case "ray":
             pytest.importorskip("ray")
-            from piper.launchers.ray import cluster, launch_ray
+            from piper.launchers.ray import cluster
 
             with cluster(4):
-                yield launch_ray
+                yield lambda program, options: launch_on(program, "ray", options)
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,11 @@ import sys
 from inspect import cleandoc
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 
 from piper.compiler import compile
 from piper.errors import ConfigError, LaunchError, WorkerError
@@ -18,7 +20,7 @@ from piper.launchers.inline import launch_inline
 from piper.launchers.messages import RankZeroResult
 from piper.launchers.rank_environment import RankEnvironment, rank_environment
 from piper.launchers.rendezvous import apart, prefix, ranks_absent
-from piper.launchers.torchrun_worker import TorchrunWorkerRun
+from piper.launchers.torchrun_worker import BackgroundWorker, RankSessions, TorchrunWorkerRun
 from piper.runtime.worker import Options
 from tests.launchers.family import family, free_port, wait_for
 from tests.launchers.ranks import CELL
@@ -227,7 +229,9 @@ def follower(*told: RankZeroResult | None) -> TorchrunWorkerRun:
     queue: SimpleQueue[RankZeroResult | None] = SimpleQueue()
     for item in told:
         queue.put(item)
-    return TorchrunWorkerRun(compile(job(CELL)), Options(), queue)
+    idle = cast(BackgroundWorker, SimpleNamespace(wait=lambda: None, leave=lambda: None))
+    sessions = RankSessions(compile(job(CELL)), Options(), idle, torch.get_num_threads())
+    return TorchrunWorkerRun(sessions, queue)
 
 
 def test_ranks_that_do_not_do_the_same() -> None:

@@ -23,9 +23,9 @@ from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers import ray as launcher
 from piper.launchers.agent_workers import AgentWorkerGroup
-from piper.launchers.driver import RemoteRun
 from piper.launchers.inline import launch_inline
-from piper.launchers.ray import launch_ray
+from piper.launchers.launch import launcher as launch_on
+from piper.launchers.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
@@ -54,13 +54,12 @@ def two_nodes() -> Iterator[None]:
     nodes.shutdown()  # type: ignore[no-untyped-call]
 
 
-def group_of(run: object) -> AgentWorkerGroup:
-    assert isinstance(run, RemoteRun)
-    assert isinstance(run.group, AgentWorkerGroup)
-    return run.group
+def group_of(run: Run) -> AgentWorkerGroup:
+    assert isinstance(run.session.group, AgentWorkerGroup)
+    return run.session.group
 
 
-def pids_of(run: RemoteRun) -> list[int]:
+def pids_of(run: Run) -> list[int]:
     return [home.process for home in group_of(run).locations.values()]
 
 
@@ -77,7 +76,7 @@ def test_two_nodes_give_the_bits_of_threads(two_nodes: None) -> None:
     with launch_inline(program) as run:
         wanted = [run.step(batch) for batch in batches(CELL, 2)]
         state = run.state_dict()
-    with launch_ray(program) as run:
+    with launch_on(program, "ray", Options()) as run:
         assert len({home.node for home in group_of(run).locations.values()}) == 2
         assert [run.step(batch) for batch in batches(CELL, 2)] == wanted
         assert all(torch.equal(value, state[name]) for name, value in run.state_dict().items())
@@ -87,7 +86,7 @@ def test_two_nodes_give_the_bits_of_threads(two_nodes: None) -> None:
 
 
 def failing(program: ProgramLike, options: Options) -> str:
-    with launch_ray(program, options) as run:
+    with launch_on(program, "ray", options) as run:
         pids = pids_of(run)
         with pytest.raises(WorkerError) as caught:
             for batch in batches(PAIR, 2):
@@ -121,7 +120,7 @@ def test_a_stuck_actor(two_nodes: None, pair: Program) -> None:
 
 
 def test_an_actor_that_is_killed_between_steps(two_nodes: None, pair: Program) -> None:
-    with launch_ray(pair) as run:
+    with launch_on(pair, "ray", Options()) as run:
         run.step(batches(PAIR, 1)[0])
         pids = pids_of(run)
         os.kill(pids[0], signal.SIGKILL)
@@ -136,14 +135,16 @@ DRIVER = """
 import sys, time
 import ray
 from piper.compiler import compile
-from piper.launchers.ray import launch_ray, loopback
+from piper.launchers.launch import launcher as launch_on
+from piper.launchers.ray import loopback
+from piper.runtime.worker import Options
 from tests.ray.test_cluster import PAIR
 from tests.runtime.grid import batches, job
 with loopback():
     ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
-with launch_ray(compile(job(PAIR))) as run:
+with launch_on(compile(job(PAIR)), "ray", Options()) as run:
     run.step(batches(PAIR, 1)[0])
-    print(*[home.process for home in run.group.locations.values()], flush=True)
+    print(*[home.process for home in run.session.group.locations.values()], flush=True)
     time.sleep(300)
 """
 
@@ -176,7 +177,7 @@ def held(group: dict[str, str]) -> bool:
 def test_no_room(two_nodes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "GROUP", 1.0)
     big = Cell(case="mlp", schedule="none", dp=4, rows=1)
-    with pytest.raises(LaunchError) as caught, launch_ray(compile(job(big))):
+    with pytest.raises(LaunchError) as caught, launch_on(compile(job(big)), "ray", Options()):
         pass
     assert str(caught.value) == cleandoc("""
         launch: the cluster has no room for all workers

@@ -30,13 +30,15 @@ from piper.launchers.base import StepResult
 from piper.launchers.inline import launch_inline
 from piper.launchers.processes import gone
 from piper.launchers.ray import RayStarter
-from piper.recovery.elastic import ElasticRange, ElasticRun
-from piper.recovery.recovering_run import RecoveringRun, recovering
+from piper.launchers.run import Run
+from piper.recovery.elastic import ElasticRange, ElasticRecovery
+from piper.recovery.recovery import recovering
 from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
 from piper.train.elastic_programs import Programs
 from tests.recovery import test_elastic as elastic
+from tests.recovery.recoveries import elastic_of
 from tests.runtime.grid import Cell, batches, job, strategy
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -54,9 +56,9 @@ def wanted(program: Program) -> list[StepResult]:
         return [run.step(batch) for batch in batches(PAIR, 6)]
 
 
-def pids_of(run: RecoveringRun) -> list[int]:
-    assert isinstance(run.starter, RayStarter) and run.starter.group is not None
-    return [location.process for location in run.starter.group.locations.values()]
+def pids_of(run: Run) -> list[int]:
+    assert isinstance(run.sessions.starter, RayStarter) and run.sessions.starter.group is not None
+    return [location.process for location in run.sessions.starter.group.locations.values()]
 
 
 def test_a_killed_actor(program: Program, wanted: list[StepResult]) -> None:
@@ -124,12 +126,12 @@ def copied() -> Program:
     return compile(protected())
 
 
-def group_of(run: RecoveringRun) -> AgentWorkerGroup:
-    assert isinstance(run.starter, RayStarter) and run.starter.group is not None
-    return run.starter.group
+def group_of(run: Run) -> AgentWorkerGroup:
+    assert isinstance(run.sessions.starter, RayStarter) and run.sessions.starter.group is not None
+    return run.sessions.starter.group
 
 
-def lose(nodes: Cluster, run: RecoveringRun, device: int) -> str:
+def lose(nodes: Cluster, run: Run, device: int) -> str:
     """Kill the node of a device, and wait until its worker has ended with it. Return its name."""
     where, until = group_of(run).locations[device], time.monotonic() + 60
     (lost,) = [node for node in nodes.worker_nodes if node.node_id == where.node]
@@ -182,7 +184,7 @@ def test_a_node_that_joins_is_warm_before_it_is_needed(copied: Program, nodes: C
 
 
 def train_until_warm(
-    run: RecoveringRun,
+    run: Run,
     events: Sequence[Event],
     count: int,
     given: Sequence[Mapping[str, Tensor]],
@@ -276,20 +278,19 @@ def test_a_lost_node_without_a_spare_leaves_fewer_devices_until_one_comes(
     program = compile(elastic_job(copies))
     programs = Programs(program)
     sizes = ElasticRange(fewest=1, most=2, program=programs.program)
-    make = partial(ElasticRun, sizes=sizes)
+    make = partial(ElasticRecovery, sizes=sizes)
     losses: list[float] = []
     nodes = add_nodes(head, 2)
     with recovering(program, "ray", Options(), retries=3, notify=events.append, disk=disk, make=make) as run:
-        assert isinstance(run, ElasticRun)
         for batch in given:
             if len(losses) == 3:
                 run.save(saved)
                 lose(nodes, run, 1)
             losses.append(run.step(batch).loss)
             time.sleep(0.5 if len(losses) > 4 else 0)  # until a node has joined and its agent is warm
-            if len(run.places) == 1 and len(nodes.worker_nodes) == 1:
+            if len(elastic_of(run).places) == 1 and len(nodes.worker_nodes) == 1:
                 nodes.add_node(num_cpus=1)
-            if len(run.places) == 2 and len(nodes.worker_nodes) == 2 and len(losses) > 4:
+            if len(elastic_of(run).places) == 2 and len(nodes.worker_nodes) == 2 and len(losses) > 4:
                 break
         elastic.assert_plain(losses, run.state_dict())
     programs.close()

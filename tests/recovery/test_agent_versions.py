@@ -15,7 +15,7 @@ from piper.ir.select import at
 from piper.launchers.agent_calls import Agent
 from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.agent_workers import AgentWorkerGroup
-from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.inline import launch_inline
 from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.torchrun_agents import AgentLostError, RankAgent, RankCalls, RemoteAgent, RemoteMethod
 from piper.recovery.flushing import write_version
@@ -53,12 +53,12 @@ def test_a_device_that_changes_its_agent_brings_its_versions(hired: Hired, lost:
     versions, (first, second, third) = hired.versions, hired.agents
     versions.place({0: first, 1: second})
     assert versions.newest() is None
-    run = InlineRun(compiled(PAIR), Options(), versions.files_of(0))
-    run.protect()
+    run = launch_inline(compiled(PAIR), Options(), versions.files_of(0))
+    run.session.protect()
     given = batches(PAIR, 4)
     for batch in given[:3]:
         run.step(batch)
-    unread = dict(run.unread)
+    unread = dict(run.session.unread)
     run.close()
     assert versions.newest() == 3
     if lost:
@@ -67,8 +67,8 @@ def test_a_device_that_changes_its_agent_brings_its_versions(hired: Hired, lost:
     assert versions.files_of(0)[1] == versions.files_of(1)[1]
     assert versions.newest() == (None if lost else 3)
     if not lost:
-        again = InlineRun(compiled(PAIR), Options(blank=True), versions.files_of(0))
-        again.restore(3, unread)
+        again = launch_inline(compiled(PAIR), Options(blank=True), versions.files_of(0))
+        again.session.restore(3, unread)
         result = again.step(given[3])
         again.close()
         with launch_inline(compiled(PAIR)) as whole:
@@ -80,8 +80,8 @@ def test_an_agent_that_is_lost_while_another_device_changes_its_agent(hired: Hir
     """The versions that were to be moved stay where they are, and are moved with the next start."""
     versions, (first, second, third) = hired.versions, hired.agents
     versions.place({0: first, 1: second})
-    run = InlineRun(compiled(PAIR), Options(), versions.files_of(0))
-    run.protect()
+    run = launch_inline(compiled(PAIR), Options(), versions.files_of(0))
+    run.session.protect()
     run.step(batches(PAIR, 1)[0])
     run.close()
     assert versions.newest() == 1
@@ -116,8 +116,8 @@ def test_what_an_agent_held_in_an_earlier_time_is_not_taken(hired: Hired) -> Non
     versions, (first, second, third) = hired.versions, hired.agents
     versions.place({0: first, 1: second})
     for given in batches(PAIR, 2)[:1], batches(PAIR, 2)[1:]:
-        run = InlineRun(compiled(PAIR), Options(), versions.files_of(0))
-        run.protect()
+        run = launch_inline(compiled(PAIR), Options(), versions.files_of(0))
+        run.session.protect()
         run.step(given[0])
         run.close()
         assert versions.newest() == 1
@@ -148,11 +148,11 @@ def test_machines_of_two_devices_keep_copies_for_each_other() -> None:
     ]
     versions = AgentVersions(program.plans, RankCalls(WORLD))
     versions.place(dict(enumerate(agents[:4])))
-    run = InlineRun(program, Options(), {d: versions.files_of(d)[d] for d in range(4)})
-    run.protect()
+    run = launch_inline(program, Options(), {d: versions.files_of(d)[d] for d in range(4)})
+    run.session.protect()
     for batch in given[:3]:
         run.step(batch)
-    unread = dict(run.unread)
+    unread = dict(run.session.unread)
     run.close()
     assert versions.newest() == 2, "the step that is under way makes the version"
     for agent in agents[2:4]:
@@ -165,8 +165,8 @@ def test_machines_of_two_devices_keep_copies_for_each_other() -> None:
         wanted = [whole.step(batch) for batch in given]
     for device in (0, 2):  # what the workers of each machine see
         versions.share(2)
-        again = InlineRun(program, Options(blank=True), versions.files_of(device))
-        again.restore(2, unread)
+        again = launch_inline(program, Options(blank=True), versions.files_of(device))
+        again.session.restore(2, unread)
         with again:
             assert [again.step(batch) for batch in given[2:]] == wanted[2:]
         versions.shrink()
@@ -186,8 +186,8 @@ def test_an_agent_that_is_lost_after_a_version_was_chosen(hired: Hired, tmp_path
     """
     versions, (first, second, _) = hired.versions, hired.agents
     versions.place({0: first, 1: second})
-    run = InlineRun(compiled(PAIR), Options(), versions.files_of(0))
-    run.protect()
+    run = launch_inline(compiled(PAIR), Options(), versions.files_of(0))
+    run.session.protect()
     run.close()
     assert versions.newest() == 0
     group = AgentWorkerGroup(compiled(PAIR), Options(), {0: first, 1: second}, versions.calls, versions)

@@ -24,19 +24,22 @@ from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.job import strategy_of
 from piper.launchers.base import StepResult
-from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.inline import InlineStarter, launch_inline
+from piper.launchers.run import Run
+from piper.launchers.session import Session
+from piper.launchers.sessions import Starter
 from piper.launchers.transport.versions import too_little
-from piper.recovery.elastic import ElasticRange, ElasticRun
+from piper.recovery.elastic import ElasticRange, ElasticRecovery
 from piper.recovery.flushing import write_version
 from piper.recovery.moving_states import MOVED, try_lock
-from piper.recovery.recovering_run import recovering
+from piper.recovery.recovery import recovering
 from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
-from piper.recovery.starters import InlineStarter, Starter
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.train.elastic_programs import Programs, SentProgram, SizeFile
 from tests import plain
+from tests.recovery.recoveries import elastic_of
 
 
 class Net(nn.Module):
@@ -108,14 +111,13 @@ def sizes(programs: Programs) -> ElasticRange:
 @contextmanager
 def running(
     program: Program, sizes: ElasticRange, events: list[Event], on: str = "inline", retries: int = 1
-) -> Iterator[ElasticRun]:
-    make = partial(ElasticRun, sizes=sizes)
+) -> Iterator[Run]:
+    make = partial(ElasticRecovery, sizes=sizes)
     with recovering(program, on, Options(), retries=retries, notify=events.append, make=make) as run:
-        assert isinstance(run, ElasticRun)
         yield run
 
 
-def cycles(run: ElasticRun, count: int, each: int) -> list[float]:
+def cycles(run: Run, count: int, each: int) -> list[float]:
     """Train `each` steps in each size, over and over. Parameters move without a changed bit."""
     losses, given = [], iter(batches(2 * count * each))
     for size in (4, 2) * count:
@@ -162,7 +164,7 @@ class Broken:
     starter: InlineStarter
     starts: list[int] = field(default_factory=list)
 
-    def start(self, options: Options) -> InlineRun:
+    def start(self, options: Options) -> Session:
         run = self.starter.start(options)
         self.starts.append(len(run.program.plans.devices))
         steps, step = count(1), run.step
@@ -188,11 +190,11 @@ def test_a_device_that_is_lost_for_good(
     monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
     events: list[Event] = []
     with running(program, sizes, events) as run:
-        broken = Broken(cast(InlineStarter, run.starter))
-        run.starter, run.run = cast(Starter, broken), None
+        broken = Broken(cast(InlineStarter, elastic_of(run).starter))
+        elastic_of(run).starter, elastic_of(run).current = cast(Starter, broken), None
         losses = [run.step(batch).loss for batch in batches(12)]
         assert_plain(losses, run.state_dict())
-        assert broken.starts == [4, 4, 2, 4, 2] and [*run.places] == [0, 2]
+        assert broken.starts == [4, 4, 2, 4, 2] and [*elastic_of(run).places] == [0, 2]
     assert [(e.event, e.step, e.left) for e in events if e.event != "recovery"] == [
         ("failure", 3, 0), ("failure", 5, 1), ("resize", 5, None), ("resize", 8, None),
         ("failure", 11, 1), ("resize", 11, None),
@@ -203,7 +205,7 @@ def test_a_device_that_is_lost_for_good(
 class Gone(Broken):
     """A starter for which a device is lost once, the newest version with it, and that never comes back."""
 
-    def start(self, options: Options) -> InlineRun:
+    def start(self, options: Options) -> Session:
         devices = len(self.starter.program.plans.devices)
         if devices == 4 and 2 in self.starts:
             self.starts.append(0)
@@ -224,18 +226,18 @@ def test_a_device_that_has_not_come_back(
 
     def once(*given: object, **more: object) -> None:
         if lost:
-            run.versions.forget(lambda step: step == run.done)
+            elastic_of(run).versions.forget(lambda step: step == run.done)
             raise lost.pop()
         write_version(*given, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr("piper.recovery.elastic.write_version", once)
     events, before = list[Event](), memory()
     with running(program, sizes, events, retries=1) as run:
-        run.left = 0
-        gone = Gone(cast(InlineStarter, run.starter))
-        run.starter, run.run = cast(Starter, gone), None
+        elastic_of(run).left = 0
+        gone = Gone(cast(InlineStarter, elastic_of(run).starter))
+        elastic_of(run).starter, elastic_of(run).current = cast(Starter, gone), None
         assert_plain([run.step(batch).loss for batch in batches(9)], run.state_dict())
-        assert gone.starts == [4, 2, 0, 2] and len(run.places) == 2
+        assert gone.starts == [4, 2, 0, 2] and len(elastic_of(run).places) == 2
     assert [(e.event, e.step) for e in events if e.event != "recovery"] == [
         ("failure", 3), ("failure", 3), ("resize", 3), ("resize", 6), ("failure", 6), ("resize", 6),
     ]  # fmt: skip
@@ -260,11 +262,11 @@ def test_a_machine_that_is_lost_and_one_that_comes(
     monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
     events: list[Event] = []
     with running(program, sizes, events) as run:
-        narrow = Narrow(cast(InlineStarter, run.starter), rooms=[3, 3, 3, 4, 4])
-        run.starter, run.run = cast(Starter, narrow), None
+        narrow = Narrow(cast(InlineStarter, elastic_of(run).starter), rooms=[3, 3, 3, 4, 4])
+        elastic_of(run).starter, elastic_of(run).current = cast(Starter, narrow), None
         with pytest.raises(ConfigError) as caught:
             run.resize(2)
-        run.disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
+        elastic_of(run).disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
         assert_plain([run.step(batch).loss for batch in batches(12)], run.state_dict())
         assert narrow.starts == [4, 2, 4] and narrow.rooms == []
     assert [(e.step, e.what) for e in events if e.event == "resize"] == [
@@ -298,8 +300,8 @@ def test_a_protected_job_changes_its_size(copies: int, monkeypatch: pytest.Monke
     with running(whole, ElasticRange(fewest=2, most=4, program=find), events) as run:
         assert_plain(cycles(run, 2, 3), run.state_dict())
     with running(whole, ElasticRange(fewest=2, most=4, program=find), events) as run:
-        broken = Broken(cast(InlineStarter, run.starter))
-        run.starter, run.run = cast(Starter, broken), None
+        broken = Broken(cast(InlineStarter, elastic_of(run).starter))
+        elastic_of(run).starter, elastic_of(run).current = cast(Starter, broken), None
         assert_plain([run.step(batch).loss for batch in batches(12)], run.state_dict())
         assert 2 in broken.starts
     half.close()
@@ -319,9 +321,9 @@ def test_a_size_for_which_there_is_too_little_memory(
                 patched.setattr("piper.launchers.transport.versions.check_memory", refuse)
                 with pytest.raises(ConfigError):
                     run.resize(other)
-                assert len(run.places) == size
+                assert len(elastic_of(run).places) == size
                 losses += [run.step(next(given)).loss for _ in range(2)]
-            run._end()
+            elastic_of(run)._end()
             losses.append(run.step(next(given)).loss)
         assert_plain(losses, run.state_dict())
 
@@ -348,12 +350,12 @@ def test_a_preemption_whose_time_is_over_while_the_state_moves(
             raise KeyboardInterrupt
 
         if when == "step":  # as where instructions of the next step copy the state
-            monkeypatch.setattr(InlineRun, "protect", lambda run: None)
+            monkeypatch.setattr(Session, "protect", lambda session: None)
             run.resize(2)
-            run.versions.forget(lambda step: True)
-            monkeypatch.setattr(InlineRun, "step", over)
+            elastic_of(run).versions.forget(lambda step: True)
+            monkeypatch.setattr(Session, "step", over)
         else:
-            monkeypatch.setattr(run.starter, when, over)
+            monkeypatch.setattr(elastic_of(run).starter, when, over)
         with pytest.raises(KeyboardInterrupt):
             run.resize(2) if when != "step" else run.step(given[2])
         assert run.flush(tmp_path) == 2
@@ -365,7 +367,7 @@ def test_a_preemption_whose_time_is_over_while_the_state_moves(
         whole.step(given[0])
         whole.step(given[1])
         whole.set_optimizer_option(0, "lr", 0.02)
-        resumed.read(saved)
+        resumed.sessions.read(saved)
         assert [resumed.step(batch) for batch in given[2:]] == [whole.step(batch) for batch in given[2:]]
 
 
@@ -381,7 +383,7 @@ def test_a_preemption_whose_time_is_over_before_the_state_has_moved(
         def over(*given: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(run, "_switch", over)
+        monkeypatch.setattr(run.sessions, "_switch", over)
         with pytest.raises(KeyboardInterrupt):
             run.resize(2)
         assert run.flush(tmp_path) == 1
@@ -402,7 +404,7 @@ def test_a_state_that_a_killed_run_has_left_beside_its_checkpoints_goes(
     for name in ("piper-resize-left", "step-00000001"):
         (tmp_path / name).mkdir()
     disk = Disk(folder=tmp_path, past=lambda last: [], batches=lambda found: iter(()))
-    make = partial(ElasticRun, sizes=sizes)
+    make = partial(ElasticRecovery, sizes=sizes)
     with recovering(program, "inline", Options(), retries=1, disk=disk, make=make):
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
@@ -417,7 +419,7 @@ def test_a_file_asks_for_a_number_of_devices(program: Program, sizes: ElasticRan
             (tmp_path / "devices").write_text(text)
             file.obey(run)
             file.obey(run)
-            found.append(len(run.places))
+            found.append(len(elastic_of(run).places))
     assert found == [2, 2, 2, 2, 4]
     assert [line.partition("\n")[0] for line in said] == [
         f"warning: {tmp_path / 'devices'} asks for 'many', which is not a number of devices",
@@ -431,7 +433,7 @@ def test_an_exception_is_no_loss_of_a_device(program: Program, sizes: ElasticRan
         error = WorkerError("broken", by="device 1", hint="none")
         error.kind, error.device = "error", 1
         with pytest.raises(WorkerError):
-            run._failed(error)
+            elastic_of(run)._fail(error)
     assert events == []
 
 

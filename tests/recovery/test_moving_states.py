@@ -124,13 +124,13 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
 RECIPE = (
     elastic.RECIPE
     + """
-from piper.recovery.elastic import ElasticRun
-move = ElasticRun._move
+from piper.recovery.elastic import ElasticRecovery
+move = ElasticRecovery._move
 def kill(self, state, *given):
     assert list(state.iterdir())
     print(state, flush=True)
     os.kill(os.getpid(), 9)
-ElasticRun._move = kill
+ElasticRecovery._move = kill
 """
 )
 

@@ -17,11 +17,12 @@ from piper.directives import protect
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.launchers.base import StepResult
-from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.inline import launch_inline
+from piper.launchers.run import Run
 from piper.launchers.transport.version_sections import SPAN, held_in, step_in
 from piper.launchers.transport.versions import Versions, version_bytes
 from piper.plan.protected import survival
-from piper.recovery.recovering_run import recovering
+from piper.recovery.recovery import recovering
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job, strategy
@@ -110,9 +111,9 @@ def frozen() -> Program:
     return protected(FROZEN, copies=1)
 
 
-def trained(program: Program, versions: Versions, steps: int, cell: Cell = BUFFERS) -> InlineRun:
-    run = InlineRun(program, Options(), versions.files)
-    run.protect()
+def trained(program: Program, versions: Versions, steps: int, cell: Cell = BUFFERS) -> Run:
+    run = launch_inline(program, Options(), versions.files)
+    run.session.protect()
     for batch in batches(cell, steps):
         run.step(batch)
     return run
@@ -122,15 +123,15 @@ def trained(program: Program, versions: Versions, steps: int, cell: Cell = BUFFE
 def test_what_one_device_loses_another_holds(buffered: Program, versions: Versions, device: int) -> None:
     """The memory of a device is gone. The others hold every element."""
     run = trained(buffered, versions, 3)
-    wanted, unread = run.step(batches(BUFFERS, 4)[3]), dict(run.unread)
+    wanted, unread = run.step(batches(BUFFERS, 4)[3]), dict(run.session.unread)
     state = run.state_dict()
     run.close()
     assert versions.newest() == 3 and versions.whole
     for descriptor in versions.descriptors[device]:
         os.ftruncate(descriptor, 0)
     assert versions.newest() == 3 and versions.whole, "a step writes every value"
-    again = InlineRun(buffered, Options(blank=True), versions.files)
-    again.restore(3, unread)
+    again = launch_inline(buffered, Options(blank=True), versions.files)
+    again.session.restore(3, unread)
     assert again.step(batches(BUFFERS, 4)[3]) == wanted
     assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
     again.close()
@@ -140,16 +141,16 @@ def test_what_no_step_writes_is_made_again(frozen: Program) -> None:
     """Frozen parameters are copied once, for the device that saves them. Where it is lost, so are they."""
     versions = Versions(frozen.plans)
     run = trained(frozen, versions, 2, FROZEN)
-    wanted, unread, state = run.step(batches(FROZEN, 3)[2]), dict(run.unread), run.state_dict()
+    wanted, unread, state = run.step(batches(FROZEN, 3)[2]), dict(run.session.unread), run.state_dict()
     run.close()
     lost = versions.holders.resting[0]
     for descriptor in versions.descriptors[lost]:
         os.ftruncate(descriptor, 0)
     assert versions.newest() == 2 and not versions.whole
-    again = InlineRun(frozen, Options(), versions.files)
-    again.protect()
+    again = launch_inline(frozen, Options(), versions.files)
+    again.session.protect()
     assert versions.whole
-    again.restore(2, unread)
+    again.session.restore(2, unread)
     assert again.step(batches(FROZEN, 3)[2]) == wanted
     assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
     again.close()
@@ -188,8 +189,8 @@ def sections_bytes(versions: Versions) -> int:
 def held_bytes(program: Program, given: list[dict[str, Tensor]]) -> int:
     """Return the bytes that a version of a job takes in memory, after two steps."""
     made = Versions(program.plans)
-    run = InlineRun(program, Options(), made.files)
-    run.protect()
+    run = launch_inline(program, Options(), made.files)
+    run.session.protect()
     for batch in given:
         run.step(batch)
     run.close()
@@ -242,8 +243,8 @@ def test_a_version_every_other_step(buffered: Program) -> None:
     assert asked is not None
     program = replace(buffered, plans=replace(buffered.plans, protection=replace(asked, every=2)))
     made = Versions(program.plans)
-    run = InlineRun(program, Options(), made.files)
-    run.protect()
+    run = launch_inline(program, Options(), made.files)
+    run.session.protect()
     found = []
     for batch in batches(BUFFERS, 5):
         run.step(batch)
@@ -251,8 +252,8 @@ def test_a_version_every_other_step(buffered: Program) -> None:
     run.close()
     assert found == [0, 0, 2, 2, 4]
     made.forget(lambda step: step > 2)
-    again = InlineRun(program, Options(blank=True), made.files)
-    again.restore(2, {})
+    again = launch_inline(program, Options(blank=True), made.files)
+    again.session.restore(2, {})
     again.step(batches(BUFFERS, 3)[2])
     assert made.newest() == 2  # the step after a version begins to count again
     again.close()

@@ -27,15 +27,17 @@ from piper.launchers.agent_versions import ShortMachine
 from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.inline import launch_inline
+from piper.launchers.local import LocalStarter, LocalWorkerGroup
+from piper.launchers.run import Run
+from piper.launchers.session import Session
+from piper.launchers.sessions import Starter
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
-from piper.recovery import recovering_run
 from piper.recovery.flushing import write_version
 from piper.recovery.moving_states import MOVED
-from piper.recovery.recovering_run import RecoveringRun, recovering
+from piper.recovery.recovery import Recovery, recovering
 from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
-from piper.recovery.starters import LocalStarter, Recoverable
 from piper.recovery.stragglers import Stragglers
 from piper.runtime.batch import FLOATING, BatchSpec
 from piper.runtime.setup import ProgramLike
@@ -43,6 +45,7 @@ from piper.runtime.worker import Options
 from piper.train.event_log import described
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
+from tests.recovery.recoveries import recovery_of
 from tests.runtime.grid import Cell, batches, job
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
@@ -75,9 +78,9 @@ class Script:
         if self.fails.get(what):
             raise self.fails[what].pop(0)
 
-    def start(self, options: Options) -> Recoverable:
+    def start(self, options: Options) -> Session:
         self.do("start blank" if options.blank else "start")
-        return cast(Recoverable, Counting(self))
+        return cast(Session, Counting(self))
 
     def room(self, *, warm: bool = False) -> int | None:
         return None
@@ -85,7 +88,7 @@ class Script:
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         raise AssertionError("no script resizes")
 
-    def expect(self, run: Recoverable, stall: float) -> None:
+    def expect(self, session: Session, stall: float) -> None:
         self.stalls.append(stall)
 
     def warmed(self) -> list[WarmAgent]:
@@ -112,6 +115,7 @@ class Counting:
     done: int = 0
     unread: dict[str, Tensor] = field(default_factory=dict)
     busy: dict[int, float] = field(default_factory=dict)
+    group = SimpleNamespace(leaving=False)
 
     def step(self, batch: Mapping[str, Tensor]) -> StepResult:
         self.script.do(f"step {self.done + 1}")
@@ -145,25 +149,22 @@ class Counting:
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         self.script.do(f"set {group} {key} {value}")
 
-    def leaving(self) -> bool:
-        return False
-
     def close(self) -> None:
         self.script.log.append("end")
 
 
-def scripted(script: Script, retries: int = 3, **more: object) -> tuple[RecoveringRun, list[Event]]:
+def scripted(script: Script, retries: int = 3, **more: object) -> tuple[Run, list[Event]]:
     events: list[Event] = []
-    run = RecoveringRun(
+    recovery = Recovery(
         cast(ProgramLike, SimpleNamespace(plans=(), job=SimpleNamespace(callbacks=(), checkpoint=None))),
         Options(),
-        script,
+        cast(Starter, script),
         cast(Versions, script),
         retries=retries,
         notify=events.append,
         **more,  # type: ignore[arg-type]
     )
-    return run, events
+    return Run(recovery), events
 
 
 def lost(device: int = 1, place: int | None = 4, kind: str = "dead", what: str = "killed") -> WorkerError:
@@ -176,7 +177,7 @@ def batch(number: int) -> dict[str, Tensor]:
     return {"x": torch.tensor(float(number))}
 
 
-def train(run: RecoveringRun, first: int, last: int) -> list[float]:
+def train(run: Run, first: int, last: int) -> list[float]:
     return [run.step(batch(number)).loss for number in range(first, last + 1)]
 
 
@@ -245,7 +246,9 @@ def test_a_step_whose_answer_is_lost_is_not_in_what_is_flushed(monkeypatch: pyte
     with pytest.raises(WorkerError):
         train(run, 1, 3)
     written: list[int] = []
-    monkeypatch.setattr(recovering_run, "write_version", lambda *given, **more: written.append(given[2]))
+    monkeypatch.setattr(
+        "piper.recovery.recovery.write_version", lambda *given, **more: written.append(given[2])
+    )
     assert run.flush(Path("none")) == 2 and written == [2]
 
 
@@ -289,10 +292,9 @@ def test_the_same_error_on_another_replica_is_the_same() -> None:
 
 def test_a_straggler_is_named_after_twenty_slow_steps() -> None:
     run, events = scripted(Script())
-    run.stragglers = Stragglers(cast(Plans, [SimpleNamespace(devices=(0, 1, 2))]))
-    run.begin()
-    assert run.run is not None
-    run.run.busy = {0: 1.0, 1: 1.0, 2: 2.0}
+    recovery_of(run).stragglers = Stragglers(cast(Plans, [SimpleNamespace(devices=(0, 1, 2))]))
+    recovery_of(run).begin()
+    run.session.busy = {0: 1.0, 1: 1.0, 2: 2.0}
     train(run, 1, 49)
     slow = "2.0 times as busy as the median of devices 0-2, and slow for 20 steps"
     assert [(e.event, e.step, e.device, e.what) for e in events] == [("straggler", 20, 2, slow)]
@@ -331,9 +333,9 @@ def test_retries_are_used_up_and_refilled() -> None:
     script = Script(fails={"step 2": [lost(place=1), lost(place=2)]})
     run, _ = scripted(script, retries=2)
     train(run, 1, 100)
-    assert run.left == 0
+    assert recovery_of(run).left == 0
     train(run, 101, 101)
-    assert run.left == 2
+    assert recovery_of(run).left == 2
     final = lost(place=3)
     script.fails["step 102"] = [lost(place=1), lost(place=2), final]
     with pytest.raises(WorkerError) as caught:
@@ -344,7 +346,7 @@ def test_retries_are_used_up_and_refilled() -> None:
 def test_a_failure_before_the_first_version_begins_again() -> None:
     script = Script(fails={"load here": [lost(place=None)]}, kept=False)
     run, _ = scripted(script)
-    run.begin()
+    recovery_of(run).begin()
     assert run.load("here").step == 7
     script.fails["step 8"] = [lost()]
     assert train(run, 8, 8) == [8.0]
@@ -358,7 +360,7 @@ def test_workers_that_never_started_are_not_started_again() -> None:
     error = LaunchError("the job cannot be sent to its workers", by="launch", hint="none")
     run, _ = scripted(Script(fails={"start": [error]}))
     with pytest.raises(LaunchError) as caught:
-        run.begin()
+        recovery_of(run).begin()
     assert caught.value is error
 
 
@@ -448,7 +450,7 @@ def test_a_save_that_cannot_be_made_again_is_an_error_of_the_save(tmp_path: Path
     script.fails["settle"] = [UnwrittenError("full", by="save", hint="none")]
     with pytest.raises(UnwrittenError):
         run.settle()
-    assert run.saving is None
+    assert recovery_of(run).saving is None
 
 
 def test_a_loaded_run_forgets_what_was_set_before(tmp_path: Path) -> None:
@@ -483,7 +485,7 @@ def test_a_run_that_counts_its_steps_trains_on_the_data_of_its_job() -> None:
         seed=0,
         steps=9,
     )
-    run.program = cast(ProgramLike, SimpleNamespace(plans=(), job=job))
+    run.sessions.program = cast(ProgramLike, SimpleNamespace(plans=(), job=job))
     run.wanted = BatchSpec(shapes={"x": (1,)}, types={"x": FLOATING})
     assert [result.loss for result in run.train(3)] == [1.0, 2.0, 3.0] and run.done == 3
 
@@ -514,7 +516,7 @@ def test_what_is_flushed_holds_complete_steps_only(programs: dict[str, Program],
                 run.set_optimizer_option(0, "lr", 0.125)
                 run.position = lambda: "here"  # type: ignore[method-assign]
                 run.complete()
-        assert run.versions.newest() == 3
+        assert recovery_of(run).versions.newest() == 3
         assert run.flush(tmp_path) == 2
     saved = tmp_path / "step-00000002"
     record = verify(saved)
@@ -524,7 +526,7 @@ def test_what_is_flushed_holds_complete_steps_only(programs: dict[str, Program],
         whole.step(first)
         whole.step(second)
         whole.set_optimizer_option(0, "lr", 0.125)
-        resumed.read(saved)
+        resumed.sessions.read(saved)
         assert resumed.optimizer_groups()[0]["lr"] == 0.125
         assert resumed.step(third) == whole.step(third)
 
@@ -537,11 +539,11 @@ def test_a_version_that_is_lost_while_it_is_flushed(
 
     def lose(*given: object, **more: object) -> None:
         if given[2] == 2:
-            run.versions.forget(lambda step: step > 1 or not left)
+            recovery_of(run).versions.forget(lambda step: step > 1 or not left)
             raise LaunchError("the state after step 2 is lost", by="recovery", hint="none")
         write_version(*given, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(recovering_run, "write_version", lose)
+    monkeypatch.setattr("piper.recovery.recovery.write_version", lose)
     with recovering(programs[str(PAIR)], "inline", Options(), retries=1) as run:
         for given in batches(PAIR, 2):
             run.step(given)
@@ -555,7 +557,7 @@ def test_a_repeated_step_that_differs_is_an_alarm() -> None:
     run, events = scripted(script)
     train(run, 1, 2)
     script.memory = {1: 1}
-    run.results[2] = StepResult(loss=2.5, grad_norm=1.0)
+    recovery_of(run).results[2] = StepResult(loss=2.5, grad_norm=1.0)
     assert train(run, 3, 3) == [3.0]
     assert [(e.event, e.step, e.what) for e in events if e.event == "mismatch"] == [
         ("mismatch", 2, "loss 2.5 and gradient norm 1.0 at first, 2.0 and 1.0 when repeated")
@@ -590,7 +592,7 @@ def test_a_save_whose_state_is_gone_is_not_forgotten(tmp_path: Path) -> None:
     run.save(saved, wait=False)
     begin(saved)
     train(run, 3, 5)
-    assert run.saving is None and [*tmp_path.iterdir()] == [], "what was begun is removed"
+    assert recovery_of(run).saving is None and [*tmp_path.iterdir()] == [], "what was begun is removed"
     with pytest.raises(UnwrittenError) as caught:
         run.settle()
     assert str(caught.value) == cleandoc(f"""
@@ -618,7 +620,7 @@ def test_a_save_that_was_complete_is_not_lost(programs: dict[str, Program], tmp_
 
 def test_a_stall_is_judged_by_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(10**6))
-    monkeypatch.setattr("piper.recovery.recovering_run.monotonic", lambda: next(now))  # a step takes 1 s
+    monkeypatch.setattr("piper.recovery.recovery.monotonic", lambda: next(now))  # a step takes 1 s
     script = Script()
     run, _ = scripted(script)
     train(run, 1, 6)
@@ -630,7 +632,7 @@ def test_a_stall_is_judged_by_the_steps(monkeypatch: pytest.MonkeyPatch) -> None
     assert script.stalls == [60.0, 60.0, 10.0, 10.0]
     given, _ = scripted(script, stall=3.0)
     train(given, 1, 6)
-    assert given.stall == 3.0
+    assert recovery_of(given).stall == 3.0
 
 
 # --- With real workers.
@@ -687,13 +689,13 @@ def test_an_answer_that_is_lost_costs_no_bit(
     first, second, third, *others = batches(SHARDED, 5)
     with recovering(programs[str(SHARDED)], on, Options(), retries=1, notify=events.append) as run:
         got = [run.step(first), run.step(second)]
-        workers, until = run.run, time.monotonic() + 60
+        workers, until = recovery_of(run).current, time.monotonic() + 60
         assert workers is not None
         step = workers.step
 
         def unheard(given: Mapping[str, Tensor]) -> StepResult:
             step(given)
-            while run.versions.newest() != 3:  # processes write it after they have answered
+            while recovery_of(run).versions.newest() != 3:  # processes write it after they have answered
                 assert time.monotonic() < until
                 time.sleep(0.001)
             raise lost()
@@ -748,12 +750,12 @@ def test_threads_that_fail_again_and_again(programs: dict[str, Program]) -> None
 class Killer:
     """Signals workers of a local run at random moments."""
 
-    run: RecoveringRun
+    run: Run
     rng: random.Random
     sent: list[float] = field(default_factory=list)
 
     def pids(self) -> list[int]:
-        group = cast(LocalStarter, self.run.starter).group
+        group = cast(LocalWorkerGroup, self.run.session.group)
         return [] if group is None else [*group.processes.values()]
 
     def send(self, number: signal.Signals = signal.SIGKILL, among: int = 1) -> None:
@@ -769,7 +771,7 @@ def shared_memory() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def local(programs: dict[str, Program]) -> Iterator[tuple[RecoveringRun, list[Event]]]:
+def local(programs: dict[str, Program]) -> Iterator[tuple[Run, list[Event]]]:
     """One run on processes that all tests disturb in turn: what they share is the warm fork server."""
     before = shared_memory()
     events: list[Event] = []
@@ -780,7 +782,7 @@ def local(programs: dict[str, Program]) -> Iterator[tuple[RecoveringRun, list[Ev
 
 @pytest.mark.timeout(180)
 def test_processes_recover_from_kills_and_stops(
-    programs: dict[str, Program], local: tuple[RecoveringRun, list[Event]], tmp_path: Path
+    programs: dict[str, Program], local: tuple[Run, list[Event]], tmp_path: Path
 ) -> None:
     """Killed during the copy, during a step, two at once and stopped; a checkpoint on the way is complete."""
     run, events = local
@@ -834,11 +836,11 @@ def test_processes_recover_in_a_run_over_several_shapes(programs: dict[str, Prog
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_fork_server_that_is_lost_is_replaced(
-    programs: dict[str, Program], local: tuple[RecoveringRun, list[Event]]
+    programs: dict[str, Program], local: tuple[Run, list[Event]]
 ) -> None:
     run, events = local
     before, done = len(events), run.done
-    forks = cast(LocalStarter, run.starter).forks
+    forks = cast(LocalStarter, recovery_of(run).starter).forks
     assert forks is not None
     os.kill(forks.server, signal.SIGKILL)
     run.step(batches(SHARDED, 1)[0])

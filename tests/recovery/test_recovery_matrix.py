@@ -21,7 +21,7 @@ from piper.launchers.transport.version_sections import HEAD, SectionWriter
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.plan.protected import survival
-from piper.recovery.recovering_run import recovering
+from piper.recovery.recovery import recovering
 from piper.recovery.run_events import Event
 from piper.runtime.context import Bound
 from piper.runtime.worker import Options

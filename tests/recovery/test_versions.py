@@ -12,7 +12,8 @@ import torch
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
 from piper.launchers.failures import Failure
-from piper.launchers.inline import InlineRun
+from piper.launchers.inline import launch_inline
+from piper.launchers.run import Run
 from piper.launchers.transport.version_sections import HEAD, held_in, step_in
 from piper.launchers.transport.versions import Versions, WorkerVersions, check_memory, version_bytes
 from piper.launchers.worker_server import WorkerServer
@@ -38,9 +39,9 @@ def versions(program: Program) -> Iterator[Versions]:
     made.close()
 
 
-def trained(program: Program, versions: Versions, steps: int, cell: Cell) -> InlineRun:
-    run = InlineRun(program, Options(), versions.files)
-    run.protect()
+def trained(program: Program, versions: Versions, steps: int, cell: Cell) -> Run:
+    run = launch_inline(program, Options(), versions.files)
+    run.session.protect()
     for batch in batches(cell, steps):
         run.step(batch)
     return run
@@ -65,11 +66,11 @@ def test_a_version_holds_everything_once_and_is_restored_to_the_bit(
     batch = batches(cell, 4)[3]
     wanted = run.step(batch)
     state = run.state_dict()
-    unread = dict(run.unread)
+    unread = dict(run.session.unread)
     run.close()
     versions.forget(lambda step: step == 4)
-    again = InlineRun(program, Options(blank=True), versions.files)
-    again.restore(3, unread)
+    again = launch_inline(program, Options(blank=True), versions.files)
+    again.session.restore(3, unread)
     assert again.step(batch) == wanted
     assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
     again.close()

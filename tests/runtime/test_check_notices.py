@@ -24,7 +24,8 @@ from piper.directives import Directive, place, replicate, split
 from piper.directives import remat as remat_directive
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.inline import launch_inline
+from piper.launchers.run import Run
 from piper.plan.plan import Plans
 from piper.runtime import compute
 from piper.runtime.context import Env
@@ -382,16 +383,14 @@ def test_a_difference_that_may_be_rounding(
 
     What is smaller than the rounding of plain PyTorch itself is none.
     """
-    gradients = InlineRun.gradients
+    gradients = Run.gradients
     made = compile(job(DP, model=lambda: Stages(after)), device="cpu")
-    monkeypatch.setattr(
-        InlineRun, "gradients", lambda run: {name: g * scale for name, g in gradients(run).items()}
-    )
+    monkeypatch.setattr(Run, "gradients", lambda run: {name: g * scale for name, g in gradients(run).items()})
     report = checked(made)
     assert not report.ok
     text = "these operations compute in float32: tanh of stages.0.1 (test_check_notices.py:"
     assert (text in str(report.first_bad)) is rounding, report.first_bad
     monkeypatch.setattr(
-        InlineRun, "gradients", lambda run: {name: g * (1 + 1e-8) for name, g in gradients(run).items()}
+        Run, "gradients", lambda run: {name: g * (1 + 1e-8) for name, g in gradients(run).items()}
     )
     assert checked(made).ok is (after is Single)

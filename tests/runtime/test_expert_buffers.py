@@ -16,6 +16,7 @@ from piper.job import Job
 from piper.launchers.inline import launch_inline
 from piper.launchers.local import launch_local
 from piper.runtime.debug.check import check
+from tests.runtime.inline_workers import workers_of
 
 EXPERTS, WIDTH, ROWS = 8, 16, 16
 
@@ -71,7 +72,7 @@ def test_each_device_holds_the_part_of_its_experts(dp: int, ways: int) -> None:
     report = check(program, launch_inline, [batch(0), batch(1)])
     assert report.ok, report
     with launch_inline(program) as run:
-        held = [worker.buffer("scale") for worker in run.workers.values()]
+        held = [worker.buffer("scale") for worker in workers_of(run).values()]
         whole = run.state_dict()["scale"]
     assert all(value is not None and len(value) == EXPERTS // ways for value in held)
     assert torch.equal(torch.cat([value for value in held[:ways] if value is not None]), whole)
@@ -82,7 +83,7 @@ def test_devices_in_any_order_hold_the_buffers_of_their_own_experts() -> None:
     report = check(program, launch_inline, [batch(0), batch(1)])
     assert report.ok, report
     with launch_inline(program) as run:
-        held = [run.workers[device].buffer("scale") for device in (3, 0)]
+        held = [workers_of(run)[device].buffer("scale") for device in (3, 0)]
         whole = run.state_dict()["scale"]
     assert torch.equal(torch.cat([value for value in held if value is not None]), whole)
 

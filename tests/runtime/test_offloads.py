@@ -16,7 +16,7 @@ from piper.errors import ScheduleError
 from piper.ir.ids import SlotId
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import InlineRun, launch_inline
+from piper.launchers.inline import launch_inline
 from piper.launchers.transport.versions import Versions
 from piper.plan.memory_timeline import host_peak, timeline
 from piper.runtime.debug.check import check
@@ -25,6 +25,7 @@ from piper.runtime.host_memory import HostMemory
 from piper.runtime.worker import Options, Worker
 from piper.schedules import gpipe, zbv
 from tests.runtime.grid import SHAPES, Cell, batches, job, strategy
+from tests.runtime.inline_workers import workers_of
 from tests.runtime.test_reruns import Noisy, Opaque, Run
 
 AWAY = offload(at(), least_mb=0)
@@ -65,7 +66,10 @@ def test_live_bytes_are_as_planned_and_buffers_are_used_again() -> None:
     with launch_inline(away, Options(measure=True)) as run:
         for batch in batches(cell, 2):
             run.step(batch)
-        for worker in (run.workers[0], run.workers[1]):  # the stage without the loss, in which scalars share
+        for worker in (
+            workers_of(run)[0],
+            workers_of(run)[1],
+        ):  # the stage without the loss, in which scalars share
             plan = worker.env.plan
             foreseen = timeline(plan)
             pairs = zip(foreseen.live, plan.instrs, strict=True)
@@ -113,7 +117,7 @@ def test_memory_on_the_host_stays_until_its_last_value_is_back() -> None:
     with launch_inline(away, Options(streams=False)) as run:  # in issue order
         for batch in given:
             run.step(batch)
-        idle = run.workers[0].env.host_memory.idle
+        idle = workers_of(run)[0].env.host_memory.idle
         assert sum(size * len(free) for size, free in idle.items()) == host_peak(away.plans.of(0))
 
 
@@ -163,7 +167,7 @@ def test_optimizer_state_on_the_host_has_the_same_bits(precision: str, tmp_path:
             losses += [run.step(batch).loss for batch in given[2:]]
             found.append((losses, run.state_dict(), run.optimizer_state("exp_avg_sq")))
             if not number:
-                check_away(run.workers.values(), precision)
+                check_away(workers_of(run).values(), precision)
     (losses, *states), (wanted, *others) = found
     assert losses == wanted
     for one, other in zip(states, others, strict=True):
@@ -269,21 +273,21 @@ def test_versions_hold_state_that_is_on_the_host(precision: str, by_the_plan: bo
     program, given = compile(job(cell, strategy=asked, precision=precision), device="cpu"), batches(cell, 5)
     versions = Versions(program.plans)
     with closing(versions):
-        run = InlineRun(program, Options(), versions.files)
+        run = launch_inline(program, Options(), versions.files)
         with closing(run):
-            run.protect()
+            run.session.protect()
             for batch in given[:4]:
                 run.step(batch)
             newest = versions.newest()
             assert newest is not None
             wanted = [run.step(batch) for batch in given[4:]]
-            state, unread = run.state_dict(), dict(run.unread)
+            state, unread = run.state_dict(), dict(run.session.unread)
         newest = versions.newest()
         assert newest is not None
-        again = InlineRun(program, Options(), versions.files)
+        again = launch_inline(program, Options(), versions.files)
         with closing(again):
-            again.protect()
-            again.restore(newest, unread)
+            again.session.protect()
+            again.session.restore(newest, unread)
             got = [again.step(batch) for batch in given[newest:]]
             assert got[-1:] == wanted[-1:] or newest == 5
             assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())

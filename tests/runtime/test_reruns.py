@@ -32,6 +32,7 @@ from piper.runtime.worker import Options
 from tests import zoo
 from tests.capture.test_fallback import square
 from tests.runtime.grid import SHAPES
+from tests.runtime.inline_workers import workers_of
 from tests.runtime.sharing import Shared, one_core
 
 PARTS = 4
@@ -235,7 +236,7 @@ def test_live_bytes_are_as_planned_and_fewer(bench: Bench, run: Run) -> None:
     for asked in (run, run.once):
         with launch_inline(bench.compile(asked), Options(measure=True)) as running:
             running.step(run.batches()[0])
-            for worker in running.workers.values():
+            for worker in workers_of(running).values():
                 plan = worker.env.plan
                 foreseen = timeline(plan)
                 pairs = zip(foreseen.live, plan.instrs, strict=True)

@@ -27,6 +27,7 @@ from piper.runtime.setup import initial_values, setup_of
 from piper.runtime.worker import Options, Worker
 from tests import zoo
 from tests.runtime.grid import Cell, batches, compiled, job
+from tests.runtime.inline_workers import inline_group, workers_of
 
 PIPELINE = Cell(case="decoder", schedule="1f1b", dp=2, zero=2, clip=0.3)
 EXPERTS = Cell(case="moe", schedule="zero-bubble", dp=2, zero=3, ways=2)
@@ -68,8 +69,8 @@ def test_gloo_gives_the_bits_of_threads(cell: Cell) -> None:
         return worker
 
     with ThreadPoolExecutor(len(devices)) as threads, launch_inline(program) as run:
-        run.workers = dict(zip(devices, threads.map(work, devices), strict=True))
-        run.answers = {device: WorkerAnswers(worker) for device, worker in run.workers.items()}
+        workers = dict(zip(devices, threads.map(work, devices), strict=True))
+        inline_group(run).answers = {device: WorkerAnswers(worker) for device, worker in workers.items()}
         assert_equal_bits(run.state_dict(), state)
 
 
@@ -87,7 +88,7 @@ def test_live_bytes_are_as_planned(cell: Cell) -> None:
     with launch_inline(program, Options(measure=True)) as run:
         for batch in batches(cell, 2):
             run.step(batch)
-        for worker in run.workers.values():
+        for worker in workers_of(run).values():
             plan = worker.env.plan
             foreseen = timeline(plan)
             pairs = zip(foreseen.live, plan.instrs, strict=True)
@@ -100,10 +101,10 @@ def test_no_whole_gradient_or_parameter_outlives_its_run_of_uses(zero: int) -> N
     cell = Cell(case="mlp", schedule="interleaved-1f1b", dp=2, zero=zero, parts=4)
     held: list[set[str]] = []
     with launch_inline(compile(job(cell)), Options(measure=True)) as run:
-        worker = run.workers[0]
+        worker = workers_of(run)[0]
         look_after_each(worker, held)
         run.step(batches(cell, 1)[0])
-    plan, buckets = worker.env.plan, run.plans.buckets
+    plan, buckets = worker.env.plan, run.program.plans.buckets
     wholes = {
         slot
         for slot in plan.slots

@@ -1,6 +1,6 @@
 """A run that only counts its steps, for tests of the loop by itself."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -11,11 +11,10 @@ from torch import Tensor
 import piper
 from piper.callbacks import Callback, Running, StepNumbers
 from piper.errors import ConfigError
-from piper.launchers.base import EvaluationResult, Resumed, StepResult
+from piper.launchers.base import Resumed, StepResult
 from piper.launchers.run import Run
+from piper.launchers.sessions import Sessions, Starter
 from piper.runtime.batch import FLOATING, BatchSpec
-from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
@@ -32,22 +31,12 @@ class Tells(Callback):
             run.stop()
 
 
-class Counting(Run):
-    """A run that only counts; the loss of a step is its number."""
+class CountingSessions(Sessions):
+    """Sessions without workers: a step is only counted, and what is saved is written down."""
 
-    wanted = BatchSpec(shapes={"x": (4,)}, types={"x": FLOATING})
-
-    def __init__(self, every: int = 2, steps: int = 100, stop_at: int | None = None) -> None:
-        self.events: list[str] = []
-        job = piper.Job(
-            model=torch.nn.Identity,
-            loss=lambda model, batch: batch["x"].sum(),
-            data=lambda: [{"x": torch.zeros(4)}] * 3,
-            checkpoint=piper.Checkpoint(folder="checkpoints", every=every),
-            callbacks=[Tells(self.events, stop_at)],
-            steps=steps,
-        )
-        self.program, self.options = cast(ProgramLike, SimpleNamespace(job=job)), Options()
+    def __init__(self, program: ProgramLike, events: list[str]) -> None:
+        super().__init__(program, Options(), cast(Starter, SimpleNamespace(close=lambda: None)))
+        self.events = events
         self.begun: ConfigError | None = None  # why a save cannot begin
         self.finished: ConfigError | None = None  # why the save before was not finished
 
@@ -66,29 +55,24 @@ class Counting(Run):
             raise error
 
     def read(self, path: Path | str) -> Resumed:
+        self.done = 7
         return Resumed(step=7, path=str(path))
 
-    def evaluate(self, batches: Iterable[Mapping[str, Tensor]] | None = None) -> EvaluationResult:
-        return EvaluationResult(loss=0.0)
 
-    def optimizer_groups(self) -> list[dict[str, object]]:
-        return []
+class Counting(Run):
+    """A run that only counts; the loss of a step is its number."""
 
-    def set_optimizer_option(self, group: int, key: str, value: float) -> None: ...
+    wanted = BatchSpec(shapes={"x": (4,)}, types={"x": FLOATING})
+    sessions: CountingSessions
 
-    def optimizer_state(self, key: str) -> dict[str, Tensor]:
-        return {}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def gradients(self) -> dict[str, Tensor]:
-        return {}
-
-    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
-        return {}
-
-    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
-        return {}
-
-    def close(self) -> None: ...
+    def __init__(self, every: int = 2, steps: int = 100, stop_at: int | None = None) -> None:
+        self.events: list[str] = []
+        job = piper.Job(
+            model=torch.nn.Identity,
+            loss=lambda model, batch: batch["x"].sum(),
+            data=lambda: [{"x": torch.zeros(4)}] * 3,
+            checkpoint=piper.Checkpoint(folder="checkpoints", every=every),
+            callbacks=[Tells(self.events, stop_at)],
+            steps=steps,
+        )
+        super().__init__(CountingSessions(cast(ProgramLike, SimpleNamespace(job=job)), self.events))

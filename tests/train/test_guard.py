@@ -233,7 +233,8 @@ def test_which_saves_may_fail(
 ) -> None:
     """What can never be saved ends the run at once; a disk that is full only when it is the last save."""
     run = Counting(every=4)
-    run.folder, run.done, run.begun, run.finished = tmp_path, 4, begun, finished
+    run.folder, run.sessions.done = tmp_path, 4
+    run.sessions.begun, run.sessions.finished = begun, finished
     result = StepResult(loss=1.0, grad_norm=1.0)
     with nullcontext() if raised is None else pytest.raises(ConfigError) as error:
         run.after_step(4, result, 4 if last else 9)

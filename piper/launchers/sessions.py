@@ -1,0 +1,153 @@
+"""The sessions of a run, and what starts their workers. Here a run has one; `recovery` starts others."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from piper.errors import ConfigError
+from piper.launchers.agent_versions import ShortMachine
+from piper.launchers.agent_watch import WarmAgent
+from piper.launchers.base import Resumed, StepResult
+from piper.launchers.evaluation import Batch
+from piper.launchers.group import WorkerGroup
+from piper.launchers.session import Session
+from piper.launchers.transport.versions import Versions
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+
+T = TypeVar("T")
+
+
+class Starter(ABC):
+    """Starts the workers of a program, again and again, from what stays when workers end."""
+
+    waited = 0.0  # seconds of the last start until every machine that it uses could fork workers
+
+    def __init__(self, program: ProgramLike, versions: Versions | None = None) -> None:
+        """Prepare for a program; `versions`: the memory for copies of its state. None: none are kept."""
+        self.program, self.versions = program, versions
+
+    @property
+    def near(self) -> bool:
+        """Return whether all workers are on the driver's machine, and see its memory."""
+        return True
+
+    @abstractmethod
+    def start(self, options: Options) -> Session:
+        """Start all workers."""
+
+    def room(self, *, warm: bool = False) -> int | None:
+        """Return for how many devices workers can be started now; `warm`: at once. None: for any number."""
+        return None
+
+    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
+        """Start the workers of another program from now on; `places`: the accelerator of each device."""
+        self.program, self.versions = program, versions
+
+    def expect(self, session: Session, stall: float) -> None:
+        """Let a session end when nothing has moved for so many seconds. Threads have their own timeout."""
+        session.group.stall = stall
+
+    def warmed(self) -> Sequence[WarmAgent]:
+        """Return the spares whose agents have become warm since the last call."""
+        return ()
+
+    def passed_over(self) -> Sequence[ShortMachine]:
+        """Return the spares that were not used since the last call, because they are short of memory."""
+        return ()
+
+    def close(self) -> None:  # noqa: B027  threads leave nothing
+        """End what outlives workers. Idempotent."""
+
+
+class GivenGroup(Starter):
+    """Starts the workers of a group that was made before, once."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        super().__init__(group.program)
+        self.group = group
+
+    def start(self, options: Options) -> Session:
+        return Session(self.group)
+
+
+class Sessions:
+    """The sessions of a run: one, which ends with the first failure."""
+
+    elastic = False  # the number of devices can change
+
+    def __init__(self, program: ProgramLike, options: Options, starter: Starter) -> None:
+        self.program, self.options, self.starter = program, options, starter
+        self.done = 0  # steps that are trained, those before a loaded checkpoint included
+        self.current: Session | None = None
+
+    def begin(self) -> None:
+        """Start all workers."""
+        self.current = self.starter.start(self.options)
+
+    @property
+    def session(self) -> Session:
+        """Return the session. Start its workers if they do not run."""
+        if self.current is None:
+            self.begin()
+        assert self.current is not None
+        return self.current
+
+    def call(self, act: Callable[[], T]) -> T:
+        """Return what a function returns that asks the workers of the session."""
+        return act()
+
+    def step(self, batch: Batch) -> StepResult:
+        """Train on one global batch."""
+        result = self.session.step(batch)
+        self.done += 1
+        return result
+
+    def complete(self, data: Callable[[], object]) -> None:
+        """Note that all of the last step is done; `data`: what a checkpoint has besides tensors."""
+
+    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
+        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
+        self.session.write(path, data, wait=wait, keep=keep)
+
+    def read(self, path: Path | str) -> Resumed:
+        """Let workers go on from a checkpoint."""
+        resumed = self.session.read(path)
+        self.done = resumed.step
+        return resumed
+
+    def settle(self) -> None:
+        """Wait until the save that is under way is complete."""
+        self.session.settle()
+
+    def flush(self, folder: Path, data: Callable[[], object]) -> int | None:
+        """End all workers, and write the newest state in memory as a checkpoint. Return its step.
+
+        For a step that takes longer than there is time. None: no state is kept in memory.
+        """
+        return None
+
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of a group of parameters, from the next step on."""
+        self.session.set_optimizer_option(group, key, value)
+
+    def resize(self, devices: int) -> None:
+        """Go on with so many devices, if the job is elastic."""
+        raise ConfigError(
+            f"this run cannot go on with {devices} devices: their number is fixed",
+            by="resize",
+            hint="let piper train recover (--retries) and make the job elastic: piper.Job(elastic=(2, 4))",
+        )
+
+    def leaving(self) -> bool:
+        """Return whether the system has asked a worker to end, by SIGTERM."""
+        return self.current is not None and self.current.group.leaving
+
+    def close(self) -> None:
+        """End every worker, and what starts them. Idempotent."""
+        try:
+            if self.current is not None:
+                self.current.close()
+        finally:
+            self.starter.close()
