@@ -15,7 +15,7 @@ from pathlib import Path
 from gpu import DENSE, GIB, Batch, Line, Step, batch_of, built, heading, job_of, take_turns
 
 import piper
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.run import Run
 from piper.launchers.transport.versions import Versions
 from piper.runtime.worker import Options

@@ -20,7 +20,8 @@ from piper import at, protect
 from piper.compiler import Program, compile
 from piper.data.feed import Feed
 from piper.directives import Directive
-from piper.launchers.inline import InlineWorkerGroup, launch_inline
+from piper.launchers.inline import InlineWorkerGroup
+from piper.launchers.launch import launch_inline
 from piper.launchers.run import Run
 from piper.launchers.transport.versions import Versions, WorkerVersions
 from piper.recipe import load_recipe

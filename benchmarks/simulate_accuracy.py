@@ -25,8 +25,8 @@ import piper
 from piper.cli.machine import measure
 from piper.compiler import Program
 from piper.directives import Directive
-from piper.launchers.inline import InlineWorkerGroup, launch_inline
-from piper.launchers.local import launch_local
+from piper.launchers.inline import InlineWorkerGroup
+from piper.launchers.launch import launch_inline, launch_local
 from piper.launchers.transport.fork_server import fork_server
 from piper.models import decoder
 from piper.plan.plan import Plans

@@ -34,7 +34,7 @@ import piper
 from piper import strategies
 from piper.compiler import Program, compile
 from piper.directives import Directive
-from piper.launchers.local import launch_local
+from piper.launchers.launch import launch_local
 from piper.launchers.transport.fork_server import fork_server
 from piper.models import decoder
 from piper.schedules.grid import orders

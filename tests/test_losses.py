@@ -15,7 +15,7 @@ import piper
 from piper.cli.plan_report import print_plan
 from piper.compiler import compile
 from piper.errors import CaptureError, ConfigError
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.recipe import load_recipe
 from piper.runtime.debug.check import check
 from piper.train.session import train_recipe

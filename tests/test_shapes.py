@@ -16,7 +16,7 @@ from piper.compiler import Program
 from piper.compiler import build as building
 from piper.directives import Directive
 from piper.errors import CaptureError, ConfigError, WorkerError
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.single_rank import launch_single_rank
 from piper.runtime.batch import read_shapes, wanted_batch
 from piper.runtime.debug.check import check

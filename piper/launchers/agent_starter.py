@@ -11,9 +11,9 @@ from piper.launchers.agent_calls import REACH, Agent, AgentCalls
 from piper.launchers.agent_versions import AgentVersions, ShortMachine
 from piper.launchers.agent_watch import AgentWatch, WarmAgent
 from piper.launchers.agent_workers import AgentWorkerGroup
+from piper.launchers.group import WorkerGroup
 from piper.launchers.machines import machines_of, not_started
-from piper.launchers.session import Session
-from piper.launchers.sessions import Starter
+from piper.launchers.starter import Starter
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
@@ -111,7 +111,7 @@ class AgentStarter(Starter):
                 self._hire()
             return {agent.address for agents in self.agents.values() for agent in agents} <= {self.calls.own}
 
-    def start(self, options: Options) -> Session:
+    def start(self, options: Options) -> AgentWorkerGroup:
         """Start a worker for each device."""
         try:
             agents = self._agents()
@@ -120,13 +120,13 @@ class AgentStarter(Starter):
                 self._empty(agents.values())
             group = AgentWorkerGroup(self.program, options, agents, self.calls, self.versions)
             self.group, group.packed = group, self.packed
-            session = Session(group)
+            group.begin()
         except self.calls.lost as error:
             raise not_started((str(error) or type(error).__name__).splitlines()[0]) from error
         self.packed = group.packed
         if self.versions is not None:
             self.watch.begin()
-        return session
+        return group
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on, on any bundles that live."""
@@ -267,9 +267,9 @@ class AgentStarter(Starter):
                 del self.unfit[bundle]
         return {bundle: rank for bundle, rank in ranks.items() if bundle not in self.unfit}
 
-    def expect(self, session: Session, stall: float) -> None:
-        """Let a session fail after `stall` seconds without progress, or later: all machines can answer."""
-        super().expect(session, max(stall, SLOWEST))
+    def expect(self, group: WorkerGroup, stall: float) -> None:
+        """Let workers fail after `stall` seconds without progress, or later: all machines can answer."""
+        super().expect(group, max(stall, SLOWEST))
 
     @abstractmethod
     def close(self) -> None:

@@ -22,11 +22,20 @@ class WorkerGroup(ABC):
     leaving = False  # whether the system has asked a worker to end
     protects = False  # workers keep versions of their state in memory
     in_order = False  # a call that fails leaves no answers behind, so the next call gets its own
+    unread: dict[str, Tensor]  # the initial parameters and buffers that no worker holds
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
         self.program, self.options = program, options
         self.devices: Sequence[int] = program.plans.devices
         self.stall = options.timeout  # seconds without any progress after which the job has stalled
+
+    def begin(self) -> None:
+        """Start all workers, or none."""
+        try:
+            self.unread = self.start()
+        except BaseException:
+            self.close()
+            raise
 
     @abstractmethod
     def start(self) -> dict[str, Tensor]:

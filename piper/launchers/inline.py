@@ -16,9 +16,7 @@ from piper.launchers.base import streams_of
 from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
 from piper.launchers.group import WorkerGroup
 from piper.launchers.processes import ProcessStatus, running
-from piper.launchers.run import Run, start_run
-from piper.launchers.session import Session
-from piper.launchers.sessions import GivenGroup, Sessions, Starter
+from piper.launchers.starter import Starter
 from piper.launchers.transport.versions import Files, WorkerVersions
 from piper.launchers.worker_answers import WorkerAnswers
 from piper.runtime.comm.base import speaks_in
@@ -152,12 +150,9 @@ class InlineWorkerGroup(WorkerGroup):
 class InlineStarter(Starter):
     """Starts workers as threads. What hangs in a thread cannot be ended."""
 
-    def start(self, options: Options) -> Session:
-        files = None if self.versions is None else self.versions.files
-        return Session(InlineWorkerGroup(self.program, options, files))
-
-
-def launch_inline(program: ProgramLike, options: Options | None = None, versions: Files | None = None) -> Run:
-    """Start a program on threads of this process; `versions`: where copies of the state go, if anywhere."""
-    group = InlineWorkerGroup(program, options or Options(), versions)
-    return start_run(Sessions(program, group.options, GivenGroup(group)))
+    def start(self, options: Options) -> InlineWorkerGroup:
+        group = InlineWorkerGroup(
+            self.program, options, None if self.versions is None else self.versions.files
+        )
+        group.begin()
+        return group

@@ -10,8 +10,10 @@ from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.rank_environment import RankEnvironment, rank_environment
 from piper.launchers.run import Run, start_run
 from piper.launchers.saves import checkpoints_at
-from piper.launchers.sessions import Sessions, Starter
-from piper.launchers.transport.versions import Versions
+from piper.launchers.sessions import Sessions
+from piper.launchers.starter import GivenGroup, Starter
+from piper.launchers.transport.fork_server import ForkServer
+from piper.launchers.transport.versions import Files, Versions
 from piper.launchers.worker_server import crowded
 from piper.plan.plan import Plans
 from piper.runtime.cuda.graph_checks import check_static
@@ -106,6 +108,21 @@ def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | 
     from piper.launchers.torchrun_worker import launch_torchrun_worker
 
     return launch_torchrun_worker(program, options, world)
+
+
+def launch_inline(program: ProgramLike, options: Options = DEFAULT, versions: Files | None = None) -> Run:
+    """Start a program on threads of this process; `versions`: where copies of the state go, if anywhere."""
+    from piper.launchers.inline import InlineWorkerGroup
+
+    group = InlineWorkerGroup(program, options, versions)
+    return start_run(Sessions(program, options, GivenGroup(group)))
+
+
+def launch_local(program: ProgramLike, options: Options = DEFAULT, forks: ForkServer | None = None) -> Run:
+    """Start a program on processes of this machine; `forks`: the fork server that several launches share."""
+    from piper.launchers.local import LocalStarter
+
+    return start_run(Sessions(program, options, LocalStarter(program, forks=forks)))
 
 
 def ranks_of(on: str) -> RankEnvironment | None:

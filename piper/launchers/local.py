@@ -15,9 +15,7 @@ from piper.launchers.driver import SocketWorkerGroup
 from piper.launchers.messages import CODEC, Assignment, StoreAddress
 from piper.launchers.processes import SharedFile, gone, how
 from piper.launchers.rendezvous import LOOPBACK, store_on
-from piper.launchers.run import Run, start_run
-from piper.launchers.session import Session
-from piper.launchers.sessions import Sessions, Starter
+from piper.launchers.starter import Starter
 from piper.launchers.transport.channel import Channel
 from piper.launchers.transport.fork_server import ForkServer
 from piper.launchers.transport.nameless_files import map_marks, new_marks
@@ -112,7 +110,7 @@ class LocalStarter(Starter):
         self.places: Sequence[int] | None = None
         self.packed: bytes | None = None
 
-    def start(self, options: Options) -> Session:
+    def start(self, options: Options) -> LocalWorkerGroup:
         """Start all workers, and the fork server too where it is lost."""
         if self.forks is not None and not self.lent and gone(self.forks.server):
             self.close()
@@ -121,7 +119,7 @@ class LocalStarter(Starter):
         group = LocalWorkerGroup(self.program, options, self.forks, files)
         group.packed, group.places = self.packed, self.places
         try:
-            session = Session(group)
+            group.begin()
         except OSError as error:  # the fork server went while it was asked
             self.close()
             raise LaunchError(
@@ -134,7 +132,7 @@ class LocalStarter(Starter):
             self.close()
             raise
         self.packed = group.packed
-        return session
+        return group
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         super().use(program, versions, places)
@@ -145,10 +143,3 @@ class LocalStarter(Starter):
         if self.forks is not None and not self.lent:
             self.forks.close()
             self.forks = None
-
-
-def launch_local(
-    program: ProgramLike, options: Options | None = None, forks: ForkServer | None = None
-) -> Run:
-    """Start a program on processes of this machine; `forks`: the fork server that several launches share."""
-    return start_run(Sessions(program, options or Options(), LocalStarter(program, forks=forks)))

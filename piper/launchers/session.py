@@ -48,15 +48,10 @@ class Session:
     """Workers that hold several programs. Each shape of batches gets one, compiled when first seen."""
 
     def __init__(self, group: WorkerGroup) -> None:
-        """Start the workers of a group."""
+        """Drive a group whose workers have started."""
         self.group, self.program = group, group.program
         self.plans, self.wanted = self.program.plans, wanted_batch(setup_of(self.program))
-        try:
-            self.unread = group.start()  # the values that no worker holds
-        except BaseException:
-            group.close()
-            raise
-        self.devices = group.devices
+        self.devices, self.unread = group.devices, group.unread
         self.first = Prepared(number=0, program=self.program, slicer=BatchSlicer(self.plans), buffers={})
         self.prepared: dict[tuple[bool, Shapes], Prepared] = {}  # by whether it trains, and by shape
         self.preparations = 0  # how many programs workers have been given since they were started

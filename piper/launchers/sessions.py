@@ -1,75 +1,18 @@
-"""The sessions of a run, and what starts their workers. Here a run has one; `recovery` starts others."""
+"""The sessions of a run. Here a run has one; `recovery` starts others when it ends."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from piper.errors import ConfigError
-from piper.launchers.agent_versions import ShortMachine
-from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.evaluation import Batch
-from piper.launchers.group import WorkerGroup
 from piper.launchers.session import Session
-from piper.launchers.transport.versions import Versions
+from piper.launchers.starter import Starter
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
 T = TypeVar("T")
-
-
-class Starter(ABC):
-    """Starts the workers of a program, again and again, from what stays when workers end."""
-
-    waited = 0.0  # seconds of the last start until every machine that it uses could fork workers
-
-    def __init__(self, program: ProgramLike, versions: Versions | None = None) -> None:
-        """Prepare for a program; `versions`: the memory for copies of its state. None: none are kept."""
-        self.program, self.versions = program, versions
-
-    @property
-    def near(self) -> bool:
-        """Return whether all workers are on the driver's machine, and see its memory."""
-        return True
-
-    @abstractmethod
-    def start(self, options: Options) -> Session:
-        """Start all workers."""
-
-    def room(self, *, warm: bool = False) -> int | None:
-        """Return for how many devices workers can be started now; `warm`: at once. None: for any number."""
-        return None
-
-    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
-        """Start the workers of another program from now on; `places`: the accelerator of each device."""
-        self.program, self.versions = program, versions
-
-    def expect(self, session: Session, stall: float) -> None:
-        """Let a session end when nothing has moved for so many seconds. Threads have their own timeout."""
-        session.group.stall = stall
-
-    def warmed(self) -> Sequence[WarmAgent]:
-        """Return the spares whose agents have become warm since the last call."""
-        return ()
-
-    def passed_over(self) -> Sequence[ShortMachine]:
-        """Return the spares that were not used since the last call, because they are short of memory."""
-        return ()
-
-    def close(self) -> None:  # noqa: B027  threads leave nothing
-        """End what outlives workers. Idempotent."""
-
-
-class GivenGroup(Starter):
-    """Starts the workers of a group that was made before, once."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        super().__init__(group.program)
-        self.group = group
-
-    def start(self, options: Options) -> Session:
-        return Session(self.group)
 
 
 class Sessions:
@@ -84,7 +27,11 @@ class Sessions:
 
     def begin(self) -> None:
         """Start all workers."""
-        self.current = self.starter.start(self.options)
+        self.current = self.open(self.options)
+
+    def open(self, options: Options) -> Session:
+        """Start all workers, and return their session."""
+        return Session(self.starter.start(options))
 
     @property
     def session(self) -> Session:

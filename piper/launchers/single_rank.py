@@ -15,7 +15,8 @@ from piper.ir.chunk import CapturedModel
 from piper.launchers.base import Resumed
 from piper.launchers.group import WorkerGroup
 from piper.launchers.run import Run
-from piper.launchers.sessions import GivenGroup, Sessions
+from piper.launchers.sessions import Sessions
+from piper.launchers.starter import GivenGroup
 from piper.launchers.worker_answers import WorkerAnswers
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import COMMUNICATION

@@ -30,7 +30,8 @@ from piper.launchers.rendezvous import (
     store_on,
 )
 from piper.launchers.run import Run
-from piper.launchers.sessions import GivenGroup, Sessions
+from piper.launchers.sessions import Sessions
+from piper.launchers.starter import GivenGroup
 from piper.launchers.torchrun_worker import BackgroundWorker
 from piper.launchers.transport.channel import Channel, ClosedError, Listener
 from piper.launchers.transport.nameless_files import map_marks

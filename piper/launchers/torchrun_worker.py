@@ -21,6 +21,7 @@ from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.evaluation import Batch
 from piper.launchers.failures import failure_of
+from piper.launchers.group import WorkerGroup
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, Heartbeat, RankInfo, RankZeroResult
 from piper.launchers.processes import SharedFile, Termination
 from piper.launchers.rank_environment import RankEnvironment, check_size
@@ -37,8 +38,8 @@ from piper.launchers.rendezvous import (
 )
 from piper.launchers.run import Run
 from piper.launchers.saves import checkpoints_of
-from piper.launchers.session import Session
-from piper.launchers.sessions import Sessions, Starter
+from piper.launchers.sessions import Sessions
+from piper.launchers.starter import Starter
 from piper.launchers.torchrun_agents import serve_agent
 from piper.launchers.transport.channel import Channel, ClosedError, connect
 from piper.launchers.transport.nameless_files import map_marks, new_marks
@@ -246,7 +247,7 @@ def received(
 class NoStarter(Starter):
     """Starts nothing: rank 0 does."""
 
-    def start(self, options: Options) -> Session:
+    def start(self, options: Options) -> WorkerGroup:
         raise AssertionError("rank 0 asks the workers")
 
 

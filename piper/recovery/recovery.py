@@ -24,7 +24,8 @@ from piper.launchers.evaluation import Batch
 from piper.launchers.launch import starter_of, versions_of
 from piper.launchers.run import Run, start_run
 from piper.launchers.session import Session
-from piper.launchers.sessions import Sessions, Starter
+from piper.launchers.sessions import Sessions
+from piper.launchers.starter import Starter
 from piper.launchers.transport.versions import Versions
 from piper.plan.protected import GENERATIONS
 from piper.recovery.flushing import write_version
@@ -104,7 +105,7 @@ class Recovery(Sessions):
             self.completed[self.done] = self._states()
         self.held[self.done + 1] = batch
         if self.times.begin(batch) and self.current is not None:
-            self.starter.expect(self.current, self.stall)
+            self.starter.expect(self.current.group, self.stall)
 
         def act() -> StepResult:
             self._protect()
@@ -138,7 +139,7 @@ class Recovery(Sessions):
         if self.good >= REFILL:
             self.left = self.retries
         if self.current is not None:
-            self.starter.expect(self.current, self.stall)
+            self.starter.expect(self.current.group, self.stall)
             for event in self.stragglers.note(self.done, self.current.busy):
                 self.notify(event)
         for agent in self.starter.warmed():
@@ -180,7 +181,7 @@ class Recovery(Sessions):
             return
         blank = not fresh and self.versions.whole
         session = self.current = self._launch(replace(options, blank=True) if blank else options)
-        self.starter.expect(session, self.given_stall or self.options.timeout)
+        self.starter.expect(session.group, self.given_stall or self.options.timeout)
         with self.phases.timed("load"):
             if path is not None and not blank:
                 older = () if fresh else self._past()  # what no step writes is the same in all of them
@@ -216,7 +217,7 @@ class Recovery(Sessions):
         """Start all workers."""
         try:
             with self.phases.timed("start"):
-                session = self.starter.start(options)
+                session = self.open(options)
         finally:
             for machine in self.starter.passed_over():
                 self.notify(skipped(machine, self.at))

@@ -14,7 +14,7 @@ from piper.compiler import compile as compile_job
 from piper.directives import Directive
 from piper.errors import ConfigError, PiperError
 from piper.job import Job
-from piper.launchers.local import launch_local
+from piper.launchers.launch import launch_local
 from piper.launchers.transport.fork_server import ForkServer
 from piper.process.gc_pause import no_collection
 from piper.simulate.cluster import Cluster, load_cluster

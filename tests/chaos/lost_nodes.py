@@ -11,7 +11,7 @@ pytest.importorskip("ray")
 
 from piper.compiler import compile
 from piper.launchers.base import StepResult
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.recovery.recovery import recovering
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options

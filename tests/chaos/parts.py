@@ -18,7 +18,7 @@ import pytest
 from piper.checkpoint.folder import verify
 from piper.compiler import compile
 from piper.launchers.base import StepResult
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.recovery.elastic import ElasticRange
 from piper.recovery.recovery import recovering
 from piper.recovery.run_events import Event

@@ -12,7 +12,7 @@ from piper.compiler import Program, compile
 from piper.directives import Directive, place, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Precision
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.models import decoder
 from piper.runtime.worker import Options
 from tests import zoo

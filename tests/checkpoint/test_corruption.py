@@ -15,7 +15,7 @@ from piper.checkpoint.metadata import seal
 from piper.checkpoint.reader import Values
 from piper.checkpoint.storage import write_file
 from piper.errors import ConfigError
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.run import Run
 from tests.checkpoint.jobs import batches, equal_bits, program
 

@@ -12,7 +12,7 @@ from piper.compiler import compile
 from piper.directives import place, shard, split
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.models import decoder
 from tests.checkpoint.jobs import equal_bits
 from tests.runtime.divided import FIELDS, batches, job, tensor, zero

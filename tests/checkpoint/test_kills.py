@@ -9,8 +9,7 @@ from time import sleep
 import pytest
 
 from piper.checkpoint.folder import latest
-from piper.launchers.inline import launch_inline
-from piper.launchers.launch import launch
+from piper.launchers.launch import launch, launch_inline
 from tests.checkpoint.jobs import batches, equal_bits, program
 
 KILLS = 10

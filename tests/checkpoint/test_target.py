@@ -15,7 +15,7 @@ from piper.checkpoint.storage import TensorRange, index_of, write_parts
 from piper.checkpoint.target import MARK, UnwrittenError, remove, target_of
 from piper.errors import ConfigError
 from piper.launchers.initial_weights import write_start
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.run import Run
 from tests.checkpoint.jobs import program
 

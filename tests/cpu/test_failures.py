@@ -20,7 +20,8 @@ from torch.optim import SGD, Optimizer
 
 from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
-from piper.launchers.local import LocalWorkerGroup, launch_local
+from piper.launchers.launch import launch_local
+from piper.launchers.local import LocalWorkerGroup
 from piper.launchers.processes import StopWatch
 from piper.launchers.run import Run
 from piper.launchers.transport.channel import Listener, connect

@@ -17,8 +17,7 @@ import piper
 from piper.compiler import Program, compile
 from piper.errors import WorkerError
 from piper.launchers.base import StepResult
-from piper.launchers.inline import launch_inline
-from piper.launchers.local import launch_local
+from piper.launchers.launch import launch_inline, launch_local
 from piper.launchers.run import Run
 from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.plan.plan import Comm, Plans

@@ -9,8 +9,7 @@ import torch
 from piper.compiler import compile
 from piper.directives import remat
 from piper.ir.select import at
-from piper.launchers.inline import launch_inline
-from piper.launchers.local import launch_local
+from piper.launchers.launch import launch_inline, launch_local
 from piper.launchers.run import Run
 from piper.runtime.debug.check import check
 from piper.runtime.initial_draws import seeded_draws

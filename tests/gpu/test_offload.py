@@ -8,8 +8,7 @@ from piper.compiler import Program, compile
 from piper.directives import offload, remat
 from piper.errors import ConfigError
 from piper.ir.select import at
-from piper.launchers.inline import launch_inline
-from piper.launchers.launch import launch
+from piper.launchers.launch import launch, launch_inline
 from piper.launchers.single_rank import launch_single_rank
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job, strategy

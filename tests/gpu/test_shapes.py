@@ -8,8 +8,7 @@ from torch import Tensor
 
 import piper
 from piper.compiler import compile
-from piper.launchers.inline import launch_inline
-from piper.launchers.local import launch_local
+from piper.launchers.launch import launch_inline, launch_local
 from piper.runtime.debug.check import check
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job

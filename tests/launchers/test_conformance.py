@@ -15,10 +15,9 @@ from torch import Tensor
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, WorkerError
 from piper.launchers.base import StepResult
-from piper.launchers.inline import launch_inline
-from piper.launchers.launch import launch
+from piper.launchers.launch import launch, launch_inline, launch_local
 from piper.launchers.launch import launcher as launch_on
-from piper.launchers.local import LocalWorkerGroup, launch_local
+from piper.launchers.local import LocalWorkerGroup
 from piper.launchers.processes import gone
 from piper.launchers.run import Run
 from piper.launchers.transport.fork_server import fork_server

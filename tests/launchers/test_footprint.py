@@ -5,7 +5,7 @@ from pathlib import Path
 
 from piper.compiler import compile
 from piper.launchers.driver import SocketWorkerGroup
-from piper.launchers.local import launch_local
+from piper.launchers.launch import launch_local
 from tests.runtime.grid import Cell, batches, job
 
 # Pipeline, experts, ZeRO and clipping on four devices: every kind of communicator.
@@ -22,7 +22,7 @@ def test_a_worker_of_four_devices_has_few_threads_and_sockets() -> None:
     with launch_local(compile(job(CELL))) as run:
         for batch in batches(CELL, 2):
             run.step(batch)
-        assert isinstance(run.group, SocketWorkerGroup) and len(run.group.processes) == 4
-        for process in run.group.processes.values():
+        assert isinstance(run.session.group, SocketWorkerGroup) and len(run.session.group.processes) == 4
+        for process in run.session.group.processes.values():
             assert 1 < len(os.listdir(f"/proc/{process}/task")) <= THREADS
             assert 1 < len(sockets(process)) <= SOCKETS

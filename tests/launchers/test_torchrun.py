@@ -16,7 +16,7 @@ import torch
 
 from piper.compiler import compile
 from piper.errors import ConfigError, LaunchError, WorkerError
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.messages import RankZeroResult
 from piper.launchers.rank_environment import RankEnvironment, rank_environment
 from piper.launchers.rendezvous import apart, prefix, ranks_absent

@@ -18,7 +18,7 @@ from piper.ir.ids import Pass
 from piper.ir.select import at
 from piper.ir.sharding import Collective, Slicing
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.plan.instr import Collecting, Instr
 from piper.plan.text import read_plans, show_plans
 from piper.runtime.debug.check import check

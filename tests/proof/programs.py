@@ -12,7 +12,7 @@ from piper.compiler import Program, compile
 from piper.directives import Directive, remat, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.plan.plan import Plans
 from piper.runtime.worker import Options
 from tests.proof import models

@@ -23,7 +23,7 @@ from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
 from piper.launchers import ray as launcher
 from piper.launchers.agent_workers import AgentWorkerGroup
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.launch import launcher as launch_on
 from piper.launchers.run import Run
 from piper.runtime.setup import ProgramLike

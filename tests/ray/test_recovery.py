@@ -27,7 +27,7 @@ from piper.job import Job
 from piper.launchers import ray as launcher
 from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.base import StepResult
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.processes import gone
 from piper.launchers.ray import RayStarter
 from piper.launchers.run import Run

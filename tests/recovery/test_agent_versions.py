@@ -15,7 +15,7 @@ from piper.ir.select import at
 from piper.launchers.agent_calls import Agent
 from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.agent_workers import AgentWorkerGroup
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.torchrun_agents import AgentLostError, RankAgent, RankCalls, RemoteAgent, RemoteMethod
 from piper.recovery.flushing import write_version

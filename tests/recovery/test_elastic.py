@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,12 +23,14 @@ from piper.checkpoint.json_state import decode
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.job import strategy_of
-from piper.launchers.base import StepResult
-from piper.launchers.inline import InlineStarter, launch_inline
+from piper.launchers.group import A, R, WorkerGroup
+from piper.launchers.inline import InlineStarter
+from piper.launchers.launch import launch_inline
 from piper.launchers.run import Run
 from piper.launchers.session import Session
-from piper.launchers.sessions import Starter
+from piper.launchers.starter import Starter
 from piper.launchers.transport.versions import too_little
+from piper.launchers.worker_answers import WorkerAnswers
 from piper.recovery.elastic import ElasticRange, ElasticRecovery
 from piper.recovery.flushing import write_version
 from piper.recovery.moving_states import MOVED, try_lock
@@ -164,20 +166,20 @@ class Broken:
     starter: InlineStarter
     starts: list[int] = field(default_factory=list)
 
-    def start(self, options: Options) -> Session:
-        run = self.starter.start(options)
-        self.starts.append(len(run.program.plans.devices))
-        steps, step = count(1), run.step
+    def start(self, options: Options) -> WorkerGroup:
+        group = self.starter.start(options)
+        self.starts.append(len(group.devices))
+        steps, ask = count(1), group.ask
 
-        def fail(batch: Mapping[str, Tensor]) -> StepResult:
-            if next(steps) == 3 and self.starts[-1] == 4:
+        def fail(call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
+            if call.__name__ == "step" and next(steps) == 3 and self.starts[-1] == 4:
                 error = WorkerError("the process was killed by SIGKILL", by="device 1", hint="none")
                 error.kind, error.device, error.place = "dead", 1, len(self.starts)
                 raise error
-            return step(batch)
+            return ask(call, arguments)
 
-        run.step = fail  # type: ignore[method-assign]
-        return run
+        group.ask = fail  # type: ignore[method-assign]
+        return group
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.starter, name)
@@ -205,7 +207,7 @@ def test_a_device_that_is_lost_for_good(
 class Gone(Broken):
     """A starter for which a device is lost once, the newest version with it, and that never comes back."""
 
-    def start(self, options: Options) -> Session:
+    def start(self, options: Options) -> WorkerGroup:
         devices = len(self.starter.program.plans.devices)
         if devices == 4 and 2 in self.starts:
             self.starts.append(0)

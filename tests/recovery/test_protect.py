@@ -17,7 +17,7 @@ from piper.directives import protect
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.launchers.base import StepResult
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.run import Run
 from piper.launchers.transport.version_sections import SPAN, held_in, step_in
 from piper.launchers.transport.versions import Versions, version_bytes

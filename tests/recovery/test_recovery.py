@@ -26,11 +26,11 @@ from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.agent_versions import ShortMachine
 from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import Resumed, StepResult
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.local import LocalStarter, LocalWorkerGroup
 from piper.launchers.run import Run
 from piper.launchers.session import Session
-from piper.launchers.sessions import Starter
+from piper.launchers.starter import Starter
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
 from piper.recovery.flushing import write_version
@@ -78,9 +78,9 @@ class Script:
         if self.fails.get(what):
             raise self.fails[what].pop(0)
 
-    def start(self, options: Options) -> Session:
+    def start(self, options: Options) -> "Counting":
         self.do("start blank" if options.blank else "start")
-        return cast(Session, Counting(self))
+        return Counting(self)
 
     def room(self, *, warm: bool = False) -> int | None:
         return None
@@ -88,7 +88,7 @@ class Script:
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         raise AssertionError("no script resizes")
 
-    def expect(self, session: Session, stall: float) -> None:
+    def expect(self, group: object, stall: float) -> None:
         self.stalls.append(stall)
 
     def warmed(self) -> list[WarmAgent]:
@@ -153,9 +153,16 @@ class Counting:
         self.script.log.append("end")
 
 
+class Scripted(Recovery):
+    """Sessions that a script plays."""
+
+    def open(self, options: Options) -> Session:
+        return cast(Session, self.starter.start(options))
+
+
 def scripted(script: Script, retries: int = 3, **more: object) -> tuple[Run, list[Event]]:
     events: list[Event] = []
-    recovery = Recovery(
+    recovery = Scripted(
         cast(ProgramLike, SimpleNamespace(plans=(), job=SimpleNamespace(callbacks=(), checkpoint=None))),
         Options(),
         cast(Starter, script),

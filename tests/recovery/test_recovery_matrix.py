@@ -16,7 +16,7 @@ from piper.ir.select import at
 from piper.job import strategy_of
 from piper.launchers.base import StepResult
 from piper.launchers.failures import Watcher
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.transport.version_sections import HEAD, SectionWriter
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans

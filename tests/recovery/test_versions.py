@@ -12,7 +12,7 @@ import torch
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
 from piper.launchers.failures import Failure
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.run import Run
 from piper.launchers.transport.version_sections import HEAD, held_in, step_in
 from piper.launchers.transport.versions import Versions, WorkerVersions, check_memory, version_bytes

@@ -19,7 +19,7 @@ from piper.ir.graph import start
 from piper.ir.select import at
 from piper.ir.sharding import Slicing
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from tests.capture.divide import lockstep
 from tests.plain import Trained, largest_difference, sgd, train
 from tests.runtime.sharing import one_core

@@ -12,7 +12,7 @@ from piper.compiler import compile
 from piper.directives import Directive, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.models import decoder, huggingface, moe
 from piper.models.tensor_plan import tensor_plan
 from piper.runtime.debug.check import Report, check, numbers

@@ -24,7 +24,7 @@ from piper.capture.divide.request import Request
 from piper.capture.trace.trace import Traced, trace
 from piper.compiler import Program, optimizer_facts
 from piper.compiler.optimizer_probe import Probe, probe_optimizer
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.plan.plan import Bucket
 from piper.process.gc_pause import no_collection
 from piper.runtime.debug.check import ComparedNumbers, Report, check, numbers

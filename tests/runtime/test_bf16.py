@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from piper.compiler import Program
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.runtime.debug.check import numbers
 from piper.runtime.debug.reference import Reference
 from piper.runtime.worker import Options

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from piper.compiler import Program
 from piper.ir.chunk import CapturedModel, Chunk, Phase
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.plan.plan import Plans
 from piper.runtime.debug.check import check
 from piper.runtime.setup import JobLike, ProgramLike, Shapes

@@ -17,7 +17,7 @@ from piper.directives import Directive, place, replicate, split
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.runtime.debug.check import Report, check
 from piper.runtime.debug.distance import differences, distance, relative
 from piper.runtime.debug.reference import Reference

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from piper import Job, at, replicate
 from piper.compiler import Program, compile
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.runtime.debug.check import check
 from piper.runtime.debug.distance import differences, distance, relative
 from piper.runtime.debug.localise import Checked, CheckedResult

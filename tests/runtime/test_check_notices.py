@@ -24,7 +24,7 @@ from piper.directives import Directive, place, replicate, split
 from piper.directives import remat as remat_directive
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.run import Run
 from piper.plan.plan import Plans
 from piper.runtime import compute

@@ -13,7 +13,7 @@ from piper.directives import Directive, remat, shard
 from piper.errors import CaptureError
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.runtime.debug.check import check
 from tests.plain import sgd
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import piper
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.models import decoder
 from piper.runtime.debug.check import check
 

@@ -14,7 +14,7 @@ from piper.directives import shard, split
 from piper.ir.ids import Pass
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.runtime import kernels

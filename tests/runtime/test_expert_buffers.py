@@ -13,8 +13,7 @@ import piper
 from piper.compiler import compile
 from piper.errors import ScheduleError
 from piper.job import Job
-from piper.launchers.inline import launch_inline
-from piper.launchers.local import launch_local
+from piper.launchers.launch import launch_inline, launch_local
 from piper.runtime.debug.check import check
 from tests.runtime.inline_workers import workers_of
 

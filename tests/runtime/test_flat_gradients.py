@@ -10,7 +10,7 @@ from piper.compiler import compile
 from piper.directives import Directive, offload, precision, protect, remat, replicate, split
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.runtime.debug.check import check

@@ -17,7 +17,7 @@ import piper
 from piper.compiler import Program, compile
 from piper.directives import Directive
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.plan.plan import Plans
 from piper.runtime.worker import Options
 from tests.runtime.as_compiled import as_compiled

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from piper.launchers.local import launch_local
+from piper.launchers.launch import launch_local
 from piper.launchers.transport.fork_server import ForkServer, fork_server
 from piper.runtime.worker import Options
 from tests import zoo

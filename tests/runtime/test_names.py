@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from piper.capture.trace.annotate import annotate
 from piper.directives import Directive, replicate, split
 from piper.ir.select import at
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.plan.text import read_plans, show_plans
 from piper.runtime.debug.check import check
 from tests import plain, zoo

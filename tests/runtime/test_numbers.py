@@ -8,7 +8,7 @@ import torch
 from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
 from piper.ir.select import at
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.runtime.debug.check import check
 from piper.runtime.debug.localise import ChunkwiseReference
 from piper.runtime.debug.reference import Reference

@@ -16,7 +16,7 @@ from piper.errors import ScheduleError
 from piper.ir.ids import SlotId
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.transport.versions import Versions
 from piper.plan.memory_timeline import host_peak, timeline
 from piper.runtime.debug.check import check

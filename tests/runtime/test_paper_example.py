@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from piper.compiler import compile
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.runtime.debug.check import check
 from tests.runtime.grid import Cell, case_of, job
 

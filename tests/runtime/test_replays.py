@@ -18,7 +18,7 @@ from piper.compiler import Program, compile
 from piper.directives import split
 from piper.errors import ConfigError
 from piper.ir.select import at
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.single_rank import synthetic_weights
 from piper.plan.ops import Op
 from piper.runtime.comm.synthetic import AloneComms, arriving

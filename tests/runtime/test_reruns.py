@@ -23,7 +23,7 @@ from piper.compiler import Program
 from piper.directives import Directive, remat, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.models import decoder, moe
 from piper.plan.memory_timeline import timeline
 from piper.runtime.debug.check import ComparedNumbers, Report, check, numbers

@@ -17,8 +17,7 @@ from piper.errors import ScheduleError
 from piper.ir.ids import Pass
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import launch_inline
-from piper.launchers.local import launch_local
+from piper.launchers.launch import launch_inline, launch_local
 from piper.models import decoder
 from piper.models.layers import Attention
 from piper.plan.instr import Instr

@@ -8,7 +8,7 @@ import piper
 from piper.compiler import compile
 from piper.ir.chunk import Tags
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.plan.plan import Plans
 from piper.runtime.compute import slices
 

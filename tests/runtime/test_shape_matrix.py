@@ -9,7 +9,7 @@ from torch import Tensor
 from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
 from piper.ir.select import at
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.runtime.debug.check import check
 from tests.runtime import divided, grid
 from tests.runtime.grid import Cell

@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer
 import piper
 from piper.compiler import compile
 from piper.job import Job, Precision
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.runtime import device_state
 from piper.runtime.device_state import fuse
 from piper.runtime.worker import Options

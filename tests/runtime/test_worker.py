@@ -17,7 +17,7 @@ from piper.errors import ConfigError, WorkerError
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.ids import Pass, SlotId
 from piper.ir.select import at
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.launchers.worker_answers import WorkerAnswers
 from piper.plan.memory_timeline import timeline
 from piper.runtime.comm.gloo import GlooComms

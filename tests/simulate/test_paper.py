@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.models import decoder, moe
 from piper.recipe import import_file
 from piper.runtime.debug.check import check

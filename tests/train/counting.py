@@ -13,7 +13,8 @@ from piper.callbacks import Callback, Running, StepNumbers
 from piper.errors import ConfigError
 from piper.launchers.base import Resumed, StepResult
 from piper.launchers.run import Run
-from piper.launchers.sessions import Sessions, Starter
+from piper.launchers.sessions import Sessions
+from piper.launchers.starter import Starter
 from piper.runtime.batch import FLOATING, BatchSpec
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options

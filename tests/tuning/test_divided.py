@@ -8,7 +8,7 @@ import torch
 
 import piper
 from piper.compiler import compile
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.runtime.debug.check import check
 from piper.tuning.choice import Recompute
 from piper.tuning.space import Space

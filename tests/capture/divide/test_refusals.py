@@ -18,7 +18,7 @@ from piper.directives import replicate, shard
 from piper.errors import ConfigError, PiperError
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.inline import launch_inline
+from piper.launchers.launch import launch_inline
 from piper.models.tensor_plan import tensor_plan
 from piper.runtime.debug.check import check
 
