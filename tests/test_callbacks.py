@@ -30,7 +30,7 @@ from piper.callbacks import (
 from piper.checkpoint.metadata import read_record
 from piper.errors import ConfigError
 from piper.launchers.base import StepResult
-from piper.train.session import train_recipe
+from piper.train.train_command import train_recipe
 from piper.train.train_options import TrainOptions
 from tests import plain
 

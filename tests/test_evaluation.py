@@ -13,7 +13,7 @@ import piper
 from piper.compiler import Program
 from piper.directives import Directive
 from piper.errors import CaptureError, ConfigError
-from piper.launchers.evaluation import pieces_of
+from piper.launchers.evaluating import pieces_of
 from piper.models import decoder
 from piper.plan.memory_timeline import timeline
 from tests import plain, zoo

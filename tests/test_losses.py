@@ -18,7 +18,7 @@ from piper.errors import CaptureError, ConfigError
 from piper.launchers.launch import launch_inline
 from piper.recipe import load_recipe
 from piper.runtime.debug.check import check
-from piper.train.session import train_recipe
+from piper.train.train_command import train_recipe
 from piper.train.train_options import TrainOptions
 
 ROWS, LENGTH, VOCAB = 4, 6, 11

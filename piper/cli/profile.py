@@ -93,7 +93,7 @@ def profile_at(target: str, on: str, steps: int, console: Console) -> "Profile":
     file, function = file_and_function(target)
     if not (file.endswith(".py") and function):
         return read_profile(Path(target))
-    from piper.train.session import train_recipe
+    from piper.train.train_command import train_recipe
     from piper.train.train_options import TrainOptions
 
     asked = TrainOptions(recipe=target, on=on, steps=steps + SOME, profile=steps)

@@ -109,7 +109,7 @@ def train_and_report(asked: "TrainOptions") -> None:
     """Train a recipe, and say how the run ended and how to go on. Exit if a signal has stopped it."""
     from piper.train.ending import ending, stopping
     from piper.train.interrupt import PreemptedError
-    from piper.train.session import train_recipe
+    from piper.train.train_command import train_recipe
 
     try:
         outcome = train_recipe(asked, Console(soft_wrap=True, markup=False, highlight=False))

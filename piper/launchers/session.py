@@ -17,7 +17,7 @@ from piper.errors import WorkerError
 from piper.ir.format import size
 from piper.launchers.base import Resumed, StepResult, ended, result_of
 from piper.launchers.checkpointing import Checkpoints
-from piper.launchers.evaluation import Batch, Means, pieces_of
+from piper.launchers.evaluating import Batch, Means, pieces_of
 from piper.launchers.group import WorkerGroup
 from piper.launchers.messages import BatchSlicer, ProgramBatch
 from piper.launchers.worker_answers import WorkerAnswers

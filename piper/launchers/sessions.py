@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from piper.errors import ConfigError
 from piper.launchers.base import Resumed, StepResult
-from piper.launchers.evaluation import Batch
+from piper.launchers.evaluating import Batch
 from piper.launchers.session import Session
 from piper.launchers.starter import Starter
 from piper.runtime.setup import ProgramLike

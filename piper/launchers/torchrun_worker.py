@@ -19,7 +19,7 @@ from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.errors import LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult
-from piper.launchers.evaluation import Batch
+from piper.launchers.evaluating import Batch
 from piper.launchers.failures import failure_of
 from piper.launchers.group import WorkerGroup
 from piper.launchers.messages import CODEC, PATIENCE, Assignment, Heartbeat, RankInfo, RankZeroResult

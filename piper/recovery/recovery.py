@@ -20,7 +20,7 @@ from piper.checkpoint.target import UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
 from piper.launchers.base import Resumed, StepResult, ended
 from piper.launchers.callback_states import states_of, with_states
-from piper.launchers.evaluation import Batch
+from piper.launchers.evaluating import Batch
 from piper.launchers.launch import starter_of, versions_of
 from piper.launchers.run import Run, start_run
 from piper.launchers.session import Session

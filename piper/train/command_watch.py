@@ -6,7 +6,7 @@ from time import perf_counter
 
 from piper.callbacks import Numbers, Running, StepNumbers
 from piper.launchers.base import EvaluationResult
-from piper.launchers.evaluation import Batch
+from piper.launchers.evaluating import Batch
 from piper.launchers.run import Run, Watch
 from piper.train.elastic_programs import SizeFile
 from piper.train.evaluations import Evaluations, evaluation_line

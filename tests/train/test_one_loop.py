@@ -20,7 +20,7 @@ from piper.callbacks import Callback, Running, StepNumbers
 from piper.compiler import Program, compile
 from piper.data import TokenFile
 from piper.errors import ConfigError
-from piper.train.session import train_recipe
+from piper.train.train_command import train_recipe
 from piper.train.train_options import TrainOptions
 from tests.launchers.test_torchrun import torchrun
 
