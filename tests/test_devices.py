@@ -3,7 +3,7 @@
 import pytest
 
 from piper.errors import ConfigError
-from piper.ir.devices import Devices, columns, groups_of, parse, show, strided_groups
+from piper.ir.devices import Devices, columns, groups_of, parse, show
 from piper.ir.text_fields import BadLineError, each_line, flag, numbers, pairs, read_fields
 from tests.chain import UNIT, chain
 
@@ -56,9 +56,3 @@ def test_the_phases_of_a_chain_cost_what_is_asked() -> None:
     chunk = chain(2, split_cost=(1, 3, 5)).chunks[1]
     cost = {phase: spec.flops // UNIT for phase, spec in chunk.phases.items()}
     assert cost == {"F": 1, "B": 8, "BI": 3, "BW": 5}
-
-
-def test_groups_are_neighbours_and_strided_groups_are_apart() -> None:
-    assert groups_of((0, 1, 2, 3), 2) == ((0, 1), (2, 3))
-    assert strided_groups((0, 1, 2, 3), 2, 2) == ((0, 2), (1, 3))
-    assert strided_groups((0, 1, 2, 3, 4, 5, 6, 7), 2, 2) == ((0, 2), (1, 3), (4, 6), (5, 7))

@@ -20,7 +20,7 @@ from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.servers import CompileServers, start_kernel_compilers
 from piper.capture.divide.divide_traced import divided
-from piper.capture.divide.request import DeviceGrid, Request, groups_of
+from piper.capture.divide.request import Request, groups_of
 from piper.capture.trace.annotate import listed_regions
 from piper.capture.trace.build_model import buffers_of, build_fake, parameters_of
 from piper.capture.trace.record import LossFn
@@ -28,6 +28,7 @@ from piper.capture.trace.sizes import dtype_name
 from piper.capture.trace.trace import DTYPES, Precision, Traced, trace
 from piper.errors import ConfigError
 from piper.ir.chunk import Tags
+from piper.ir.mesh import Mesh
 
 log = logging.getLogger("piper")
 Division = tuple[object, ...]  # what requests ask, as a key
@@ -124,12 +125,12 @@ def division_of(requests: Sequence[Request]) -> Division:
 def merged(requests: Sequence[Request]) -> list[Request]:
     """Return one request for all that divide alike: where stages begin does not change a division."""
     return [
-        replace(group[0], regions={tags: grid for one in group for tags, grid in one.regions.items()})
+        replace(group[0], regions={tags: mesh for one in group for tags, mesh in one.regions.items()})
         for group in groups_of(requests)
     ]
 
 
-def sorted_regions(request: Request) -> list[tuple[Tags, DeviceGrid]]:
+def sorted_regions(request: Request) -> list[tuple[Tags, Mesh]]:
     """Return the regions of a request in an order that does not depend on the directives."""
     return sorted(request.regions.items(), key=lambda region: region[0])
 

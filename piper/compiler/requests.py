@@ -2,21 +2,24 @@
 
 from collections.abc import Sequence
 
-from piper.capture.divide.request import DeviceGrid, Request
+from piper.capture.divide.request import Request
 from piper.directives import Directive, ShardAxis
 from piper.ir.chunk import Tags
 from piper.ir.graph import Graph
+from piper.ir.mesh import Axis, Mesh, arranged
 
 
 def requests_of(graph: Graph, strategy: Sequence[Directive]) -> list[Request]:
     """Return what each `shard` over an axis asks, for the regions where no later directive took its place."""
     sizes = {node.chunk: len(node.devices) for node in graph.nodes.values()}
-    regions: dict[int, dict[Tags, DeviceGrid]] = {}
+    regions: dict[int, dict[Tags, Mesh]] = {}
     for chunk in graph.outline.chunks:
-        for held in graph.policy(chunk.name).axes:
-            axes = tuple((each.axis, each.degree) for each in graph.policy(chunk.name).axes)
-            grid = DeviceGrid(devices=sizes[chunk.name], axes=axes)
-            regions.setdefault(held.origin, {})[chunk.tags] = grid
+        axes = graph.policy(chunk.name).axes
+        mesh = arranged(
+            tuple(range(sizes[chunk.name])), (Axis(name=held.axis, degree=held.degree) for held in axes)
+        )
+        for held in axes:
+            regions.setdefault(held.origin, {})[chunk.tags] = mesh
     found = []
     for number, directive in enumerate(strategy):
         if isinstance(directive, ShardAxis) and number in regions:

@@ -32,21 +32,11 @@ def parse(text: str) -> Devices:
     return tuple(int(number) for number in text.split(",")) if text else ()
 
 
-def groups_of(devices: Devices, ways: int) -> tuple[Devices, ...]:
-    """Cut a set into neighbouring groups of `ways`: the groups that divide experts among them."""
-    return tuple(devices[i : i + ways] for i in range(0, len(devices), ways))
+def groups_of(devices: Devices, size: int) -> tuple[Devices, ...]:
+    """Cut a set into groups of `size` neighbours."""
+    return tuple(devices[i : i + size] for i in range(0, len(devices), size))
 
 
 def columns(rows: Sequence[Devices]) -> tuple[Devices, ...]:
     """Return, for each i, the i-th device of every set: the copies of one part in sets of equal size."""
     return tuple(zip(*rows, strict=True))
-
-
-def strided_groups(devices: Devices, ways: int, stride: int) -> tuple[Devices, ...]:
-    """Return the groups of `ways` devices that lie `stride` apart in a set: one axis of a grid."""
-    block = ways * stride
-    return tuple(
-        devices[first + i : first + block : stride]
-        for first in range(0, len(devices), block)
-        for i in range(stride)
-    )

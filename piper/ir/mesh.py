@@ -76,6 +76,12 @@ def arranged(devices: Devices, axes: Iterable[Axis]) -> Mesh:
     return Mesh(devices=devices, axes=(*placed, data))
 
 
+def axis_through(devices: Devices, group: Devices) -> Axis:
+    """Return the axis along which a group of devices lies: the first two say how far apart they are."""
+    stride = devices.index(group[1]) - devices.index(group[0]) if len(group) > 1 else 1
+    return Axis(degree=len(group), stride=stride)
+
+
 @lru_cache(maxsize=256)  # every bucket of a stage asks for the same
 def groups_along(devices: Devices, axes: tuple[Axis, ...]) -> tuple[Devices, ...]:
     """Return the groups of devices that differ only in where they lie along some axes, in order."""

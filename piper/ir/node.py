@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from piper.ir.devices import Devices, show
 from piper.ir.ids import AGAIN, Pass, Phase, SlotId, Tags, show_part
+from piper.ir.mesh import Axis
 from piper.ir.sharding import Collective, Sharding
 
 COMPUTE_STREAM = "compute"
@@ -157,11 +158,10 @@ class Counts:
     chunk: str
     part: Tags
     devices: Devices
-    ways: int
+    axis: Axis  # of the experts
     reads: tuple[SlotId, ...]
     writes: tuple[SlotId, ...]
     stream: str
-    stride: int = 1  # between the devices of a group
     origin: tuple[int, ...] = ()
 
     @property
@@ -177,12 +177,11 @@ class Exchange:
     phase: Phase  # F or B
     part: Tags
     devices: Devices
-    ways: int
+    axis: Axis  # of the experts
     outward: bool  # to the experts; else back to the rows' owners
     reads: tuple[SlotId, ...]
     writes: tuple[SlotId, ...]
     stream: str
-    stride: int = 1  # between the devices of a group
     origin: tuple[int, ...] = ()
 
     @property
@@ -198,7 +197,7 @@ class Collect:
     phase: Phase  # F, B or BI
     part: Tags
     devices: Devices
-    stride: int  # between the devices of a group, as they lie in `devices`
+    axis: Axis  # along which the groups lie
     how: Collective  # of this phase
     reads: tuple[SlotId, ...]
     writes: tuple[SlotId, ...]

@@ -2,6 +2,7 @@
 
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.ids import SlotId
+from piper.ir.mesh import EXPERTS
 from piper.ir.node import Counts, Exchange
 from piper.lower.value_table import Flow, Template, input_gradient, output_slot, splits_slot
 from piper.plan.plan import Slot
@@ -13,18 +14,17 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
     """Add the forward exchange of rows: to their experts, after the counts, or back from them."""
     splits = splits_slot(chunk)
     if chunk.kind == "route":
-        policy = flow.graph.policy(chunk.name)
+        placement = flow.placements[chunk.name]
         flow.values[splits] = Slot(nbytes=16 * chunk.experts)
         counts = Counts(
             chunk=chunk.name,
             part=(),
-            devices=flow.placements[chunk.name].devices,
-            ways=policy.ways,
-            stride=policy.degree,
-            stream=policy.exchange_stream,
+            devices=placement.devices,
+            axis=placement.mesh.axis(EXPERTS),
+            stream=placement.policy.exchange_stream,
             reads=(inputs[1],),
             writes=(splits, output_slot(chunk.name, 1)),
-            origin=flow.placements[chunk.name].origin,
+            origin=placement.origin,
         )
         flow.templates.append(Template(node=counts, chunk=chunk.name))
     outward = chunk.kind == "route"
@@ -42,17 +42,16 @@ def exchange(
     flow: Flow, chunk: Chunk, phase: Phase, outward: bool, reads: tuple[SlotId, ...], written: SlotId
 ) -> None:
     """Add one all-to-all of rows within each expert group."""
-    policy = flow.graph.policy(chunk.name)
+    placement = flow.placements[chunk.name]
     node = Exchange(
         chunk=chunk.name,
         phase=phase,
         part=(),
-        devices=flow.placements[chunk.name].devices,
-        ways=policy.ways,
-        stride=policy.degree,
+        devices=placement.devices,
+        axis=placement.mesh.axis(EXPERTS),
         outward=outward,
         reads=reads,
         writes=(written,),
-        stream=policy.exchange_stream,
+        stream=placement.policy.exchange_stream,
     )
     flow.templates.append(Template(node=node, chunk=chunk.name, phase=phase))

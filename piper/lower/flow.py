@@ -115,7 +115,7 @@ def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
 def add_buffer(flow: Flow, chunk: Chunk, name: str) -> None:
     """Add a buffer's slot on the chunk's devices. Where it is divided, each device holds its slice."""
     placement = flow.placements[chunk.name]
-    sharding = replace(placement.policy.sharding(name), stride=placement.policy.degree)
+    sharding = replace(placement.policy.sharding(name), stride=placement.mesh.degree)
     size = next(buffer.nbytes for buffer in flow.graph.outline.buffers if buffer.name == name)
     placed = flow.holders[chunk.name] if sharding.ways > 1 else ()
     held = Slot(nbytes=size // sharding.ways, sharding=sharding, placed=placed)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import assert_never, cast
 
 from piper.ir.chunk import Chunk, Collective
-from piper.ir.devices import Devices, columns, show, strided_groups
+from piper.ir.devices import Devices, columns, show
 from piper.ir.ids import Pass, SlotId
+from piper.ir.mesh import groups_along
 from piper.ir.node import (
     COMPUTE_STREAM,
     Accumulate,
@@ -191,16 +192,22 @@ def draft_communication(emission: Emission, node: Communication, draft: PendingI
 
 def draft_collective(emission: Emission, node: Collect, draft: PendingInstr) -> None:
     """Fill in the draft of a collective over the devices of each group that differ only along its axis."""
-    ways, stride = node.how.degree, node.stride
-    key = ("axis", show(node.devices), str(ways), str(stride), node.stream)
     run = Pass(phase=node.phase, chunk=node.chunk, part=node.part)
     if node.how.op == "slice":
         draft.op, draft.stream = "slice", COMPUTE_STREAM
-        draft.payload = Collecting(run=run, how=node.how, devices=node.devices, stride=stride)
+        draft.payload = Collecting(run=run, how=node.how, devices=node.devices, stride=node.axis.stride)
         return
-    draft.comm, _ = emission.comm(key, lambda: strided_groups(node.devices, ways, stride), node.stream)
+    draft.comm = comm_along(emission, node)
     draft.op, draft.payload = "collect", Collecting(run=run, how=node.how)
     draft.nbytes = moved(node.how, emission.size(node.reads[0]), emission.size(node.writes[0]))
+
+
+def comm_along(emission: Emission, node: Collect | Counts | Exchange) -> str | None:
+    """Return the communicator of the groups along the axis of a node."""
+    axis = node.axis
+    key = ("axis", show(node.devices), str(axis.degree), str(axis.stride), node.stream)
+    name, _ = emission.comm(key, lambda: groups_along(node.devices, (axis,)), node.stream)
+    return name
 
 
 def moved(how: Collective, given: int, made: int) -> int:
@@ -223,10 +230,9 @@ def moved(how: Collective, given: int, made: int) -> int:
 
 def draft_exchange(emission: Emission, node: Counts | Exchange, draft: PendingInstr) -> None:
     """Fill in the draft of an all-to-all within each expert group: of row counts, or of rows."""
-    ways = node.ways
-    key = ("axis", show(node.devices), str(ways), str(node.stride), node.stream)
-    draft.comm, _ = emission.comm(key, lambda: strided_groups(node.devices, ways, node.stride), node.stream)
-    draft.nbytes = emission.size(node.writes[-1]) * (ways - 1) // ways
+    draft.comm = comm_along(emission, node)
+    degree = node.axis.degree
+    draft.nbytes = emission.size(node.writes[-1]) * (degree - 1) // degree
     if isinstance(node, Counts):
         draft.op, draft.payload = "counts", Routing(run=Pass(phase="F", chunk=node.chunk, part=node.part))
     else:

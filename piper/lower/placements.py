@@ -8,8 +8,6 @@ from piper.ir.graph import Graph, Policy
 from piper.ir.mesh import Mesh
 from piper.ir.node import Compute
 
-Lanes = tuple[Devices, int]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlacement:
@@ -27,14 +25,14 @@ class ChunkPlacement:
         return self.policy.mesh(self.devices)
 
     @property
-    def lanes(self) -> Lanes:
-        """Return the devices, and the number of neighbours among them that share their samples."""
-        return self.devices, self.policy.degree
+    def samples(self) -> tuple[Devices, int]:
+        """Return what decides which samples a device has: the devices, and how many share each slice."""
+        return self.devices, self.mesh.degree
 
     @property
     def slices(self) -> int:
         """Return the number of slices into which the devices cut the samples."""
-        return len(self.devices) // self.policy.degree
+        return self.mesh.slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ def add_loads(state: LoweringState) -> LoweringState:
                     part=node.part,
                     devices=node.devices,
                     degree=state.graph.policy(node.chunk).degree,
-                    slices=field_slices(state.graph, node.chunk, value.owner),
+                    slices=field_slices(state.graph, node, value.owner),
                     writes=(value,),
                     origin=node.origin,
                 )
@@ -63,15 +63,14 @@ def add_loads(state: LoweringState) -> LoweringState:
     return edit.apply()
 
 
-def field_slices(graph: Graph, chunk: str, batch_field: str) -> tuple[Sharding, ...]:
-    """Return how the devices of a chunk divide a field of the batch beyond its samples."""
+def field_slices(graph: Graph, node: Compute, batch_field: str) -> tuple[Sharding, ...]:
+    """Return how the devices of a node shard a field of the batch beyond its samples."""
     divided = {held.axis: held for held in graph.outline.fields.get(batch_field, ())}
-    found, stride = [], 1
-    for axis in graph.policy(chunk).axes:
-        held = divided.get(axis.axis)
+    found = []
+    for axis in graph.policy(node.chunk).mesh(node.devices).sharing:
+        held = divided.get(axis.name)
         if held is not None and held.dim is not None:
-            found.append(Sharding(dim=held.dim, zigzag=held.zigzag, ways=axis.degree, stride=stride))
-        stride *= axis.degree
+            found.append(Sharding(dim=held.dim, zigzag=held.zigzag, ways=axis.degree, stride=axis.stride))
     return tuple(found)
 
 

@@ -5,7 +5,7 @@ from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, Tens
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, SlotKind
 from piper.ir.node import Add, Transfer
-from piper.lower.placements import ChunkPlacement, Lanes
+from piper.lower.placements import ChunkPlacement
 from piper.lower.value_table import Flow, Template, output_slot
 from piper.plan.plan import Slot
 
@@ -30,12 +30,12 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
             return held
         case AxisPosition(axis=axis) | HostPlace(axis=axis):
             kind: SlotKind = "place" if isinstance(source, AxisPosition) else "host_place"
-            held = SlotId(kind, axis, devices=(placement, group_along(here, axis)))
+            held = SlotId(kind, axis, devices=(placement, here.mesh.groups(axis)[0]))
             flow.residents[held] = Slot(nbytes=spec.nbytes)
             return held
     value = output_slot(source.chunk, source.index)
     there = flow.placements[source.chunk]
-    if there.lanes == here.lanes:
+    if there.samples == here.samples:
         return value
     arrived = value.brought_to(placement)
     if arrived not in flow.values:
@@ -47,16 +47,6 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
     return arrived
 
 
-def group_along(placement: ChunkPlacement, axis: str) -> Devices:
-    """Return the first group of a region's devices along an axis."""
-    stride = 1
-    for held in placement.policy.axes:
-        if held.axis == axis:
-            return placement.devices[: held.degree * stride : stride]
-        stride *= held.degree
-    raise AssertionError(f"{placement.chunk} is not divided along {axis}")
-
-
 def outgoing(flow: Flow, chunk: Chunk, index: int) -> SlotId:
     """Return the gradient of a chunk's output on its devices.
 
@@ -65,14 +55,14 @@ def outgoing(flow: Flow, chunk: Chunk, index: int) -> SlotId:
     placement = flow.placements[chunk.name]
     given = flow.gradients.get((chunk.name, index))
     assert given, f"no reader of {output_slot(chunk.name, index)} gives a gradient"
-    by_set: dict[Lanes, tuple[ChunkPlacement, list[SlotId]]] = {}
+    by_set: dict[tuple[Devices, int], tuple[ChunkPlacement, list[SlotId]]] = {}
     for reader, gradient in given:
-        by_set.setdefault(reader.lanes, (reader, []))[1].append(gradient)
+        by_set.setdefault(reader.samples, (reader, []))[1].append(gradient)
     spec = chunk.outputs[index]
     arrived: list[SlotId] = []
-    for lanes, (reader, gradients) in by_set.items():
+    for samples, (reader, gradients) in by_set.items():
         total = summed(flow, chunk, index, reader.devices, gradients)
-        if lanes != placement.lanes:
+        if samples != placement.samples:
             here = total.brought_to(placement.devices)
             send(flow, total, here, chunk, reader, flow.specs[total], spec)
             flow.specs[here] = spec

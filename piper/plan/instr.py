@@ -6,6 +6,7 @@ from typing import assert_never
 
 from piper.ir.devices import Devices
 from piper.ir.ids import Pass, SlotId, Tags
+from piper.ir.mesh import Axis
 from piper.ir.sharding import Collective, CollectiveOp, Sharding
 from piper.plan.ops import Op
 
@@ -46,6 +47,11 @@ class Collecting:
     how: Collective
     devices: Devices = ()  # of a slice, which has no communicator: the set, and
     stride: int = 1  # how far apart in it the devices of a group lie
+
+    @property
+    def axis(self) -> Axis:
+        """Return the axis along which the groups of a slice lie."""
+        return Axis(degree=self.how.degree, stride=self.stride)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

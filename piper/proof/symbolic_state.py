@@ -6,7 +6,7 @@ from itertools import pairwise
 from piper.ir.chunk import Constant, Output, Tags
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId
-from piper.ir.mesh import Axis
+from piper.ir.mesh import axis_through
 from piper.plan.plan import Bucket, Comm, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers, Held, Segment
@@ -231,5 +231,5 @@ def placed_by(slot: SlotId, devices: Devices) -> tuple[str, ...] | None:
     region, group = slot.devices
     if not group or not set(region).issuperset((*group, *devices)):
         return None
-    stride = region.index(group[1]) - region.index(group[0]) if len(group) > 1 else 1
-    return places_along(region, Axis(degree=len(group), stride=stride), devices) if stride > 0 else None
+    axis = axis_through(region, group)
+    return places_along(region, axis, devices) if axis.stride > 0 else None

@@ -16,10 +16,10 @@ from piper.runtime.context import Bound, Env
 def collect(env: Env, ins: Instr) -> Bound:
     """Bring a divided value into another layout."""
     slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
-    how, devices, stride = ins.collects.how, ins.collects.devices, ins.collects.stride
+    how = ins.collects.how
     if how.op == "slice":
         assert how.cut is not None
-        slicing, place = how.cut, devices.index(env.device) // stride % how.degree
+        slicing, place = how.cut, ins.collects.axis.coordinate(ins.collects.devices.index(env.device))
         work: Callable[[Tensor], Tensor] = lambda value: part(value, slicing, how.degree, place)  # noqa: E731
     else:
         assert ins.comm is not None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from piper.ir.chunk import Chunk
 from piper.ir.ids import SlotId
+from piper.ir.mesh import axis_through
 from piper.plan.divided import buffer_shares
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import allocations
@@ -134,8 +135,7 @@ class Env:
                 return value.to(self.setup.device, dtype, copy=True)
             case "place" | "host_place":
                 region, group = slot.devices
-                stride = region.index(group[1]) - region.index(group[0]) if len(group) > 1 else 1
-                place = region.index(self.device) // stride % len(group)
+                place = axis_through(region, group).coordinate(region.index(self.device))
                 return torch.tensor([place], device=self.setup.device if slot.kind == "place" else "cpu")
             case "constant":
                 return self.setup.constants[slot.owner].to(self.setup.device)

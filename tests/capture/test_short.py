@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.capture.divide.request import DeviceGrid, Request
+from piper.capture.divide.request import Request
 from piper.capture.layers.short import ShortCapturing, short_capturing
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.compiler.requests import requests_of
 from piper.directives import Directive, apply
 from piper.ir.graph import start
+from piper.ir.mesh import Axis, arranged
 
 DIM, DEPTH, ROWS = 8, 9, 2
 BATCH = {"x": torch.zeros(4, 3, DIM)}
@@ -134,7 +135,7 @@ def test_the_outline_of_a_divided_model_is_that_of_all_blocks() -> None:
 
 def test_where_stages_begin_does_not_change_a_division() -> None:
     def asked(first: int) -> list[Request]:
-        grid = DeviceGrid(devices=4, axes=(("TP", 2),))
+        mesh = arranged((0, 1, 2, 3), [Axis(name="TP", degree=2)])
         stages = [range(first), range(first, DEPTH)]
         return [
             Request(
@@ -146,7 +147,7 @@ def test_where_stages_begin_does_not_change_a_division() -> None:
                 between=None,
                 attention="auto",
                 zigzag=False,
-                regions={(("LAYER", layer),): grid for layer in stage},
+                regions={(("LAYER", layer),): mesh for layer in stage},
             )
             for number, stage in enumerate(stages)
         ]

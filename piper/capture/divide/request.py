@@ -17,14 +17,7 @@ from piper.capture.trace.recording import FromParameter, Recording
 from piper.capture.trace.regions import find_regions
 from piper.errors import ScheduleError
 from piper.ir.chunk import Parameter, ParameterSlice, Tags, TensorSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceGrid:
-    """How the devices of a region are arranged: slices pass only between regions that are arranged alike."""
-
-    devices: int
-    axes: tuple[tuple[str, int], ...]  # name and degree, the innermost groups first
+from piper.ir.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +32,7 @@ class Request:
     between: int | None
     attention: str
     zigzag: bool
-    regions: Mapping[Tags, DeviceGrid]  # each with how its devices are arranged
+    regions: Mapping[Tags, Mesh]  # each with its devices, numbered from 0: shards pass between equal ones
 
     def alike(self, other: "Request") -> bool:
         """Return whether two directives divide alike, so that slices may pass between their regions."""
@@ -107,8 +100,8 @@ def _divided(
     inner: int,
 ) -> tuple[Recording, tuple[Parameter, ...]]:
     first = requests[0]
-    grids = {tags: grid for request in requests for tags, grid in request.regions.items()}
-    used = _parameters_of(recording, grids)
+    meshes = {tags: mesh for request in requests for tags, mesh in request.regions.items()}
+    used = _parameters_of(recording, meshes)
     weights = _weights(first, parameters, used)
     _check_fields(first, batch)
     division = Division(
@@ -124,9 +117,9 @@ def _divided(
     )
 
     def peers(a: Tags, b: Tags) -> bool:
-        return a in grids and b in grids and grids[a] == grids[b]
+        return a in meshes and b in meshes and meshes[a] == meshes[b]
 
-    made = divide(recording, division, grids.__contains__, peers)
+    made = divide(recording, division, meshes.__contains__, peers)
     held = made.division.weights
     divided = tuple(
         replace(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from piper.ir.chunk import CapturedModel
-from piper.ir.devices import Devices, strided_groups
+from piper.ir.devices import Devices
 from piper.ir.ids import Pass
+from piper.ir.mesh import groups_along
 from piper.ir.sharding import Collective, Slicing
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
@@ -63,7 +64,7 @@ def collectives(plans: Plans) -> Iterator[tuple[Instr, Pass, Devices]]:
             if ins.comm is not None:
                 groups = plans.comms[ins.comm].groups
             else:
-                groups = strided_groups(about.devices, about.how.degree, about.stride)
+                groups = groups_along(about.devices, (about.axis,))
             for group in groups:
                 if group[0] in here:
                     yield ins, about.run, group
