@@ -255,7 +255,7 @@ def test_groups_by_true_sizes_are_seen_though_parameters_are_tried_small() -> No
 def test_divided_experts_are_parts_of_a_parameter(make: Make, fine: bool) -> None:
     experts = Bucket(
         name="experts",
-        pieces=(Piece(name="w", shape=(4, 3, 5), offset=0, shardings=(Sharding(dim=0, ways=2),)),),
+        pieces=(Piece(name="w", shape=(4, 3, 5), offset=0, shardings=(Sharding(dim=0, degree=2),)),),
         devices=(0, 1),
         groups=((0,), (1,)),
         chunks=("EP=0",),
@@ -372,7 +372,7 @@ def test_a_function_that_looks_at_values_gets_shards_and_is_refused_where_they_d
 def test_the_message_of_one_that_looks_at_whole_tensors() -> None:
     experts = Bucket(
         name="experts",
-        pieces=(Piece(name="w", shape=(4, 3, 5), offset=0, shardings=(Sharding(dim=0, ways=2),)),),
+        pieces=(Piece(name="w", shape=(4, 3, 5), offset=0, shardings=(Sharding(dim=0, degree=2),)),),
         devices=(0, 1),
         groups=((0,), (1,)),
         chunks=("EP=0",),

@@ -8,6 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "piper"
 VERBS = "cli"  # its files are named after the verbs of the command line
 CLASSES = {
+    "Replicate": "the directive, and the placement of a tensor, as DTensor calls it",
+    "Shard": "the directive, and the placement of a tensor, as DTensor calls it",
     "Config": "users write decoder.Config, moe.Config, deepseek.Config: one for each model, with the same role",
 }
 MODULES = {

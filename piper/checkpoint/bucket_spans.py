@@ -1,11 +1,10 @@
 """Maps a device's flat buckets to full, flattened parameters."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from piper.ir.sharding import Comb, combs
-from piper.plan.divided import Share
-from piper.plan.plan import Bucket, Plans
+from piper.ir.sharding import FlatRuns, flat_runs
+from piper.plan.plan import Bucket, Plan, Plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,39 +37,39 @@ def spans(bucket: Bucket, device: int, low: int, high: int) -> list[BucketSpan]:
             continue
         mine = [
             span
-            for comb in combs(piece.shape, piece.shardings, position)
-            for span in within(piece.name, piece.offset + comb.here, comb, low, high)
+            for runs in flat_runs(piece.shape, piece.shardings, position)
+            for span in within(piece.name, piece.offset + runs.here, runs, low, high)
         ]
         found += sorted(mine, key=lambda span: span.at)
     return found
 
 
-def within(name: str, at: int, comb: Comb, low: int, high: int) -> Iterator[BucketSpan]:
+def within(name: str, at: int, runs: FlatRuns, low: int, high: int) -> Iterator[BucketSpan]:
     """Yield the parts of some runs that lie between two elements of a bucket. at: where the first run begins.
 
     Runs that lie there whole stay together. The range can cut one run at each of its ends.
     """
-    step, length = comb.here_step or comb.length, comb.length
+    step, length = runs.here_step or runs.length, runs.length
     if not length:
         return
     first = max(0, -(-(low - at) // step))
-    last = min(comb.count, (high - length - at) // step + 1)
+    last = min(runs.count, (high - length - at) // step + 1)
     if first < last:
         alone = last - first == 1
         yield BucketSpan(
             name=name,
-            start=comb.there + first * comb.there_step,
+            start=runs.there + first * runs.there_step,
             at=at + first * step,
             length=length,
             count=last - first,
-            stride=0 if alone else comb.there_step,
+            stride=0 if alone else runs.there_step,
             step=0 if alone else step,
         )
     for run in (first - 1, max(first, last)):
         begin = at + run * step
         cut = max(begin, low), min(begin + length, high)
-        if 0 <= run < comb.count and cut[0] < cut[1]:
-            start = comb.there + run * comb.there_step + cut[0] - begin
+        if 0 <= run < runs.count and cut[0] < cut[1]:
+            start = runs.there + run * runs.there_step + cut[0] - begin
             yield BucketSpan(name=name, start=start, at=cut[0], length=cut[1] - cut[0])
 
 
@@ -119,15 +118,15 @@ def written_elsewhere(buckets: Iterable[Bucket], bucket: Bucket) -> bool:
 
 def buffers_of(plans: Plans, device: int) -> list[str]:
     """Return the names of the buffers that a device holds."""
-    return [slot.owner for slot in plans.of(device).residents if slot.kind == "buffer"]
+    return list(plans.of(device).buffers)
 
 
-def saved_buffers(shares: Mapping[int, Mapping[str, Share]], device: int) -> list[str]:
-    """Return the buffers that a device saves. Of devices that hold the same slice, the first one saves it.
+def saved_buffers(plans: Plans, device: int) -> list[str]:
+    """Return the buffers that a device saves. Of devices that hold the same slice, the first one saves it."""
 
-    shares: which part of which buffers each device holds.
-    """
-    earlier = {
-        (name, share.part) for other, held in shares.items() if other < device for name, share in held.items()
-    }
-    return [name for name, share in shares[device].items() if (name, share.part) not in earlier]
+    def slices(plan: Plan, other: int) -> list[tuple[str, int]]:
+        return [(name, slot.sharding.index(slot.position(other))) for name, slot in plan.buffers.items()]
+
+    devices = [(plan, other) for plan in plans for other in plan.devices if other < device]
+    earlier = {held for plan, other in devices for held in slices(plan, other)}
+    return [held[0] for held in slices(plans.of(device), device) if held not in earlier]

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from piper.checkpoint.bucket_spans import (
     BucketSpan,
-    buffers_of,
     by_parameter,
     held_buckets,
     length_of,
@@ -52,9 +51,10 @@ def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], No
     found = [
         read_bucket(worker, bucket, reader) for bucket in held_buckets(worker.setup.plans, worker.device)
     ]
-    for name, (share, value) in worker.buffers(buffers_of(worker.setup.plans, worker.device)).items():
+    slots = worker.setup.plans.of(worker.device).buffers
+    for name, value in worker.buffers(slots).items():
         flat = torch.empty(value.numel(), dtype=value.dtype)
-        reader.read(buffer_parts(name, share, value, flat))
+        reader.read(buffer_parts(name, slots[name], worker.device, value, flat))
         found.append(partial(copy_buffer, value, flat))
     if worker.env.state.optimizer is not None and record.seed is not None:
         found.append(read_optimizer(worker, worker.env.state.optimizer, reader))

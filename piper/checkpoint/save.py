@@ -20,9 +20,8 @@ from piper.checkpoint.json_state import Plain, encode
 from piper.checkpoint.metadata import Trainer
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
-from piper.ir.sharding import Sharding, combs
-from piper.plan.divided import Share, buffer_shares
-from piper.plan.plan import Bucket
+from piper.ir.sharding import flat_runs
+from piper.plan.plan import Bucket, Slot
 from piper.runtime.worker import Worker
 
 T = TypeVar("T")
@@ -61,8 +60,7 @@ def copied(value: Tensor) -> Tensor:
 def copy_state(worker: Worker, copied: Take = copied) -> Copied:
     """Copy the state that this worker saves. copied: copies one tensor, for a caller with its own copies."""
     plans, device = worker.setup.plans, worker.device
-    shares = {d: buffer_shares(plans, d) for plan in plans for d in plan.devices if d <= device}
-    buffers = saved_buffers(shares, device)
+    buffers = saved_buffers(plans, device)
     return copy_parts(worker, saved_buckets(plans, device), buffers, trainer_of(worker), copied)
 
 
@@ -89,8 +87,9 @@ def copy_parts(
                     parts += found
                     like = elementwise(held, value)
                     moments.setdefault(name, {})[key] = None if like else tuple(value.shape)
-    for name, (share, value) in worker.buffers(buffers).items():
-        parts += buffer_parts(name, share, value, copied(value).view(-1))
+    slots = worker.setup.plans.of(device).buffers
+    for name, value in worker.buffers(buffers).items():
+        parts += buffer_parts(name, slots[name], device, value, copied(value).view(-1))
     return Copied(parts=parts, trainer=trainer, moments=moments, numbers=numbers, step=worker.env.step)
 
 
@@ -102,28 +101,24 @@ def runs_of(span: BucketSpan, flat: Tensor, begin: int) -> Tensor:
     return flat[first : first + (span.count - 1) * span.step + span.length].unfold(0, span.length, span.step)
 
 
-def buffer_parts(name: str, share: Share, value: Tensor, flat: Tensor) -> list[TensorRange]:
-    """Return a device's share of a buffer as runs of the whole one. flat: the elements of the share."""
+def buffer_parts(name: str, slot: Slot, device: int, value: Tensor, flat: Tensor) -> list[TensorRange]:
+    """Return a device's slice of a buffer as runs of the whole one. flat: the elements of the slice."""
     if not value.numel():
         return []
-    key, size = f"model.{name}", share.ways * value.numel()
-    division = Sharding(dim=share.axis, ways=share.ways)
+    key, size = f"model.{name}", slot.sharding.degree * value.numel()
     found = []
-    for comb in combs(tuple(value.shape), (division,) if share.ways > 1 else (), share.part):
-        runs = BucketSpan(
+    for runs in flat_runs(tuple(value.shape), slot.shardings, slot.position(device)):
+        span = BucketSpan(
             name=name,
-            start=comb.there,
-            at=comb.here,
-            length=comb.length,
-            count=comb.count,
-            stride=comb.there_step,
-            step=comb.here_step,
+            start=runs.there,
+            at=runs.here,
+            length=runs.length,
+            count=runs.count,
+            stride=runs.there_step,
+            step=runs.here_step,
         )
-        found.append(
-            TensorRange(
-                key=key, size=size, start=comb.there, tensor=runs_of(runs, flat, 0), stride=comb.there_step
-            )
-        )
+        tensor = runs_of(span, flat, 0)
+        found.append(TensorRange(key=key, size=size, start=span.start, tensor=tensor, stride=span.stride))
     return found
 
 

@@ -71,6 +71,6 @@ def devices_of_chunks(graph: Graph) -> dict[str, set[int]]:
 
 
 def layout_of(parameter: Parameter) -> object:
-    """Return the shape and type of a parameter, and how devices divide it."""
-    slices = [(held.axis, held.degree, held.dim, held.blocks) for held in parameter.slices]
-    return parameter.shape, parameter.dtype, slices
+    """Return the shape and type of a parameter, and how it lies on its devices."""
+    placements = [(held.axis, held.degree, held.placement) for held in parameter.placements]
+    return parameter.shape, parameter.dtype, placements

@@ -57,7 +57,7 @@ class Replicate(Directive):
                 reduce_stream=self.reduce_stream or "reduce",
                 gather_stream=self.gather_stream or "gather",
                 ways=1,  # a later replicate wins over an earlier shard
-                shardings={},
+                by_expert={},
                 origin=number,
             ),
         )

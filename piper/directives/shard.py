@@ -18,8 +18,10 @@ from piper.directives.shard_axis import shard_axis
 from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk
 from piper.ir.graph import Graph
+from piper.ir.mesh import EXPERTS
 from piper.ir.select import At
-from piper.ir.sharding import Sharding
+from piper.ir.sharding import AxisPlacement
+from piper.ir.sharding import Shard as ShardDim
 
 ROUTED = ("route", "expert", "unroute")
 
@@ -66,7 +68,7 @@ class Shard(Directive):
             lambda name, policy: replace(
                 policy,
                 ways=ways,
-                shardings=by_expert(graph, chunks[name], ways),
+                by_expert=by_expert(graph, chunks[name], ways),
                 exchange_stream=self.stream or "exchange",
                 origin=number,
             ),
@@ -74,13 +76,14 @@ class Shard(Directive):
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
 
-def by_expert(graph: Graph, chunk: Chunk, ways: int) -> dict[str, Sharding]:
-    """Return how an expert chunk's state is divided: along its first dimension, where that is the experts."""
+def by_expert(graph: Graph, chunk: Chunk, ways: int) -> dict[str, AxisPlacement]:
+    """Return how an expert chunk's state is sharded: along its first dimension, where that is the experts."""
     if chunk.kind != "expert" or ways == 1:
         return {}
     shapes = {param.name: param.shape for param in graph.outline.parameters}
     params = [name for name in chunk.params if shapes[name][:1] == (chunk.experts,)]
-    return dict.fromkeys((*params, *chunk.buffers), Sharding(dim=0, ways=ways))
+    placement = AxisPlacement(axis=EXPERTS, degree=ways, placement=ShardDim(dim=0))
+    return dict.fromkeys((*params, *chunk.buffers), placement)
 
 
 def shard(

@@ -13,9 +13,9 @@ from piper.ir.ids import PHASES as PHASES
 from piper.ir.ids import Phase as Phase
 from piper.ir.ids import SlotKind
 from piper.ir.ids import Tags as Tags
+from piper.ir.sharding import AxisPlacement, Shard
 from piper.ir.sharding import Collective as Collective
 from piper.ir.sharding import CollectiveOp as CollectiveOp
-from piper.ir.sharding import Slicing as Slicing
 
 KernelKind = Literal["product", "attention", "traffic"]  # traffic: all that only moves memory
 ChunkKind = Literal["compute", "expert", "route", "unroute", "collective"]
@@ -163,18 +163,6 @@ def bundles(chunk: Chunk) -> dict[SlotKind, list[int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterSlice:
-    """How the devices along one axis hold a tensor: each holds a slice of one dimension, or all of it."""
-
-    axis: str
-    degree: int
-    dim: int | None = None  # None: every device holds all of it
-    blocks: int = 1  # as in `Slicing`
-    zigzag: bool = False
-    summed: bool = False  # its gradient is a sum over these devices; else it is the same on each
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A parameter of the model. A tied parameter occurs once."""
 
@@ -183,15 +171,15 @@ class Parameter:
     dtype: str
     trainable: bool = True
     aliases: tuple[str, ...] = ()  # the other names of a tied parameter
-    slices: tuple[ParameterSlice, ...] = ()  # by axis, the innermost group first
+    placements: tuple[AxisPlacement, ...] = ()  # by axis, the innermost first
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Return the shape of the slice of this parameter that one device holds, before ZeRO."""
         sizes = list(self.shape)
-        for held in self.slices:
-            if held.dim is not None:
-                sizes[held.dim] //= held.degree
+        for held in self.placements:
+            if isinstance(held.placement, Shard):
+                sizes[held.placement.dim] //= held.degree
         return tuple(sizes)
 
     @property
@@ -229,12 +217,8 @@ class CapturedModel:
     buffers: tuple[Buffer, ...] = ()
     batch: Mapping[str, TensorSpec] = field(default_factory=dict)  # one slice, as captured
     rows: int = 1  # samples in the captured slice
-    fields: Mapping[str, tuple[ParameterSlice, ...]] = field(
-        default_factory=dict
-    )  # batch fields that are divided
-    degrees: Mapping[Tags, int] = field(
-        default_factory=dict
-    )  # of divided regions: devices that share samples
+    fields: Mapping[str, tuple[AxisPlacement, ...]] = field(default_factory=dict)  # those that are sharded
+    degrees: Mapping[Tags, int] = field(default_factory=dict)  # of regions: devices that share samples
     empty: Mapping[tuple[str, int], str] = field(
         default_factory=dict
     )  # regions without operations: their lines

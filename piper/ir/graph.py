@@ -14,7 +14,7 @@ from piper.ir.mesh import EXPERTS, Axis, Mesh, arranged
 from piper.ir.node import Compute, compute_name
 from piper.ir.protection import Protection
 from piper.ir.select import At
-from piper.ir.sharding import WHOLE, Sharding
+from piper.ir.sharding import AxisPlacement
 
 SELECTED: Mapping[Phase | None, tuple[Phase, ...]] = {
     None: ("F", "B", "BI", "BW"),
@@ -47,7 +47,7 @@ class Policy:
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     ways: int = 1  # how many devices divide the experts among them
-    shardings: Mapping[str, Sharding] = field(default_factory=dict)  # of parameters and buffers, by name
+    by_expert: Mapping[str, AxisPlacement] = field(default_factory=dict)  # of parameters and buffers
     exchange_stream: str = "exchange"
     axes: tuple[AxisPolicy, ...] = ()  # the innermost groups first
     origin: int | None = None  # the directive that said so
@@ -64,9 +64,9 @@ class Policy:
             axes.append(Axis(name=EXPERTS, degree=self.ways, samples=True))
         return arranged(devices, axes)
 
-    def sharding(self, name: str) -> Sharding:
-        """Return how a parameter or a buffer is divided."""
-        return self.shardings.get(name, WHOLE)
+    def placements(self, name: str) -> tuple[AxisPlacement, ...]:
+        """Return how a parameter or a buffer is sharded by expert. Empty: it is not."""
+        return (self.by_expert[name],) if name in self.by_expert else ()
 
 
 NO_POLICY = Policy()

@@ -1,10 +1,12 @@
-"""Describes how a set of devices divides a tensor: the dimension, the slices, and which device has which."""
+"""How tensors lie on a mesh: along each axis a shard of a dimension, replicated, or a term of a sum."""
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+
+from piper.ir.mesh import Axis, Mesh
 
 CollectiveOp = Literal[
     "all_gather",
@@ -14,34 +16,55 @@ CollectiveOp = Literal[
     "max",
     "shift",  # each device gives its value to the next of its group, the last one to the first
     "shift_back",  # and to the one before
-    "slice",  # a device keeps its own part
+    "slice",  # a device keeps its own slice
     "none",  # the value is passed on
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slicing:
-    """The dimension of a tensor that a group of devices divides.
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Each device along an axis holds a slice of one dimension: the i-th device the i-th slice.
 
-    blocks: the dimension is that many equal runs end to end, each divided by itself. zigzag: the i-th
-    device of n holds the i-th and the i-th last of 2 * n slices.
+    blocks: the dimension is that many equal runs end to end, each sharded by itself. A fused query-key-value
+    weight has three. Flattening [batch, sequence] with a sharded sequence gives one for each sample.
+    zigzag: the i-th device of n holds the i-th and the i-th last of 2 * n slices.
     """
 
     dim: int
     blocks: int = 1
     zigzag: bool = False
 
+    def at(self, dim: int) -> "Shard":
+        """Return the same sharding of another dimension."""
+        return replace(self, dim=dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every device along an axis holds the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every device along an axis holds a term; the value is their sum, or their maximum."""
+
+    op: Literal["sum", "max"] = "sum"
+
+
+Placement = Shard | Replicate | Partial
+REPLICATE = Replicate()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """The collective operation of a group on one value, forward and backward."""
 
-    axis: str  # of the directive that divides: TP, CP
+    axis: str  # TP, CP
     degree: int  # devices in a group
     op: CollectiveOp  # forward
     back: CollectiveOp  # the operation on the gradient
-    joined: Slicing | None = None  # the dimension whose parts are put together
-    cut: Slicing | None = None  # the dimension of which each device gets its part
+    joined: Shard | None = None  # the dimension whose slices are put together
+    cut: Shard | None = None  # the dimension of which each device gets its slice
 
     @property
     def adjoint(self) -> "Collective":
@@ -50,25 +73,52 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding(Slicing):
-    """A division over all devices of a set: the device at position p holds slice p // stride % ways."""
+class AxisPlacement:
+    """How a tensor lies along one axis, for any mesh that has it. A tensor has one for each such axis."""
 
-    ways: int
+    axis: str
+    degree: int
+    placement: Shard | Replicate = REPLICATE
+    partial: bool = False  # replicated, but its gradient is `Partial`: a sum over the devices of the axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding(Shard):
+    """A shard along one axis of the devices that hold a tensor, which is known by its degree and stride."""
+
+    degree: int
     stride: int = 1
+
+    @property
+    def axis(self) -> Axis:
+        """Return the axis along which the slices lie."""
+        return Axis(degree=self.degree, stride=self.stride)
 
     def index(self, position: int) -> int:
         """Return which slice the device at a position of the set holds."""
-        return position // self.stride % self.ways
+        return self.axis.coordinate(position)
 
 
-WHOLE = Sharding(dim=0, ways=1)
+UNSHARDED = Sharding(dim=0, degree=1)
+
+
+def shardings_on(mesh: Mesh, placements: Iterable[AxisPlacement]) -> tuple[Sharding, ...]:
+    """Return how the devices of a mesh shard a tensor, the innermost axis first."""
+    shards = {held.axis: held.placement for held in placements}
+    return tuple(
+        Sharding(
+            dim=shard.dim, blocks=shard.blocks, zigzag=shard.zigzag, degree=axis.degree, stride=axis.stride
+        )
+        for axis in mesh.axes
+        if isinstance(shard := shards.get(axis.name), Shard)
+    )
 
 
 def local_sizes(shape: Sequence[int], shardings: Sequence[Sharding]) -> tuple[int, ...]:
     """Return the shape of one device's slice."""
     sizes = list(shape)
     for held in shardings:
-        sizes[held.dim] //= held.ways
+        sizes[held.dim] //= held.degree
     return tuple(sizes)
 
 
@@ -76,16 +126,16 @@ def whole_sizes(shape: Sequence[int], shardings: Sequence[Sharding]) -> tuple[in
     """Return the shape of the tensor of which each device has a slice of a shape."""
     sizes = list(shape)
     for held in shardings:
-        sizes[held.dim] *= held.ways
+        sizes[held.dim] *= held.degree
     return tuple(sizes)
 
 
-def spans_of_dim(size: int, slicing: Slicing, ways: int, index: int) -> list[tuple[int, int]]:
+def spans_of_dim(size: int, shard: Shard, degree: int, index: int) -> list[tuple[int, int]]:
     """Return the ranges of a whole dimension that make up one slice, in the order they lie in it."""
-    pieces = 2 * ways if slicing.zigzag else ways
-    length = size // (slicing.blocks * pieces)
-    own = [index, pieces - 1 - index] if slicing.zigzag else [index]
-    starts = [(block * pieces + piece) * length for block in range(slicing.blocks) for piece in own]
+    pieces = 2 * degree if shard.zigzag else degree
+    length = size // (shard.blocks * pieces)
+    own = [index, pieces - 1 - index] if shard.zigzag else [index]
+    starts = [(block * pieces + piece) * length for block in range(shard.blocks) for piece in own]
     return [(start, start + length) for start in starts]
 
 
@@ -94,37 +144,13 @@ def indices_of_dim(dim: int, size: int, shardings: Sequence[Sharding], position:
     found = list(range(size))
     for held in shardings:
         if held.dim == dim:
-            spans = spans_of_dim(len(found), held, held.ways, held.index(position))
+            spans = spans_of_dim(len(found), held, held.degree, held.index(position))
             found = [found[i] for low, high in spans for i in range(low, high)]
     return found
 
 
-def runs(
-    shape: Sequence[int], shardings: Sequence[Sharding], position: int
-) -> Iterator[tuple[int, int, int]]:
-    """Yield the contiguous runs of a slice: the start in the slice, the start in the whole, the length.
-
-    shape: of the slice. Both tensors are flattened.
-    """
-    whole = whole_sizes(shape, shardings)
-    if not shardings:
-        yield 0, 0, math.prod(shape)
-        return
-    last = max(held.dim for held in shardings)
-    inner = math.prod(shape[last + 1 :])
-    indices = [indices_of_dim(dim, whole[dim], shardings, position) for dim in range(last + 1)]
-    strides = [math.prod(whole[dim + 1 :]) for dim in range(last + 1)]
-    blocks = list(_blocks(indices[last]))
-    local = 0
-    for outer in itertools.product(*indices[:last]):
-        base = sum(index * stride for index, stride in zip(outer, strides, strict=False))
-        for first, count in blocks:
-            yield local, base + first * strides[last], count * inner
-            local += count * inner
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comb:
+class FlatRuns:
     """Runs of one length at equal distances, in a flattened slice and in the whole tensor."""
 
     here: int  # where the first run begins in the slice
@@ -135,13 +161,13 @@ class Comb:
     there_step: int = 0
 
 
-def combs(shape: Sequence[int], shardings: Sequence[Sharding], position: int) -> Iterator[Comb]:
-    """Yield the contiguous runs of a slice, those at equal distances together.
+def flat_runs(shape: Sequence[int], shardings: Sequence[Sharding], position: int) -> Iterator[FlatRuns]:
+    """Yield the contiguous runs of a slice, those at equal distances together. Both tensors are flattened.
 
-    shape: of the slice. A slice along the second dimension of a matrix is one comb with a run for each row.
+    shape: of the slice. A slice along the second dimension of a matrix has one run for each row.
     """
     if not shardings:
-        yield Comb(here=0, there=0, length=math.prod(shape))
+        yield FlatRuns(here=0, there=0, length=math.prod(shape))
         return
     whole = whole_sizes(shape, shardings)
     last = max(held.dim for held in shardings)
@@ -158,7 +184,7 @@ def combs(shape: Sequence[int], shardings: Sequence[Sharding], position: int) ->
         before = 0
         step = bases[first + 1] - bases[first] if count > 1 else 0
         for start, size in blocks:
-            yield Comb(
+            yield FlatRuns(
                 here=first * row + before,
                 there=bases[first] + start * strides[last],
                 length=size * inner,

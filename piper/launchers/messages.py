@@ -18,7 +18,6 @@ from piper.launchers.failures import Failure
 from piper.launchers.processes import SharedFile
 from piper.launchers.transport.serialize import Codec, pack, pickled_by_value, unpack
 from piper.launchers.transport.shared_memory import TensorEntry
-from piper.plan.divided import Share
 from piper.plan.plan import Plans
 from piper.runtime.compute import slices
 from piper.runtime.debug.output_recorder import OutputKey
@@ -183,7 +182,6 @@ CODEC = Codec(
         RankZeroResult,
         DeviceProfile,
         Resumed,
-        Share,
         StepResult,
         Sums,
     )

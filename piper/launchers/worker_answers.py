@@ -8,7 +8,6 @@ from torch import Tensor
 from piper.checkpoint.background import BackgroundSaver, Done
 from piper.launchers.messages import ProgramBatch
 from piper.launchers.transport.versions import WorkerVersions
-from piper.plan.divided import Share
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import DeviceProfile
 from piper.runtime.worker import Sums, Worker
@@ -64,8 +63,8 @@ class WorkerAnswers:
         """Return the parameters that have gradients."""
         return self.worker.env.state.reached
 
-    def buffers(self, names: Sequence[str]) -> dict[str, tuple[Share, Tensor]]:
-        """Return the named buffers that this device uses, with its share of each."""
+    def buffers(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return what this device holds of the named buffers that it uses."""
         return self.worker.buffers(names)
 
     def trail(self, _: object) -> dict[OutputKey, Tensor]:

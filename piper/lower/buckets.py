@@ -9,8 +9,8 @@ from piper.ir.chunk import CapturedModel, Chunk, Parameter
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, OffloadedChunk
 from piper.ir.ids import SlotId
-from piper.ir.mesh import EXPERTS, Axis, groups_apart
-from piper.ir.sharding import Sharding, local_sizes
+from piper.ir.mesh import Axis, groups_apart
+from piper.ir.sharding import Shard, Sharding, local_sizes, shardings_on
 from piper.lower.placements import ChunkPlacement, placements_of
 from piper.lower.state import LoweringState
 from piper.plan.dtypes import itemsize
@@ -169,25 +169,21 @@ class HeldParameter:
 
 
 def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
-    """Return how the devices of a region hold a parameter: divided by expert, along an axis, or whole."""
-    found: list[Sharding] = []
-    distinct: list[Axis] = []
-    alike, mesh = 1, placement.mesh
-    slices = {held.axis: held for held in param.slices}
-    for axis in mesh.sharing:
-        held = slices.get(axis.name)
-        if held is not None and held.dim is not None:
-            found.append(Sharding(dim=held.dim, blocks=held.blocks, ways=axis.degree, stride=axis.stride))
-        if held is None or not held.summed:
-            distinct.append(axis)
-            alike *= axis.degree if held is None or held.dim is None else 1
-    experts = placement.policy.sharding(param.name)
-    if experts.ways > 1:
-        axis = mesh.axis(EXPERTS)
-        found.append(replace(experts, stride=axis.stride))
-        distinct.append(axis)
+    """Return how the devices of a region hold a parameter: sharded by expert, along an axis, or replicated.
+
+    Gradients are summed along the axes of samples, and along those where they are partial.
+    """
+    mesh = placement.mesh
+    placements = (*param.placements, *placement.policy.placements(param.name))
+    shardings = shardings_on(mesh, placements)
+    sharded = {held.axis for held in placements if isinstance(held.placement, Shard)}
+    partial = {held.axis for held in placements if held.partial}
+    replicas = [axis for axis in mesh.sharing if axis.name not in partial | sharded]
     return HeldParameter(
-        shape=local_sizes(param.shape, found), shardings=tuple(found), distinct=tuple(distinct), alike=alike
+        shape=local_sizes(param.shape, shardings),
+        shardings=shardings,
+        distinct=tuple(axis for axis in mesh.axes if axis in replicas or axis.name in sharded),
+        alike=math.prod(axis.degree for axis in replicas),
     )
 
 
@@ -316,7 +312,7 @@ def placements_by_set(
 def check_divided_alike(param: Parameter, placements: list[ChunkPlacement], *, several: bool) -> None:
     """Refuse a tied parameter that its chunks divide in different ways. several: on several sets."""
     held = {placement.chunk: held_by(param, placement) for placement in placements}
-    by_expert = any(placement.policy.sharding(param.name).ways > 1 for placement in placements)
+    by_expert = any(placement.policy.placements(param.name) for placement in placements)
     if len(set(held.values())) == 1 and not (several and by_expert):
         return
     divided = next(placement for placement in placements if held[placement.chunk].distinct)
@@ -360,7 +356,7 @@ def as_siblings(made: list[Bucket], zero: int, alike: int) -> list[Bucket]:
 
 def shown_held(held: HeldParameter) -> str:
     """Return text that says how a parameter is divided."""
-    return f"ways {math.prod(sharding.ways for sharding in held.shardings)}"
+    return f"ways {math.prod(sharding.degree for sharding in held.shardings)}"
 
 
 def state_offloads(graph: Graph) -> dict[str, OffloadedChunk]:

@@ -1,5 +1,7 @@
 """Buffers of divided expert regions: read ones are divided as the experts are, written ones cannot be."""
 
+import math
+
 from piper.errors import ScheduleError
 from piper.ir.devices import show
 from piper.ir.graph import Graph
@@ -13,7 +15,10 @@ def check_expert_buffers(graph: Graph) -> None:
     for chunk in outline.chunks:
         for name in chunk.buffers:
             first = users.setdefault(name, chunk.name)
-            ways = {user: graph.policy(user).sharding(name).ways for user in (first, chunk.name)}
+            ways = {
+                user: math.prod(held.degree for held in graph.policy(user).placements(name))
+                for user in (first, chunk.name)
+            }
             divided = max(first, chunk.name, key=lambda user: ways[user])
             asked = f"ways {ways[divided]} over {show(placements[divided].devices)}"
             if ways[first] != ways[chunk.name]:

@@ -7,6 +7,7 @@ from piper.ir.chunk import Chunk, Output, Phase, PhaseSpec, Tags, bundles
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId
 from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Node, Transfer, compute_name
+from piper.ir.sharding import UNSHARDED, shardings_on
 from piper.lower.buckets import param_slot
 from piper.lower.collectives import collect
 from piper.lower.exchanges import IN_FRONT, exchange_backward, exchange_forward
@@ -113,12 +114,13 @@ def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
 
 
 def add_buffer(flow: Flow, chunk: Chunk, name: str) -> None:
-    """Add a buffer's slot on the chunk's devices. Where it is divided, each device holds its slice."""
+    """Add a buffer's slot on the chunk's devices. Where it is sharded, each device holds its slice."""
     placement = flow.placements[chunk.name]
-    sharding = replace(placement.policy.sharding(name), stride=placement.mesh.degree)
+    shardings = shardings_on(placement.mesh, placement.policy.placements(name))
+    sharding = shardings[0] if shardings else replace(UNSHARDED, stride=placement.mesh.degree)
     size = next(buffer.nbytes for buffer in flow.graph.outline.buffers if buffer.name == name)
-    placed = flow.holders[chunk.name] if sharding.ways > 1 else ()
-    held = Slot(nbytes=size // sharding.ways, sharding=sharding, placed=placed)
+    placed = flow.holders[chunk.name] if shardings else ()
+    held = Slot(nbytes=size // sharding.degree, sharding=sharding, placed=placed)
     flow.residents[buffer_slot(name)] = held
 
 

@@ -18,7 +18,7 @@ from piper.ir.node import (
     Transfer,
     Update,
 )
-from piper.ir.sharding import Sharding
+from piper.ir.sharding import Sharding, shardings_on
 from piper.lower.buckets import param_slot
 from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
@@ -65,13 +65,8 @@ def add_loads(state: LoweringState) -> LoweringState:
 
 def field_slices(graph: Graph, node: Compute, batch_field: str) -> tuple[Sharding, ...]:
     """Return how the devices of a node shard a field of the batch beyond its samples."""
-    divided = {held.axis: held for held in graph.outline.fields.get(batch_field, ())}
-    found = []
-    for axis in graph.policy(node.chunk).mesh(node.devices).sharing:
-        held = divided.get(axis.name)
-        if held is not None and held.dim is not None:
-            found.append(Sharding(dim=held.dim, zigzag=held.zigzag, ways=axis.degree, stride=axis.stride))
-    return tuple(found)
+    mesh = graph.policy(node.chunk).mesh(node.devices)
+    return shardings_on(mesh, graph.outline.fields.get(batch_field, ()))
 
 
 def every_field_is_loaded(state: LoweringState) -> Iterator[str]:

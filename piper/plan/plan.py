@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, Tags
 from piper.ir.protection import Protection
-from piper.ir.sharding import WHOLE, Sharding
+from piper.ir.sharding import UNSHARDED, Sharding
 from piper.plan.dtypes import itemsize, summed_as
 from piper.plan.instr import Instr
 
@@ -22,8 +22,17 @@ class Slot:
     shares: tuple[tuple[SlotId, int], ...] = ()  # (storage, bytes): live until all who share it are freed
     dynamic: bool = False  # the size depends on routing; `nbytes` is then the balanced size
     host: int = 0  # bytes in memory of the host
-    sharding: Sharding = WHOLE  # of what outlives a step: how it is divided
+    sharding: Sharding = UNSHARDED  # of what outlives a step: how it is sharded
     placed: Devices = ()  # and, where it is, over which devices
+
+    @property
+    def shardings(self) -> tuple[Sharding, ...]:
+        """Return how it is sharded. Empty: every device holds all of it."""
+        return (self.sharding,) if self.sharding.degree > 1 else ()
+
+    def position(self, device: int) -> int:
+        """Return the position of a device among those that shard it."""
+        return self.placed.index(device) if self.placed else 0
 
     @property
     def everywhere(self) -> int:
@@ -47,7 +56,7 @@ class Piece:
     name: str
     shape: tuple[int, ...]
     offset: int  # in elements, from the start of the bucket
-    shardings: tuple[Sharding, ...] = ()  # how the devices of the bucket divide it, before ZeRO
+    shardings: tuple[Sharding, ...] = ()  # how the devices of the bucket shard it, before ZeRO
 
     @property
     def numel(self) -> int:
@@ -172,6 +181,11 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan(devices {show(self.devices)}, {len(self.instrs)} instructions)"
+
+    @property
+    def buffers(self) -> dict[str, Slot]:
+        """Return the slots of buffers, by name."""
+        return {slot.owner: held for slot, held in self.residents.items() if slot.kind == "buffer"}
 
     def around(self, position: int, reach: int = 3) -> str:
         """Return text of the instructions near a position, with an arrow at it."""

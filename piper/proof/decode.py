@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from piper.ir.ids import Pass, Phase, SlotId
-from piper.ir.sharding import Collective, Slicing
+from piper.ir.sharding import Collective, Shard
 from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 
 SEED = SlotId("seed")
@@ -80,14 +80,14 @@ def collected(ins: Instr) -> Collecting | None:
 
 def shown_collective(how: Collective) -> str:
     """Describe a collective inside a region."""
-    joined = f", joined along {_shown_slicing(how.joined)}" if how.joined else ""
-    cut = f", cut along {_shown_slicing(how.cut)}" if how.cut else ""
+    joined = f", joined along {_shown_shard(how.joined)}" if how.joined else ""
+    cut = f", cut along {_shown_shard(how.cut)}" if how.cut else ""
     return f"{how.op} over {how.axis} {how.degree}{joined}{cut}"
 
 
-def _shown_slicing(slicing: Slicing) -> str:
-    blocks = f" in {slicing.blocks} blocks" if slicing.blocks > 1 else ""
-    return f"dimension {slicing.dim}{blocks}{' zigzag' if slicing.zigzag else ''}"
+def _shown_shard(shard: Shard) -> str:
+    blocks = f" in {shard.blocks} blocks" if shard.blocks > 1 else ""
+    return f"dimension {shard.dim}{blocks}{' zigzag' if shard.zigzag else ''}"
 
 
 def counted_chunk(ins: Instr) -> str:

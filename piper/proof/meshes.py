@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from piper.ir.chunk import ParameterSlice
 from piper.ir.mesh import EXPERTS, Axis, Mesh
-from piper.ir.sharding import Sharding
+from piper.ir.sharding import AxisPlacement, Shard, Sharding, shardings_on
 
 Numbering = tuple[tuple[Axis, int], ...]
 # ^ of the shards that devices with the same samples hold: for each axis, what a step along it adds
@@ -33,22 +32,6 @@ def passes(mesh: Mesh, other: Mesh, axis: Axis) -> bool:
     return there.get(axis.name) == axis.degree and len(mesh.devices) == len(other.devices)
 
 
-def cuts_of(mesh: Mesh, slices: Sequence[ParameterSlice]) -> tuple[Sharding, ...]:
-    """Return how the devices of a region shard a parameter or a field, the first axis first."""
-    axes = {axis.name: axis for axis in mesh.sharing}
-    return tuple(
-        Sharding(
-            dim=held.dim,
-            blocks=held.blocks,
-            zigzag=held.zigzag,
-            ways=axes[held.axis].degree,
-            stride=axes[held.axis].stride,
-        )
-        for held in slices
-        if held.dim is not None and held.axis in axes
-    )
-
-
 def in_any_order(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
     """Return shardings in a canonical order. The order matters only within one dimension."""
     return tuple(sorted(shardings, key=lambda held: held.dim))
@@ -68,28 +51,20 @@ class Holding:
     @property
     def slices(self) -> int:
         """Return into how many different slices the parameter is cut."""
-        return math.prod(held.ways for held in self.shardings)
+        return math.prod(held.degree for held in self.shardings)
 
 
 @lru_cache(maxsize=1024)  # many parameters of a region are sharded alike
-def holding(mesh: Mesh, slices: tuple[ParameterSlice, ...], experts: Sharding) -> Holding:
-    """Return how a region holds a parameter.
-
-    experts: how the directives shard it by expert.
-    """
-    summed = {held.axis for held in slices if held.summed and held.dim is None}
-    shardings = list(cuts_of(mesh, slices))
+def holding(mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> Holding:
+    """Return how a region holds a parameter."""
+    sharded = {held.axis for held in placements if isinstance(held.placement, Shard)}
+    summed = {held.axis for held in placements if held.partial} - sharded
     own = [axis for axis in mesh.sharing if axis.name not in summed]
-    distinct = own
-    if experts.ways > 1:
-        axis = mesh.axis(EXPERTS)
-        shardings.append(Sharding(dim=experts.dim, ways=axis.degree, stride=axis.stride))
-        distinct = [*own, axis]
     return Holding(
-        shardings=in_any_order(shardings),
+        shardings=in_any_order(shardings_on(mesh, placements)),
         own=numbering(mesh, axes=own),
         summed=numbering(mesh, axes=[axis for axis in mesh.sharing if axis.name in summed]),
         shared=mesh.degree,
-        experts=experts.ways,
-        distinct=tuple(distinct),
+        experts=math.prod(held.degree for held in placements if held.axis == EXPERTS),
+        distinct=tuple(axis for axis in mesh.axes if axis in own or axis.name in sharded),
     )

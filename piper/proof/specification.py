@@ -12,8 +12,8 @@ from piper.ir.chunk import Chunk, Output, Parameter, Source, Tags
 from piper.ir.devices import Devices
 from piper.ir.graph import Graph
 from piper.ir.mesh import Mesh
-from piper.ir.sharding import Sharding
-from piper.proof.meshes import Holding, Numbering, cuts_of, holding, in_any_order, numbering, passes
+from piper.ir.sharding import AxisPlacement, Sharding, shardings_on
+from piper.proof.meshes import Holding, Numbering, holding, in_any_order, numbering, passes
 
 ROUTED = ("route", "expert", "unroute")
 
@@ -88,17 +88,17 @@ class Specification:
         """Return whether the outputs of a chunk are rows that lie with divided experts."""
         return self.chunks[chunk].kind in ("route", "expert", "collective") and self.degree(chunk) > 1
 
-    def sharding(self, chunk: str, name: str) -> Sharding:
-        """Return how the directives divide a parameter or a buffer of a chunk by expert."""
-        return self.graph.policy(chunk).sharding(name)
+    def by_expert(self, chunk: str, name: str) -> tuple[AxisPlacement, ...]:
+        """Return how the directives shard a parameter or a buffer of a chunk by expert."""
+        return self.graph.policy(chunk).placements(name)
 
     def holding(self, chunk: str, param: Parameter) -> Holding:
         """Return how the devices of a chunk hold a parameter between them."""
-        return holding(self.meshes[chunk], param.slices, self.sharding(chunk, param.name))
+        return holding(self.meshes[chunk], (*param.placements, *self.by_expert(chunk, param.name)))
 
     def cuts(self, chunk: str, field: str) -> tuple[Sharding, ...]:
-        """Return how the devices of a chunk divide a field of the batch beyond its samples."""
-        return in_any_order(cuts_of(self.meshes[chunk], self.outline.fields.get(field, ())))
+        """Return how the devices of a chunk shard a field of the batch beyond its samples."""
+        return in_any_order(shardings_on(self.meshes[chunk], self.outline.fields.get(field, ())))
 
     def numbering_at(self, producer: str, index: int, reader: str, *, backward: bool = False) -> Numbering:
         """Return how the devices of a reader number the shards of an output, or of its gradient.

@@ -1,11 +1,12 @@
 """Checks what plans say outside their instructions against the specification: programs, samples, buckets."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from piper.ir.chunk import Parameter
 from piper.ir.devices import Devices, show
 from piper.ir.mesh import groups_apart
-from piper.ir.sharding import Sharding, local_sizes
+from piper.ir.sharding import UNSHARDED, Sharding, local_sizes, shardings_on
 from piper.plan.plan import Bucket, Plans
 from piper.proof.meshes import Holding, in_any_order
 from piper.proof.specification import Specification
@@ -83,8 +84,10 @@ def division_problems(spec: Specification) -> Iterator[str]:
         if how is not None and axes.get(how.axis) != how.degree:
             there = axes.get(how.axis, 1)
             yield f"{name} is for {how.degree} devices along {how.axis}; its region has {there}"
-    slices = {param.name: param.slices for param in spec.outline.parameters} | dict(spec.outline.fields)
-    for name, found in slices.items():
+    placements = {param.name: param.placements for param in spec.outline.parameters} | dict(
+        spec.outline.fields
+    )
+    for name, found in placements.items():
         for held in found:
             if held.degree not in degrees.get(held.axis, ()):
                 yield f"{name} is divided over {held.degree} devices along {held.axis}; no region is"
@@ -170,11 +173,11 @@ def divided(shardings: Sequence[Sharding], devices: Devices = ()) -> str:
     """Describe how a parameter or a buffer is divided, and over which devices if that is known."""
     shown = []
     for held in shardings:
-        if held.ways > 1:
+        if held.degree > 1:
             apart = f", {held.stride} apart" if held.stride > 1 else ""
             blocks = f", {held.blocks} blocks" if held.blocks > 1 else ""
             order = ", zigzag" if held.zigzag else ""
-            shown.append(f"in {held.ways} parts along dimension {held.dim}{apart}{blocks}{order}")
+            shown.append(f"in {held.degree} parts along dimension {held.dim}{apart}{blocks}{order}")
     return (" and ".join(shown) or "whole") + (f" over {show(devices)}" if devices else "")
 
 
@@ -188,10 +191,10 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
         for slot, held in plan.residents.items():
             for user in users.get(slot.owner, ()) if slot.kind == "buffer" else ():
                 mesh, placement = spec.meshes[user], spec.placement[user]
-                experts = spec.sharding(user, slot.owner)
-                wanted = Sharding(dim=experts.dim, ways=experts.ways, stride=mesh.degree)
-                placed = placement if experts.ways > 1 else ()
-                if plan.devices[0] not in placement or held.sharding.ways == experts.ways == 1:
+                by_expert = shardings_on(mesh, spec.by_expert(user, slot.owner))
+                wanted = by_expert[0] if by_expert else replace(UNSHARDED, stride=mesh.degree)
+                placed = placement if by_expert else ()
+                if plan.devices[0] not in placement or held.sharding.degree == wanted.degree == 1:
                     continue
                 if (held.sharding, held.placed) != (wanted, placed):
                     found, should = divided([held.sharding], held.placed), divided([wanted], placed)

@@ -131,6 +131,6 @@ def shown_cuts(cuts: Sequence[Sharding], devices: Devices, members: Devices) -> 
     for held in cuts:
         blocks = f", {held.blocks} blocks" if held.blocks > 1 else ""
         order = ", zigzag" if held.zigzag else ""
-        places = ",".join(places_along(devices, Axis(degree=held.ways, stride=held.stride), members))
-        found.append(f"slices {places} of {held.ways} along dimension {held.dim}{blocks}{order}")
+        places = ",".join(places_along(devices, held.axis, members))
+        found.append(f"slices {places} of {held.degree} along dimension {held.dim}{blocks}{order}")
     return tuple(found)

@@ -91,6 +91,6 @@ class Layout:
 
 def own_slice(value: Tensor, held: Sharding, position: int) -> Tensor:
     """Return the slice that the device at a position holds of a tensor."""
-    spans = spans_of_dim(value.shape[held.dim], held, held.ways, held.index(position))
+    spans = spans_of_dim(value.shape[held.dim], held, held.degree, held.index(position))
     parts = [value.narrow(held.dim, low, high - low) for low, high in spans]
     return torch.cat(parts, held.dim) if len(parts) > 1 else parts[0]

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.ir.sharding import Collective, Slicing
+from piper.ir.sharding import Collective, Shard
 from piper.plan.instr import Instr
 from piper.runtime.comm.base import Group
 from piper.runtime.context import Bound, Env
@@ -19,8 +19,8 @@ def collect(env: Env, ins: Instr) -> Bound:
     how = ins.collects.how
     if how.op == "slice":
         assert how.cut is not None
-        slicing, place = how.cut, ins.collects.axis.coordinate(ins.collects.devices.index(env.device))
-        work: Callable[[Tensor], Tensor] = lambda value: part(value, slicing, how.degree, place)  # noqa: E731
+        shard, place = how.cut, ins.collects.axis.coordinate(ins.collects.devices.index(env.device))
+        work: Callable[[Tensor], Tensor] = lambda value: part(value, shard, how.degree, place)  # noqa: E731
     else:
         assert ins.comm is not None
         group = env.comms.group(ins.comm)
@@ -34,25 +34,25 @@ def collect(env: Env, ins: Instr) -> Bound:
 
 def all_gather(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
     """Return a function that joins every member's part."""
-    slicing = how.joined
-    assert slicing is not None
+    shard = how.joined
+    assert shard is not None
 
     def work(value: Tensor) -> Tensor:
         flat = value.contiguous().view(-1)
         out = flat.new_empty(len(flat) * group.size)
         group.all_gather(flat, out)
-        return joined(out.view(group.size, *value.shape), slicing)
+        return joined(out.view(group.size, *value.shape), shard)
 
     return work
 
 
 def reduce_scatter(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
     """Return a function that sums every member's value and keeps this member's part."""
-    slicing = how.cut
-    assert slicing is not None
+    shard = how.cut
+    assert shard is not None
 
     def work(value: Tensor) -> Tensor:
-        parts = apart(value, slicing, group.size)
+        parts = apart(value, shard, group.size)
         return group.reduce_scatter(parts.view(-1), parts[0].numel()).view(parts.shape[1:])
 
     return work
@@ -114,46 +114,46 @@ OPERATIONS: dict[str, Callable[[Group, Collective], Callable[[Tensor], Tensor]]]
 }
 
 
-def apart(value: Tensor, slicing: Slicing, ways: int) -> Tensor:
-    """Return every member's part of a value, one after another in memory: [ways, *part].
+def apart(value: Tensor, shard: Shard, degree: int) -> Tensor:
+    """Return every member's part of a value, one after another in memory: [degree, *part].
 
     This copies at most once, and not at all where the parts lie so in memory already.
     """
-    dim = slicing.dim
-    pieces = _pieces(value, slicing, ways)
-    return pieces.movedim(dim + 1, 0).flatten(dim + 1, dim + 2 + slicing.zigzag).contiguous()
+    dim = shard.dim
+    pieces = _pieces(value, shard, degree)
+    return pieces.movedim(dim + 1, 0).flatten(dim + 1, dim + 2 + shard.zigzag).contiguous()
 
 
-def part(value: Tensor, slicing: Slicing, ways: int, place: int) -> Tensor:
+def part(value: Tensor, shard: Shard, degree: int, place: int) -> Tensor:
     """Return one member's part of a value, in memory of its own."""
-    dim = slicing.dim
-    mine = _pieces(value, slicing, ways).select(dim + 1, place)
-    return mine.flatten(dim, dim + 1 + slicing.zigzag).clone(memory_format=torch.contiguous_format)
+    dim = shard.dim
+    mine = _pieces(value, shard, degree).select(dim + 1, place)
+    return mine.flatten(dim, dim + 1 + shard.zigzag).clone(memory_format=torch.contiguous_format)
 
 
-def _pieces(value: Tensor, slicing: Slicing, ways: int) -> Tensor:
+def _pieces(value: Tensor, shard: Shard, degree: int) -> Tensor:
     """Return a view or copy whose dimensions `dim` and `dim + 1` are the blocks and the members.
 
     The next dimension holds a member's elements of a block; under zigzag its two slices come before them.
     """
-    dim = slicing.dim
-    if not slicing.zigzag:
-        pieces: Tensor = value.unflatten(dim, (slicing.blocks, ways, -1))
+    dim = shard.dim
+    if not shard.zigzag:
+        pieces: Tensor = value.unflatten(dim, (shard.blocks, degree, -1))
         return pieces
-    slices = value.unflatten(dim, (slicing.blocks, 2 * ways, -1))
-    early, late = slices.narrow(dim + 1, 0, ways), slices.narrow(dim + 1, ways, ways).flip(dim + 1)
+    slices = value.unflatten(dim, (shard.blocks, 2 * degree, -1))
+    early, late = slices.narrow(dim + 1, 0, degree), slices.narrow(dim + 1, degree, degree).flip(dim + 1)
     return torch.stack([early, late], dim + 2)
 
 
-def joined(parts: Tensor, slicing: Slicing) -> Tensor:
-    """Return the value of which each member has a part, from [ways, *part].
+def joined(parts: Tensor, shard: Shard) -> Tensor:
+    """Return the value of which each member has a part, from [degree, *part].
 
     This copies at most once, and not at all where nothing lies before the divided dimension.
     """
-    dim = slicing.dim
-    if not slicing.zigzag:
-        apart: Tensor = parts.unflatten(dim + 1, (slicing.blocks, -1)).movedim(0, dim + 1)
+    dim = shard.dim
+    if not shard.zigzag:
+        apart: Tensor = parts.unflatten(dim + 1, (shard.blocks, -1)).movedim(0, dim + 1)
         return apart.reshape(*apart.shape[:dim], -1, *apart.shape[dim + 3 :]).contiguous()
-    halves = parts.unflatten(dim + 1, (slicing.blocks, 2, -1)).movedim(0, dim + 1)
+    halves = parts.unflatten(dim + 1, (shard.blocks, 2, -1)).movedim(0, dim + 1)
     early, late = halves.select(dim + 2, 0), halves.select(dim + 2, 1).flip(dim + 1)
     return torch.cat([early, late], dim + 1).flatten(dim, dim + 2)

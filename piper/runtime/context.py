@@ -12,11 +12,10 @@ from torch import Tensor
 from piper.ir.chunk import Chunk
 from piper.ir.ids import SlotId
 from piper.ir.mesh import axis_through
-from piper.plan.divided import buffer_shares
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import allocations
 from piper.plan.plan import Plan
-from piper.runtime.bucket_layout import Layout
+from piper.runtime.bucket_layout import Layout, own_slice
 from piper.runtime.comm.base import Comms
 from piper.runtime.device_state import DeviceState
 from piper.runtime.host_memory import HostMemory
@@ -97,7 +96,6 @@ class Env:
         self.setup, self.device, self.comms = setup, device, comms
         self.plan: Plan = setup.plans.of(device)
         self.state = DeviceState(setup, device, initial) if state is None else state
-        self.shares = buffer_shares(setup.plans, device)
         self.dice = dice or Dice(setup.device)
         self.chunks: Mapping[str, Chunk] = {chunk.name: chunk for chunk in setup.outline.chunks}
         self.index = {slot: i for i, slot in enumerate([*self.plan.residents, *self.plan.slots])}
@@ -125,12 +123,12 @@ class Env:
         match slot.kind:
             case "seed":
                 return self._seed()
-            case "buffer" if self.state.setup is not self.setup and slot.owner in self.state.shares:
+            case "buffer" if self.state.setup is not self.setup and slot.owner in self.state.buffers:
                 return None  # it is taken over from the training worker before each run
             case "buffer":
-                share, value = self.shares[slot.owner], initial(slot.owner)
-                if share.ways > 1:
-                    value = value.chunk(share.ways, share.axis)[share.part]
+                held, value = self.plan.residents[slot], initial(slot.owner)
+                for sharding in held.shardings:
+                    value = own_slice(value, sharding, held.position(self.device))
                 dtype = self.setup.dtype if value.is_floating_point() else value.dtype
                 return value.to(self.setup.device, dtype, copy=True)
             case "place" | "host_place":

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from piper.plan.divided import buffer_shares
 from piper.plan.plan import Bucket
 from piper.runtime.bucket_layout import Flat, Layout
 from piper.runtime.cuda.triton_kernels import runs_triton
@@ -72,7 +71,7 @@ class DeviceState:
 
     def __init__(self, setup: Setup, device: int, initial: Initial) -> None:
         self.setup, self.device = setup, device
-        self.shares = buffer_shares(setup.plans, device)
+        self.buffers = setup.plans.of(device).buffers
         residents = setup.plans.of(device).residents.items()
         offloaded = {slot.owner for slot, held in residents if slot.kind == "state" and held.host}
         memory = HostMemory()

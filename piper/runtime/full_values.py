@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from piper.ir.devices import Devices
-from piper.ir.sharding import runs, whole_sizes
-from piper.plan.divided import Share
-from piper.plan.plan import Bucket, Piece
+from piper.ir.sharding import Sharding, flat_runs, whole_sizes
+from piper.plan.plan import Bucket, Piece, Plans, Slot
 
 T = TypeVar("T")
 Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
@@ -23,40 +22,39 @@ def whole_parameters(buckets: Iterable[Bucket], owned: Owned) -> dict[str, Tenso
         for piece in bucket.pieces:
             if piece.name not in found:
                 parts = {bucket.devices.index(device): cut(flat, piece) for device, flat in flats.items()}
-                found[piece.name] = joined(piece, parts)
+                found[piece.name] = joined(piece.shape, piece.shardings, parts)
     return found
 
 
-def joined(piece: Piece, parts: Mapping[int, Tensor]) -> Tensor:
-    """Return a parameter in full, from the slices at positions of its devices."""
+def joined(shape: Sequence[int], shardings: Sequence[Sharding], parts: Mapping[int, Tensor]) -> Tensor:
+    """Return a tensor in full, from the slices of a shape at positions of its devices."""
     first = next(iter(parts.values()))
-    if not piece.shardings:
+    if not shardings:
         return first
-    full = first.new_empty(whole_sizes(piece.shape, piece.shardings)).view(-1)
+    full = first.new_empty(whole_sizes(shape, shardings)).view(-1)
     for position, part in parts.items():
         flat = part.reshape(-1)
-        for here, there, length in runs(piece.shape, piece.shardings, position):
-            full[there : there + length] = flat[here : here + length]
-    return full.view(whole_sizes(piece.shape, piece.shardings))
+        for runs in flat_runs(shape, shardings, position):
+            for run in range(runs.count):
+                here, there = runs.here + run * runs.here_step, runs.there + run * runs.there_step
+                full[there : there + runs.length] = flat[here : here + runs.length]
+    return full.view(whole_sizes(shape, shardings))
 
 
-def whole_buffer(held: Iterable[tuple[Share, Tensor]]) -> Tensor:
-    """Return a buffer in full, from what devices hold of it; of copies, the first."""
-    parts: dict[int, Tensor] = {}
-    axis = 0
-    for share, value in held:
-        parts.setdefault(share.part, value)
-        axis = share.axis
-    return torch.cat([parts[part] for part in sorted(parts)], axis) if len(parts) > 1 else parts[0]
-
-
-def whole_buffers(answers: Iterable[Mapping[str, tuple[Share, Tensor]]]) -> dict[str, Tensor]:
-    """Return buffers in full by name, from what each device holds of them."""
-    held: dict[str, list[tuple[Share, Tensor]]] = {}
-    for found in answers:
-        for name, value in found.items():
-            held.setdefault(name, []).append(value)
-    return {name: whole_buffer(values) for name, values in held.items()}
+def whole_buffers(plans: Plans, held: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return buffers in full by name, from what each device holds of them; of copies, the first."""
+    parts: dict[str, dict[int, tuple[int, Tensor]]] = {}
+    slots: dict[str, Slot] = {}
+    for device, values in held.items():
+        here = plans.of(device).buffers
+        for name, value in values.items():
+            slot = slots.setdefault(name, here[name])
+            position = slot.position(device)
+            parts.setdefault(name, {}).setdefault(slot.sharding.index(position), (position, value))
+    return {
+        name: joined(next(iter(found.values()))[1].shape, slots[name].shardings, dict(found.values()))
+        for name, found in parts.items()
+    }
 
 
 def whole_flat(bucket: Bucket, group: Devices, owned: Owned) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from piper.ir.ids import SlotId
-from piper.plan.divided import Share
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.runtime.comm.base import Comms
@@ -252,11 +251,10 @@ class Worker:
         slot = self.env.index.get(SlotId("buffer", name))
         return None if slot is None else cast(Tensor, self.env.slots[slot])
 
-    def buffers(self, names: Iterable[str]) -> dict[str, tuple[Share, Tensor]]:
-        """Return those of the named buffers that this device uses, and which share of each it has."""
+    def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return what this device holds of those of the named buffers that it uses."""
         found = {name: self.buffer(name) for name in names}
-        shares = self.env.state.shares
-        return {name: (shares[name], value) for name, value in found.items() if value is not None}
+        return {name: value for name, value in found.items() if value is not None}
 
     def renew(self) -> None:
         """Take note that the state was loaded: it may lie elsewhere in memory now."""

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from piper.checkpoint.bucket_spans import (
     BucketSpan,
@@ -15,19 +16,25 @@ from piper.checkpoint.bucket_spans import (
     within,
 )
 from piper.ir.ids import SlotId
-from piper.ir.sharding import WHOLE, Comb, Sharding, combs, local_sizes, runs
-from piper.plan.divided import Share
+from piper.ir.sharding import UNSHARDED, FlatRuns, Sharding, flat_runs, local_sizes
 from piper.plan.plan import Bucket, Piece, Plan, Plans, Slot
 
 
 def bucket(
-    name: str, sizes: dict[str, int], devices: tuple[int, ...], sharding: Sharding = WHOLE, **fields: object
+    name: str,
+    sizes: dict[str, int],
+    devices: tuple[int, ...],
+    sharding: Sharding = UNSHARDED,
+    **fields: object,
 ) -> Bucket:
     pieces, offset = [], 0
     for piece, size in sizes.items():
         pieces.append(
             Piece(
-                name=piece, shape=(size,), offset=offset, shardings=() if sharding.ways == 1 else (sharding,)
+                name=piece,
+                shape=(size,),
+                offset=offset,
+                shardings=() if sharding.degree == 1 else (sharding,),
             )
         )
         offset += size
@@ -59,7 +66,7 @@ def plans(*buckets: Bucket, buffers: dict[int, list[str]] | None = None) -> Plan
 
 REPLICAS = bucket("r", {"a": 5, "b": 2}, (0, 1, 2))
 SHARDS = bucket("s", {"c": 4, "d": 9}, (0, 1, 2, 3), zero=3)
-EXPERTS = bucket("e", {"f": 6}, (0, 1, 2, 3), Sharding(dim=0, ways=2), groups=((0, 2), (1, 3)), zero=1)
+EXPERTS = bucket("e", {"f": 6}, (0, 1, 2, 3), Sharding(dim=0, degree=2), groups=((0, 2), (1, 3)), zero=1)
 TIED = [bucket("t@0", {"g": 4}, (0, 1), zero=2), bucket("t@1", {"g": 4}, (2, 3), zero=2)]
 FULL = {"a": 5, "b": 2, "c": 4, "d": 9, "f": 12, "g": 4}
 
@@ -94,7 +101,7 @@ def test_where_a_device_finds_what_it_owns(
 
 def test_what_is_divided_along_its_second_dimension_lies_in_several_runs() -> None:
     """Of 2 x 6 in three parts of 2 x 2, the second one: elements 2, 3 and 8, 9."""
-    piece = Piece(name="w", shape=(2, 2), offset=5, shardings=(Sharding(dim=1, ways=3),))
+    piece = Piece(name="w", shape=(2, 2), offset=5, shardings=(Sharding(dim=1, degree=3),))
     made = replace(bucket("c", {"v": 5}, (0, 1, 2)), groups=((0,), (1,), (2,)))
     made = replace(made, pieces=(piece,))
     assert spans(made, 1, 0, 9) == [BucketSpan(name="w", start=2, at=5, length=2, count=2, stride=6, step=2)]
@@ -111,54 +118,63 @@ def test_a_device_holds_what_others_write() -> None:
 def test_the_first_copy_of_a_buffer_is_written() -> None:
     made = plans(buffers={0: ["x.mean"], 1: ["x.mean", "y"], 2: ["y"]})
     assert [buffers_of(made, device) for device in range(3)] == [["x.mean"], ["x.mean", "y"], ["y"]]
-    whole = Share(part=0, ways=1)
-    shares = {device: dict.fromkeys(buffers_of(made, device), whole) for device in range(3)}
-    assert [saved_buffers(shares, device) for device in range(3)] == [["x.mean"], ["y"], []]
+    assert [saved_buffers(made, device) for device in range(3)] == [["x.mean"], ["y"], []]
 
 
-def test_every_part_of_a_divided_buffer_is_written() -> None:
-    shares = {device: {"scale": Share(part=device % 2, ways=2)} for device in range(4)}
-    assert [saved_buffers(shares, device) for device in range(4)] == [["scale"], ["scale"], [], []]
+def test_every_slice_of_a_sharded_buffer_is_written() -> None:
+    halves = Slot(nbytes=4, sharding=Sharding(dim=0, degree=2), placed=(0, 1, 2, 3))
+    plan = Plan(devices=(0, 1, 2, 3), instrs=(), slots={}, residents={SlotId("buffer", "scale"): halves})
+    made = Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False)
+    assert [saved_buffers(made, device) for device in range(4)] == [["scale"], ["scale"], [], []]
 
 
-def test_a_slice_along_the_second_dimension_is_one_comb() -> None:
-    assert list(combs((4, 3), (Sharding(dim=1, ways=2),), 1)) == [
-        Comb(here=0, there=3, length=3, count=4, here_step=3, there_step=6)
+def test_a_slice_along_the_second_dimension_has_runs_at_equal_distances() -> None:
+    assert list(flat_runs((4, 3), (Sharding(dim=1, degree=2),), 1)) == [
+        FlatRuns(here=0, there=3, length=3, count=4, here_step=3, there_step=6)
     ]
-    blocks = (Sharding(dim=1, ways=2, blocks=2),)  # [2, 8] held as columns 0, 1, 4, 5 of each row
-    assert list(combs((2, 4), blocks, 0)) == [
-        Comb(here=0, there=0, length=2, count=2, here_step=4, there_step=8),
-        Comb(here=2, there=4, length=2, count=2, here_step=4, there_step=8),
+    blocks = (Sharding(dim=1, degree=2, blocks=2),)  # [2, 8] held as columns 0, 1, 4, 5 of each row
+    assert list(flat_runs((2, 4), blocks, 0)) == [
+        FlatRuns(here=0, there=0, length=2, count=2, here_step=4, there_step=8),
+        FlatRuns(here=2, there=4, length=2, count=2, here_step=4, there_step=8),
     ]
-    assert list(combs((2, 3), (), 0)) == [Comb(here=0, there=0, length=6)]
+    assert list(flat_runs((2, 3), (), 0)) == [FlatRuns(here=0, there=0, length=6)]
 
 
 @pytest.mark.parametrize(
     "shardings",
     [
-        (Sharding(dim=0, ways=2),),
-        (Sharding(dim=1, ways=2),),
-        (Sharding(dim=1, ways=2, blocks=3),),
-        (Sharding(dim=1, ways=2, zigzag=True),),
-        (Sharding(dim=2, ways=2),),
-        (Sharding(dim=0, ways=2), Sharding(dim=1, ways=2, stride=2)),
-        (Sharding(dim=1, ways=2), Sharding(dim=2, ways=2, stride=2)),
-        (Sharding(dim=0, ways=2, blocks=2), Sharding(dim=2, ways=2, stride=2)),
+        (Sharding(dim=0, degree=2),),
+        (Sharding(dim=1, degree=2),),
+        (Sharding(dim=1, degree=2, blocks=3),),
+        (Sharding(dim=1, degree=2, zigzag=True),),
+        (Sharding(dim=2, degree=2),),
+        (Sharding(dim=0, degree=2), Sharding(dim=1, degree=2, stride=2)),
+        (Sharding(dim=1, degree=2), Sharding(dim=2, degree=2, stride=2)),
+        (Sharding(dim=0, degree=2, blocks=2), Sharding(dim=2, degree=2, stride=2)),
     ],
 )
-def test_combs_are_the_runs(shardings: tuple[Sharding, ...]) -> None:
-    shape = local_sizes((8, 12, 4), shardings)
+def test_flat_runs_are_the_elements_of_a_slice(shardings: tuple[Sharding, ...]) -> None:
+    whole = torch.arange(8 * 12 * 4).view(8, 12, 4)
     for position in range(4):
-        found = [
-            (comb.here + i * comb.here_step, comb.there + i * comb.there_step, comb.length)
-            for comb in combs(shape, shardings, position)
-            for i in range(comb.count)
-        ]
-        assert sorted(found) == list(runs(shape, shardings, position))
+        own = whole
+        for held in shardings:
+            pieces = held.degree * (2 if held.zigzag else 1)
+            first = position // held.stride % held.degree
+            kept = torch.tensor([first, pieces - 1 - first] if held.zigzag else [first])
+            cut = own.unflatten(held.dim, (held.blocks, pieces, -1)).index_select(held.dim + 1, kept)
+            own = cut.flatten(held.dim, held.dim + 2)
+        assert local_sizes(whole.shape, shardings) == own.shape
+        found = {
+            runs.here + i * runs.here_step + j: runs.there + i * runs.there_step + j
+            for runs in flat_runs(own.shape, shardings, position)
+            for i in range(runs.count)
+            for j in range(runs.length)
+        }
+        assert [found[i] for i in range(own.numel())] == own.flatten().tolist()
 
 
 def test_a_range_cuts_the_runs_at_its_ends() -> None:
-    comb = Comb(here=0, there=100, length=4, count=5, here_step=4, there_step=10)
+    comb = FlatRuns(here=0, there=100, length=4, count=5, here_step=4, there_step=10)
     assert list(within("w", 20, comb, 22, 35)) == [
         BucketSpan(name="w", start=110, at=24, length=4, count=2, stride=10, step=4),
         BucketSpan(name="w", start=102, at=22, length=2),
@@ -167,6 +183,6 @@ def test_a_range_cuts_the_runs_at_its_ends() -> None:
     assert list(within("w", 20, comb, 25, 27)) == [BucketSpan(name="w", start=111, at=25, length=2)]
     assert list(within("w", 20, comb, 0, 20)) == list(within("w", 20, comb, 40, 99)) == []
     assert list(within("w", 20, comb, 0, 24)) == [BucketSpan(name="w", start=100, at=20, length=4)]
-    assert list(within("w", 5, Comb(here=0, there=7, length=6), 8, 99)) == [
+    assert list(within("w", 5, FlatRuns(here=0, there=7, length=6), 8, 99)) == [
         BucketSpan(name="w", start=10, at=8, length=3)
     ]

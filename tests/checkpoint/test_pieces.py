@@ -10,28 +10,28 @@ from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, check_se
 from piper.checkpoint.overlaps import Overlap, overlaps
 from piper.checkpoint.save import buffer_parts
 from piper.checkpoint.storage import CheckpointReader, TensorRange, index_of, write_parts
-from piper.ir.sharding import Sharding, combs, local_sizes
-from piper.plan.divided import Share
+from piper.ir.sharding import Sharding, flat_runs, local_sizes
+from piper.plan.plan import Slot
 
 WHOLE = (6, 8)
 DIVISIONS: dict[str, tuple[Sharding, ...]] = {
     "whole": (),
-    "rows": (Sharding(dim=0, ways=2),),
-    "columns": (Sharding(dim=1, ways=2),),
-    "blocks": (Sharding(dim=1, ways=2, blocks=2),),
-    "quarters": (Sharding(dim=1, ways=4),),
-    "both": (Sharding(dim=0, ways=2), Sharding(dim=1, ways=2, stride=2)),
+    "rows": (Sharding(dim=0, degree=2),),
+    "columns": (Sharding(dim=1, degree=2),),
+    "blocks": (Sharding(dim=1, degree=2, blocks=2),),
+    "quarters": (Sharding(dim=1, degree=4),),
+    "both": (Sharding(dim=0, degree=2), Sharding(dim=1, degree=2, stride=2)),
 }
 
 
 def devices(division: tuple[Sharding, ...]) -> int:
-    return max((held.ways * held.stride for held in division), default=1)
+    return max((held.degree * held.stride for held in division), default=1)
 
 
 def parts(flat: torch.Tensor, division: tuple[Sharding, ...], position: int) -> list[TensorRange]:
     """Return a device's slice as runs of the whole."""
     found = []
-    for comb in combs(local_sizes(WHOLE, division), division, position):
+    for comb in flat_runs(local_sizes(WHOLE, division), division, position):
         runs = flat[comb.here :][: comb.length]
         if comb.count > 1:
             span = flat[comb.here :][: (comb.count - 1) * comb.here_step + comb.length]
@@ -45,7 +45,7 @@ def parts(flat: torch.Tensor, division: tuple[Sharding, ...], position: int) -> 
 def held(whole: torch.Tensor, division: tuple[Sharding, ...], position: int) -> torch.Tensor:
     """Return a device's slice of a matrix, taken dimension by dimension."""
     for one in division:
-        cuts = whole.unflatten(one.dim, (one.blocks, one.ways, -1)).select(one.dim + 1, one.index(position))
+        cuts = whole.unflatten(one.dim, (one.blocks, one.degree, -1)).select(one.dim + 1, one.index(position))
         whole = cuts.flatten(one.dim, one.dim + 1)
     return whole
 
@@ -76,34 +76,34 @@ def test_any_slices_are_read_from_any_others(saved: str, loaded: str, tmp_path: 
         assert torch.equal(flat.view(wanted.shape), wanted.double())
 
 
-def test_a_buffer_is_divided_along_its_own_dimension(tmp_path: Path) -> None:
+def test_a_buffer_is_sharded_along_its_own_dimension(tmp_path: Path) -> None:
     whole = torch.arange(8.0).view(2, 4)
+    halves = Slot(nbytes=16, sharding=Sharding(dim=1, degree=2), placed=(3, 4))
     written = []
     for part in range(2):
         mine = whole[:, 2 * part : 2 * part + 2].contiguous()
-        share = Share(part=part, ways=2, axis=1)
-        written.append(write_parts(tmp_path, f"device-{part}", buffer_parts("b", share, mine, mine.view(-1))))
+        own = buffer_parts("b", halves, 3 + part, mine, mine.view(-1))
+        written.append(write_parts(tmp_path, f"device-{part}", own))
     record = Record(
         step=0,
         tensors=index_of(one.placed for one in written),
         files={name: file for one in written for name, file in one.files.items()},
     )
     flat = torch.zeros(8)
-    CheckpointReader(tmp_path, record).read(buffer_parts("b", Share(part=0, ways=1), whole, flat))
+    CheckpointReader(tmp_path, record).read(buffer_parts("b", Slot(nbytes=32), 0, whole, flat))
     assert flat.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     half = torch.zeros(4)
-    share = Share(part=1, ways=2, axis=1)
-    CheckpointReader(tmp_path, record).read(buffer_parts("b", share, half.view(2, 2), half))
+    CheckpointReader(tmp_path, record).read(buffer_parts("b", halves, 4, half.view(2, 2), half))
     assert half.tolist() == [2.0, 3.0, 6.0, 7.0]
 
 
-def test_a_divided_matrix_is_one_piece_on_each_device() -> None:
+def test_a_sharded_matrix_is_one_piece_on_each_device() -> None:
     flat = torch.zeros(4096 * 8)
     big = [
         TensorRange(
             key="w", size=4096 * 16, start=comb.there, tensor=flat.view(4096, 8), stride=comb.there_step
         )
-        for comb in combs((4096, 8), (Sharding(dim=1, ways=2),), 1)
+        for comb in flat_runs((4096, 8), (Sharding(dim=1, degree=2),), 1)
     ]
     assert [part.lies("f") for part in big] == [
         SavedPiece(offset=8, length=8, file="f", count=4096, stride=16)

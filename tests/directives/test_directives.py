@@ -6,8 +6,9 @@ import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.ir.graph import Graph, GroupMember, Policy, start
+from piper.ir.mesh import EXPERTS
 from piper.ir.select import at
-from piper.ir.sharding import Sharding
+from piper.ir.sharding import AxisPlacement, Shard
 from tests.chain import chain
 
 
@@ -48,8 +49,8 @@ def test_shard_divides_experts_and_keeps_the_rest_of_the_policy() -> None:
     )
     policy = Policy(zero=2, ways=2, exchange_stream="ep", origin=1)
     assert graph.policy("PP=0 EP=0 route") == graph.policy("PP=0 EP=0 unroute") == policy
-    by_expert = {"experts.0.0": Sharding(dim=0, ways=2)}
-    assert graph.policy("PP=0 EP=0") == replace(policy, shardings=by_expert)
+    by_expert = {"experts.0.0": AxisPlacement(axis=EXPERTS, degree=2, placement=Shard(dim=0))}
+    assert graph.policy("PP=0 EP=0") == replace(policy, by_expert=by_expert)
     assert graph.policy("PP=0").ways == 1
 
 

@@ -134,10 +134,10 @@ def test_a_process_of_its_own() -> None:
 
 def owned(run: SingleRankRun) -> dict[str, Tensor]:
     state = run.worker.env.state
-    buffers = run.worker.buffers(name for name in state.shares if f"buffer.{name}" in run.worker.env.index)
+    buffers = run.worker.buffers(name for name in state.buffers if f"buffer.{name}" in run.worker.env.index)
     return {
         **{name: run.worker.owned(name).cpu() for name in state.holdings},
-        **{name: value.cpu() for name, (_, value) in buffers.items()},
+        **{name: value.cpu() for name, value in buffers.items()},
     }
 
 

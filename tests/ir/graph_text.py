@@ -12,8 +12,9 @@ from piper.errors import ConfigError
 from piper.ir.chunk import PHASES, CapturedModel, Phase, Tags
 from piper.ir.devices import parse, show
 from piper.ir.graph import AppliedDirective, AxisPolicy, ChunkRun, Graph, GroupMember, Index, Ordering, Policy
+from piper.ir.mesh import EXPERTS
 from piper.ir.node import Compute
-from piper.ir.sharding import Sharding
+from piper.ir.sharding import AxisPlacement, Shard
 from piper.ir.text_fields import (
     AND,
     GAP,
@@ -76,7 +77,7 @@ def lines_of(graph: Graph) -> Iterator[str]:
             said += [
                 f"{name}={getattr(policy, name)}" for name in POLICY if getattr(policy, name) is not None
             ]
-            said += [f"shardings={show_shardings(policy.shardings)}"] if policy.shardings else []
+            said += [f"shardings={show_shardings(policy.by_expert)}"] if policy.by_expert else []
             said += [f"axes={AND.join(map(show_axis, policy.axes))}"] if policy.axes else []
         yield line("chunk", shown(chunk.name), said)
     for node in graph.nodes.values():
@@ -97,16 +98,15 @@ def node_fields(node: Compute) -> Iterator[str]:
         yield f"origin={' '.join(map(str, node.origin))}"
 
 
-def show_shardings(shardings: Mapping[str, Sharding]) -> str:
+def show_shardings(shardings: Mapping[str, AxisPlacement]) -> str:
     """Write how state is divided, name by name."""
-    return AND.join(f"{shown(name)} {each.dim}/{each.ways}" for name, each in shardings.items())
+    return AND.join(f"{shown(name)} {each.degree}" for name, each in shardings.items())
 
 
-def read_sharding(text: str) -> tuple[str, Sharding]:
+def read_sharding(text: str) -> tuple[str, AxisPlacement]:
     """Read one of what `show_shardings` wrote."""
-    called, _, divided = text.rpartition(" ")
-    axis, _, ways = divided.partition("/")
-    return name(called), Sharding(dim=int(axis), ways=int(ways))
+    called, _, degree = text.rpartition(" ")
+    return name(called), AxisPlacement(axis=EXPERTS, degree=int(degree), placement=Shard(dim=0))
 
 
 def show_axis(held: AxisPolicy) -> str:

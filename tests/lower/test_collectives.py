@@ -16,7 +16,7 @@ from piper.directives.json import parse_strategy
 from piper.errors import ConfigError, ScheduleError
 from piper.ir.ids import Pass
 from piper.ir.select import at
-from piper.ir.sharding import Collective, Slicing
+from piper.ir.sharding import Collective, Shard
 from piper.job import Job
 from piper.launchers.launch import launch_inline
 from piper.plan.instr import Collecting, Instr
@@ -110,7 +110,7 @@ def test_bytes_are_counted_by_the_kind_of_collective() -> None:
 
 
 def test_a_collective_travels_as_what_it_is() -> None:
-    how = Collective(axis="TP", degree=2, op="all_gather", back="reduce_scatter", joined=Slicing(dim=1))
+    how = Collective(axis="TP", degree=2, op="all_gather", back="reduce_scatter", joined=Shard(dim=1))
     ops: dict[str, str] = {}
     for op in ("all_gather", "reduce_scatter", "all_reduce", "max", "all_to_all", "shift", "shift_back"):
         payload = Collecting(run=Pass(phase="F", chunk="TP=0"), how=replace(how, op=op))

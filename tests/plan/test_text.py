@@ -115,11 +115,11 @@ def test_any_name_survives(name: str) -> None:
         devices=(0, 2, 4),
         instrs=instrs,
         slots=held,
-        residents={SlotId("buffer", name): Slot(nbytes=4, sharding=Sharding(dim=1, ways=2), placed=(2, 0))},
+        residents={SlotId("buffer", name): Slot(nbytes=4, sharding=Sharding(dim=1, degree=2), placed=(2, 0))},
     )
     bucket = Bucket(
         name=name, pieces=(
-            Piece(name=name, shape=(2, 3), offset=0, shardings=(Sharding(dim=1, ways=4),)),
+            Piece(name=name, shape=(2, 3), offset=0, shardings=(Sharding(dim=1, degree=4),)),
             Piece(name="b", shape=(), offset=6),
         ),
         devices=(0, 2), groups=((0, 2),), chunks=(name, "PP=0"), dtype="float32", itemsize=4, siblings=(name,),

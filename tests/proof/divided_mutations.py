@@ -7,7 +7,7 @@ from typing import TypeVar, get_args
 
 from piper.ir.devices import Devices
 from piper.ir.ids import SlotId
-from piper.ir.sharding import Collective, CollectiveOp, Sharding, Slicing
+from piper.ir.sharding import Collective, CollectiveOp, Shard, Sharding
 from piper.plan.instr import Collecting, Instr
 from piper.plan.plan import Bucket, Piece, Plans
 from tests.proof.mutations import Edit, mended, pick, with_instrs
@@ -35,14 +35,14 @@ def everywhere(plans: Plans, node: str, new: Callable[[Instr], Instr | None]) ->
     return replace(plans, plans=tuple(edited))
 
 
-def changed_slicing(rng: random.Random, slicing: Slicing | None) -> Slicing | None:
-    if slicing is None:
-        return rng.choice((None, Slicing(dim=1)))
+def changed_shard(rng: random.Random, shard: Shard | None) -> Shard | None:
+    if shard is None:
+        return rng.choice((None, Shard(dim=1)))
     return rng.choice(
         (
-            replace(slicing, dim=(slicing.dim + 1) % 3),
-            replace(slicing, zigzag=not slicing.zigzag),
-            replace(slicing, blocks=3 - slicing.blocks),
+            replace(shard, dim=(shard.dim + 1) % 3),
+            replace(shard, zigzag=not shard.zigzag),
+            replace(shard, blocks=3 - shard.blocks),
         )
     )
 
@@ -57,8 +57,8 @@ def change_how(rng: random.Random, plans: Plans) -> Plans | None:
     new: Collective = rng.choice(
         (
             replace(how, op=another(rng, OPS, how.op)),
-            replace(how, joined=changed_slicing(rng, how.joined)),
-            replace(how, cut=changed_slicing(rng, how.cut)),
+            replace(how, joined=changed_shard(rng, how.joined)),
+            replace(how, cut=changed_shard(rng, how.cut)),
             replace(how, degree=how.degree * 2),
             replace(how, axis={"TP": "CP", "CP": "TP"}[how.axis]),
             how.adjoint,
@@ -227,7 +227,7 @@ def change_load(rng: random.Random, plans: Plans) -> Plans | None:
         replace(field, degree=field.degree * 2),
         replace(field, devices=field.devices[::-1]),
         replace(field, slices=()),
-        replace(field, slices=(*field.slices, Sharding(dim=1, ways=2))),
+        replace(field, slices=(*field.slices, Sharding(dim=1, degree=2))),
         replace(field, slices=tuple(changed_sharding(rng, held) for held in field.slices)),
     ]
     new = rng.choice(changes)

@@ -11,12 +11,12 @@ import pytest
 from piper.compiler import build
 from piper.directives import Directive, shard
 from piper.errors import CompilerError
-from piper.ir.chunk import Output, ParameterSlice
+from piper.ir.chunk import Output
 from piper.ir.graph import AxisPolicy, Graph, Policy
 from piper.ir.ids import Pass, SlotId, read_slot
-from piper.ir.mesh import Axis, arranged, groups_apart
+from piper.ir.mesh import EXPERTS, Axis, arranged, groups_apart
 from piper.ir.select import at
-from piper.ir.sharding import WHOLE, Sharding, Slicing
+from piper.ir.sharding import AxisPlacement, Shard, Sharding
 from piper.lower import validate
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
@@ -131,7 +131,7 @@ def sliced(name: str, param: str, **fields: object) -> str:
     found = []
     for each in divided.program_of(name).outline.parameters:
         if each.name == param:
-            each = replace(each, slices=(replace(each.slices[0], **fields),))  # type: ignore[arg-type]
+            each = replace(each, placements=(replace(each.placements[0], **fields),))  # type: ignore[arg-type]
         found.append(each)
     return outline(name, parameters=tuple(found))
 
@@ -167,18 +167,18 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
             SEQUENCE,
             "collect",
             "B[PP=0 TP=1 MB=0]",
-            how(op="all_gather", joined=Slicing(dim=1), cut=None),
+            how(op="all_gather", joined=Shard(dim=1), cut=None),
         ),
         "B[PP=0 TP=1 MB=0] does all_gather over TP 2, joined along dimension 1; "
         "it should do reduce_scatter over TP 2, cut along dimension 1",
     ),
     "another dimension": (
-        lambda: after(SEQUENCE, "collect", "F[PP=0 TP=1 MB=0]", how(joined=Slicing(dim=2))),
+        lambda: after(SEQUENCE, "collect", "F[PP=0 TP=1 MB=0]", how(joined=Shard(dim=2))),
         "does all_gather over TP 2, joined along dimension 2; it should do all_gather over TP 2, joined along "
         "dimension 1",
     ),
     "another order of slices": (
-        lambda: after(CONTEXT, "collect", "F[PP=0 CP=0]", how(joined=Slicing(dim=1))),
+        lambda: after(CONTEXT, "collect", "F[PP=0 CP=0]", how(joined=Shard(dim=1))),
         "it should do all_gather over CP 2, joined along dimension 1 zigzag",
     ),
     "a shift the other way": (
@@ -200,7 +200,7 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
         "it should hold places 0, 1, 0 ... of its devices, on the host",
     ),
     "blocks": (
-        lambda: after(SEQUENCE, "collect", "F[PP=0 TP=1 MB=0]", how(joined=Slicing(dim=1, blocks=2))),
+        lambda: after(SEQUENCE, "collect", "F[PP=0 TP=1 MB=0]", how(joined=Shard(dim=1, blocks=2))),
         "does all_gather over TP 2, joined along dimension 1 in 2 blocks; it should do",
     ),
     "another read": (
@@ -289,12 +289,12 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
         "which holds field tokens; it should hold field tokens (slices 0,1,0,1 of 2 along dimension 1, zigzag)",
     ),
     "a field in another order": (
-        lambda: after(CONTEXT, "load", "labels", loading(slices=(Sharding(dim=1, ways=2),))),
+        lambda: after(CONTEXT, "load", "labels", loading(slices=(Sharding(dim=1, degree=2),))),
         "which holds field labels (slices 0,1,0,1 of 2 along dimension 1); "
         "it should hold field labels (slices 0,1,0,1 of 2 along dimension 1, zigzag)",
     ),
     "a field along another axis": (
-        lambda: after(TWO, "load", "tokens", loading(slices=(Sharding(dim=1, ways=2),))),
+        lambda: after(TWO, "load", "tokens", loading(slices=(Sharding(dim=1, degree=2),))),
         "which holds field tokens (slices 0,1,0,1,0,1,0,1 of 2 along dimension 1); "
         "it should hold field tokens (slices 0,0,1,1,0,0,1,1 of 2 along dimension 1)",
     ),
@@ -338,12 +338,12 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
         "PP=0/0 holds embedding.weight whole; it should be in 2 parts along dimension 0",
     ),
     "a parameter along another dimension": (
-        lambda: piece(TENSOR, "PP=0/0", shardings=(Sharding(dim=1, ways=2),), shape=(8, 2)),
+        lambda: piece(TENSOR, "PP=0/0", shardings=(Sharding(dim=1, degree=2),), shape=(8, 2)),
         "PP=0/0 holds embedding.weight in 2 parts along dimension 1; it should be in 2 parts along dimension 0",
     ),
     "a parameter over other groups": (
         lambda: piece(
-            TENSOR, "PP=0/0", shardings=(Sharding(dim=0, ways=2, stride=2, zigzag=True, blocks=2),)
+            TENSOR, "PP=0/0", shardings=(Sharding(dim=0, degree=2, stride=2, zigzag=True, blocks=2),)
         ),
         "PP=0/0 holds embedding.weight in 2 parts along dimension 0, 2 apart, 2 blocks, zigzag; "
         "it should be in 2 parts along dimension 0",
@@ -387,7 +387,7 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
         "embedding.weight is divided over 4 devices along TP; no region is",
     ),
     "a parameter that the model sums": (
-        lambda: sliced(TENSOR, "blocks.0.scale", summed=True),
+        lambda: sliced(TENSOR, "blocks.0.scale", partial=True),
         "PP=0 #1/0 reduces within 0,2 and 1,3; it should be 0-3",
     ),
     "a weight that other devices hold": (
@@ -488,25 +488,25 @@ def test_shards_between_regions_with_the_axes_in_another_order() -> None:
 
 
 def test_how_a_region_holds_a_parameter() -> None:
-    def held(*slices: ParameterSlice, experts: Sharding = WHOLE) -> tuple[object, ...]:
-        mesh = Policy(axes=AXES, ways=experts.ways).mesh(DEVICES)
-        found = holding(mesh, slices, experts)
+    def held(*placements: AxisPlacement, ways: int = 1) -> tuple[object, ...]:
+        found = holding(Policy(axes=AXES, ways=ways).mesh(DEVICES), placements)
         return found.shardings, groups_apart(DEVICES, found.distinct), found.slices
 
-    along_tp = ParameterSlice(axis="TP", degree=2, dim=1)
-    over_cp = ParameterSlice(axis="CP", degree=2, summed=True)
-    cut = Sharding(dim=1, ways=2, stride=1)
+    along_tp = AxisPlacement(axis="TP", degree=2, placement=Shard(dim=1))
+    over_cp = AxisPlacement(axis="CP", degree=2, partial=True)
+    experts = AxisPlacement(axis=EXPERTS, degree=2, placement=Shard(dim=0))
+    cut = Sharding(dim=1, degree=2, stride=1)
     assert held(along_tp, over_cp) == ((cut,), ((8, 10, 12, 14), (9, 11, 13, 15)), 2)
     assert held(over_cp) == ((), ((8, 10, 12, 14), (9, 11, 13, 15)), 1)
-    assert held(replace(over_cp, summed=False)) == ((), ((8, 12), (9, 13), (10, 14), (11, 15)), 1)
-    by_expert = Sharding(dim=0, ways=2, stride=4)
-    assert held(along_tp, over_cp, experts=Sharding(dim=0, ways=2)) == (
+    assert held(replace(over_cp, partial=False)) == ((), ((8, 12), (9, 13), (10, 14), (11, 15)), 1)
+    by_expert = Sharding(dim=0, degree=2, stride=4)
+    assert held(along_tp, over_cp, experts, ways=2) == (
         (by_expert, cut),
         ((8, 10), (9, 11), (12, 14), (13, 15)),
         4,
     )
     # a slice of its own is never added to the slice of another device, whatever else is said
-    assert held(replace(along_tp, summed=True), over_cp) == held(along_tp, over_cp)
+    assert held(replace(along_tp, partial=True), over_cp) == held(along_tp, over_cp)
 
 
 def four_devices() -> Covers:

@@ -757,17 +757,17 @@ TABLES: dict[str, tuple[Callable[[], Made], Callable[[Plans], Plans], str]] = {
     ),
     "ways": (
         experts,
-        lambda plans: divided(plans, "PP=0/0", Sharding(dim=0, ways=2)),
+        lambda plans: divided(plans, "PP=0/0", Sharding(dim=0, degree=2)),
         "PP=0/0 holds pre.0 in 2 parts along dimension 0; it should be whole",
     ),
     "a dimension": (
         experts,
-        lambda plans: divided(plans, "PP=0 EP=0/0", Sharding(dim=1, ways=2)),
+        lambda plans: divided(plans, "PP=0 EP=0/0", Sharding(dim=1, degree=2)),
         "PP=0 EP=0/0 holds experts.0 in 2 parts along dimension 1; it should be in 2 parts along dimension 0",
     ),
     "a buffer": (
         weighted,
-        lambda plans: with_buffer(plans, "fixed", sharding=Sharding(dim=0, ways=2), placed=(0, 1)),
+        lambda plans: with_buffer(plans, "fixed", sharding=Sharding(dim=0, degree=2), placed=(0, 1)),
         "PP=1 finds buffer.fixed in 2 parts along dimension 0 over 0,1; it should be whole",
     ),
     "groups": (

@@ -14,10 +14,9 @@ from piper.compiler import Program, compile
 from piper.compiler.requests import requests_of
 from piper.directives import Directive, apply, shard
 from piper.errors import CaptureError, ScheduleError
-from piper.ir.chunk import ParameterSlice
 from piper.ir.graph import start
 from piper.ir.select import at
-from piper.ir.sharding import Slicing
+from piper.ir.sharding import AxisPlacement, Shard
 from piper.job import Job
 from piper.launchers.launch import launch_inline
 from tests.capture.divide import lockstep
@@ -420,7 +419,7 @@ def stepped(
     made: DividedModel, begin: Mapping[str, Tensor], batch: Mapping[str, Tensor], axes: list[tuple[str, int]]
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Run a divided forward and its backward on all devices. axes: name and degree, the innermost first."""
-    slices = {p.name: p.slices for p in made.parameters}
+    slices = {p.name: p.placements for p in made.parameters}
     params = {
         name: [part.requires_grad_() for part in _cut(value, slices[name], axes)]
         for name, value in begin.items()
@@ -445,28 +444,26 @@ def stepped(
     return [float(value.detach()) for value in losses], gradients
 
 
-def _cut(value: Tensor, slices: Sequence[ParameterSlice], axes: list[tuple[str, int]]) -> list[Tensor]:
+def _cut(value: Tensor, slices: Sequence[AxisPlacement], axes: list[tuple[str, int]]) -> list[Tensor]:
     """Return each device's part. The outermost axis cuts first."""
     held = {part.axis: part for part in slices}
     parts = [value.clone()]
     for axis, degree in reversed(axes):
         how = held.get(axis)
-        if how is None or how.dim is None:
+        if how is None or not isinstance(how.placement, Shard):
             parts = [part.clone() for part in parts for _ in range(degree)]
         else:
-            slicing = Slicing(dim=how.dim, blocks=how.blocks, zigzag=how.zigzag)
-            parts = [one for part in parts for one in lockstep.cut(part, slicing, degree)]
+            parts = [one for part in parts for one in lockstep.cut(part, how.placement, degree)]
     return parts
 
 
-def _joined(parts: list[Tensor], slices: Sequence[ParameterSlice]) -> Tensor:
+def _joined(parts: list[Tensor], slices: Sequence[AxisPlacement]) -> Tensor:
     """Put the gradients of a parameter together, from the innermost axis: slices, terms of a sum, or copies."""
     for how in slices:
         groups = [parts[i : i + how.degree] for i in range(0, len(parts), how.degree)]
-        if how.dim is not None:
-            slicing = Slicing(dim=how.dim, blocks=how.blocks, zigzag=how.zigzag)
-            parts = [lockstep.join(group, slicing) for group in groups]
-        elif how.summed:
+        if isinstance(how.placement, Shard):
+            parts = [lockstep.join(group, how.placement) for group in groups]
+        elif how.partial:
             parts = [torch.stack(group).sum(0) for group in groups]
         else:
             for group in groups:

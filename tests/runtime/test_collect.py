@@ -3,39 +3,39 @@
 import pytest
 import torch
 
-from piper.ir.sharding import Slicing
+from piper.ir.sharding import Shard
 from piper.runtime.collect import apart, joined, part
 from piper.runtime.comm.synthetic import AloneGroup
 
 VALUE = torch.arange(16).view(2, 8)
 PARTS = [  # the columns that each of two members holds
-    (Slicing(dim=1), [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    (Slicing(dim=1, blocks=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    (Slicing(dim=1, zigzag=True), [[0, 1, 6, 7], [2, 3, 4, 5]]),
-    (Slicing(dim=1, blocks=2, zigzag=True), [[0, 3, 4, 7], [1, 2, 5, 6]]),
+    (Shard(dim=1), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    (Shard(dim=1, blocks=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (Shard(dim=1, zigzag=True), [[0, 1, 6, 7], [2, 3, 4, 5]]),
+    (Shard(dim=1, blocks=2, zigzag=True), [[0, 3, 4, 7], [1, 2, 5, 6]]),
 ]
 
 
-@pytest.mark.parametrize(("slicing", "columns"), PARTS)
-def test_parts_are_taken_apart_and_joined(slicing: Slicing, columns: list[list[int]]) -> None:
+@pytest.mark.parametrize(("shard", "columns"), PARTS)
+def test_parts_are_taken_apart_and_joined(shard: Shard, columns: list[list[int]]) -> None:
     wanted = torch.stack([VALUE[:, own] for own in columns])
-    parts = apart(VALUE, slicing, 2)
+    parts = apart(VALUE, shard, 2)
     assert torch.equal(parts, wanted)
     assert parts.is_contiguous()
-    assert [part(VALUE, slicing, 2, place).tolist() for place in (0, 1)] == wanted.tolist()
-    assert torch.equal(joined(wanted, slicing), VALUE)
+    assert [part(VALUE, shard, 2, place).tolist() for place in (0, 1)] == wanted.tolist()
+    assert torch.equal(joined(wanted, shard), VALUE)
 
 
 def test_nothing_is_copied_where_nothing_lies_before_the_divided_dimension() -> None:
     one_sample = torch.randn(1, 8, 4)
-    parts = apart(one_sample, Slicing(dim=1), 2)
+    parts = apart(one_sample, Shard(dim=1), 2)
     assert parts.data_ptr() == one_sample.data_ptr()
-    assert joined(parts, Slicing(dim=1)).data_ptr() == one_sample.data_ptr()
+    assert joined(parts, Shard(dim=1)).data_ptr() == one_sample.data_ptr()
 
 
 def test_a_members_own_part_has_memory_of_its_own() -> None:
     value = torch.randn(4, 2)
-    assert part(value, Slicing(dim=0), 2, 0).data_ptr() != value.data_ptr()
+    assert part(value, Shard(dim=0), 2, 0).data_ptr() != value.data_ptr()
 
 
 def test_a_device_alone_gets_its_own_values() -> None:

@@ -94,8 +94,7 @@ def held(worker: Worker) -> dict[str, Tensor]:
     """All that a worker has after a step: what it trains, what it computes with, and buffers."""
     found = {name: worker.owned(name) for name in worker.env.state.holdings}
     found |= {f"{name}.flat": holding.flat for name, holding in worker.env.state.holdings.items()}
-    buffers = worker.buffers(name for name in worker.env.state.shares)
-    return found | {name: value for name, (_, value) in buffers.items()}
+    return found | worker.buffers(worker.env.state.buffers)
 
 
 def assert_alike(one: Worker, other: Worker) -> None:

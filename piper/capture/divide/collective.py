@@ -1,12 +1,9 @@
 """Chooses the collective that brings a value from one layout to another."""
 
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole
-from piper.ir.chunk import Collective, CollectiveOp, Slicing
+from piper.ir.chunk import Collective, CollectiveOp
 
 
-def slicing_of(layout: Divided) -> Slicing:
-    """Return a division as plans write it."""
-    return Slicing(dim=layout.dim, blocks=layout.blocks, zigzag=layout.zigzag)
 
 
 def change(axis: str, degree: int, have: Layout, want: Layout, varies: bool) -> Collective:
@@ -21,8 +18,8 @@ def change(axis: str, degree: int, have: Layout, want: Layout, varies: bool) -> 
             degree=degree,
             op=op,
             back=back,
-            joined=slicing_of(joined) if isinstance(joined, Divided) else None,
-            cut=slicing_of(cut) if isinstance(cut, Divided) else None,
+            joined=joined if isinstance(joined, Divided) else None,
+            cut=cut if isinstance(cut, Divided) else None,
         )
 
     match have, want:

@@ -1,41 +1,12 @@
 """How the devices of a group hold one value between them."""
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
 
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Every device holds the whole value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Divided:
-    """The i-th device holds the i-th slice along one dimension.
-
-    blocks: the dimension is `blocks` equal runs laid end to end, each divided by itself. A fused
-    query-key-value weight has three. Flattening [batch, sequence] with a divided sequence gives one a sample.
-    zigzag: the i-th device holds the i-th and the i-th last of 2 * degree slices.
-    """
-
-    dim: int
-    blocks: int = 1
-    zigzag: bool = False
-
-    def at(self, dim: int) -> "Divided":
-        """Return the same division of another dimension."""
-        return replace(self, dim=dim)
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """Every device holds a term; the value is their sum, or their maximum."""
-
-    op: Literal["sum", "max"] = "sum"
-
-
-Layout = Whole | Divided | Sum
-WHOLE = Whole()
+Whole = Replicate
+Divided = Shard
+Sum = Partial
+Layout = Placement
+WHOLE = REPLICATE
 
 
 def in_words(layout: Layout) -> str:

@@ -16,8 +16,9 @@ from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.recording import FromParameter, Recording
 from piper.capture.trace.regions import find_regions
 from piper.errors import ScheduleError
-from piper.ir.chunk import Parameter, ParameterSlice, Tags, TensorSpec
+from piper.ir.chunk import Parameter, Tags, TensorSpec
 from piper.ir.mesh import Mesh
+from piper.ir.sharding import REPLICATE, AxisPlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +46,7 @@ class DividedModel:
 
     recording: Recording
     parameters: tuple[Parameter, ...]  # with how each is divided
-    batch: Mapping[
-        str, tuple[ParameterSlice, ...]
-    ]  # the fields of the batch that are divided, along which axes
+    batch: Mapping[str, tuple[AxisPlacement, ...]]  # the fields that are sharded, along which axes
 
 
 def divide_model(
@@ -64,7 +63,7 @@ def divide_model(
     differ by rounding of fp64 alone.
     """
     recording = as_aten(recording, exact=exact)
-    fields: dict[str, tuple[ParameterSlice, ...]] = {}
+    fields: dict[str, tuple[AxisPlacement, ...]] = {}
     # The outermost axis first: what it leaves of a dimension is what an inner axis then divides.
     groups = groups_of(requests)
     while groups:
@@ -74,8 +73,10 @@ def divide_model(
         inner = {g[0].axis: g[0].degree for g in groups if any(regions & r.regions.keys() for r in g)}
         recording, parameters = _divided(recording, merged, parameters, batch, math.prod(inner.values()))
         for name, dim in first.batch.items():
-            cut = ParameterSlice(axis=first.axis, degree=first.degree, dim=dim, zigzag=first.zigzag)
-            fields[name] = (cut, *fields.get(name, ()))
+            held = AxisPlacement(
+                axis=first.axis, degree=first.degree, placement=Divided(dim, zigzag=first.zigzag)
+            )
+            fields[name] = (held, *fields.get(name, ()))
     return DividedModel(recording=recording, parameters=tuple(parameters), batch=fields)
 
 
@@ -120,19 +121,18 @@ def _divided(
         return a in meshes and b in meshes and meshes[a] == meshes[b]
 
     made = divide(recording, division, meshes.__contains__, peers)
-    held = made.division.weights
+    shards = made.division.weights
     divided = tuple(
         replace(
             parameter,
-            slices=(
-                ParameterSlice(
+            placements=(
+                AxisPlacement(
                     axis=first.axis,
                     degree=first.degree,
-                    dim=held[parameter.name].dim if parameter.name in held else None,
-                    blocks=held[parameter.name].blocks if parameter.name in held else 1,
-                    summed=parameter.name in made.summed,
+                    placement=shards.get(parameter.name, REPLICATE),
+                    partial=parameter.name in made.summed,
                 ),
-                *parameter.slices,
+                *parameter.placements,
             ),
         )
         if parameter.name in used

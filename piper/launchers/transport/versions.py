@@ -45,7 +45,6 @@ from piper.launchers.transport.version_sections import (
     same,
     step_in,
 )
-from piper.plan.divided import buffer_shares
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plans
 from piper.plan.protected import GENERATIONS, ProtectedState, sent
@@ -333,8 +332,7 @@ def rest_of(plans: Plans, device: int) -> tuple[list[Bucket], list[str]]:
     """Return the buckets and buffers that a device is the one to save and no instruction copies."""
     copied = copied_slots(plans)
     buckets = [b for b in saved_buckets(plans, device) if SlotId("param", b.name) not in copied]
-    shares = {d: buffer_shares(plans, d) for plan in plans for d in plan.devices if d <= device}
-    buffers = [name for name in saved_buffers(shares, device) if SlotId("buffer", name) not in copied]
+    buffers = [name for name in saved_buffers(plans, device) if SlotId("buffer", name) not in copied]
     return buckets, buffers
 
 

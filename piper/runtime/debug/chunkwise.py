@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, Output, Source, Tags
-from piper.ir.sharding import WHOLE, Sharding
+from piper.ir.sharding import UNSHARDED, Sharding
 from piper.runtime.compute import draw_place
 from piper.runtime.context import Dice, draw_seed
 from piper.runtime.setup import Setup
@@ -39,7 +39,7 @@ class Chunkwise:
             if slot.kind == "buffer"
         }
         for bucket in setup.plans.buckets.values():
-            self.shardings |= {p.name: p.shardings[0] if p.shardings else WHOLE for p in bucket.pieces}
+            self.shardings |= {p.name: p.shardings[0] if p.shardings else UNSHARDED for p in bucket.pieces}
             for chunk in bucket.chunks:
                 self.ways[chunk] = max(bucket.ways, self.ways.get(chunk, 1))
 
@@ -115,7 +115,7 @@ class Chunkwise:
         spec = chunk.phases["F"]
         for name, value in zip((*spec.params, *spec.buffers), (*params, *buffers), strict=True):
             sharding = self.shardings[name]
-            parts.append(list(value.chunk(ways, sharding.dim)) if sharding.ways > 1 else [value] * ways)
+            parts.append(list(value.chunk(ways, sharding.dim)) if sharding.degree > 1 else [value] * ways)
         results = [self.setup.code(chunk, "F")(*arguments) for arguments in zip(*parts, strict=True)]
         count = len(chunk.outputs)
         joined = (torch.cat(pieces) for pieces in zip(*(result[:count] for result in results), strict=True))

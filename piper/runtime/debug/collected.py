@@ -14,7 +14,7 @@ from piper.ir.chunk import CapturedModel
 from piper.ir.devices import Devices
 from piper.ir.ids import Pass
 from piper.ir.mesh import groups_along
-from piper.ir.sharding import Collective, Slicing
+from piper.ir.sharding import Collective, Shard
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.runtime.debug.distance import distance
@@ -102,32 +102,32 @@ def by_hand(how: Collective, given: Sequence[Tensor]) -> list[Tensor]:
             assert_never(how.op)
 
 
-def places_of(size: int, slicing: Slicing, ways: int, index: int) -> list[int]:
+def places_of(size: int, shard: Shard, degree: int, index: int) -> list[int]:
     """Return which elements of a dimension a member holds, in its own order."""
-    block = size // slicing.blocks
-    piece = block // (2 * ways if slicing.zigzag else ways)
-    pieces = [index, 2 * ways - 1 - index] if slicing.zigzag else [index]
+    block = size // shard.blocks
+    piece = block // (2 * degree if shard.zigzag else degree)
+    pieces = [index, 2 * degree - 1 - index] if shard.zigzag else [index]
     return [
         start * block + number * piece + i
-        for start in range(slicing.blocks)
+        for start in range(shard.blocks)
         for number in pieces
         for i in range(piece)
     ]
 
 
-def part_of(value: Tensor, slicing: Slicing, ways: int, index: int) -> Tensor:
+def part_of(value: Tensor, shard: Shard, degree: int, index: int) -> Tensor:
     """Return a member's part of a value."""
-    places = places_of(value.shape[slicing.dim], slicing, ways, index)
-    return value.index_select(slicing.dim, torch.tensor(places, device=value.device))
+    places = places_of(value.shape[shard.dim], shard, degree, index)
+    return value.index_select(shard.dim, torch.tensor(places, device=value.device))
 
 
-def whole_of(parts: Sequence[Tensor], slicing: Slicing) -> Tensor:
+def whole_of(parts: Sequence[Tensor], shard: Shard) -> Tensor:
     """Return the value of which each member has a part."""
-    ways, dim = len(parts), slicing.dim
+    degree, dim = len(parts), shard.dim
     shape = list(parts[0].shape)
-    shape[dim] *= ways
+    shape[dim] *= degree
     whole = parts[0].new_empty(shape)
     for index, part in enumerate(parts):
-        places = places_of(shape[dim], slicing, ways, index)
+        places = places_of(shape[dim], shard, degree, index)
         whole.index_copy_(dim, torch.tensor(places, device=whole.device), part)
     return whole

@@ -12,10 +12,10 @@ from piper.capture.trace.effects import draws
 from piper.capture.trace.markers import how_of, is_collective
 from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
 from piper.ir.chunk import AxisPosition, Batch, Collective, Constant, HostPlace
-from piper.ir.sharding import Slicing
+from piper.ir.sharding import Shard
 
 
-def cut(value: Tensor, how: Slicing, degree: int) -> list[Tensor]:
+def cut(value: Tensor, how: Shard, degree: int) -> list[Tensor]:
     """Return each device's part of a tensor."""
     apart = value.unflatten(how.dim, (how.blocks, -1))
     if how.zigzag:
@@ -26,7 +26,7 @@ def cut(value: Tensor, how: Slicing, degree: int) -> list[Tensor]:
     return [part.flatten(how.dim, how.dim + 1).clone() for part in parts]
 
 
-def join(parts: Sequence[Tensor], how: Slicing) -> Tensor:
+def join(parts: Sequence[Tensor], how: Shard) -> Tensor:
     """Put the parts of a tensor together."""
     n = len(parts)
     apart = [part.unflatten(how.dim, (how.blocks, -1)) for part in parts]

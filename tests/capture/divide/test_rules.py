@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.divide.aten import as_aten
-from piper.capture.divide.collective import slicing_of
 from piper.capture.divide.divide import DividedForward, divide
 from piper.capture.divide.division import Division
 from piper.capture.divide.layout import Divided, reshaped
@@ -97,14 +96,12 @@ def compare(
     for name, parameter in model.named_parameters():
         value = parameter.detach()
         held = weights.get(name)
-        parts = (
-            lockstep.cut(value, slicing_of(held), degree) if held else [value.clone() for _ in range(degree)]
-        )
+        parts = lockstep.cut(value, held, degree) if held else [value.clone() for _ in range(degree)]
         for i, part in enumerate(parts):
             params[i][name] = part.requires_grad_()
     for name, value in batch.items():
         held = (fields or {}).get(name)
-        parts = lockstep.cut(value, slicing_of(held), degree) if held else [value] * degree
+        parts = lockstep.cut(value, held, degree) if held else [value] * degree
         for i, part in enumerate(parts):
             given[i][name] = part
     losses, ran = lockstep.run(made.recording, degree, params, {}, given)
@@ -116,7 +113,7 @@ def compare(
         assert parameter.grad is not None and all(grad is not None for grad in grads), name
         found = [grad for grad in grads if grad is not None]
         if name in weights:
-            got = lockstep.join(found, slicing_of(weights[name]))
+            got = lockstep.join(found, weights[name])
         elif name in made.summed:
             got = sum(found[1:], found[0])
         else:

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.divide.aten import as_aten
-from piper.capture.divide.collective import slicing_of
 from piper.capture.divide.divide import DividedForward, divide
 from piper.capture.divide.division import Division
 from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole, divides
@@ -100,7 +99,7 @@ def parts_of(tensor: Tensor, layout: Layout, degree: int) -> list[Tensor]:
     """Return what each device holds. Terms of a sum are multiples by powers of two, so that none is rounded."""
     match layout:
         case Divided():
-            return lockstep.cut(tensor, slicing_of(layout), degree)
+            return lockstep.cut(tensor, layout, degree)
         case Sum():
             return [tensor * 2 ** (degree - 1), *(-tensor * 2**i for i in reversed(range(degree - 1)))]
         case Whole():
@@ -207,7 +206,7 @@ def _compared(
 def _joined(grads: Sequence[Tensor], layout: Layout, summed: bool) -> Sequence[Tensor]:
     """Return the gradients of the whole value that the devices' gradients stand for."""
     if isinstance(layout, Divided):
-        return [lockstep.join(grads, slicing_of(layout))]
+        return [lockstep.join(grads, layout)]
     return [sum(grads[1:], grads[0])] if summed else grads
 
 
