@@ -3,7 +3,7 @@
 import pytest
 
 from piper.errors import ConfigError
-from piper.ir.devices import Devices, columns, groups_of, parse, show
+from piper.ir.devices import Devices, columns, parse, show
 from piper.ir.text_fields import BadLineError, each_line, flag, numbers, pairs, read_fields
 from tests.chain import UNIT, chain
 
@@ -26,10 +26,8 @@ def test_a_set_is_written_shortly_and_read_back(devices: Devices, text: str) -> 
     assert parse(text) == devices
 
 
-def test_groups_are_neighbours_and_columns_go_across_them() -> None:
-    assert groups_of((4, 5, 6, 7), 2) == ((4, 5), (6, 7))
-    assert columns(groups_of((4, 5, 6, 7), 2)) == ((4, 6), (5, 7))
-    assert groups_of((0, 1, 2, 3, 4, 5), 3) == ((0, 1, 2), (3, 4, 5))
+def test_columns_go_across_groups() -> None:
+    assert columns([(4, 5), (6, 7)]) == ((4, 6), (5, 7))
 
 
 def test_a_field_may_be_given_once() -> None:

@@ -6,7 +6,7 @@ from piper.capture.divide.request import Request
 from piper.directives import Directive, ShardAxis
 from piper.ir.chunk import Tags
 from piper.ir.graph import Graph
-from piper.ir.mesh import Axis, Mesh, arranged
+from piper.ir.mesh import Axis, Mesh, mesh_of
 
 
 def requests_of(graph: Graph, strategy: Sequence[Directive]) -> list[Request]:
@@ -15,7 +15,7 @@ def requests_of(graph: Graph, strategy: Sequence[Directive]) -> list[Request]:
     regions: dict[int, dict[Tags, Mesh]] = {}
     for chunk in graph.outline.chunks:
         axes = graph.policy(chunk.name).axes
-        mesh = arranged(
+        mesh = mesh_of(
             tuple(range(sizes[chunk.name])), (Axis(name=held.axis, degree=held.degree) for held in axes)
         )
         for held in axes:

@@ -29,10 +29,10 @@ def likely_rows(strategy: list[Directive], samples: int) -> int:
 
 def rows_of(graph: Graph, samples: int) -> dict[str, int]:
     """Return how many samples each chunk gets at a time."""
-    slices = {
-        node.chunk: len(node.devices) // graph.policy(node.chunk).degree for node in graph.nodes.values()
+    nodes = {node.chunk: node for node in graph.nodes.values()}
+    return {
+        chunk: samples // (graph.mesh(node).slices * parts_of(graph, chunk)) for chunk, node in nodes.items()
     }
-    return {chunk: samples // (size * parts_of(graph, chunk)) for chunk, size in slices.items()}
 
 
 def capture_slices(

@@ -32,11 +32,6 @@ def parse(text: str) -> Devices:
     return tuple(int(number) for number in text.split(",")) if text else ()
 
 
-def groups_of(devices: Devices, size: int) -> tuple[Devices, ...]:
-    """Cut a set into groups of `size` neighbours."""
-    return tuple(devices[i : i + size] for i in range(0, len(devices), size))
-
-
 def columns(rows: Sequence[Devices]) -> tuple[Devices, ...]:
     """Return, for each i, the i-th device of every set: the copies of one part in sets of equal size."""
     return tuple(zip(*rows, strict=True))

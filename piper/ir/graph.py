@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, Tags
 from piper.ir.devices import Devices
-from piper.ir.mesh import EXPERTS, Axis, Mesh, arranged
+from piper.ir.mesh import EXPERTS, Axis, Mesh, mesh_of
 from piper.ir.node import Compute, compute_name
 from piper.ir.protection import Protection
 from piper.ir.select import At
@@ -62,7 +62,7 @@ class Policy:
         axes = [Axis(name=held.axis, degree=held.degree) for held in self.axes]
         if self.ways > 1:
             axes.append(Axis(name=EXPERTS, degree=self.ways, samples=True))
-        return arranged(devices, axes)
+        return mesh_of(devices, axes)
 
     def placements(self, name: str) -> tuple[AxisPlacement, ...]:
         """Return how a parameter or a buffer is sharded by expert. Empty: it is not."""
@@ -188,6 +188,10 @@ class Graph:
     def policy(self, chunk: str) -> Policy:
         """Return how a chunk's parameters live: the default where no directive set it."""
         return self.policies.get(chunk, NO_POLICY)
+
+    def mesh(self, node: Compute) -> Mesh:
+        """Return how the devices of a node are arranged."""
+        return self.policy(node.chunk).mesh(node.devices)
 
     def with_policies(self, nodes: Iterable[Compute], change: Callable[[str, Policy], Policy]) -> "Graph":
         """Return the graph with the policies of nodes changed: of their chunks, or of microbatches alone.

@@ -66,7 +66,7 @@ class Mesh:
         return groups_apart(self.devices, tuple(map(self.axis, names)))
 
 
-def arranged(devices: Devices, axes: Iterable[Axis]) -> Mesh:
+def mesh_of(devices: Devices, axes: Iterable[Axis]) -> Mesh:
     """Return a mesh of some axes, the innermost first. All devices that are left lie along `DATA`."""
     placed, stride = [], 1
     for axis in axes:

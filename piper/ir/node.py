@@ -79,7 +79,7 @@ class Load:
     devices: Devices
     writes: tuple[SlotId, ...]
     degree: int = 1  # how many neighbours share their samples
-    slices: tuple[Sharding, ...] = ()  # of the field, where its other dimensions are divided
+    slices: tuple[Sharding, ...] = ()  # of the field, where its other dimensions are sharded
     stream: str = "load"
     reads: tuple[SlotId, ...] = ()
     origin: tuple[int, ...] = ()

@@ -128,8 +128,8 @@ def spans_of(plans: Plans, device: int, samples: int) -> dict[str, list[Span]]:
     for ins in plans.of(device).instrs:
         if ins.op == "load":
             field = ins.loads
-            place, count = field.devices.index(device) // field.degree, len(field.devices) // field.degree
-            found.setdefault(field.name, []).extend(slices(plans, samples, place, count, field.part))
+            mine = slices(plans, samples, *field.slice_of(device), field.part)
+            found.setdefault(field.name, []).extend(mine)
     return {field: joined(spans) for field, spans in found.items()}
 
 

@@ -44,7 +44,7 @@ def emit(state: LoweringState) -> LoweringState:
         buckets=state.buckets,
         seed=1.0 if outline.weight else 1.0 / slices,
         weighted=outline.weight is not None,
-        copies=placement.policy.degree,
+        copies=placement.mesh.degree,
         cells=cells_per_device(state.graph),
         axes=dict(axis for axes in state.graph.parts.values() for axis in axes),
         chunks=placed_chunks(state.graph),

@@ -54,7 +54,7 @@ def add_loads(state: LoweringState) -> LoweringState:
                     batch_field=value.owner,
                     part=node.part,
                     devices=node.devices,
-                    degree=state.graph.policy(node.chunk).degree,
+                    degree=state.graph.mesh(node).degree,
                     slices=field_slices(state.graph, node, value.owner),
                     writes=(value,),
                     origin=node.origin,
@@ -65,8 +65,7 @@ def add_loads(state: LoweringState) -> LoweringState:
 
 def field_slices(graph: Graph, node: Compute, batch_field: str) -> tuple[Sharding, ...]:
     """Return how the devices of a node shard a field of the batch beyond its samples."""
-    mesh = graph.policy(node.chunk).mesh(node.devices)
-    return shardings_on(mesh, graph.outline.fields.get(batch_field, ()))
+    return shardings_on(graph.mesh(node), graph.outline.fields.get(batch_field, ()))
 
 
 def every_field_is_loaded(state: LoweringState) -> Iterator[str]:

@@ -18,7 +18,7 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
     source = flow.resolve(chunk.inputs[position])
     match source:
         case Batch(field=batch_field):
-            shared = here.policy.degree  # neighbours that load the same samples
+            shared = here.mesh.degree  # neighbours that load the same samples
             loaded = SlotId(
                 "batch", batch_field, devices=(placement, placement[:shared]) if shared > 1 else (placement,)
             )
@@ -128,7 +128,7 @@ def send(
         value=value,
         source=there.devices,
         target=placement.devices,
-        degrees=(there.policy.degree, placement.policy.degree),
+        degrees=(there.mesh.degree, placement.mesh.degree),
         reads=(value,),
         writes=(arrived,),
         sliced=sliced,

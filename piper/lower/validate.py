@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk, Tags
-from piper.ir.devices import Devices, groups_of, show
+from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, inputs_from_chunks
+from piper.ir.mesh import DATA
 from piper.ir.node import Compute
 from piper.lower.expert_buffers import check_expert_buffers
 from piper.lower.placements import layouts_of, spread
@@ -167,9 +168,7 @@ def check_sets(graph: Graph) -> None:
     for chunk, sets in spread(graph).items():
         nodes = {devices: node_on(graph, chunk, devices) for devices in sets}
         first, *others = nodes.values()
-        policy = graph.policy(chunk)
-        size = policy.degree * policy.ways
-        groups = {group for devices in sets for group in groups_of(devices, size)}
+        groups = {group for node in nodes.values() for group in graph.mesh(node).distinct_along(DATA)}
         for node in others:
             facts = {each.name: f"on {show(each.devices)}" for each in (first, node)}
             if len(node.devices) != len(first.devices):
@@ -179,6 +178,7 @@ def check_sets(graph: Graph) -> None:
                     facts=facts,
                     hint="place them on sets of one size: they get slices of the samples of one size",
                 )
+            size = len(next(iter(groups)))
             if sum(map(len, groups)) > len({device for group in groups for device in group}):
                 raise ScheduleError(
                     f"the groups of {size} devices that divide {chunk} contradict each other",
@@ -299,8 +299,8 @@ def check_fp8_gathers(graph: Graph) -> None:
 
 def cells_per_device(graph: Graph) -> int:
     """Return the number of slices of the samples before microbatches: every set of devices divides it."""
-    sizes = {(node.chunk, len(node.devices)) for node in graph.nodes.values()}
-    return math.lcm(*{size // graph.policy(chunk).degree for chunk, size in sizes})
+    sets = {(node.chunk, len(node.devices)): node for node in graph.nodes.values()}
+    return math.lcm(*{graph.mesh(node).slices for node in sets.values()})
 
 
 def parts_of(graph: Graph, chunk: str) -> int:

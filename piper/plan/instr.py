@@ -19,7 +19,11 @@ class Field:
     part: Tags = ()
     devices: Devices = ()
     degree: int = 1  # how many neighbours share their samples
-    slices: tuple[Sharding, ...] = ()  # of the field, where its other dimensions are divided
+    slices: tuple[Sharding, ...] = ()  # of the field, where its other dimensions are sharded
+
+    def slice_of(self, device: int) -> tuple[int, int]:
+        """Return which slice of the samples a device loads, and of how many."""
+        return self.devices.index(device) // self.degree, len(self.devices) // self.degree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from piper.ir.devices import Devices
+from piper.ir.mesh import Axis
 from piper.plan.plan import Comm, Plans
 from piper.proof.meshes import Numbering, shard_number
 
@@ -109,7 +110,9 @@ class Covers:
             found: list[Held] = []
             for device in self.plans.plans[program].devices:
                 here = position[device]
-                shares = range(degree) if every_share else (here // shared % degree,)
+                shares = (
+                    range(degree) if every_share else (Axis(degree=degree, stride=shared).coordinate(here),)
+                )
                 shards = [shard_number(here, own) + place for place in places]
                 pieces = [self._slice(shard, share, 0, self.cells) for shard in shards for share in shares]
                 found.append(_overlaid([piece for held in pieces for piece in held]))

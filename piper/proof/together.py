@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from piper.ir.devices import Devices, columns, groups_of
+from piper.ir.devices import Devices
 from piper.ir.mesh import EXPERTS
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
@@ -307,8 +307,8 @@ class Together:
                 slots[slot] = (value[0], "first", value[2])
 
     def _replicas(self, chunk: str) -> tuple[Devices, ...]:
-        """Return the devices that hold the same buffers of a chunk, with the first of each group in front."""
-        return columns(groups_of(self.spec.placement[chunk], self.spec.degree(chunk)))
+        """Return the devices that hold the same buffers of a chunk. Those it writes are never sharded."""
+        return (self.spec.placement[chunk],)
 
     def _check_replicas(self, member: Member, comm: Comm | None, bucket: Bucket) -> None:
         if comm is not None:

@@ -248,9 +248,7 @@ def load(env: Env, ins: Instr) -> Bound:
 
 def rows(env: Env, ins: Instr, samples: int) -> list[tuple[int, int]]:
     """Return the ranges of samples of a device's microbatch: the same piece of each of the device's cells."""
-    field = ins.loads
-    place, count = field.devices.index(env.device) // field.degree, len(field.devices) // field.degree
-    return slices(env.setup.plans, samples, place, count, field.part)
+    return slices(env.setup.plans, samples, *ins.loads.slice_of(env.device), ins.loads.part)
 
 
 def slices_of(plans: Plans) -> int:

@@ -13,7 +13,7 @@ from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.compiler.requests import requests_of
 from piper.directives import Directive, apply
 from piper.ir.graph import start
-from piper.ir.mesh import Axis, arranged
+from piper.ir.mesh import Axis, mesh_of
 
 DIM, DEPTH, ROWS = 8, 9, 2
 BATCH = {"x": torch.zeros(4, 3, DIM)}
@@ -135,7 +135,7 @@ def test_the_outline_of_a_divided_model_is_that_of_all_blocks() -> None:
 
 def test_where_stages_begin_does_not_change_a_division() -> None:
     def asked(first: int) -> list[Request]:
-        mesh = arranged((0, 1, 2, 3), [Axis(name="TP", degree=2)])
+        mesh = mesh_of((0, 1, 2, 3), [Axis(name="TP", degree=2)])
         stages = [range(first), range(first, DEPTH)]
         return [
             Request(

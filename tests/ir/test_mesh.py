@@ -3,7 +3,7 @@
 import pytest
 
 from piper.ir.graph import AxisPolicy, Policy
-from piper.ir.mesh import DATA, EXPERTS, Axis, Mesh, arranged
+from piper.ir.mesh import DATA, EXPERTS, Axis, Mesh, mesh_of
 
 EIGHT = tuple(range(8, 16))
 
@@ -43,7 +43,7 @@ def test_replicas_of_groups_that_shard_their_state() -> None:
     shards, replicas = (
         Axis(name=name, degree=n, samples=True) for name, n in (("shards", 2), ("replicas", 2))
     )
-    mesh = arranged(EIGHT, [Axis(name="TP", degree=2), shards, replicas])
+    mesh = mesh_of(EIGHT, [Axis(name="TP", degree=2), shards, replicas])
     assert (mesh.degree, mesh.slices) == (2, 4)
     assert mesh.groups("shards") == ((8, 10), (9, 11), (12, 14), (13, 15))
     assert mesh.groups("replicas") == ((8, 12), (9, 13), (10, 14), (11, 15))

@@ -14,7 +14,7 @@ from piper.errors import CompilerError
 from piper.ir.chunk import Output
 from piper.ir.graph import AxisPolicy, Graph, Policy
 from piper.ir.ids import Pass, SlotId, read_slot
-from piper.ir.mesh import EXPERTS, Axis, arranged, groups_apart
+from piper.ir.mesh import EXPERTS, Axis, groups_apart, mesh_of
 from piper.ir.select import at
 from piper.ir.sharding import AxisPlacement, Shard, Sharding
 from piper.lower import validate
@@ -474,17 +474,17 @@ def test_many_edited_plans_are_refused_or_give_the_same_numbers(name: str) -> No
 
 DEVICES = (8, 9, 10, 11, 12, 13, 14, 15)
 AXES = tuple(AxisPolicy(axis=axis, degree=2, stream="s", origin=0) for axis in ("TP", "CP"))
-MESH = arranged(DEVICES, [Axis(name="TP", degree=2), Axis(name="CP", degree=2)])
+MESH = mesh_of(DEVICES, [Axis(name="TP", degree=2), Axis(name="CP", degree=2)])
 
 
 def test_shards_between_regions_with_the_axes_in_another_order() -> None:
-    other = arranged(DEVICES, [Axis(name="CP", degree=2), Axis(name="TP", degree=2)])
+    other = mesh_of(DEVICES, [Axis(name="CP", degree=2), Axis(name="TP", degree=2)])
     tensor = MESH.axis("TP")
     assert passes(MESH, other, tensor)
     assert numbering(other, MESH, [tensor]) == ((other.axis("TP"), 1),)
     assert other.axis("TP").stride == 2
-    assert not passes(MESH, arranged((0, 1, 2, 3), MESH.sharing), tensor)  # fewer devices
-    assert not passes(MESH, arranged(DEVICES, [Axis(name="TP", degree=4)]), tensor)
+    assert not passes(MESH, mesh_of((0, 1, 2, 3), MESH.sharing), tensor)  # fewer devices
+    assert not passes(MESH, mesh_of(DEVICES, [Axis(name="TP", degree=4)]), tensor)
 
 
 def test_how_a_region_holds_a_parameter() -> None:

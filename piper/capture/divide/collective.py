@@ -4,8 +4,6 @@ from piper.capture.divide.layout import WHOLE, Divided, Layout, Sum, Whole
 from piper.ir.chunk import Collective, CollectiveOp
 
 
-
-
 def change(axis: str, degree: int, have: Layout, want: Layout, varies: bool) -> Collective:
     """Return the collective that brings a value from one layout to another.
 

@@ -17,10 +17,10 @@ Marker = Literal["route", "unroute", "collective"]
 def collective(value: Tensor, how: Collective) -> Tensor:
     """Stand for a collective: return a new value of the shape that it gives."""
     shape = list(value.shape)
-    for slicing, op in ((how.joined, "join"), (how.cut, "cut")):
-        if slicing is not None:
-            size = shape[slicing.dim]
-            shape[slicing.dim] = size * how.degree if op == "join" else size // how.degree
+    if how.joined is not None:
+        shape[how.joined.dim] *= how.degree
+    if how.cut is not None:
+        shape[how.cut.dim] //= how.degree
     made = value.new_empty(shape)
     return made.requires_grad_(value.requires_grad and how.op != "max")
 
