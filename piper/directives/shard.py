@@ -49,7 +49,7 @@ class Shard(Directive):
         experts = [name for name in dict.fromkeys(n.chunk for n in nodes) if chunks[name].kind in ROUTED]
         if not experts:
             raise ScheduleError(
-                "nothing here can be divided by expert",
+                "nothing here can be sharded by expert",
                 by=by,
                 facts={"asked": str(self.at), "but": f"{nodes[0].chunk} has no route ... unroute"},
                 hint="call piper.route and piper.unroute inside the region, and select it by its tag",

@@ -85,13 +85,13 @@ class ShardAxis(Directive):
             )
         if not self.weights and not self.batch:
             raise ScheduleError(
-                f"axis={self.axis!r} divides nothing",
+                f"axis={self.axis!r} shards nothing",
                 by=by,
                 hint="tensor parallelism needs weights={...}, context parallelism batch={...}",
             )
         if self.between is not None and self.between < 1:
             raise ScheduleError(
-                f"between={self.between!r} is not a dimension that can be divided",
+                f"between={self.between!r} is not a dimension that can be sharded",
                 by=by,
                 hint="between=1 divides the sequence; 0 is the samples",
             )

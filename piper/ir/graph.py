@@ -27,14 +27,14 @@ SELECTED: Mapping[Phase | None, tuple[Phase, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisPolicy:
-    """How groups of devices divide a chunk's work along one axis."""
+    """An axis along which a chunk is sharded."""
 
     axis: str
     degree: int
     stream: str  # of its collectives
     origin: int  # the directive that said so
-    samples: bool = False  # it divides fields of the batch, such as the sequence
-    between: bool = False  # it divides what travels between regions, too
+    samples: bool = False  # it shards fields of the batch, such as the sequence
+    between: bool = False  # it shards what travels between regions, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Policy:
     reduce: str = "fp32"  # the type gradients travel in between replicas: "fp32" or "bf16"
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
-    ways: int = 1  # how many devices divide the experts among them
+    ways: int = 1  # the degree of the axis along which experts are sharded
     by_expert: Mapping[str, AxisPlacement] = field(default_factory=dict)  # of parameters and buffers
     exchange_stream: str = "exchange"
     axes: tuple[AxisPolicy, ...] = ()  # the innermost groups first

@@ -191,7 +191,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collect:
-    """Run a collective that changes the layout of a divided value, or of its gradient, within each group."""
+    """Run a collective that changes the layout of a sharded value, or of its gradient, within each group."""
 
     chunk: str
     phase: Phase  # F, B or BI
@@ -303,7 +303,7 @@ class Update(LocalNode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast:
-    """Broadcast the first replica's buffers to the others. Buffers of divided experts are never written."""
+    """Broadcast the first replica's buffers to the others. Buffers of sharded experts are never written."""
 
     chunk: str
     devices: Devices

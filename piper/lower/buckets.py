@@ -262,7 +262,7 @@ def tied_buckets(
     """
     held = held_by(param, placements[0])
     by_set = placements_by_set(placements, ordered=bool(held.distinct))
-    check_divided_alike(param, placements, several=len(by_set) > 1)
+    check_sharded_alike(param, placements, several=len(by_set) > 1)
     piece = Piece(name=param.name, shape=held.shape, offset=0, shardings=held.shardings)
     named = unused_name(param, placements, taken)
 
@@ -279,7 +279,7 @@ def tied_buckets(
         return as_siblings(made, min(b.zero for b in made), held.alike), []
     if held.distinct:
         raise ScheduleError(
-            f"the tied parameter {param.name} is divided on sets of devices that differ in size or overlap",
+            f"the tied parameter {param.name} is sharded on sets of devices that differ in size or overlap",
             by=placements[0].by,
             facts={placement.chunk: f"on {show(placement.devices)}" for placement in placements},
             hint="place the regions that share it on sets of the same size that are apart, or on one set",
@@ -309,17 +309,17 @@ def placements_by_set(
     return found
 
 
-def check_divided_alike(param: Parameter, placements: list[ChunkPlacement], *, several: bool) -> None:
-    """Refuse a tied parameter that its chunks divide in different ways. several: on several sets."""
+def check_sharded_alike(param: Parameter, placements: list[ChunkPlacement], *, several: bool) -> None:
+    """Refuse a tied parameter that its chunks shard in different ways. several: on several sets."""
     held = {placement.chunk: held_by(param, placement) for placement in placements}
     by_expert = any(placement.policy.placements(param.name) for placement in placements)
     if len(set(held.values())) == 1 and not (several and by_expert):
         return
-    divided = next(placement for placement in placements if held[placement.chunk].distinct)
+    first = next(placement for placement in placements if held[placement.chunk].distinct)
     what = "experts" if by_expert else "parameter"
     raise ScheduleError(
-        f"the tied {what} {param.name} {'are' if by_expert else 'is'} not divided alike",
-        by=divided.by,
+        f"the tied {what} {param.name} {'are' if by_expert else 'is'} not sharded alike",
+        by=first.by,
         facts={
             placement.chunk: f"on {show(placement.devices)}, {shown_held(held[placement.chunk])}"
             for placement in placements
@@ -355,7 +355,7 @@ def as_siblings(made: list[Bucket], zero: int, alike: int) -> list[Bucket]:
 
 
 def shown_held(held: HeldParameter) -> str:
-    """Return text that says how a parameter is divided."""
+    """Return text that says how a parameter is sharded."""
     return f"ways {math.prod(sharding.degree for sharding in held.shardings)}"
 
 

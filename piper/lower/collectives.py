@@ -1,4 +1,4 @@
-"""Collectives inside divided regions: nodes between the pieces of a region, on groups of its devices."""
+"""Collectives inside sharded regions: nodes between the pieces of a region, on groups of its devices."""
 
 from piper.ir.chunk import Chunk, Collective, Phase
 from piper.ir.ids import SlotId

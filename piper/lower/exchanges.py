@@ -1,4 +1,4 @@
-"""Expert regions whose experts are divided: rows travel to the experts and back, by counts sent first."""
+"""Expert regions whose experts are sharded: rows travel to the experts and back, by counts sent first."""
 
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.ids import SlotId

@@ -107,7 +107,7 @@ def check_placed(graph: Graph) -> None:
 
 
 def check_groups(graph: Graph) -> None:
-    """Refuse a divided region whose devices do not form groups, whichever directive placed it last."""
+    """Refuse a sharded region whose devices do not form groups, whichever directive placed it last."""
     for node in graph.nodes.values():
         degree = graph.policy(node.chunk).degree
         if len(node.devices) % degree:
@@ -121,7 +121,7 @@ def check_groups(graph: Graph) -> None:
 
 
 def check_axes(graph: Graph) -> None:
-    """Refuse regions that are divided along different axes, or in another order: lanes would not meet."""
+    """Refuse regions that are divided along different axes, or in another order: shards would not meet."""
     first: Compute | None = None
     for node in graph.nodes.values():
         axes = graph.policy(node.chunk).axes
@@ -131,18 +131,18 @@ def check_axes(graph: Graph) -> None:
         asked = [" then ".join(held.axis for held in graph.policy(each.chunk).axes) for each in (first, node)]
         if asked[0] != asked[1]:
             raise ScheduleError(
-                "two regions are divided along different axes, or in another order",
+                "two regions are sharded along different axes, or in another order",
                 by=graph.placed_by(node),
                 facts={first.chunk: asked[0], node.chunk: asked[1]},
-                hint="shard all divided regions along the same axes, in the same order of directives",
+                hint="shard all such regions along the same axes, in the same order of directives",
             )
-        # The outer division is written first. A whole value that it cuts, such as embeddings of positions,
-        # would then be cut once more by the inner one; divided values hold the outer slice of an inner one.
+        # The outer axis is sharded first. A replicated value that it cuts, such as embeddings of positions,
+        # would then be cut once more by the inner one; sharded values hold the outer slice of an inner one.
         inner = next((held for held in axes if held.samples), None)
         outer = next((held for held in axes[axes.index(inner) :] if held.between), None) if inner else None
         if inner is not None and outer is not None:
             raise ScheduleError(
-                "a sequence that is divided already cannot be divided again between regions",
+                "a sequence that is sharded already cannot be sharded again between regions",
                 by=graph.directives[outer.origin].title,
                 facts={"first": graph.directives[inner.origin].title, "asked": "between="},
                 hint="put the shard with between= first: its groups are then innermost",
@@ -181,7 +181,7 @@ def check_sets(graph: Graph) -> None:
             size = len(next(iter(groups)))
             if sum(map(len, groups)) > len({device for group in groups for device in group}):
                 raise ScheduleError(
-                    f"the groups of {size} devices that divide {chunk} contradict each other",
+                    f"the groups of {size} devices that shard {chunk} contradict each other",
                     by=graph.placed_by(node),
                     facts=facts,
                     hint="put each device into the same group, at the same place, for all microbatches",

@@ -142,7 +142,7 @@ class Instr:
 
     @property
     def travels_as(self) -> Op:
-        """Return the operation that moves the bytes: this one, or the collective of a divided region."""
+        """Return the operation that moves the bytes: this one, or the collective of a sharded region."""
         if self.op != "collect":
             return self.op
         return TRAVELS[self.collects.how.op]

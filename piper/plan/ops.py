@@ -14,7 +14,7 @@ Op = Literal[
     "add",
     "counts",  # how many rows go where
     "exchange",  # an all-to-all of rows
-    "collect",  # a collective inside a divided region
+    "collect",  # a collective inside a sharded region
     "shift",  # as which a collective travels that gives a value to the next device of a ring
     "slice",  # a device's own part of a value that its group holds
     "gather",  # a bucket's shards into the whole

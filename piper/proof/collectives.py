@@ -1,4 +1,4 @@
-"""Checks the collectives inside divided regions: each does what its chunk says, over groups of its axis."""
+"""Checks the collectives inside sharded regions: each does what its chunk says, over groups of its axis."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from piper.proof.symbolic_state import SymbolicState
 
 
 class Collectives:
-    """Runs the collectives of divided regions on symbolic values."""
+    """Runs the collectives of sharded regions on symbolic values."""
 
     def __init__(self, state: SymbolicState, local: Local) -> None:
         self.state, self.local, self.spec = state, local, state.spec

@@ -1,7 +1,7 @@
 """Which samples a value holds, on all devices of a program at once.
 
 The samples are cut into cells. A cover says for each device of one program which cells its value holds, as
-segments (from, to, how often). Where experts are divided, share `s` of them works on cells of its own range,
+segments (from, to, how often). Where experts are sharded, share `s` of them works on cells of its own range,
 `s * cells` further on, so that the rows of one sample at two shares are two different things. Where
 devices share their samples, each shard has a range of its own too, as long as all shares together.
 
@@ -55,7 +55,7 @@ class Covers:
     ) -> Cover | None:
         """Return the slices that a program's devices have as members of a set. None: a device is no member.
 
-        `degree`: experts are divided over groups of so many slices; each works on all rows of its group.
+        `degree`: experts are sharded over groups of so many slices; each works on all rows of its group.
         `shared`: so many devices share their samples; `numbered`: the shards they hold, where values differ.
         """
         key = (program, devices, degree, shared, numbered)

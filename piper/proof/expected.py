@@ -128,8 +128,8 @@ class Expectations:
         key = (program, chunk, "out" if outward else "back")
         if key not in self._phases:
             found = self.spec.chunks.get(chunk)
-            divided = found is not None and found.kind in ("route", "unroute") and self.spec.degree(chunk) > 1
-            self._phases[key] = self._of_exchange(program, found, outward) if found and divided else None
+            sharded = found is not None and found.kind in ("route", "unroute") and self.spec.degree(chunk) > 1
+            self._phases[key] = self._of_exchange(program, found, outward) if found and sharded else None
         return self._phases[key]
 
     def _of_exchange(self, program: int, chunk: Chunk, outward: bool) -> Expected | None:

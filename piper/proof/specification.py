@@ -60,7 +60,7 @@ class Specification:
         return 1.0 if self.outline.weight is not None else 1.0 / self.slices
 
     def degree(self, chunk: str) -> int:
-        """Return over how many slices of the samples the experts of a chunk are divided; 1: it has none."""
+        """Return over how many slices of the samples the experts of a chunk are sharded; 1: it has none."""
         found = self.chunks[chunk]
         if found.collective is not None:  # rows of experts stay such
             source = found.inputs[0]
@@ -85,7 +85,7 @@ class Specification:
         return source
 
     def routed(self, chunk: str) -> bool:
-        """Return whether the outputs of a chunk are rows that lie with divided experts."""
+        """Return whether the outputs of a chunk are rows that lie with sharded experts."""
         return self.chunks[chunk].kind in ("route", "expert", "collective") and self.degree(chunk) > 1
 
     def by_expert(self, chunk: str, name: str) -> tuple[AxisPlacement, ...]:
@@ -198,7 +198,7 @@ class Specification:
     def _whole_axes(self, *, backward: bool) -> dict[tuple[str, int], frozenset[str]]:
         """Find the axes along which each output, or its gradient, is the same at all places.
 
-        It is where a reader is not divided like its producer: capture makes it whole there.
+        It is where a reader is not sharded like its producer: capture gathers it there.
         """
         found: dict[tuple[str, int], frozenset[str]] = {}
         for output, readers in (self.readers if backward else self._uses()).items():

@@ -15,7 +15,7 @@ from piper.proof.specification import Specification
 def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     """Yield the problems of the tables of plans. Instructions mean nothing unless these hold."""
     yield from header_problems(plans, spec)
-    yield from division_problems(spec)
+    yield from sharding_problems(spec)
     yield from pair_problems(plans)
     yield from buffer_problems(plans, spec)
     holders: dict[str, list[Bucket]] = {}  # by parameter
@@ -55,7 +55,7 @@ def shard_problems(plans: Plans, whole: bool) -> Iterator[str]:
 
 
 def header_problems(plans: Plans, spec: Specification) -> Iterator[str]:
-    """Yield the problems with the devices of plans and with how they divide the samples."""
+    """Yield the problems with the devices of plans and with how they slice the samples."""
     devices = sorted(device for plan in plans for device in plan.devices)
     if devices != list(spec.devices):
         yield f"the plans are for devices {show(tuple(devices))}; they should be for {show(spec.devices)}"
@@ -74,8 +74,8 @@ def header_problems(plans: Plans, spec: Specification) -> Iterator[str]:
             yield f"{spec.copies} devices hold each loss and {there} each {what}; they are counted alike"
 
 
-def division_problems(spec: Specification) -> Iterator[str]:
-    """Yield where the captured model is divided differently from the directives."""
+def sharding_problems(spec: Specification) -> Iterator[str]:
+    """Yield where the captured model is sharded differently from the directives."""
     degrees: dict[str, set[int]] = {}
     for name, chunk in spec.chunks.items():
         how, axes = chunk.collective, {a.name: a.degree for a in spec.meshes[name].sharing}
@@ -90,7 +90,7 @@ def division_problems(spec: Specification) -> Iterator[str]:
     for name, found in placements.items():
         for held in found:
             if held.degree not in degrees.get(held.axis, ()):
-                yield f"{name} is divided over {held.degree} devices along {held.axis}; no region is"
+                yield f"{name} is sharded over {held.degree} devices along {held.axis}; no region is"
 
 
 def pair_problems(plans: Plans) -> Iterator[str]:
@@ -105,7 +105,7 @@ def pair_problems(plans: Plans) -> Iterator[str]:
 def holdings(
     spec: Specification, bucket: Bucket, family: Sequence[Bucket], parameters: Mapping[str, Parameter]
 ) -> dict[str, list[Holding]]:
-    """Return the ways in which the chunks that use a parameter of a bucket hold it: one, if all is well."""
+    """Return how each chunk that uses a parameter of a bucket holds it: all alike, if all is well."""
     chunks = dict.fromkeys(name for b in (bucket, *family) for name in b.chunks if name in spec.chunks)
     return {
         piece.name: list(
@@ -135,7 +135,7 @@ def bucket_problems(
         return
     apart = any(placement != bucket.devices for placement in placements)
     problems = [
-        p for name, ways in held.items() for p in group_problems(bucket, len(family), name, ways, apart)
+        p for name, each in held.items() for p in group_problems(bucket, len(family), name, each, apart)
     ]
     yield from problems[:1]  # what is wrong with one parameter is so with all
     siblings = tuple(b.name for b in family if b.name != bucket.name)
@@ -148,17 +148,17 @@ def bucket_problems(
 
 
 def group_problems(
-    bucket: Bucket, family: int, name: str, ways: Sequence[Holding], apart: bool
+    bucket: Bucket, family: int, name: str, holdings: Sequence[Holding], apart: bool
 ) -> Iterator[str]:
     """Yield the problems with the groups of a bucket for one of its parameters.
 
     `family`: how many buckets hold it; `apart`: the bucket does not lie as each of its chunks does.
     """
-    if len(ways) > 1:
-        yield f"{bucket.name} holds {name}, which its chunks divide in {len(ways)} ways"
-    for held in ways[:1]:
+    if len(holdings) > 1:
+        yield f"{bucket.name} holds {name}, which its chunks shard in {len(holdings)} ways"
+    for held in holdings[:1]:
         if held.distinct and apart:
-            yield f"{bucket.name} holds {name}, which is divided, on other devices than its chunks"
+            yield f"{bucket.name} holds {name}, which is sharded, on other devices than its chunks"
         groups = groups_apart(bucket.devices, held.distinct)
         if bucket.groups != groups:
             found, wanted = (" and ".join(map(show, some[:4])) for some in (bucket.groups, groups))
@@ -169,8 +169,8 @@ def group_problems(
             yield f"{bucket.name} says that {bucket.copies} devices hold its gradient; it should be {copies}"
 
 
-def divided(shardings: Sequence[Sharding], devices: Devices = ()) -> str:
-    """Describe how a parameter or a buffer is divided, and over which devices if that is known."""
+def shown_shardings(shardings: Sequence[Sharding], devices: Devices = ()) -> str:
+    """Describe how a parameter or a buffer is sharded, and over which devices if that is known."""
     shown = []
     for held in shardings:
         if held.degree > 1:
@@ -197,7 +197,10 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
                 if plan.devices[0] not in placement or held.sharding.degree == wanted.degree == 1:
                     continue
                 if (held.sharding, held.placed) != (wanted, placed):
-                    found, should = divided([held.sharding], held.placed), divided([wanted], placed)
+                    found, should = (
+                        shown_shardings([each], devices)
+                        for each, devices in ((held.sharding, held.placed), (wanted, placed))
+                    )
                     yield f"{user} finds {slot} {found}; it should be {should}"
 
 
@@ -216,10 +219,11 @@ def piece_problems(
         if param is None:
             yield f"{bucket.name} holds {piece.name}, which the model does not have"
             continue
-        ways = {way.shardings for way in held[piece.name]}
-        if ways - {in_any_order(piece.shardings)}:
-            should = " and ".join(sorted(map(divided, ways)))
-            yield f"{bucket.name} holds {piece.name} {divided(piece.shardings)}; it should be {should}"
+        wanted_shardings = {each.shardings for each in held[piece.name]}
+        if wanted_shardings - {in_any_order(piece.shardings)}:
+            should = " and ".join(sorted(map(shown_shardings, wanted_shardings)))
+            found = shown_shardings(piece.shardings)
+            yield f"{bucket.name} holds {piece.name} {found}; it should be {should}"
             continue
         shape = local_sizes(param.shape, piece.shardings)
         if piece.shape != shape or bucket.dtype != param.dtype:

@@ -51,7 +51,7 @@ class Thing:
     cover: Cover = NO_COVER
     names: tuple[str, ...] = ()
     # ^ of gradients of parameters: the parameters of the bucket; of places: that of each device; of a field:
-    # how it is divided beyond its samples
+    # how it is sharded beyond its samples
 
 
 class Things:

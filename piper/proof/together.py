@@ -102,7 +102,7 @@ class Together:
             chunk = counted_chunk(member.ins)
             expected = self.state.expected_at(member.ins.part).of_counts(member.program, chunk)
             if expected is None:
-                self._complain(member, f"counts the rows of {chunk}, which has no divided experts here")
+                self._complain(member, f"counts the rows of {chunk}, which has no sharded experts here")
                 continue
             self.check_experts(member, comm, chunk)
             self.local.follow(member.program, member.place, member.ins, expected)
@@ -122,13 +122,13 @@ class Together:
             self.local.follow(member.program, member.place, member.ins, expected)
 
     def check_experts(self, member: Member, comm: Comm | None, chunk: str) -> None:
-        """Complain unless a communicator joins the devices that divide a chunk's experts, in order."""
+        """Complain unless a communicator joins the devices that shard a chunk's experts, in order."""
         if comm is not None:
             wanted = partial(self.state.expected_at(member.ins.part).meshes[chunk].groups, EXPERTS)
             self.state.check_groups(member.program, member.place, comm, f"experts {chunk}", wanted)
 
     def collect(self, comm: Comm | None, members: Sequence[Member]) -> None:
-        """Run a collective of a divided region on values or on their gradients."""
+        """Run a collective of a sharded region on values or on their gradients."""
         for member in members:
             self.collectives.collect(member.program, member.place, member.ins, comm)
 

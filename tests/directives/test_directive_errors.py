@@ -138,7 +138,7 @@ def test_a_bad_bucket(size: float) -> None:
 
 def test_shard_on_a_region_without_experts() -> None:
     assert said(DENSE, shard(at(PP=1), [0, 1])) == cleandoc("""
-        shard #0 (here): nothing here can be divided by expert
+        shard #0 (here): nothing here can be sharded by expert
           asked: at(PP=1)
           but:   PP=1 has no route ... unroute
           hint:  call piper.route and piper.unroute inside the region, and select it by its tag

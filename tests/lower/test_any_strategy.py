@@ -45,7 +45,7 @@ EACH = 25  # at least, of each outline
 RARE = {
     "this order can never run": 80,
     "cannot be resliced by samples": 80,
-    "are not divided alike": 60,
+    "are not sharded alike": 60,
     "would live in two places": 50,
     "is placed on no device": 50,
 }

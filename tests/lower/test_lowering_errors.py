@@ -286,7 +286,7 @@ def test_a_gradient_summed_over_samples_cannot_be_sliced_anew() -> None:
 def test_tied_experts_divided_on_two_sets() -> None:
     strategy = [shard(at(PP=0), [0, 1]), shard(at(PP=1), [2, 3])]
     assert said(mixture(tied=True), *strategy) == cleandoc("""
-        shard #0 (here): the tied experts experts are not divided alike
+        shard #0 (here): the tied experts experts are not sharded alike
           PP=0 EP=0: on 0,1, ways 2
           PP=1 EP=1: on 2,3, ways 2
           hint:      shard the regions that share experts alike, on the same devices
@@ -296,7 +296,7 @@ def test_tied_experts_divided_on_two_sets() -> None:
 def test_tied_experts_divided_in_one_place_only() -> None:
     strategy = [place(at(), [0, 1]), shard(at(EP=1), [0, 1])]
     assert said(mixture(tied=True), *strategy) == cleandoc("""
-        shard #1 (here): the tied experts experts are not divided alike
+        shard #1 (here): the tied experts experts are not sharded alike
           PP=0 EP=0: on 0,1, ways 1
           PP=1 EP=1: on 0,1, ways 2
           hint:      shard the regions that share experts alike, on the same devices

@@ -143,7 +143,7 @@ def test_groups_that_contradict() -> None:
         shard(at(MB=1), [1, 0], ways=2),
     )
     assert without_lines(found).splitlines()[0] == (
-        "shard #2: the groups of 2 devices that divide PP=0 EP=0 route contradict each other"
+        "shard #2: the groups of 2 devices that shard PP=0 EP=0 route contradict each other"
     )
     assert found.endswith("put each device into the same group, at the same place, for all microbatches")
 

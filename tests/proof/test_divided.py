@@ -366,7 +366,7 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "a divided bucket on its devices in another order": (
         lambda: bucket(TENSOR, "PP=0/0", devices=(1, 0, 3, 2), groups=((1, 3), (0, 2))),
-        "PP=0/0 holds embedding.weight, which is divided, on other devices than its chunks",
+        "PP=0/0 holds embedding.weight, which is sharded, on other devices than its chunks",
     ),
     "siblings that are sharded in other ways": (
         lambda: bucket("tied stages", "embedding.weight@PP=0", zero=1),
@@ -384,7 +384,7 @@ COMPLAINTS: dict[str, tuple[Problem, str]] = {
     ),
     "a parameter for another number of devices": (
         lambda: sliced(TENSOR, "embedding.weight", degree=4),
-        "embedding.weight is divided over 4 devices along TP; no region is",
+        "embedding.weight is sharded over 4 devices along TP; no region is",
     ),
     "a parameter that the model sums": (
         lambda: sliced(TENSOR, "blocks.0.scale", partial=True),

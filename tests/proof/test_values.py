@@ -423,7 +423,7 @@ READS: dict[str, tuple[Callable[[], Made], int, Edit, str]] = {
         experts,
         0,
         changing("counts", "PP=0 EP=0 route MB=0", payload=Routing(run=forward("PP=0"))),
-        "counts the rows of PP=0, which has no divided experts here",
+        "counts the rows of PP=0, which has no sharded experts here",
     ),
     "rows moved for a chunk without experts": (
         experts,

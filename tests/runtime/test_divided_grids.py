@@ -58,10 +58,10 @@ def test_axes_in_another_order() -> None:
     left, right = [0, 1, 2, 3], [4, 5, 6, 7]
     text = refusal([tensor(0, left), context(0, left), context(1, right), tensor(1, right)])
     assert text == (
-        "two regions are divided along different axes, or in another order\n"
+        "two regions are sharded along different axes, or in another order\n"
         "  PP=0: TP then CP\n"
         "  PP=1: CP then TP\n"
-        "  hint: shard all divided regions along the same axes, in the same order of directives"
+        "  hint: shard all such regions along the same axes, in the same order of directives"
     )
 
 

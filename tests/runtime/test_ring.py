@@ -309,5 +309,5 @@ def test_a_broken_shift_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sequence_is_not_divided_again_outside_a_ring() -> None:
     tensor = shard(at(), [0, 1, 2, 3], 2, axis="TP", weights=MODELS["decoder"]().weights, between=1)
-    with pytest.raises(ScheduleError, match="a sequence that is divided already cannot be divided again"):
+    with pytest.raises(ScheduleError, match="a sequence that is sharded already cannot be sharded again"):
         compile(replace(job("decoder", "ring2 inside tp2"), strategy=[ring([0, 1, 2, 3], 2), tensor]))

@@ -85,7 +85,7 @@ class ShortCapturing(Capturing):
         return self.made[key]
 
     def _shorter_requests(self, rows: int, requests: Sequence[Request]) -> list[Request] | None:
-        """Return what requests ask of the shorter model. None: equal blocks are not divided alike."""
+        """Return what requests ask of the shorter model. None: equal blocks are not sharded alike."""
         if not requests:
             return []
         self.traced(rows)

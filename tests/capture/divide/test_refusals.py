@@ -181,14 +181,14 @@ def test_groups_that_cannot_be_formed() -> None:
         (
             {"axis": "TP"},
             """
-            shard #0 (here): axis='TP' divides nothing
+            shard #0 (here): axis='TP' shards nothing
               hint: tensor parallelism needs weights={...}, context parallelism batch={...}
             """,
         ),
         (
             {"axis": "TP", "weights": FFN, "between": 0},
             """
-            shard #0 (here): between=0 is not a dimension that can be divided
+            shard #0 (here): between=0 is not a dimension that can be sharded
               hint: between=1 divides the sequence; 0 is the samples
             """,
         ),
