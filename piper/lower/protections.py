@@ -133,10 +133,8 @@ def buffer_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
 
 def owners(bucket: Bucket) -> Owners:
     """Return the devices that own the same elements of a bucket, by their slice and shard."""
-    place = {device: position for position, device in enumerate(bucket.devices)}
     found: Owners = {}
-    for group in bucket.groups:
-        held = tuple(s.index(place[group[0]]) for piece in bucket.pieces for s in piece.shardings)
+    for held, group in bucket.slices():
         for rank, device in enumerate(group):
             found.setdefault((held, rank if bucket.zero else 0), []).append(device)
     return found

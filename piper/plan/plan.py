@@ -116,13 +116,18 @@ class Bucket:
         """Return the number of device groups that hold this bucket, with different slices or the same."""
         return len(self.groups)
 
+    def slices(self) -> Iterator[tuple[tuple[int, ...], Devices]]:
+        """Yield each group, after the slices of parameters that its devices hold."""
+        position = {device: i for i, device in enumerate(self.devices)}
+        shardings = [held for piece in self.pieces for held in piece.shardings]
+        for group in self.groups:
+            yield tuple(held.index(position[group[0]]) for held in shardings), group
+
     @property
     def distinct(self) -> tuple[Devices, ...]:
         """Return one group of devices for each different slice. Together they hold each element once."""
         found: dict[tuple[int, ...], Devices] = {}
-        for group in self.groups:
-            position = self.devices.index(group[0])
-            held = tuple(s.index(position) for piece in self.pieces for s in piece.shardings)
+        for held, group in self.slices():
             found.setdefault(held, group)
         return tuple(found.values())
 

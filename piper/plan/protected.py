@@ -96,8 +96,7 @@ class ProtectedState:
         """Return the elements that a device owns of a bucket or buffer."""
         if slot.kind == "buffer":
             resident = self.plans.of(device).residents.get(slot)
-            placed = resident.placed if resident is not None else ()
-            return str(slot), resident.sharding.index(placed.index(device)) if resident and placed else 0
+            return str(slot), resident.sharding.index(resident.position(device)) if resident is not None else 0
         bucket = self.plans.buckets.get(slot.owner)
         if bucket is None or device not in self._slices(bucket):
             return str(slot), None
@@ -106,10 +105,8 @@ class ProtectedState:
     def _slices(self, bucket: Bucket) -> Mapping[int, tuple[object, int]]:
         """Return the slice and the shard of a bucket that each device owns."""
         if bucket.name not in self._owned:
-            place = {device: position for position, device in enumerate(bucket.devices)}
             slices: dict[int, tuple[object, int]] = {}
-            for group in bucket.groups:
-                cut = tuple(s.index(place[group[0]]) for piece in bucket.pieces for s in piece.shardings)
+            for cut, group in bucket.slices():
                 slices |= {device: (cut, rank if bucket.zero else 0) for rank, device in enumerate(group)}
             self._owned[bucket.name] = slices
         return self._owned[bucket.name]
