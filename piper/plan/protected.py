@@ -96,7 +96,9 @@ class ProtectedState:
         """Return the elements that a device owns of a bucket or buffer."""
         if slot.kind == "buffer":
             resident = self.plans.of(device).residents.get(slot)
-            return str(slot), resident.sharding.index(resident.position(device)) if resident is not None else 0
+            return str(slot), resident.sharding.index(
+                resident.position(device)
+            ) if resident is not None else 0
         bucket = self.plans.buckets.get(slot.owner)
         if bucket is None or device not in self._slices(bucket):
             return str(slot), None

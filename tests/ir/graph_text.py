@@ -49,11 +49,11 @@ CHUNK: Readers = {
     "ways": int,
     "exchange_stream": str,
     "origin": int,
-    "shardings": lambda text: dict(read_sharding(each) for each in text.split(AND)),
+    "by_expert": lambda text: dict(read_sharding(each) for each in text.split(AND)),
     "axes": lambda text: tuple(map(read_axis, text.split(AND))),
 }
 ASKED: Readers = {"verb": str, "places": flag}
-POLICY = tuple(field.name for field in fields(Policy) if field.name not in ("shardings", "axes"))
+POLICY = tuple(field.name for field in fields(Policy) if field.name not in ("by_expert", "axes"))
 
 
 def show_graph(graph: Graph) -> str:
@@ -77,7 +77,7 @@ def lines_of(graph: Graph) -> Iterator[str]:
             said += [
                 f"{name}={getattr(policy, name)}" for name in POLICY if getattr(policy, name) is not None
             ]
-            said += [f"shardings={show_shardings(policy.by_expert)}"] if policy.by_expert else []
+            said += [f"by_expert={show_shardings(policy.by_expert)}"] if policy.by_expert else []
             said += [f"axes={AND.join(map(show_axis, policy.axes))}"] if policy.axes else []
         yield line("chunk", shown(chunk.name), said)
     for node in graph.nodes.values():
