@@ -356,7 +356,7 @@ class Run:
         names = [buffer.name for buffer in outline.buffers if buffer.persistent]
         buffers: dict[str, Tensor] = {}
         if names:
-            buffers = whole_buffers(self.plans, self.session.ask_all(WorkerAnswers.buffers, names))
+            buffers = whole_buffers(self.program.plans, self.session.ask_all(WorkerAnswers.buffers, names))
         whole = state_by_name(outline, self.session.unread | parameters | buffers)
         return {name: value.to("cpu", copy=True) for name, value in whole.items()}
 
