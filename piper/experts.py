@@ -12,22 +12,12 @@ tracing, so it is made where the operation runs.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from piper.errors import ConfigError
 
 _INTEGERS = (torch.int32, torch.int64)
 _ALIGNED = 16  # bytes: what the grouped kernel asks of every row
-
-
-def choose_experts(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let a Hugging Face model that computes in float64 multiply expert by expert.
-
-    Its default is torch's grouped product, which has no float64.
-    """
-    implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    if dtype is torch.float64 and implementation == "grouped_mm":
-        model.set_experts_implementation("batched_mm")  # type: ignore[operator]
 
 
 def route(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "experts": {"errors", "torch"},
     "losses": {"errors", "torch"},
     "callbacks": {"errors", "process", "torch"},
-    "capture": {"errors", "experts", "ir", "process", "torch"},  # experts: where a region is cut
+    "capture": {"errors", "ir", "process", "torch"},
     "models": {"losses", "errors", "experts", "capture", "torch"},
     "job": {"callbacks", "directives", "errors", "ir", "process", "torch"},
     "recipe": {"errors", "job", "process"},
@@ -87,12 +87,13 @@ MAY_IMPORT: dict[str, set[str]] = {
 INSIDE: dict[str, dict[str, set[str]]] = {
     "capture": {
         "trace_errors": set(),
-        "trace": {"trace_errors"},
+        "quirks": {"trace_errors"},
+        "trace": {"quirks", "trace_errors"},
         "divide": {"trace", "trace_errors"},
         "precision": {"trace"},
         "compile": {"trace", "trace_errors"},
         "cost": {"precision", "trace"},
-        "autodiff": {"compile", "cost", "precision", "trace", "trace_errors"},
+        "autodiff": {"compile", "cost", "precision", "quirks", "trace", "trace_errors"},
         "recordings": {"autodiff", "compile", "divide", "trace"},
         "layers": {"autodiff", "divide", "recordings", "trace"},
     },

@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from piper.capture.compile.operators import DECOMPOSITIONS
 from piper.capture.cost.aliases import label_memory
 from piper.capture.precision.fp8 import fp8_linear, merge_rounding
+from piper.capture.quirks.attention_sums import correct_sums
 from piper.capture.trace.effects import name_of
 from piper.capture.trace.piece import Body
 from piper.capture.trace.sizes import SymbolicSizes
@@ -76,7 +77,7 @@ def trace_joint(
             traced = exported.graph_module
         except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, KeyError) as error:
             raise UntraceableError(reason(error)) from error
-    _correct_types(traced.graph)
+    correct_sums(traced.graph)
     _without_aliases(traced.graph)
     _with_memory(traced.graph)
     if any(node.target is fp8_linear for node in body.graph.nodes):
@@ -118,20 +119,6 @@ def _with_memory(graph: fx.Graph) -> None:
         if node.target is torch.ops.aten._efficientzerotensor.default:
             node.target = torch.ops.aten.zeros.default
             node.meta["val"] = node.meta["val"].clone()
-
-
-def _correct_types(graph: fx.Graph) -> None:
-    """Say what attention on a CPU returns: its sums are as wide as its scores, which torch 2.11 denies."""
-    for node in graph.nodes:
-        if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-            wide = node.args[0].meta["val"].dtype is torch.float64
-            output, sums = node.meta["val"]
-            if wide and sums.dtype is not torch.float64:
-                sums = sums.to(torch.float64)
-                node.meta["val"] = (output, sums)
-                for user in node.users:
-                    if user.args[1] == 1:
-                        user.meta["val"] = sums
 
 
 def _sizes(body: Body, rows: torch.SymInt | None) -> SymbolicSizes:

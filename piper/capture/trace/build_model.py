@@ -1,19 +1,18 @@
 """Builds a model of fake tensors on the device type that it will run on, so nothing is allocated."""
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from piper.capture.quirks.grouped_experts import choose_experts
+from piper.capture.quirks.output_recorders import install_recorders
+from piper.capture.quirks.swapped_tensors import assign, converting_fakes
 from piper.capture.trace.sizes import dtype_name
 from piper.capture.trace_errors import quiet, refused
 from piper.errors import CaptureError, PiperError
-from piper.experts import choose_experts
 from piper.ir.chunk import Buffer, Parameter
-from piper.process.attributes import replaced
 
 
 def build_fake(
@@ -29,7 +28,7 @@ def build_fake(
     with quiet():
         shapes, mode.shape_env = mode.shape_env, None  # without symbols, to read a value is an error
         try:
-            with mode, device, _converting():
+            with mode, device, converting_fakes():
                 model = model_fn()
         except DataDependentOutputException:
             model = _build_real(model_fn)
@@ -49,19 +48,8 @@ def build_fake(
         _check_types(model)
         _cast(model, dtype, device)
     choose_experts(model, dtype)
-    _install_recorders(model)
+    install_recorders(model)
     return model
-
-
-def _install_recorders(model: nn.Module) -> None:
-    """Install the hooks by which a Hugging Face model records hidden states and router logits.
-
-    It would install them in its first forward, under a lock that cannot be traced.
-    """
-    capturing = sys.modules.get("transformers.utils.output_capturing")
-    for module in model.modules():
-        if capturing is not None and hasattr(module, "_can_record_outputs"):
-            capturing.maybe_install_capturing_hooks(module)
 
 
 def _build_real(model_fn: Callable[[], nn.Module]) -> nn.Module:
@@ -104,32 +92,7 @@ def _cast(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
         if tensor.dtype != wanted or tensor.device.type != device.type:
-            _assign(tensor, tensor.data.to(device, wanted))
-
-
-def _assign(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor another value, of any type and device. It stays the same object."""
-    tensor.data = value
-    if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
-        tensor.fake_device = value.fake_device  # which is no part of its data
-
-
-@contextmanager
-def _converting() -> Iterator[None]:
-    """Let a constructor convert modules of fakes, as `module.to(dtype)` does: give their tensors other data.
-
-    Torch swaps such a tensor for its converted one, which fails for a fake: weak references to it exist.
-    """
-    before: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
-
-    def swap(first: Tensor, second: Tensor) -> None:
-        if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
-            _assign(first, second.data)
-        else:
-            before(first, second)
-
-    with replaced(torch.utils, "swap_tensors", swap):
-        yield
+            assign(tensor, tensor.data.to(device, wanted))
 
 
 def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:

@@ -5,21 +5,17 @@ of a parameter, of a value inside the forward or of a module would run on the gr
 samples, before the sum over slices, replicas and shards, which is another number than in plain PyTorch.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
-from torch._dynamo.variables.tensor import TensorVariable
 from torch.nn.modules import module as modules
 
+from piper.capture.quirks.gradient_hooks import noticing_hooks
 from piper.capture.trace_errors import tracing_line
 from piper.errors import CaptureError
-from piper.process.attributes import replaced
 
-_INTERCEPTED = ("method_register_hook", "method_register_post_accumulate_grad_hook")
 _ELSEWHERE = (
     "put the change into the optimizer's step, clip with clip_norm of Job, or write a "
     "torch.autograd.Function whose backward changes the gradient"
@@ -84,37 +80,6 @@ def _shown(hook: object) -> str:
     return f"{name}, line {code.co_firstlineno}" if code is not None else str(name)
 
 
-def _traced(variable: object) -> str:
-    """Return what a traced tensor is: `the parameter layers.0.weight`, or a value of the forward."""
-    name = getattr(getattr(variable, "source", None), "name", "")
-    source = str(name() if callable(name) else name)  # a method in some versions of torch
-    path = re.findall(r"\._(?:modules|parameters)\['(.*?)'\]", source)
-    return f"the parameter {'.'.join(path[1:])}" if "._parameters[" in source else "a value of the forward"
-
-
-@contextmanager
-def no_tensor_hooks() -> Iterator[None]:
-    """Refuse hooks on gradients that a traced forward or loss registers.
-
-    Dynamo silently drops a hook on a parameter. It applies a hook on another value to only a part of the
-    gradient if several regions read that value. This replaces the methods of Dynamo that handle both during
-    one trace, because Dynamo offers no other way to notice them.
-    """
-    seen: list[CaptureError] = []
-
-    def refuse(kind: str) -> Callable[..., Any]:
-        def method(variable: Any, *_: object, **__: object) -> None:  # noqa: ANN401  Dynamo's own protocol
-            seen.append(_refused(_traced(variable), kind, "...", tracing_line()))
-            raise seen[0]
-
-        return method
-
-    with ExitStack() as stack:
-        for name in _INTERCEPTED:
-            stack.enter_context(replaced(TensorVariable, name, refuse(name.removeprefix("method_"))))
-        try:
-            yield
-        except Exception as error:
-            if seen:  # Dynamo wraps what is raised while it traces
-                raise seen[0] from error
-            raise
+def no_tensor_hooks() -> AbstractContextManager[None]:
+    """Refuse hooks on gradients that a forward or loss registers while it is traced inside the block."""
+    return noticing_hooks(lambda where, kind: _refused(where, kind, "...", tracing_line()))

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,11 +14,15 @@ from torch.fx.node import Argument
 from torch.nn.utils.parametrizations import _SpectralNorm
 
 from piper import errors
+from piper.capture.quirks.causal_masks import masks_as_given
+from piper.capture.quirks.checkpoints import tracing_into_checkpoints
+from piper.capture.quirks.layerdrop import no_layer_dropped
+from piper.capture.quirks.logging_calls import leaving_out_logs
+from piper.capture.quirks.side_effects import Left, Place, noting_changes
+from piper.capture.quirks.tensor_attributes import leaving_out_assignments
 from piper.capture.trace.annotate import Region, begin_trace, entered_regions, listed_regions
 from piper.capture.trace.hooks import no_tensor_hooks
-from piper.capture.trace.layerdrop import no_layer_dropped
-from piper.capture.trace.left_state import Left, Place, after_another, as_left, left_behind, same_calls
-from piper.capture.trace.passed_over import PassedOver, passing_over
+from piper.capture.trace.left_state import after_another, as_left, left_behind, same_calls
 from piper.capture.trace.recording import (
     FromBuffer,
     FromParameter,
@@ -62,7 +66,7 @@ def record(
     step = LossModule(model, loss)
     with quiet() as warned, entered_regions() as entered:
         try:
-            captured, passed = _captured(step, batch)
+            call = _traced_call(step, batch)
         except CaptureError:
             raise
         except Exception as error:
@@ -70,43 +74,62 @@ def record(
                 raise _not_a_loss("it returns no tensor") from error
             raise _own_error(error, step, batch) or loss_failed(error, batch) from error
         _check_side_effects(model, (str(warning.message) for warning in warned))
+        captured = call.module
         flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured)
-        _check_later_calls(step, batch, captured, passed.left)
+        _check_later_calls(step, batch, call)
     tensors = dict(zip(_placeholders(captured.graph), flat, strict=True))
     regions = [*listed_regions(model), *entered]
     recording = _GraphCopier(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
-    return replace(recording, checkpoints=tuple(passed.checkpoints))
+    return replace(recording, checkpoints=call.checkpoints)
 
 
-def _captured(step: LossModule, batch: dict[str, Tensor]) -> tuple[fx.GraphModule, PassedOver]:
-    """Let Dynamo trace one call. Return its graph, and what the trace passed over."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedCall:
+    """The graph of one call, and what it does not show."""
+
+    module: fx.GraphModule
+    checkpoints: tuple[str, ...]  # the lines that call them
+    left: Mapping[Place, Left]  # what the forward leaves behind
+
+
+def _traced_call(step: LossModule, batch: dict[str, Tensor]) -> TracedCall:
+    """Let Dynamo trace one call."""
     settings = torch._dynamo.config.patch(
         automatic_dynamic_shapes=False,  # a second capture with other sizes is as static as the first
         capture_scalar_outputs=True,
         capture_dynamic_output_shape_ops=True,
         allow_rnn=True,
     )
-    with settings, no_tensor_hooks(), no_layer_dropped(step.model), passing_over() as passed:
-        return dynamo_graph_capture_for_export(step)(batch), passed
+    with (
+        settings,
+        no_tensor_hooks(),
+        no_layer_dropped(step.model),
+        leaving_out_logs(),
+        leaving_out_assignments(),
+        masks_as_given(),
+        tracing_into_checkpoints() as checkpoints,
+        noting_changes() as left,
+    ):
+        module = dynamo_graph_capture_for_export(step)(batch)
+    return TracedCall(module=module, checkpoints=tuple(checkpoints), left=left)
 
 
-def _check_later_calls(
-    step: LossModule, batch: dict[str, Tensor], call: fx.GraphModule, changes: Mapping[Place, Left]
-) -> None:
+def _check_later_calls(step: LossModule, batch: dict[str, Tensor], first: TracedCall) -> None:
     """Trace a second call if the first changed something, and refuse one that computes something else."""
-    read = call.graph._codegen.process_inputs(batch)
+    graph, changes = first.module.graph, first.left
+    read = graph._codegen.process_inputs(batch)
     for _ in range(_LATER_CALLS if changes else 0):
         with entered_regions(), as_left(changes.values()):
             try:
-                later, passed = _captured(step, batch)
+                later = _traced_call(step, batch)
             except Exception as error:  # noqa: BLE001  that of a second call alone says nothing about the first
                 log.info("What the forward leaves behind is not checked: %s", reason(error))
                 return
-            found = later.graph._codegen.process_inputs(batch)
-        if same_calls(call.graph, later.graph, (read, found), tuple(changes.values()), step):
+            read_later = later.module.graph._codegen.process_inputs(batch)
+        if same_calls(graph, later.module.graph, (read, read_later), tuple(changes.values()), step):
             return
-        call, read, changes = later, found, after_another(changes, passed.left)
+        graph, read, changes = later.module.graph, read_later, after_another(changes, later.left)
     if changes:
         raise left_behind(changes.values(), step)
 

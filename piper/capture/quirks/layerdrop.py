@@ -1,8 +1,9 @@
-"""LayerDrop: models that draw a number before each layer, and skip the layer if it is below a probability.
+"""Refuses LayerDrop, which skips layers by chance: a plan runs the same layers in every step.
 
-A plan runs the same layers in every step, so layers cannot be skipped by chance. But Hugging Face's models
-draw and compare even where the probability is 0, and one graph cannot branch on a number that is drawn. There
-the number does not matter: no draw is below 0.
+Works around: transformers 5.0. Its models draw a number before each layer and compare it even where the
+probability to skip the layer is 0, and one graph cannot branch on a number that is drawn. There the number
+does not matter: no draw is below 0.
+Not needed from: no version yet.
 """
 
 import inspect
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from piper.errors import CaptureError
+from piper.process.attributes import replaced
 
 DRAW = "torch.rand([])"  # as Hugging Face writes it
 PROBABILITY = "layerdrop"  # of a module, or of its configuration
@@ -34,16 +36,13 @@ def no_layer_dropped(model: nn.Module) -> Iterator[None]:
                 hint=f"set its probability to 0 in the model's configuration ({PROBABILITY}=0.0): "
                 "a plan runs the same layers in every step",
             )
-    drawn = torch.rand
+    draw = torch.rand
 
     def rand(*size: object, **options: object) -> object:
-        return 1.0 if size == ([],) and not options else drawn(*size, **options)  # type: ignore[call-overload]
+        return 1.0 if size == ([],) and not options else draw(*size, **options)  # type: ignore[call-overload]
 
-    torch.rand = rand  # type: ignore[assignment]
-    try:
+    with replaced(torch, "rand", rand):
         yield
-    finally:
-        torch.rand = drawn
 
 
 def draws(kind: type[nn.Module]) -> bool:
