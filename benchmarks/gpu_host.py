@@ -26,8 +26,8 @@ from piper.models import decoder
 from piper.plan.instr import Instr
 from piper.runtime.cuda.graphs import WARM as UNTIL_CAPTURED
 from piper.runtime.cuda.graphs import GraphExecutor
-from piper.runtime.cuda.stream_executor import StreamExecutor
 from piper.runtime.debug.profiler import WARM
+from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options
 
 STAGES, REPLICAS, PARTS = 4, 4, 8

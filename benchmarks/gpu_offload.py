@@ -37,7 +37,7 @@ from piper.compiler import Program
 from piper.launchers.single_rank import launch_single_rank
 from piper.models import decoder
 from piper.plan.memory_timeline import host_peak, timeline
-from piper.runtime.cuda.memory_release import predicted_peak
+from piper.runtime.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import simulate_alone

@@ -21,7 +21,7 @@ import torch
 import piper
 from piper.compiler import Program
 from piper.models import decoder
-from piper.runtime.cuda.memory_release import predicted_peak
+from piper.runtime.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import Simulation, simulate_alone

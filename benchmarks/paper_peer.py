@@ -37,7 +37,7 @@ from piper.models import decoder
 from piper.models.causal import stage_ranges
 from piper.models.layers import rope
 from piper.plan.memory_timeline import host_peak
-from piper.runtime.cuda.memory_release import predicted_peak
+from piper.runtime.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import simulate

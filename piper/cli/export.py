@@ -23,7 +23,10 @@ def export(
     ] = "hf",
     recipe: Annotated[
         str | None,
-        typer.Option(help="The recipe that builds the model; else the run's own.", metavar="RECIPE"),
+        # Named: some versions of typer name an option by a metavar that is its name in capitals.
+        typer.Option(
+            "--recipe", help="The recipe that builds the model; else the run's own.", metavar="RECIPE"
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="The type to write; else as trained.", metavar="fp32|bf16|fp64")

@@ -16,6 +16,7 @@ from piper.compiler import compile
 from piper.errors import ConfigError
 from piper.launchers.launch import launcher
 from piper.process.files import write_output
+from piper.runtime.accelerator import accelerators, device_kind, is_accelerator
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import samples_of
 from piper.simulate.cluster import FP8, Cluster, Link
@@ -59,7 +60,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 def measure() -> Cluster:
     """Measure this machine: its arithmetic and memory, and the links between two of its processes."""
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device_kind(None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a worker has
     try:
@@ -71,13 +72,13 @@ def measure() -> Cluster:
         torch.set_num_threads(threads)
     speech = conversation()
     cores = os.cpu_count() or 1
-    devices = torch.cuda.device_count() if kind == "cuda" else 64
+    devices = accelerators() or 64
     link = Link(
         name="node",
         devices=0,
         bandwidth=speech.bandwidth,
         latency=speech.latency,
-        cores=0.0 if kind == "cuda" else 1.0,  # a process that sends or receives copies
+        cores=0.0 if is_accelerator(kind) else 1.0,  # a process that sends or receives copies
     )
     return Cluster(
         name="measured",
@@ -88,7 +89,7 @@ def measure() -> Cluster:
         launch=speech.gap,
         kernel=tiny(kind),
         devices=devices,
-        cores=0 if kind == "cuda" else cores,
+        cores=0 if is_accelerator(kind) else cores,
     )
 
 
@@ -99,8 +100,8 @@ def best(run: Callable[[], object], kind: str) -> float:
     while perf_counter() < until:
         begin = perf_counter()
         run()
-        if kind == "cuda":
-            torch.cuda.synchronize()
+        if is_accelerator(kind):
+            torch.accelerator.synchronize()
         shortest = min(shortest, perf_counter() - begin)
     return shortest
 
@@ -140,8 +141,8 @@ def tiny(kind: str) -> float:
 
 def memory(kind: str) -> float:
     """Return the bytes of memory of a device."""
-    if kind == "cuda":
-        return float(torch.cuda.get_device_properties(0).total_memory)
+    if is_accelerator(kind):
+        return float(torch.get_device_module(kind).get_device_properties(0).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 

@@ -35,8 +35,9 @@ from piper.lower.state import LoweringState, Settings
 from piper.lower.validate import check_axes, validate
 from piper.plan.plan import Plans
 from piper.process.usercode import named
+from piper.runtime.accelerator import device_kind
 from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
-from piper.runtime.setup import Shapes, device_kind, setup_of
+from piper.runtime.setup import Shapes, setup_of
 from piper.runtime.uneven import COUNTS, counted_loss
 
 if TYPE_CHECKING:

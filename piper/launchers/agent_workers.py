@@ -17,6 +17,7 @@ from piper.launchers.processes import ProcessStatus, SharedFile, StopWatch
 from piper.launchers.rendezvous import LOOPBACK, store_on
 from piper.launchers.transport.channel import Listener
 from piper.launchers.transport.shared_memory import TensorEntry, joined
+from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
@@ -110,7 +111,7 @@ class AgentWorkerGroup(SocketWorkerGroup):
             store=StoreAddress(host=self.reached, port=self.store.port, own=self.own[device]),
             options=self.options,
             setup=setup,
-            shares=self.program.device == "cuda" and self.calls.crowded,
+            shares=is_accelerator(self.program.device) and self.calls.crowded,
             values=index,
             versions=files,
         )

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal
 
+import torch
+
 from piper.errors import PiperError, WorkerError
 from piper.launchers.processes import ProcessStatus
 from piper.plan.instr import Instr
@@ -19,7 +21,7 @@ from piper.plan.plan import Plans
 from piper.process.usercode import failed_line
 from piper.runtime.comm.base import CommError, StoppedError
 from piper.runtime.context import Bound
-from piper.runtime.cuda.device_times import DeviceTimes
+from piper.runtime.device_times import DeviceTimes
 
 Origins = Callable[[str], Sequence[str]]  # the directives that made a node, in words
 MOST = 4  # victims that are listed
@@ -259,14 +261,18 @@ class Watcher:
     """Marks which instructions of one device run, and reports its first failure."""
 
     def __init__(
-        self, device: int, marks: memoryview, report: Callable[[Failure], None], *, cuda: bool = False
+        self,
+        device: int,
+        marks: memoryview,
+        report: Callable[[Failure], None],
+        accelerator: torch.device | None = None,
     ) -> None:
         """Watch one device; `marks`: a number for each stream. `report`: takes the first failure, once.
 
-        cuda: instructions are issued long before they run, so events measure the time that they take.
+        accelerator: issues instructions long before they run, so events measure the time that they take.
         """
         self.device, self.marks, self.report = device, marks, report
-        self.device_times = DeviceTimes() if cuda else None
+        self.device_times = DeviceTimes(accelerator) if accelerator is not None else None
         self.streams: dict[str, int] = {}
         self.busy = [0.0] * len(marks)  # seconds of each stream that were not spent on communication
         self.first: Exception | None = None

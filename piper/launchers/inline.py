@@ -19,6 +19,7 @@ from piper.launchers.processes import ProcessStatus, running
 from piper.launchers.starter import Starter
 from piper.launchers.transport.versions import Files, WorkerVersions
 from piper.launchers.worker_answers import WorkerAnswers
+from piper.runtime.accelerator import is_accelerator
 from piper.runtime.comm.base import speaks_in
 from piper.runtime.comm.inline import World
 from piper.runtime.context import Dice
@@ -56,7 +57,7 @@ class InlineWorkerGroup(WorkerGroup):
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(self.options.threads)  # for each thread that begins to compute from now on
         program, options, setup = self.program, self.options, setup_of(self.program)
-        if setup.device.type == "cuda" and len(self.devices) > 1:
+        if is_accelerator(setup.device) and len(self.devices) > 1:
             # They share one accelerator: on one stream, what a device hands another is in order by itself.
             options = replace(options, streams=False)
         initial = setup.build_code(

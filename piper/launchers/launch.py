@@ -16,6 +16,7 @@ from piper.launchers.transport.fork_server import ForkServer
 from piper.launchers.transport.versions import Files, Versions
 from piper.launchers.worker_server import crowded
 from piper.plan.plan import Plans
+from piper.runtime.accelerator import is_accelerator
 from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
@@ -182,7 +183,7 @@ def check_launcher(on: str, by: str = "launch") -> None:
 
 def by_host(program: ProgramLike, on: str) -> bool:
     """Return whether the devices of a program on CUDA exchange values through the host."""
-    if program.device != "cuda" or on.startswith(ALONE):
+    if not is_accelerator(program.device) or on.startswith(ALONE):
         return False
     if on == "local":
         world = ranks_of(on)

@@ -22,6 +22,7 @@ from piper.launchers.transport.nameless_files import map_marks, new_marks
 from piper.launchers.transport.shared_memory import TensorEntry, share
 from piper.launchers.transport.versions import Versions
 from piper.launchers.worker_server import crowded
+from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
@@ -41,7 +42,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
         super().__init__(program, options)
         self.forks, self.versions, self.protects = forks, versions, versions is not None
         self.places: Sequence[int] | None = None  # the accelerator of each device. None: in their order
-        self.shares = program.device == "cuda" and crowded(len(self.devices))
+        self.shares = is_accelerator(program.device) and crowded(len(self.devices))
 
     def connect(
         self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, held: ExitStack

@@ -28,7 +28,8 @@ from piper.launchers.machines import no_room, packed_machines
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
 from piper.process.attributes import replaced
-from piper.runtime.setup import ProgramLike, setup_of
+from piper.runtime.accelerator import is_accelerator
+from piper.runtime.setup import ProgramLike
 
 GROUP = 60.0  # seconds that a cluster may take to find resources for all agents
 END = 10.0  # seconds that removing the folder of our own Ray may take
@@ -165,7 +166,7 @@ class RayStarter(AgentStarter):
     def __init__(self, program: ProgramLike, versions: Versions | None, spares: int) -> None:
         """Claim resources for every device and for spares; a cluster without room for all is refused."""
         super().__init__(program, versions, RayCalls())
-        self.gpus = int(setup_of(program).device.type == "cuda")
+        self.gpus = int(is_accelerator(program.device))
         room = float(self.width)
         self.bundle = {"CPU": room, "GPU": room} if self.gpus else {"CPU": room}
         self.held = ExitStack()

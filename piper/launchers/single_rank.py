@@ -20,6 +20,7 @@ from piper.launchers.starter import GivenGroup
 from piper.launchers.worker_answers import WorkerAnswers
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import COMMUNICATION
+from piper.runtime.accelerator import is_accelerator, module, usual_cluster
 from piper.runtime.comm.synthetic import AloneComms, arriving, totalled
 from piper.runtime.cuda.memory_release import predicted_peak
 from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
@@ -40,7 +41,6 @@ REFUSED = {  # calls that need all devices
     "save": "there is nothing worth saving",
     "load": "a checkpoint cannot be loaded",
 }
-CLUSTERS = {"cuda": "h200", "cpu": "cpu"}  # whose network is meant where none is named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,8 @@ class SingleRankGroup(WorkerGroup):
     def __init__(self, program: ProgramLike, device: int, options: Options, cluster: str | None) -> None:
         super().__init__(program, options)
         self.device, self.devices, self.setup = device, (device,), setup_of(program)
-        self.network = load_cluster(cluster or CLUSTERS[program.device])
-        self.engine = CopyEngine(self.setup.device) if self.setup.device.type == "cuda" else None
+        self.network = load_cluster(cluster or usual_cluster(program.device))
+        self.engine = CopyEngine(self.setup.device) if is_accelerator(self.setup.device) else None
         self.seconds: list[float] = []  # of each step
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(options.threads)
@@ -78,7 +78,7 @@ class SingleRankGroup(WorkerGroup):
         )
         self.answers = WorkerAnswers(self.worker)
         if self.engine is not None:
-            torch.cuda.reset_peak_memory_stats(self.setup.device)
+            module(self.setup.device).reset_peak_memory_stats(self.setup.device)
 
     def start(self) -> dict[str, Tensor]:
         return {}
@@ -123,7 +123,7 @@ class SingleRankRun(Run):
         plan = self.worker.env.plan
         measured = None
         if self.engine is not None:
-            measured = torch.cuda.max_memory_allocated(self.setup.device) - self.engine.nbytes
+            measured = module(self.setup.device).max_memory_allocated(self.setup.device) - self.engine.nbytes
         return PeakMemory(planned=timeline(plan).peak, predicted=predicted_peak(plan), measured=measured)
 
     def save(

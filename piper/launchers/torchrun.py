@@ -37,6 +37,7 @@ from piper.launchers.transport.channel import Channel, ClosedError, Listener
 from piper.launchers.transport.nameless_files import map_marks
 from piper.launchers.transport.shared_memory import TensorEntry, joined, share
 from piper.launchers.worker_server import WorkerServer, crowded
+from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
@@ -116,7 +117,7 @@ class TorchrunWorkerGroup(SocketWorkerGroup):
             ),
             options=self.options,
             setup=setup,
-            shares=self.program.device == "cuda" and crowded(self.world.nearby),
+            shares=is_accelerator(self.program.device) and crowded(self.world.nearby),
             values=index,
             memory=self.memory if near else joined(weights, index),
         )

@@ -33,14 +33,13 @@ from piper.launchers.transport.nameless_files import map_marks
 from piper.launchers.transport.shared_memory import SharedValues
 from piper.launchers.transport.versions import WorkerVersions
 from piper.launchers.worker_answers import WorkerAnswers
+from piper.runtime.accelerator import KINDS, accelerators, is_accelerator
 from piper.runtime.comm.base import Comms, speaks_in
 from piper.runtime.comm.gloo import GlooComms, GlooTransport
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.comm.staged import StagedComms
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.worker import Sums, Worker
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class WorkerServer(WorkerAnswers):
@@ -51,10 +50,11 @@ class WorkerServer(WorkerAnswers):
         self.device, self.given = given.device, given
         torch.set_num_threads(given.options.threads)
         setup = unpack_setup(given.setup)
-        if setup.device.type == "cuda":
-            take_one(given.local)
+        if is_accelerator(setup.device):
+            take_one(setup.device.type, given.local)
         self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
-        self.watcher = Watcher(self.device, marks, self.answers.put, cuda=setup.device.type == "cuda")
+        accelerator = setup.device if is_accelerator(setup.device) else None
+        self.watcher = Watcher(self.device, marks, self.answers.put, accelerator)
         self.transport: GlooTransport | None = None  # of all programs, where gloo is used
         comms = self._comms(setup, "")
         worker = Worker(
@@ -81,11 +81,11 @@ class WorkerServer(WorkerAnswers):
         met = TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=patience)
         store = PrefixStore(prefix, met) if prefix else met
         timeout = given.options.timeout
-        if setup.device.type == "cuda" and not given.shares:
+        if is_accelerator(setup.device) and not given.shares:
             return NcclComms(setup.plans, self.device, store, setup.device, timeout)
         self.transport = self.transport or GlooTransport(at.own)
         gloo = GlooComms(setup.plans, self.device, store, self.transport, timeout, patience=patience)
-        return StagedComms(gloo, setup.device) if setup.device.type == "cuda" else gloo
+        return StagedComms(gloo, setup.device) if is_accelerator(setup.device) else gloo
 
     def step(self, given: ProgramBatch) -> Sums:
         """Train on this device's rows of a batch."""
@@ -192,14 +192,15 @@ def serve(
 
 def crowded(workers: int) -> bool:
     """Return whether workers of this machine have to share its accelerators."""
-    return workers > torch.cuda.device_count()
+    return workers > accelerators()
 
 
-def take_one(local: int) -> None:
+def take_one(kind: str, local: int) -> None:
     """Let this process see one accelerator only, as the first: the one that captured code names.
 
     It must not have looked for accelerators yet. Only those that are visible to it are counted.
     """
-    given = os.environ.get(VISIBLE)
-    there = given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
-    os.environ[VISIBLE] = there[local % len(there)]
+    visible = KINDS[kind].visible
+    listed = os.environ.get(visible)
+    numbers = listed.split(",") if listed else [str(i) for i in range(accelerators())]
+    os.environ[visible] = numbers[local % len(numbers)]

@@ -11,6 +11,7 @@ from piper.ir.chunk import Chunk, Phase, PhaseSpec, Tags, bundles
 from piper.ir.ids import Pass
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
+from piper.runtime.accelerator import is_accelerator
 from piper.runtime.bucket_layout import Flat, Layout, own_slice
 from piper.runtime.context import Bound, Env, draw_seed
 
@@ -237,7 +238,7 @@ def load(env: Env, ins: Instr) -> Bound:
             part, ours = torch.cat([value[low:high] for low, high in spans]), True
         for held in divided:
             part, ours = own_slice(part, held, place).contiguous(), False
-        if part.device.type == "cpu" and device.type == "cuda":
+        if part.device.type == "cpu" and is_accelerator(device):
             # From pinned memory, so that the host need not wait until the stream gets to it.
             slots[target] = part.pin_memory().to(device, non_blocking=True).to(wanted)
         else:

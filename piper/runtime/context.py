@@ -15,6 +15,7 @@ from piper.ir.mesh import axis_through
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import allocations
 from piper.plan.plan import Plan
+from piper.runtime.accelerator import generator
 from piper.runtime.bucket_layout import Layout, own_slice
 from piper.runtime.comm.base import Comms
 from piper.runtime.device_state import DeviceState
@@ -39,9 +40,7 @@ class Dice:
     def __init__(self, device: torch.device | None = None) -> None:
         """Take the generator of `device`, where the numbers are drawn; its state lives on the host."""
         self.lock = threading.Lock()
-        self.generator = torch.default_generator
-        if device is not None and device.type == "cuda":
-            self.generator = torch.cuda.default_generators[device.index or 0]
+        self.generator = generator(device or torch.device("cpu"))
 
     @contextmanager
     def seeded(self, begin: int | Tensor) -> Iterator[None]:
@@ -111,7 +110,7 @@ class Env:
             slot: self.plan.instrs[place].stream for slot, place in allocations(self.plan).items()
         }
         self.host_memory = HostMemory()
-        self.streams: Mapping[str, torch.cuda.Stream] = {}  # on CUDA, of the executor; empty: all on one
+        self.streams: Mapping[str, torch.Stream] = {}  # on an accelerator, of the executor; empty: all on one
         self.batch: Mapping[str, BatchField] = {}
         self.vault: Vault | None = None  # None: instructions that copy the state do nothing
         self.step = 0

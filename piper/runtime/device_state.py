@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from piper.plan.plan import Bucket
+from piper.runtime.accelerator import is_accelerator
 from piper.runtime.bucket_layout import Flat, Layout
 from piper.runtime.cuda.triton_kernels import runs_triton
 from piper.runtime.host_memory import HostMemory
@@ -110,7 +111,7 @@ class DeviceState:
         self.optimizer: Optimizer | None = (
             build_optimizer(setup.optimizer, sizes, trained) if trained else None
         )
-        if self.optimizer is not None and setup.device.type == "cuda":
+        if self.optimizer is not None and is_accelerator(setup.device):
             fuse(self.optimizer)
         self.scheduler: LRScheduler | None = (
             setup.scheduler(self.optimizer) if setup.scheduler and self.optimizer else None

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.comm.base import Group
 
 
@@ -68,11 +69,11 @@ def on_its_way(value: Tensor) -> tuple[Tensor, Arrival | None]:
 
     The host does not wait. None: the value can be read at once.
     """
-    if not value.is_cuda:
+    if not is_accelerator(value.device):
         return value, None
     here = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-    arrival = torch.cuda.Event()
-    arrival.record(torch.cuda.current_stream(value.device))
+    arrival = module(value.device).Event()
+    arrival.record(module(value.device).current_stream(value.device))
     return here, arrival
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from piper.ir.chunk import CapturedModel
 from piper.plan.instr import Instr
+from piper.runtime.accelerator import is_accelerator
 from piper.runtime.bucket_layout import Flat, Layout
 from piper.runtime.context import Bound, Env
 from piper.runtime.fp8_gathers import gather_in_fp8
@@ -178,7 +179,7 @@ def total_length(outline: CapturedModel) -> int:
 
 def squares(gradient: list[Tensor]) -> Tensor:
     """Return the sum of squares, exact to a rounding of its type."""
-    if gradient[0].is_cuda:
+    if is_accelerator(gradient[0].device):
         norms = torch._foreach_norm(gradient, 2, dtype=at_least_single(gradient[0].dtype))
         return torch.stack(norms).double().square().sum()
     return torch.stack([squares_on_host(part.reshape(-1)) for part in gradient]).sum()

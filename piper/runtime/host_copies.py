@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from piper.plan.instr import Instr
+from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.context import Bound, Env
 from piper.runtime.host_memory import HostBuffer
 
@@ -135,14 +136,15 @@ def allocator(env: Env, maker: str) -> Callable[[int], Tensor]:
     waits for that work.
     """
     device = env.setup.device
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)
-    current = torch.cuda.current_stream(device)
+    torch_module = module(device)
+    current = torch_module.current_stream(device)
     owner = env.streams.get(maker, current)
     current.wait_stream(owner)
 
     def empty(nbytes: int) -> Tensor:
-        with torch.cuda.stream(owner):
+        with torch_module.stream(owner):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     return empty

@@ -7,6 +7,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from piper.runtime.accelerator import is_accelerator, module, pin, unpin
+
 
 @dataclass(slots=True, weakref_slot=True)
 class HostBuffer:
@@ -14,7 +16,7 @@ class HostBuffer:
 
     data: Tensor
     users: int = 0  # slots whose values share the storage that it is a copy of
-    free: torch.cuda.Event | None = None  # None: they may be at once
+    free: torch.Event | None = None  # None: they may be at once
 
 
 @dataclass(slots=True)
@@ -25,36 +27,27 @@ class HostMemory:
     lock: Lock = field(default_factory=Lock)
 
     def take(self, nbytes: int, device: torch.device) -> HostBuffer:
-        """Return a buffer, the one that was given back longest ago or a new one. It is pinned for CUDA.
+        """Return a buffer, the one that was given back longest ago or a new one; accelerators need it pinned.
 
         The current stream of the device waits until the buffer has been read.
         """
         with self.lock:
-            found = self.idle.get(nbytes)
-            buffer = found.pop(0) if found else None
+            idle = self.idle.get(nbytes)
+            buffer = idle.pop(0) if idle else None
         if buffer is None:
-            made = HostBuffer(torch.empty(nbytes, dtype=torch.uint8))
-            if device.type == "cuda" and nbytes:
-                pin(made)
-            return made
+            buffer = HostBuffer(torch.empty(nbytes, dtype=torch.uint8))
+            if is_accelerator(device) and nbytes:
+                pin(buffer.data)
+                weakref.finalize(buffer, unpin, buffer.data)
+            return buffer
         if buffer.free is not None:
-            torch.cuda.current_stream(device).wait_event(buffer.free)
+            module(device).current_stream(device).wait_event(buffer.free)
         return buffer
 
     def give(self, buffer: HostBuffer, device: torch.device) -> None:
         """Take a buffer back. The current stream of the device has issued the copy that reads it last."""
-        if device.type == "cuda":
-            buffer.free = buffer.free or torch.cuda.Event()
-            buffer.free.record(torch.cuda.current_stream(device))
+        if is_accelerator(device):
+            buffer.free = buffer.free or module(device).Event()
+            buffer.free.record(module(device).current_stream(device))
         with self.lock:
             self.idle.setdefault(len(buffer.data), []).append(buffer)
-
-
-def pin(buffer: HostBuffer) -> None:
-    """Register a buffer as pinned memory until it is freed.
-
-    PyTorch's own pinned memory comes in powers of two: large activations would take up to twice their bytes.
-    """
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(buffer.data.data_ptr(), len(buffer.data), 0))
-    weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data.data_ptr())

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from piper.runtime.accelerator import forked_generators, is_accelerator, module
+
 _aten = torch.ops.aten
 _FILLS = {  # operations that fill a tensor with random numbers
     _aten.normal_.default,
@@ -69,13 +71,13 @@ class DrawnOn(TorchDispatchMode):
 
         The host's memory is new. To write it for the first time takes one core a second for each GB.
         """
-        if not drawn.is_cuda or drawn.nbytes <= SMALL or not target.is_contiguous():
+        if not is_accelerator(drawn.device) or drawn.nbytes <= SMALL or not target.is_contiguous():
             return target.copy_(drawn)
         self.buffers = self.buffers or [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
         length = PIECE // drawn.element_size()
         pieces = [*zip(drawn.view(-1).split(length), target.view(-1).split(length), strict=True)]
         staged = [buffer.view(drawn.dtype) for buffer in self.buffers]
-        events = [torch.cuda.Event() for _ in staged]
+        events = [module(drawn.device).Event() for _ in staged]
 
         def send(number: int) -> None:
             piece = pieces[number][0]
@@ -112,15 +114,9 @@ def _made_on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 @contextmanager
 def seeded_draws(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators inside, draw initial values on a device, and restore the generators."""
-    accelerators: set[int] = set()
-    if device.type == "cuda":
-        torch.cuda.init()
-        accelerators.add(device.index or 0)
-    if torch.cuda.is_initialized():
-        accelerators.add(torch.cuda.current_device())
-    with torch.random.fork_rng(devices=accelerators):
+    with forked_generators(device):
         torch.manual_seed(seed)
-        with DrawnOn(device) if device.type == "cuda" else nullcontext():
+        with DrawnOn(device) if is_accelerator(device) else nullcontext():
             yield
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the workers may be other processes, which need the memory
+    if is_accelerator(device):
+        module(device).empty_cache()  # the workers may be other processes, which need the memory

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from piper.callbacks import Callback
-from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.plan import Plan, Plans
 from piper.process.usercode import raised
+from piper.runtime.accelerator import device_of
 from piper.runtime.initial_draws import seeded_draws
 
 Result = TypeVar("Result")
@@ -164,29 +164,6 @@ def setup_of(program: ProgramLike) -> Setup:
         device=device_of(program.device),
         build=getattr(program, "build", None),  # of one that was compiled in this process
     )
-
-
-def device_kind(asked: str | None) -> str:
-    """Return the kind of device that a job is for: as asked, otherwise CUDA where there is any."""
-    there = torch.cuda.is_available()
-    if asked is None:
-        return "cuda" if there else "cpu"
-    if asked not in ("cpu", "cuda"):
-        raise ConfigError(f"there is no device {asked!r}", by="device", hint="device is one of cpu, cuda")
-    if asked == "cuda" and not there:
-        built = f"torch {torch.__version__}" + ("" if torch.version.cuda else ", built without CUDA")
-        raise ConfigError(
-            "there is no CUDA device here",
-            by="device",
-            facts={"torch": built},
-            hint="use device cpu, or start where torch.cuda.is_available()",
-        )
-    return asked
-
-
-def device_of(kind: str) -> torch.device:
-    """Return the device of a kind as each worker sees it: the first accelerator. Captured code names it."""
-    return torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
 
 
 def drawing_device(program: ProgramLike) -> torch.device:

@@ -4,6 +4,7 @@ import torch
 
 from piper.plan.instr import Instr
 from piper.plan.protected import MIRRORED
+from piper.runtime.accelerator import is_accelerator, wait_for_stream
 from piper.runtime.context import Bound, Env
 
 
@@ -27,19 +28,17 @@ def mirror(env: Env, ins: Instr) -> Bound:
         vault = env.vault
         if vault is None or not vault.due(env.step):
             return
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the copies have arrived
+        wait_for_stream(device)  # the copies have arrived
         given = vault.outgoing(ins)
         totals = torch.empty(group.size, dtype=torch.int64, device=device)
         group.all_gather(torch.tensor([len(given)], device=device), totals)
         lengths: list[int] = totals.tolist()
-        arrived = torch.empty(lengths[group.rank - 1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        arrived = torch.empty(lengths[group.rank - 1], dtype=torch.uint8, pin_memory=is_accelerator(device))
         for begin in range(0, max(lengths), MIRRORED):
             piece = given[begin : begin + MIRRORED].to(device, non_blocking=True)
             place = arrived[begin : begin + MIRRORED]
             place.copy_(group.shift_uneven(piece, len(place)), non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        wait_for_stream(device)
         vault.take(ins, arrived)
 
     return run

@@ -10,12 +10,12 @@ from torch import Tensor
 from piper.ir.ids import SlotId
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
+from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.comm.base import Comms
 from piper.runtime.context import BatchField, Bound, Dice, Env
 from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.cuda.graph_inputs import Intake
 from piper.runtime.cuda.graphs import GraphExecutor
-from piper.runtime.cuda.stream_executor import StreamExecutor
 from piper.runtime.debug.memory_meter import MemoryMeter
 from piper.runtime.debug.output_recorder import OutputRecorder
 from piper.runtime.debug.profiler import Recorder
@@ -24,6 +24,7 @@ from piper.runtime.executor import Executor
 from piper.runtime.gradients import total_length
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, Setup
+from piper.runtime.stream_executor import StreamExecutor
 
 TOTAL = SlotId("total")
 
@@ -106,7 +107,7 @@ class Worker:
         if watch is not None:
             bound = [watch(i, ins, run) for i, (ins, run) in enumerate(zip(plan.instrs, bound, strict=True))]
         self.on_host = torch.zeros(
-            total_length(setup.outline), dtype=torch.float64, pin_memory=setup.device.type == "cuda"
+            total_length(setup.outline), dtype=torch.float64, pin_memory=is_accelerator(setup.device)
         )
         self.others: dict[int, Worker] = {}  # by the numbers of their programs
         self.latest = self  # the one that ran the last step
@@ -117,7 +118,7 @@ class Worker:
     ) -> Executor | StreamExecutor | GraphExecutor:
         """Return the plan's executor: threads on the host, streams on an accelerator, or a graph of them."""
         env, streams = self.env, options.streams and not options.measure
-        if self.setup.device.type == "cuda":
+        if is_accelerator(self.setup.device):
             executor = StreamExecutor(
                 env.plan,
                 bound,
@@ -129,7 +130,7 @@ class Worker:
                 timeout=options.timeout,
                 on_failure=on_failure,
                 outro=self._fetch,
-                home=None if self.intake is None else torch.cuda.Stream(self.setup.device),
+                home=None if self.intake is None else module(self.setup.device).Stream(self.setup.device),
             )
             env.streams = executor.streams
             if self.intake is None:
@@ -171,7 +172,7 @@ class Worker:
             self.meter.begin()
         self.executor.run()
         env.batch = {}
-        if self.setup.device.type != "cuda":
+        if not is_accelerator(self.setup.device):
             self._fetch()
         squares, loss, weight, *metrics = self.on_host.tolist()
         return Sums(squares=squares, loss=loss, weight=weight, metrics=tuple(metrics))

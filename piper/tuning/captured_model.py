@@ -17,7 +17,7 @@ from piper.ir.select import at
 from piper.job import Batch, Job
 from piper.lower.buckets import make_buckets
 from piper.models.tensor_plan import tensor_plan
-from piper.runtime.setup import device_kind
+from piper.runtime.accelerator import device_kind
 from piper.simulate.costs import Costs
 from piper.simulate.measured import Measured, check_model
 from piper.tuning.bounds import State

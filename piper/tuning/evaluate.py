@@ -7,7 +7,7 @@ from piper.directives import Directive
 from piper.errors import PiperError
 from piper.plan.plan import Plans
 from piper.process.gc_pause import no_collection
-from piper.runtime.cuda.memory_release import predicted_peak
+from piper.runtime.memory_release import predicted_peak
 from piper.schedules.grid import Grid
 from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import Simulation, simulate

@@ -16,13 +16,11 @@ from random import Random
 from statistics import fmean, median
 from time import perf_counter
 
-import torch
-
 from piper.errors import ConfigError, PiperError
 from piper.ir.format import count, percent
 from piper.launchers.rank_environment import rank_environment
 from piper.launchers.transport.fork_server import ForkServer, fork_server
-from piper.runtime.setup import device_kind
+from piper.runtime.accelerator import accelerators
 from piper.simulate.cluster import Cluster
 from piper.tuning.evaluate import Evaluation
 
@@ -238,7 +236,7 @@ def margin_of(runs: Sequence[Sequence[Sequence[float]]]) -> float:
 
 def check_runs_here(cluster: Cluster, devices: int) -> None:
     """Refuse to measure candidates for devices that this machine does not have."""
-    cards = torch.cuda.device_count() if device_kind(None) == "cuda" else 0
+    cards = accelerators()
     here = count(cards, "GPU") if cards else "no GPU"
     if bool(cluster.cores) == bool(cards):
         raise ConfigError(

@@ -23,7 +23,7 @@ from piper.launchers.single_rank import SingleRankRun, launch_single_rank
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.cuda.graphs import WARM, GraphExecutor
-from piper.runtime.cuda.stream_executor import StreamExecutor
+from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Worker
 from tests.runtime.grid import Cell, batches, job
 from tests.runtime.inline_workers import workers_of

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from piper.launchers.worker_server import VISIBLE, crowded, take_one
+from piper.launchers.worker_server import crowded, take_one
 
 
 @pytest.mark.parametrize(
@@ -13,10 +13,10 @@ from piper.launchers.worker_server import VISIBLE, crowded, take_one
 def test_a_worker_takes_one_of_those_it_may_see(
     monkeypatch: pytest.MonkeyPatch, given: str, local: int, taken: str
 ) -> None:
-    monkeypatch.setenv(VISIBLE, given)
-    take_one(local)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    take_one("cuda", local)
 
-    assert os.environ[VISIBLE] == taken
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
 
 
 def test_more_workers_than_accelerators_share(monkeypatch: pytest.MonkeyPatch) -> None:

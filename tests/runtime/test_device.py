@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from piper.errors import ConfigError
-from piper.runtime.setup import device_kind, device_of
+from piper.runtime.accelerator import device_kind, device_of
 
 NONE = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 

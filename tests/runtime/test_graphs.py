@@ -31,10 +31,10 @@ from piper.runtime.cuda.graph_checks import (
 )
 from piper.runtime.cuda.graph_inputs import Intake, Rates
 from piper.runtime.cuda.graphs import WARM, GraphExecutor, put_back
-from piper.runtime.cuda.stream_executor import StreamExecutor
 from piper.runtime.device_state import fuse
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Setup, initial_values, setup_of
+from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Worker
 from tests.runtime.grid import Cell, batches, compiled, job
 

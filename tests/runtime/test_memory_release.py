@@ -9,7 +9,7 @@ from piper.ir.graph import start
 from piper.ir.select import at
 from piper.plan.memory_timeline import timeline
 from piper.plan.plan import Plan, Plans
-from piper.runtime.cuda.memory_release import predicted_peak, releases
+from piper.runtime.memory_release import predicted_peak, releases
 from piper.schedules import one_f_one_b, zero_bubble
 from tests.chain import chain
 from tests.lower.lowering import lower

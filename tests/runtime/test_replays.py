@@ -24,9 +24,9 @@ from piper.plan.ops import Op
 from piper.runtime.comm.synthetic import AloneComms, arriving
 from piper.runtime.cuda.graph_inputs import Intake, Kernel
 from piper.runtime.cuda.graphs import WARM, GraphExecutor
-from piper.runtime.cuda.stream_executor import StreamExecutor
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import setup_of
+from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Worker
 from tests.runtime.grid import Cell, batches, job
 from tests.runtime.replaying import Graph, pretend

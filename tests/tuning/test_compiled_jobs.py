@@ -9,7 +9,7 @@ import pytest
 from piper.capture.recordings import Recordings
 from piper.compiler import Program, compile
 from piper.directives import Directive
-from piper.runtime.cuda.memory_release import predicted_peak
+from piper.runtime.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import simulate

@@ -10,7 +10,7 @@ import pytest
 
 import piper
 from piper.compiler import compile
-from piper.runtime.cuda.memory_release import predicted_peak
+from piper.runtime.memory_release import predicted_peak
 from piper.schedules.synthesis.synthesise import Synthesis, synthesis
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline

@@ -254,7 +254,6 @@ def test_candidates_run_together_if_they_fit() -> None:
 
 
 def with_cards(monkeypatch: pytest.MonkeyPatch, cards: int) -> None:
-    monkeypatch.setattr(trial_runs, "device_kind", lambda asked: "cuda" if cards else "cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
 
 

@@ -15,6 +15,7 @@ from piper.checkpoint.save import Copied, Shapes, merged
 from piper.checkpoint.storage import CheckpointReader, StoredRange, TensorRange, index_of
 from piper.launchers.transport.serialize import Codec
 from piper.launchers.transport.shared_memory import ALIGNMENT
+from piper.runtime.accelerator import is_accelerator, pin, unpin
 
 HEAD = struct.Struct("=qqqqq")  # the step plus one, or 0 while it is written; bytes: text, layout, begin, end
 ROOM = 256  # bytes by which the text may grow before the tensors behind it move
@@ -108,14 +109,14 @@ class SectionWriter:
             if found is not None:
                 self.targets.pop(self.last, None)
                 if pinned:
-                    unpin(found)
+                    unpin(torch.frombuffer(found, dtype=torch.uint8))
                 found.close()
             descriptor, begin = self.descriptors[self.last], self.number * SPAN
             # Memory that is missing is an error here. Where it is written to, it would be a killed process.
             os.posix_fallocate(descriptor, begin, nbytes)
             found = self.memories[self.last] = mmap.mmap(descriptor, nbytes, offset=begin)
             if pinned:
-                pin(found)
+                pin(torch.frombuffer(found, dtype=torch.uint8))
         return found
 
 
@@ -126,7 +127,7 @@ def encoded(copied: Copied) -> bytes:
 
 def device_of(copied: Copied) -> torch.device | None:
     """Return the accelerator that the tensors of a copy are on. None: they are on the host."""
-    return next((part.tensor.device for part in copied.parts if part.tensor.is_cuda), None)
+    return next((part.tensor.device for part in copied.parts if is_accelerator(part.tensor.device)), None)
 
 
 def places(memory: mmap.mmap, begin: int, parts: Iterable[TensorRange]) -> Iterator[Tensor]:
@@ -135,18 +136,6 @@ def places(memory: mmap.mmap, begin: int, parts: Iterable[TensorRange]) -> Itera
         count, dtype = part.tensor.numel(), part.tensor.dtype
         yield torch.frombuffer(memory, dtype=dtype, count=count, offset=begin) if count else part.tensor
         begin += rounded(part.tensor.nbytes)
-
-
-def pin(memory: mmap.mmap) -> None:
-    """Let an accelerator write to memory while the host goes on."""
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
-
-
-def unpin(memory: mmap.mmap) -> None:
-    """Take back what `pin` did."""
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 def image_bytes(image: Tensor) -> int:

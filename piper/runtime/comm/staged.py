@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from piper.runtime.accelerator import wait_for_stream
 from piper.runtime.comm.base import Comms, Form, Group, Pipe
 
 
@@ -71,7 +72,7 @@ def to_host(value: Tensor) -> Tensor:
     """Copy a value to pinned memory and return it; only the current stream is waited for."""
     here = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     here.copy_(value, non_blocking=True)
-    torch.cuda.current_stream(value.device).synchronize()
+    wait_for_stream(value.device)
     return here
 
 

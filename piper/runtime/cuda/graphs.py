@@ -3,13 +3,14 @@
 import gc
 from collections.abc import Mapping, Sequence
 from time import monotonic, sleep
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from piper.runtime.comm.base import CommError
 from piper.runtime.cuda.graph_inputs import Intake
-from piper.runtime.cuda.stream_executor import GLANCE, StreamExecutor
+from piper.runtime.stream_executor import GLANCE, StreamExecutor
 
 WARM = 2  # steps issued one by one: an optimizer makes its state, kernels are chosen, peers meet
 
@@ -28,6 +29,7 @@ class GraphExecutor:
     def __init__(self, inner: StreamExecutor, intake: Intake, residents: Sequence[int]) -> None:
         """Wrap `inner`, whose first stream can be captured; `residents`: the slots that outlive a step."""
         self.inner, self.intake, self.residents = inner, intake, residents
+        self.home = cast(torch.cuda.Stream, inner.home)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.settings: list[object] = []  # that the steps since the last reset were run with
         self.taken = 0  # steps since then
@@ -69,7 +71,7 @@ class GraphExecutor:
     def replay(self) -> None:
         """Launch the graph."""
         assert self.graph is not None
-        with torch.cuda.stream(self.inner.home):
+        with torch.cuda.stream(self.home):
             self.graph.replay()
         self.inner.done.record(self.inner.home)
 
@@ -80,7 +82,7 @@ class GraphExecutor:
         self.intake.capturing = True
         try:
             # Errors of this thread alone: another may look at events of its own, as NCCL's does.
-            with torch.cuda.graph(graph, stream=inner.home, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=self.home, capture_error_mode="thread_local"):
                 try:
                     inner.enqueue()
                     put_back(inner.slots, before)

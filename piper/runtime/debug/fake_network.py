@@ -9,6 +9,7 @@ import torch
 
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS, Op
+from piper.runtime.accelerator import module
 from piper.runtime.context import Bound, Env
 from piper.runtime.expert_exchange import Splits
 
@@ -75,10 +76,10 @@ class CopyEngine:
         """Return the measured bytes per second of a copy that counts as one block."""
         best = float("inf")
         for _ in range(3):
-            torch.cuda.synchronize(self.device.device)
+            module(self.device.device).synchronize(self.device.device)
             begin = perf_counter()
             copy()
-            torch.cuda.synchronize(self.device.device)
+            module(self.device.device).synchronize(self.device.device)
             best = min(best, perf_counter() - begin)
         return BLOCK / best
 

@@ -13,6 +13,7 @@ from time import monotonic, thread_time
 import torch
 
 from piper.plan.instr import Instr
+from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.context import Bound
 from piper.runtime.debug.profiler_labels import labelled
 
@@ -35,15 +36,15 @@ class Recorder:
     def __init__(self, device: int, steps: int, accelerator: torch.device) -> None:
         self.device, self.most = device, WARM + steps
         self.rows: list[list[Times]] = []  # by instruction: one entry a step
-        self.cuda = Events(accelerator) if accelerator.type == "cuda" else None
+        self.events = Events(accelerator) if is_accelerator(accelerator) else None
 
     def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
         """Wrap an instruction to note when it ran, under its node's name in a trace of torch's profiler."""
         assert place == len(self.rows), "instructions are watched in order"
         row: list[Times] = []
         self.rows.append(row)
-        if self.cuda is not None:
-            return labelled(ins.node, self.cuda.watch(row, self.most, run))
+        if self.events is not None:
+            return labelled(ins.node, self.events.watch(row, self.most, run))
         most = self.most
 
         def timed() -> None:
@@ -58,8 +59,8 @@ class Recorder:
 
     def take(self) -> DeviceProfile:
         """Return what has been recorded, without the steps that are not complete."""
-        if self.cuda is not None:
-            self.cuda.resolve()
+        if self.events is not None:
+            self.events.resolve()
         done = min((len(row) for row in self.rows), default=0)
         steps = tuple(tuple(row[step] for row in self.rows) for step in range(WARM, done))
         return DeviceProfile(device=self.device, first=WARM, steps=steps)
@@ -69,12 +70,12 @@ class Events:
     """Pairs of events on the streams of an accelerator, and the host's clock at one of them."""
 
     def __init__(self, accelerator: torch.device) -> None:
-        self.accelerator = accelerator
-        self.pending: list[tuple[list[Times], torch.cuda.Event, torch.cuda.Event, float]] = []
+        self.accelerator, self.module = accelerator, module(accelerator)
+        self.pending: list[tuple[list[Times], torch.Event, torch.Event, float]] = []
         self.lock = threading.Lock()
-        with torch.cuda.device(accelerator):
-            self.base = torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
+        with self.module.device(accelerator):
+            self.base = self.module.Event(enable_timing=True)
+            self.module.synchronize()
             self.base.record()
             self.base.synchronize()
             self.began = monotonic()
@@ -89,7 +90,7 @@ class Events:
                 run()
                 return
             noted += 1
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = (self.module.Event(enable_timing=True) for _ in range(2))
             host = thread_time()
             begin.record()
             run()
@@ -101,7 +102,7 @@ class Events:
 
     def resolve(self) -> None:
         """Read the events that have not been read, on the host's clock."""
-        torch.cuda.synchronize(self.accelerator)
+        self.module.synchronize(self.accelerator)
         for row, begin, end, host in self.pending:
             start = self.began + self.base.elapsed_time(begin) / 1e3
             row.append((start, start + begin.elapsed_time(end) / 1e3, host))

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from piper.process.attributes import replaced
 from piper.process.usercode import raised
+from piper.runtime.accelerator import device_of
 from piper.runtime.batch import as_run, wanted_batch
 from piper.runtime.debug.buffer_histories import BufferHistories
 from piper.runtime.debug.fp8_products import Fp8Products
@@ -45,7 +46,7 @@ class Reference:
         self.program, self.sliced = program, sliced
         self.exact = program.job.precision == "fp64" and (exact or bool(program.outline.degrees))
         self.job = job = program.job
-        self.device = torch.device("cuda", 0) if program.device == "cuda" else torch.device(program.device)
+        self.device = device_of(program.device)
         self.dtype = DTYPES[job.precision]
         self.model = seeded_model(program).to(self.device)
         initial = {name: p.detach().clone() for name, p in self.model.named_parameters()}

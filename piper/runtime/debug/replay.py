@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.ir.chunk import Chunk, Tags
+from piper.runtime.accelerator import device_of, generator
 from piper.runtime.debug.callers import model_line
 from piper.runtime.debug.slicing import BatchSlicing, Slice
 from piper.runtime.setup import ProgramLike
@@ -68,9 +69,7 @@ class Replay:
         self.program, self.slicing, self.params, self.buffers = program, slicing, params, buffers
         self.chunks = {chunk.name: chunk for chunk in program.outline.chunks}
         self.local = {held.name: held.local_shape for held in program.outline.parameters}
-        self.generator = torch.default_generator
-        if program.device == "cuda":
-            self.generator = torch.cuda.default_generators[0]
+        self.generator = generator(self.device())
         self.layout: dict[str, list[Shape]] | None = None
         self.unmatched: list[str] = []  # draws that one side makes and the other does not
         self.kept: dict[float, list[int]] = {}  # by the probability to keep: elements kept, elements
@@ -147,7 +146,7 @@ class Replay:
 
     def device(self) -> torch.device:
         """Return the device of the plain model."""
-        return torch.device("cuda", 0) if self.program.device == "cuda" else torch.device("cpu")
+        return device_of(self.program.device)
 
     def ways(self, chunk: str) -> int:
         """Return over how many devices the experts of a chunk are divided."""

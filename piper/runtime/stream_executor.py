@@ -1,4 +1,4 @@
-"""Runs one device's plan on CUDA streams, issued by one host thread in the order of the plan."""
+"""Runs one device's plan on streams of an accelerator, issued by one host thread in the order of the plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, sleep
@@ -8,20 +8,21 @@ import torch
 from piper.ir.ids import SlotId
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
+from piper.runtime.accelerator import module
 from piper.runtime.comm.base import CommError
 from piper.runtime.context import Bound
-from piper.runtime.cuda.memory_release import releases
+from piper.runtime.memory_release import releases
 
 Step = tuple[
     int,  # place
     Bound,
-    torch.cuda.Stream,
-    tuple[torch.cuda.Event, ...],  # waits
+    torch.Stream,
+    tuple[torch.Event, ...],  # waits
     tuple[int, ...],  # parked slots to drop first
     tuple[int, ...],  # slots it frees
     tuple[int, ...],  # slots it parks
     tuple[int, ...],  # residents that it may replace
-    torch.cuda.Event | None,  # signal
+    torch.Event | None,  # signal
 ]
 
 GLANCE = 5e-5  # seconds between looks at whether the step is over
@@ -49,7 +50,7 @@ class StreamExecutor:
         timeout: float = 60.0,
         on_failure: Callable[[], None] = lambda: None,
         outro: Bound = lambda: None,
-        home: torch.cuda.Stream | None = None,
+        home: torch.Stream | None = None,
     ) -> None:
         """Prepare the streams and events of a plan.
 
@@ -63,26 +64,27 @@ class StreamExecutor:
         self.alone = all(ins.comm is None for ins in plan.instrs)  # no other device can block a step
         self.parked: list[object] = [None] * len(slots)
         self.replaced: list[object] = []
-        self.begin, self.done = torch.cuda.Event(), torch.cuda.Event()
-        self.events: dict[int, torch.cuda.Event] = {}  # by the place that signals
-        with torch.cuda.device(accelerator):
+        self.module = module(accelerator)
+        self.begin, self.done = self.module.Event(), self.module.Event()
+        self.events: dict[int, torch.Event] = {}  # by the place that signals
+        with self.module.device(accelerator):
             self.streams = self._streams() if streams else {}
-            self.ends = {name: torch.cuda.Event() for name in self.streams}
-            self.home = torch.cuda.default_stream() if home is None else home
+            self.ends = {name: self.module.Event() for name in self.streams}
+            self.home = self.module.default_stream() if home is None else home
         self.steps = self._bind(bound, index)
 
-    def _streams(self) -> dict[str, torch.cuda.Stream]:
+    def _streams(self) -> dict[str, torch.Stream]:
         """Return a stream for each of the plan's; communication has priority over computation."""
         talking = {ins.stream for ins in self.plan.instrs if OPS[ins.op].communicates}
         names = dict.fromkeys(ins.stream for ins in self.plan.instrs)
-        return {name: torch.cuda.Stream(priority=-1 if name in talking else 0) for name in names}
+        return {name: self.module.Stream(priority=-1 if name in talking else 0) for name in names}
 
     def _bind(self, bound: Sequence[Bound], index: Mapping[SlotId, int]) -> list[Step]:
         plan = self.plan
         handlings = releases(plan)
         signalled = {ins.signals: place for place, ins in enumerate(plan.instrs) if ins.signals is not None}
         asked = {place for handling in handlings for place in handling.waits}
-        self.events = {place: torch.cuda.Event() for place in sorted({*signalled.values(), *asked})}
+        self.events = {place: self.module.Event() for place in sorted({*signalled.values(), *asked})}
         steps: list[Step] = []
         for place, (ins, run, handling) in enumerate(zip(plan.instrs, bound, handlings, strict=True)):
             replaces = tuple(index[slot] for slot in ins.writes if slot.kind == "buffer")
@@ -108,9 +110,9 @@ class StreamExecutor:
 
     def run(self) -> None:
         """Run the plan once; returns when every stream is at its end."""
-        with torch.cuda.device(self.accelerator), torch.no_grad():
+        with self.module.device(self.accelerator), torch.no_grad():
             self.enqueue()
-            with torch.cuda.stream(self.home):
+            with self.module.stream(self.home):
                 self.outro()
             self.done.record(self.home)
             self._wait()
@@ -134,12 +136,12 @@ class StreamExecutor:
 
     def _issue(self) -> None:
         slots, parked, place = self.slots, self.parked, 0
-        before = torch.cuda.current_stream()
+        before = self.module.current_stream()
         try:
             now = before
             for place, run, stream, waits, drops, frees, parks, replaces, signal in self.steps:  # noqa: B007
                 if stream is not now:
-                    torch.cuda.set_stream(stream)
+                    self.module.set_stream(stream)
                     now = stream
                 for event in waits:
                     stream.wait_event(event)
@@ -159,7 +161,7 @@ class StreamExecutor:
             self.on_failure()
             raise
         finally:
-            torch.cuda.set_stream(before)
+            self.module.set_stream(before)
 
     def _wait(self) -> None:
         """Wait until the step is over, as long as anything moves."""

@@ -2,18 +2,20 @@
 
 import torch
 
+from piper.runtime.accelerator import module
 from piper.runtime.context import Bound
 
 
 class DeviceTimes:
     """The events of one device's instructions. The host issues them long before they run."""
 
-    def __init__(self) -> None:
-        self.recorded: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}  # by place, since `take`
+    def __init__(self, accelerator: torch.device) -> None:
+        self.module = module(accelerator)
+        self.recorded: dict[int, tuple[torch.Event, torch.Event]] = {}  # by place, since `take`
 
     def watch(self, place: int, run: Bound) -> Bound:
         """Return an instruction that records when its stream begins and ends it."""
-        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events = self.module.Event(enable_timing=True), self.module.Event(enable_timing=True)
 
         def timed() -> None:
             if torch.cuda.is_current_stream_capturing():

@@ -1,0 +1,114 @@
+"""The kinds of device that a program can run on, and what the runtime asks of each.
+
+To add a kind: a row of `KINDS`, the collectives between its devices (`runtime/comm`), and kernels of its own
+where they pay (as in `runtime/cuda`). Everything else asks here, or asks torch's module for the device: torch
+gives each kind of accelerator the same streams, events, generators and counts of memory.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from piper.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of accelerator."""
+
+    title: str  # as people write it
+    visible: str  # the variable of the environment that lists which devices a process may use
+    cluster: str  # whose network is meant where none is named
+
+
+KINDS = {"cuda": Kind(title="CUDA", visible="CUDA_VISIBLE_DEVICES", cluster="h200")}  # by torch's name
+
+
+def device_kind(asked: str | None) -> str:
+    """Return the kind of device that a job is for: as asked, otherwise an accelerator where there is any."""
+    there = [kind for kind in KINDS if torch.get_device_module(kind).is_available()]
+    if asked is None:
+        return next(iter(there), "cpu")
+    if asked != "cpu" and asked not in KINDS:
+        known = ", ".join(["cpu", *KINDS])
+        raise ConfigError(f"there is no device {asked!r}", by="device", hint=f"device is one of {known}")
+    if asked != "cpu" and asked not in there:
+        title = KINDS[asked].title
+        built = "" if getattr(torch.version, asked, None) else f", built without {title}"
+        raise ConfigError(
+            f"there is no {title} device here",
+            by="device",
+            facts={"torch": f"torch {torch.__version__}{built}"},
+            hint=f"use device cpu, or start where torch.{asked}.is_available()",
+        )
+    return asked
+
+
+def device_of(kind: str) -> torch.device:
+    """Return the device of a kind as each worker sees it: the first accelerator. Captured code names it."""
+    return torch.device(kind, 0) if kind in KINDS else torch.device(kind)
+
+
+def is_accelerator(device: torch.device | str) -> bool:
+    """Return whether work is given to a device on streams, and done there while the host goes on."""
+    return (device if isinstance(device, str) else device.type) in KINDS
+
+
+def usual_cluster(kind: str) -> str:
+    """Return the cluster whose network is meant where none is named."""
+    return KINDS[kind].cluster if kind in KINDS else "cpu"
+
+
+def module(device: torch.device) -> ModuleType:
+    """Return torch's module for an accelerator: its streams, events, generators and counts of memory."""
+    named: ModuleType = torch.get_device_module(device)
+    return named
+
+
+def accelerators() -> int:
+    """Return how many accelerators this process may use, without initialising any."""
+    return max(int(torch.get_device_module(kind).device_count()) for kind in KINDS)
+
+
+def generator(device: torch.device) -> torch.Generator:
+    """Return the generator that draws on a device. Its state lives on the host."""
+    if not is_accelerator(device):
+        return torch.default_generator
+    drawing: torch.Generator = module(device).default_generators[device.index or 0]
+    return drawing
+
+
+@contextmanager
+def forked_generators(device: torch.device) -> Iterator[None]:
+    """Restore the generators of the host, of a device and of the accelerator in use after the block."""
+    numbers = {device.index or 0} if is_accelerator(device) else set()
+    kind = device.type if is_accelerator(device) else next(iter(KINDS))
+    if numbers:
+        module(device).init()
+    if torch.get_device_module(kind).is_initialized():
+        numbers.add(torch.get_device_module(kind).current_device())
+    with torch.random.fork_rng(devices=numbers, device_type=kind):
+        yield
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait until the current stream of a device has done what it was given; a host has none."""
+    if is_accelerator(device):
+        module(device).current_stream(device).synchronize()
+
+
+def pin(memory: Tensor) -> None:
+    """Let accelerators read and write memory of the host while the host goes on.
+
+    PyTorch's own pinned memory comes in powers of two: large activations would take up to twice their bytes.
+    """
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+
+def unpin(memory: Tensor) -> None:
+    """Take back what `pin` did."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
