@@ -113,7 +113,7 @@ def capture(graph: Graph, **_: object) -> Iterator[None]:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch.cuda be this, also for the host, which then counts as an accelerator of that kind."""
+    """Let torch.cuda be this, and executors of streams on the host use it."""
     played: dict[str, object] = {
         "Stream": Stream,
         "Event": Event,
@@ -127,4 +127,4 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in played.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch, "get_device_module", lambda _=None: torch.cuda)
+    monkeypatch.setattr("piper.runtime.stream_executor.module", lambda _: torch.cuda)

@@ -29,7 +29,6 @@ class GraphExecutor:
     def __init__(self, inner: StreamExecutor, intake: Intake, residents: Sequence[int]) -> None:
         """Wrap `inner`, whose first stream can be captured; `residents`: the slots that outlive a step."""
         self.inner, self.intake, self.residents = inner, intake, residents
-        self.home = cast(torch.cuda.Stream, inner.home)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.settings: list[object] = []  # that the steps since the last reset were run with
         self.taken = 0  # steps since then
@@ -71,7 +70,7 @@ class GraphExecutor:
     def replay(self) -> None:
         """Launch the graph."""
         assert self.graph is not None
-        with torch.cuda.stream(self.home):
+        with torch.cuda.stream(cast(torch.cuda.Stream, self.inner.home)):
             self.graph.replay()
         self.inner.done.record(self.inner.home)
 
@@ -82,7 +81,9 @@ class GraphExecutor:
         self.intake.capturing = True
         try:
             # Errors of this thread alone: another may look at events of its own, as NCCL's does.
-            with torch.cuda.graph(graph, stream=self.home, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, stream=cast(torch.cuda.Stream, inner.home), capture_error_mode="thread_local"
+            ):
                 try:
                     inner.enqueue()
                     put_back(inner.slots, before)
