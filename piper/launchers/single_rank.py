@@ -22,10 +22,10 @@ from piper.plan.memory_timeline import timeline
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.accelerator import is_accelerator, module, usual_cluster
 from piper.runtime.comm.synthetic import AloneComms, arriving, totalled
-from piper.runtime.cuda.memory_release import predicted_peak
 from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
 from piper.runtime.debug.profiler import ClockOffset
 from piper.runtime.kernels import KERNELS
+from piper.runtime.memory_release import predicted_peak
 from piper.runtime.setup import Initial, JobLike, ProgramLike, Setup, build_model, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.simulate.cluster import load_cluster
