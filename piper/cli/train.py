@@ -107,8 +107,8 @@ def train(
 
 def train_and_report(asked: "TrainOptions") -> None:
     """Train a recipe, and say how the run ended and how to go on. Exit if a signal has stopped it."""
-    from piper.train.ending import ending, stopping
     from piper.train.interrupt import PreemptedError
+    from piper.train.outcome import ending, stopping
     from piper.train.train_command import train_recipe
 
     try:

@@ -90,7 +90,7 @@ def compiled(recipe: str, strategy: Path | None = None) -> "Program":
 
 def recipe_background(program: "Program", recipe: str) -> Provenance:
     """Return the background of a recipe's plans."""
-    from piper.train.saved_provenance import background_of  # which imports torch
+    from piper.train.run_folder import background_of  # which imports torch
 
     return background_of(program, recipe)
 

@@ -88,18 +88,18 @@ def ratio(total: float, weight: float) -> float:
 
 def state_by_name(outline: CapturedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a full state under every name of the model's own state_dict, tied tensors included."""
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for parameter in outline.parameters:
         for name in (parameter.name, *parameter.aliases):
-            found[name] = values[parameter.name]
+            state[name] = values[parameter.name]
     for buffer in outline.buffers:
-        found |= dict.fromkeys(buffer.saved_as, values[buffer.name]) if buffer.persistent else {}
-    return found
+        state |= dict.fromkeys(buffer.saved_as, values[buffer.name]) if buffer.persistent else {}
+    return state
 
 
 def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the initial values of parameters and buffers that no device holds. They never change."""
-    held = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
+    on_devices = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
     residents = (slot for plan in program.plans for slot in plan.residents)
-    held |= {slot.owner for slot in residents if slot.kind == "buffer"}
-    return {name: value.clone() for name, value in values.items() if name not in held}
+    on_devices |= {slot.owner for slot in residents if slot.kind == "buffer"}
+    return {name: value.clone() for name, value in values.items() if name not in on_devices}

@@ -19,8 +19,8 @@ def with_states(states: Mapping[str, object], data: object) -> object:
     return {CALLBACKS: states, DATA: data} if states else data
 
 
-def split_states(found: object) -> tuple[object, Mapping[str, object]]:
+def split_states(data: object) -> tuple[object, Mapping[str, object]]:
     """Return the data of a checkpoint, and the states of callbacks by their names."""
-    if isinstance(found, Mapping) and CALLBACKS in found:
-        return found[DATA], cast("Mapping[str, object]", found[CALLBACKS])
-    return found, {}
+    if isinstance(data, Mapping) and CALLBACKS in data:
+        return data[DATA], cast("Mapping[str, object]", data[CALLBACKS])
+    return data, {}

@@ -191,10 +191,10 @@ class Checkpoints:
 
 def model_of(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Spec]:
     """Return the specs of what a program's checkpoints hold; unread values keep their types."""
-    found = wanted_model(program.plans, program.outline)
+    specs = wanted_model(program.plans, program.outline)
     for name, value in unread_kept(program, unread).items():
-        found[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
-    return found
+        specs[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
+    return specs
 
 
 def unread_kept(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -214,17 +214,17 @@ def whole_parts(values: Mapping[str, Tensor]) -> Iterable[TensorRange]:
 def read_unread(program: ProgramLike, reader: CheckpointReader) -> dict[str, Tensor]:
     """Read the values that no device holds."""
     plans = program.plans
-    held = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
-    held |= {name for plan in plans for name in buffers_of(plans, plan.devices[0])}
-    found: dict[str, Tensor] = {}
+    on_devices = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
+    on_devices |= {name for plan in plans for name in buffers_of(plans, plan.devices[0])}
+    unread: dict[str, Tensor] = {}
     for name, spec in reader.record.model.items():
-        if name not in held:
-            found[name] = torch.empty(spec.shape, dtype=dtype_named(spec.dtype or "float32"))
+        if name not in on_devices:
+            unread[name] = torch.empty(spec.shape, dtype=dtype_named(spec.dtype or "float32"))
     reader.read(
         TensorRange(key=f"model.{name}", size=value.numel(), start=0, tensor=value.view(-1))
-        for name, value in found.items()
+        for name, value in unread.items()
     )
-    return found
+    return unread
 
 
 def trainer_names(program: ProgramLike) -> Trainer:

@@ -244,12 +244,12 @@ def worker_error(
 
 def waiters(snapshot: JobSnapshot, culprit: int) -> list[str]:
     """Return the other devices that wait in a communication, in words."""
-    found = []
+    waiting = []
     for device in snapshot.statuses:
         place = snapshot.place(device)
         if device != culprit and place is not None and snapshot.instr(device, place).op in COMMUNICATION:
-            found.append(f"device {device} in {snapshot.instr(device, place).node}")
-    return found
+            waiting.append(f"device {device} in {snapshot.instr(device, place).node}")
+    return waiting
 
 
 def private_marks(width: int) -> memoryview:

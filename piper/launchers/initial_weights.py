@@ -31,16 +31,16 @@ def write_start(program: ProgramLike, values: Mapping[str, Tensor], path: Path |
     unsaved = {b.name for b in program.outline.buffers if not b.persistent and b.name not in names} & set(
         wanted
     )
-    made = initial_tensors(program) if unsaved else {}
+    initial = initial_tensors(program) if unsaved else {}
     given = {name: wanted.get(name, Spec(shape=())) for name in (*names, *unsaved)}
     check_model(target, Record(step=0, model=given), wanted)
 
     def value(name: str) -> Tensor:
-        found = made[name] if name in unsaved else values[names[name]]
+        tensor = initial[name] if name in unsaved else values[names[name]]
         spec = wanted[name]
-        here = {name: Spec(shape=tuple(found.shape))}
+        here = {name: Spec(shape=tuple(tensor.shape))}
         check_model(target, Record(step=0, model=here), {name: spec})
-        return found if spec.dtype is None else found.to(dtype_named(spec.dtype))
+        return tensor if spec.dtype is None else tensor.to(dtype_named(spec.dtype))
 
     partial = begin(target)
     try:
@@ -68,11 +68,11 @@ def names_here(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, 
 
 def batched(names: Mapping[str, object], value: Callable[[str], Tensor]) -> Iterator[list[TensorRange]]:
     """Yield values as parts, as many at a time as memory should hold."""
-    held: list[TensorRange] = []
+    ranges: list[TensorRange] = []
     for name in names:
-        held += whole_parts({name: value(name)})
-        if sum(part.tensor.nbytes for part in held) > MOST:
-            yield held
-            held = []
-    if held:
-        yield held
+        ranges += whole_parts({name: value(name)})
+        if sum(one.tensor.nbytes for one in ranges) > MOST:
+            yield ranges
+            ranges = []
+    if ranges:
+        yield ranges

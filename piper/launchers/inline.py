@@ -75,10 +75,10 @@ class InlineWorkerGroup(WorkerGroup):
     def _unread(self, initial: Initial) -> dict[str, Tensor]:
         """Return the values that no chunk reads and so no worker holds. They never change."""
         plans, outline = self.program.plans, self.program.outline
-        held = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
-        held |= {name for chunk in outline.chunks for name in chunk.buffers}
+        on_workers = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
+        on_workers |= {name for chunk in outline.chunks for name in chunk.buffers}
         names = (*(p.name for p in outline.parameters), *(b.name for b in outline.buffers if b.persistent))
-        return {name: initial(name) for name in names if name not in held}
+        return {name: initial(name) for name in names if name not in on_workers}
 
     @contextmanager
     def running(self, program: ProgramLike) -> Iterator[None]:

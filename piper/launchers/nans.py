@@ -49,17 +49,17 @@ def first_bad(outline: CapturedModel, trails: Trails, state: Mapping[str, Tensor
     microbatches are looked at one after another.
     """
     order = {chunk.name: place for place, chunk in enumerate(outline.chunks)}
-    found: list[tuple[tuple[int, int], int, Mark, str]] = []
+    bad_results: list[tuple[tuple[int, int], int, Mark, str]] = []
     for device, trail in trails.items():
         for place, (mark, value) in enumerate(trail.items()):
             if bad := kind_of(value):
                 chunk = order[mark[0].chunk]
                 forward = mark[0].phase == "F"
-                found.append(
+                bad_results.append(
                     ((0, chunk) if forward else (1, -chunk), place, mark, f"{bad} on device {device}")
                 )
-    if found:
-        _, _, (run, slot), what = min(found, key=lambda item: item[:2])
+    if bad_results:
+        _, _, (run, slot), what = min(bad_results, key=lambda item: item[:2])
         return f"{run}: {slot} holds {what}"
     for name, tensor in state.items():
         if bad := kind_of(tensor):

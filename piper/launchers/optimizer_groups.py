@@ -24,8 +24,8 @@ class OptimizerGroups(Sequence["OptimizerGroup"]):
     @overload
     def __getitem__(self, index: slice) -> "list[OptimizerGroup]": ...
     def __getitem__(self, index: int | slice) -> "OptimizerGroup | list[OptimizerGroup]":
-        found = [OptimizerGroup(self.run, number) for number in range(len(self))]
-        return found[index]
+        groups = [OptimizerGroup(self.run, number) for number in range(len(self))]
+        return groups[index]
 
     def __len__(self) -> int:
         return len(self.run.optimizer_groups())

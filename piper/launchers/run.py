@@ -307,19 +307,19 @@ class Run:
         read = self.sessions.read
         return self.resumed(read(given) if alone else load_newest(read, past), newest=not alone)
 
-    def resumed(self, found: Resumed, *, newest: bool) -> Resumed:
+    def resumed(self, resumed: Resumed, *, newest: bool) -> Resumed:
         """Continue with the steps, the data and the states of callbacks that a checkpoint has.
 
         newest: it was chosen as the newest of a folder.
         """
-        self._loaded, self._from_newest = found, newest
+        self._loaded, self._from_newest = resumed, newest
         self._feed = self.saves_to = None
-        self.folder = run_folder(Path(found.path), self.program.job) or self.folder
+        self.folder = run_folder(Path(resumed.path), self.program.job) or self.folder
         for name, callback in named_callbacks(self.program.job.callbacks).items():
-            if name in found.callbacks:
-                callback.load_state_dict(cast("Mapping[str, object]", found.callbacks[name]))
+            if name in resumed.callbacks:
+                callback.load_state_dict(cast("Mapping[str, object]", resumed.callbacks[name]))
         self.complete()
-        return found
+        return resumed
 
     def settle(self) -> None:
         """Wait until the save that is under way is complete."""
@@ -366,8 +366,8 @@ class Run:
         buckets = [*self.program.plans.buckets.values()]
         owned = by_bucket(self.session.ask(WorkerAnswers.gradients, holders(buckets)))
         given = {place: value for place, value in owned.items() if value is not None}
-        held = [bucket for bucket in buckets if (bucket.name, bucket.groups[0][0]) in given]
-        whole = whole_parameters(held, lambda bucket, device: given[bucket, device])
+        with_gradients = [bucket for bucket in buckets if (bucket.name, bucket.groups[0][0]) in given]
+        whole = whole_parameters(with_gradients, lambda bucket, device: given[bucket, device])
         first = self.session.devices[0]
         reached = self.session.ask(WorkerAnswers.reached, {first: None})[first]
         return {name: value for name, value in whole.items() if name in reached}
@@ -381,7 +381,9 @@ class Run:
     def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
         """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
         profiles, clock = self.session.ask_all(WorkerAnswers.record, None), self.session.group.clock
-        return {device: (found, clock(device)) for device, found in profiles.items() if found is not None}
+        return {
+            device: (profile, clock(device)) for device, profile in profiles.items() if profile is not None
+        }
 
     def close(self) -> None:
         """End every worker. Idempotent."""

@@ -57,10 +57,10 @@ def past_of(folder: Path, job: JobLike) -> list[Path | DamagedError]:
 
 def loadable(where: Path) -> list[Path | DamagedError]:
     """Return the checkpoints of a folder, the newest first, or what is wrong with one. Refuse if all are."""
-    found = candidates(where)
-    if found and not any(isinstance(one, Path) for one in found):
-        raise none_left(where, [one for one in found if isinstance(one, DamagedError)])
-    return found
+    checkpoints = candidates(where)
+    if checkpoints and not any(isinstance(one, Path) for one in checkpoints):
+        raise none_left(where, [one for one in checkpoints if isinstance(one, DamagedError)])
+    return checkpoints
 
 
 def checkpoints_at(path: Path, job: JobLike) -> list[Path | DamagedError]:
@@ -94,13 +94,13 @@ def load_newest(read: Callable[[Path], Resumed], past: Sequence[Path | DamagedEr
             damaged.append(one)
             continue
         try:
-            found = read(one)
+            resumed = read(one)
         except DamagedError as error:
             damaged.append(error)
             continue
         for bad in damaged:
             log.warning("%s is damaged (%s): using %s instead", bad.path, bad.why, one)
-        return replace(found, path=str(one))
+        return replace(resumed, path=str(one))
     raise none_left(damaged[0].path.parent, damaged)
 
 

@@ -147,11 +147,11 @@ class Session:
 
     def _unheld(self, program: ProgramLike) -> dict[str, Tensor]:
         """Return the values of the buffers that a program reads and no worker holds."""
-        used, held = buffers_of(program), buffers_of(self.program)
-        if missing := [name for name in used if name not in held and name not in self.unread]:
+        used, on_workers = buffers_of(program), buffers_of(self.program)
+        if missing := [name for name in used if name not in on_workers and name not in self.unread]:
             initial = initial_tensors(self.program)  # the run began from a checkpoint, which has none of them
             self.unread |= {name: initial[name] for name in missing}
-        return {name: self.unread[name] for name in used if name not in held}
+        return {name: self.unread[name] for name in used if name not in on_workers}
 
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of parameters on all devices."""

@@ -122,12 +122,12 @@ class ElasticRecovery(Recovery):
 
         It is removed if it does not become the state that the run goes on from.
         """
-        made = Path(tempfile.mkdtemp(prefix=MOVED, dir=where))
+        folder = Path(tempfile.mkdtemp(prefix=MOVED, dir=where))
         try:
-            yield made / "state"
+            yield folder / "state"
         finally:
-            if made not in self.folders:
-                rmtree(made, ignore_errors=True)
+            if folder not in self.folders:
+                rmtree(folder, ignore_errors=True)
 
     def _move(self, state: Path, step: int, program: ProgramLike, places: Sequence[int]) -> None:
         """Take another program from a state after a step on. No worker may run."""
@@ -142,12 +142,12 @@ class ElasticRecovery(Recovery):
         Where there is too little memory, the run can go on as it was, from the state that has moved.
         """
         self.versions.empty()  # what it takes is free for the next
-        made = self.versions.of(program.plans)
+        versions = self.versions.of(program.plans)
         self.versions.close()
-        self.versions = made
-        made.forget(lambda step: True)
+        self.versions = versions
+        versions.forget(lambda step: True)
         self.protected = False
-        self.starter.use(program, made, places)
+        self.starter.use(program, versions, places)
         self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
         self.results.clear()  # sums in another order have other bits
 
@@ -157,7 +157,7 @@ class ElasticRecovery(Recovery):
 
     def _unchanged(self, first: int) -> bool:
         """Return whether the state that has moved here, with steps repeated, leads to the next step."""
-        return self._held(first) if self.moved is not None else super()._unchanged(first)
+        return self._has_batches(first) if self.moved is not None else super()._unchanged(first)
 
     def _fail(self, error: WorkerError | LaunchError) -> None:
         """End all workers. Go on without the device that is lost for good, or raise the error."""
@@ -195,14 +195,14 @@ class ElasticRecovery(Recovery):
 
     def _has_state(self) -> bool:
         """Return whether there is a state that workers of another layout can take."""
-        moved = self.moved is not None and self._held(self.moved[1])
+        moved = self.moved is not None and self._has_batches(self.moved[1])
         movable = self._movable() is not None and self._where() is not None
         return moved or movable or bool(self._past())
 
     def _movable(self) -> int | None:
         """Return the step of the newest version that another layout can take. None: there is none."""
         version = self._newest()
-        can = version is not None and self._held(version) and self.versions.whole
+        can = version is not None and self._has_batches(version) and self.versions.whole
         return version if can else None
 
     def _go_on_with(self, places: Sequence[int], why: str) -> None:
@@ -247,8 +247,8 @@ class ElasticRecovery(Recovery):
             return step
         state, step = moved
         if not whole(path := step_path(folder, step)):
-            held = self.completed[step] if step in self.completed else data()
-            copy_moved(state, path, data=held, options=self.set_after.get(step, ()))
+            data_then = self.completed[step] if step in self.completed else data()
+            copy_moved(state, path, data=data_then, options=self.set_after.get(step, ()))
         return step
 
     def close(self) -> None:

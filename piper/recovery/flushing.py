@@ -37,19 +37,19 @@ def write_version(
     target = target_of(path)
     plain = encode(data, "data")
     parts: dict[str, list[TensorRange]] = {
-        f"device-{device:05}": part for device, part in versions.parts(step).items()
+        f"device-{device:05}": ranges for device, ranges in versions.parts(step).items()
     }
     parts["driver"] = [*whole_parts(unread_kept(program, unread))]
-    found = versions.reader(step, program.job.seed).record
+    record_before = versions.reader(step, program.job.seed).record
     partial = begin(target)  # when nothing can be lost any more with a machine that holds the version
     try:
-        written = [write_parts(partial, name, part) for name, part in parts.items()]
+        written = [write_parts(partial, name, ranges) for name, ranges in parts.items()]
     except StorageError as error:
         discard(target)
         raise unwritten(target, str(error)) from error
     record = replace(
-        found,
-        trainer=replace(found.trainer, groups=with_options(found.trainer.groups, options)),
+        record_before,
+        trainer=replace(record_before.trainer, groups=with_options(record_before.trainer.groups, options)),
         data=plain,
         model=model_of(program, unread),
         tensors=index_of(one.placed for one in written),
@@ -65,23 +65,23 @@ def copy_moved(
 
     options: of the optimizer, which were set after its step.
     """
-    target, plain, found = target_of(path), encode(data, "data"), read_record(state)
+    target, plain, moved = target_of(path), encode(data, "data"), read_record(state)
     partial = begin(target)
     try:
-        for name in found.files:
+        for name in moved.files:
             copyfile(state / name, partial / name)
             sync(partial / name)
     except OSError as error:
         discard(target)
         raise unwritten(target, str(error)) from error
-    groups = with_options(found.trainer.groups, options)
-    commit(target, replace(found, trainer=replace(found.trainer, groups=groups), data=plain))
+    groups = with_options(moved.trainer.groups, options)
+    commit(target, replace(moved, trainer=replace(moved.trainer, groups=groups), data=plain))
 
 
 def with_options(groups: Plain, options: Iterable[tuple[int, str, float]]) -> Plain:
     """Return the groups of an optimizer, in which options are set."""
-    found = cast("list[dict[str, object]]", decode(groups)) if groups is not None else []
+    changed = cast("list[dict[str, object]]", decode(groups)) if groups is not None else []
     for group, key, value in options:
-        held = found[group][key]
-        found[group][key] = torch.full_like(held, value) if isinstance(held, Tensor) else value
-    return encode(found, "optimizer.param_groups") if found else groups
+        before = changed[group][key]
+        changed[group][key] = torch.full_like(before, value) if isinstance(before, Tensor) else value
+    return encode(changed, "optimizer.param_groups") if changed else groups

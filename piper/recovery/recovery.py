@@ -81,7 +81,7 @@ class Recovery(Sessions):
         self.unread: dict[str, Tensor] = {}
         self.protected = False  # the state that it began with is in memory
         self.at = 0  # the step under way
-        self.held: dict[int, Batch] = {}
+        self.batches: dict[int, Batch] = {}
         self.results: dict[int, StepResult] = {}
         self.completed: dict[int, object] = {}  # what a checkpoint has besides tensors, by complete steps
         self.complete(self._states)
@@ -103,7 +103,7 @@ class Recovery(Sessions):
         """Train on one global batch."""
         if self.done not in self.completed:  # the loop is the user's own
             self.completed[self.done] = self._states()
-        self.held[self.done + 1] = batch
+        self.batches[self.done + 1] = batch
         if self.times.begin(batch) and self.current is not None:
             self.starter.expect(self.current.group, self.stall)
 
@@ -117,7 +117,7 @@ class Recovery(Sessions):
         result = self.call(act, self.done + 1)
         self.done += 1
         self.results[self.done] = result
-        self.held.pop(self.done - self._kept, None)
+        self.batches.pop(self.done - self._kept, None)
         self.results.pop(self.done - RESULTS, None)
         self._passed()
         return result
@@ -176,7 +176,7 @@ class Recovery(Sessions):
         version = self._newest()
         path, first, options = self._origin()
         fresh = version is None and self._unchanged(first)
-        if not fresh and (version is None or not self._held(version)):
+        if not fresh and (version is None or not self._has_batches(version)):
             self._start_from_disk()
             return
         blank = not fresh and self.versions.whole
@@ -194,7 +194,7 @@ class Recovery(Sessions):
                     session.protect()  # what no step writes, which was lost
                 session.restore(version, self.unread)
                 self.protected = True
-        self._replay(session, version, self.held.__getitem__)
+        self._replay(session, version, self.batches.__getitem__)
         if self.failed_at is not None:
             self._recovered(version)
 
@@ -240,9 +240,9 @@ class Recovery(Sessions):
         """Return whether the state that the run began with, after step `first`, leads to the next step."""
         return self.done == first
 
-    def _held(self, version: int) -> bool:
+    def _has_batches(self, version: int) -> bool:
         """Return whether the batches of the steps after a version are all held."""
-        return all(step in self.held for step in range(version + 1, self.done + 1))
+        return all(step in self.batches for step in range(version + 1, self.done + 1))
 
     def _replay(self, session: Session, version: int, batch: Callable[[int], Batch]) -> None:
         """Repeat the steps after a version, and the save that was under way."""
@@ -323,7 +323,7 @@ class Recovery(Sessions):
         self.unread, self.protected = dict(self.session.unread), False
         self.begun, self.saving = (path, resumed.step), None
         self.done = resumed.step
-        for known in (self.held, self.results, self.set_after, self.completed):
+        for known in (self.batches, self.results, self.set_after, self.completed):
             known.clear()
         return resumed
 
@@ -357,10 +357,16 @@ class Recovery(Sessions):
             step = self.versions.newest(max(self.completed))
             if step is None or whole(path := step_path(folder, step)):
                 return step
-            held, options = self.completed.get(step), self.set_after.get(step, ())
+            data_then, options = self.completed.get(step), self.set_after.get(step, ())
             with suppress(LaunchError):  # a machine that held it was lost: is another version complete?
                 write_version(
-                    self.program, self.versions, step, path, unread=self.unread, data=held, options=options
+                    self.program,
+                    self.versions,
+                    step,
+                    path,
+                    unread=self.unread,
+                    data=data_then,
+                    options=options,
                 )
                 return step
         return None

@@ -41,12 +41,12 @@ def disk_of(folder: Path, job: JobLike) -> Disk | None:
         return None
 
     def past(last: int) -> list[Path]:
-        found = [path for path in candidates(where) if isinstance(path, Path)]
-        return [path for path in found if read_record(path).step <= last]
+        complete = [path for path in candidates(where) if isinstance(path, Path)]
+        return [path for path in complete if read_record(path).step <= last]
 
-    def batches(found: Resumed) -> Feed:
+    def batches(resumed: Resumed) -> Feed:
         feed = Feed(job.data, job.seed)
-        feed.seek(found.step, found.data)
+        feed.seek(resumed.step, resumed.data)
         return feed
 
     return Disk(folder=where, past=past, batches=batches)

@@ -20,7 +20,7 @@ class Stragglers:
 
     def note(self, step: int, busy: Mapping[int, float]) -> list[Event]:
         """Note the busy times of a step. Return an event for each device that has just become a straggler."""
-        found: list[Event] = []
+        events: list[Event] = []
         for group in self.groups:
             for device in group:
                 others = [busy[other] for other in group if other != device and other in busy]
@@ -29,7 +29,7 @@ class Stragglers:
                 self.slow[device] = self.slow.get(device, 0) + 1 if slow else 0
                 if self.slow[device] == STEPS:
                     times = busy[device] / usual
-                    found.append(
+                    events.append(
                         Event(
                             event="straggler",
                             step=step,
@@ -39,4 +39,4 @@ class Stragglers:
                             f"and slow for {STEPS} steps",
                         )
                     )
-        return found
+        return events

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from dataclasses import asdict
 from time import perf_counter
 
 from piper.callbacks import Numbers, Running, StepNumbers
@@ -9,9 +10,9 @@ from piper.launchers.base import EvaluationResult
 from piper.launchers.evaluating import Batch
 from piper.launchers.run import Run, Watch
 from piper.train.elastic_programs import SizeFile
-from piper.train.evaluations import Evaluations, evaluation_line
 from piper.train.interrupt import Interrupts
 from piper.train.measure import Measure, Rate, Reporter, counted
+from piper.train.run_folder import LinesFile
 
 
 class CommandWatch(Watch):
@@ -22,7 +23,7 @@ class CommandWatch(Watch):
         tell: Reporter,
         say: Callable[[str], None],
         rate: Rate,
-        evaluations: Evaluations,
+        evaluations: LinesFile,
         devices: SizeFile,
         interrupted: Interrupts,
     ) -> None:
@@ -57,8 +58,10 @@ class CommandWatch(Watch):
     def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
         """Write and show an evaluation."""
         assert isinstance(result, EvaluationResult)
-        self.evaluations.write(step, result)
-        self.say(evaluation_line(step, result))
+        self.evaluations.write({"step": step, **asdict(result)})
+        metrics = "".join(f"   {name} {value:.4f}" for name, value in result.metrics.items())
+        numbers = f"loss {result.loss:.4f}{metrics}   {result.samples} samples"
+        self.say(f"evaluation after step {step}   {numbers}")
 
     def between(self, run: Run) -> bool:
         """Return whether the run is to end after this step: a signal came to this process, or to a worker."""

@@ -108,7 +108,7 @@ class Programs:
 
     def __init__(self, program: Program) -> None:
         self.fewest, self.most = program.job.elastic or (0, 0)  # of a job that is not elastic there is one
-        self.whole, self.made = program, dict[int, ProgramLike]({self.most: program})
+        self.whole, self.programs = program, dict[int, ProgramLike]({self.most: program})
         self.files: dict[int, int] = {}  # of programs that another process compiles
         self.compiler: int | None = None  # the process that compiles them
         self.waiter = threading.Thread(target=self._fork, name="compiler", daemon=True)
@@ -164,16 +164,16 @@ class Programs:
 
     def program(self, size: int) -> ProgramLike:
         """Return the program for so many devices. Compile it now, if that is not done yet."""
-        if size not in self.made:
+        if size not in self.programs:
             file = self.files.get(size)
             (length,) = (0,) if file is None else LENGTH.unpack(os.pread(file, LENGTH.size, 0))
             if file is not None and length:
                 data = os.pread(file, length, LENGTH.size)
                 setup = unpack_setup(data)
-                self.made[size] = SentProgram(packed=data, setup=setup, whole=self.whole, size=size)
+                self.programs[size] = SentProgram(packed=data, setup=setup, whole=self.whole, size=size)
             else:
-                self.made[size] = resized(self.whole, size)
-        return self.made[size]
+                self.programs[size] = resized(self.whole, size)
+        return self.programs[size]
 
     def close(self) -> None:
         """End the process that compiles, and give the memory back."""

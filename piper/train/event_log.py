@@ -1,17 +1,14 @@
 """`events.jsonl`: what happened to a run's workers, one object for each event, and in words for a display."""
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import assert_never
 
 from piper.recovery.run_events import Event
-from piper.train.run_folder import unwritable
+from piper.train.run_folder import EVENTS, LinesFile
 
-EVENTS = "events.jsonl"
 SHOWN = 0.1  # seconds of waiting for agents that the display shows
 
 
@@ -21,24 +18,12 @@ class EventLog:
     def __init__(
         self, folder: Path, say: Callable[[str], None], clock: Callable[[], float] = time.time
     ) -> None:
-        self.path, self.say, self.clock = folder / EVENTS, say, clock
+        self.file, self.say, self.clock = LinesFile(folder / EVENTS), say, clock
 
     def __call__(self, event: Event) -> None:
         fields = {name: value for name, value in asdict(event).items() if value not in (None, {})}
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"time": round(self.clock(), 3), **fields}) + "\n")
-        except OSError as error:
-            raise unwritable(self.path.parent, error) from None
+        self.file.write({"time": round(self.clock(), 3), **fields})
         self.say(described(event))
-
-    def __enter__(self) -> "EventLog":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Do nothing: the file is open only while an event is written."""
 
 
 def described(event: Event) -> str:

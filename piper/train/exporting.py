@@ -33,13 +33,13 @@ def export_values(
     adapter: only the adapter of a model that peft has wrapped. False: all of the model, adapters merged in.
     """
     model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
-    held = {name: values[name] for name in model.state_dict() if name in values}
+    weights = {name: values[name] for name in model.state_dict() if name in values}
     if is_adapted(model):
         model = build_model(job, torch.device("cpu"))
-        model.load_state_dict(held, strict=False)
+        model.load_state_dict(weights, strict=False)
         if not adapter:
             model = merged(model)
-            held = model.state_dict()
+            weights = model.state_dict()
     elif adapter:
         raise ConfigError(
             f"a {type(model).__name__} has no adapter",
@@ -49,7 +49,7 @@ def export_values(
     if adapter:
         export_adapter(model, folder, dtype)
     else:
-        export_hf(held, model, folder, dtype)
+        export_hf(weights, model, folder, dtype)
     return type(model).__name__
 
 
@@ -104,10 +104,12 @@ def checkpoint_of(folder: Path, job: Job) -> Path:
     if (folder / FILE).is_file():
         return folder
     past = [] if checkpoints_of(folder, job) is None else past_of(folder, job)
-    for found in past:
-        if not isinstance(found, DamagedError):
-            return found
-        sys.stderr.write(f"{found.path} is damaged ({found.why}): looking for an earlier checkpoint\n")
+    for checkpoint in past:
+        if not isinstance(checkpoint, DamagedError):
+            return checkpoint
+        sys.stderr.write(
+            f"{checkpoint.path} is damaged ({checkpoint.why}): looking for an earlier checkpoint\n"
+        )
     raise ConfigError(
         "this run has no complete checkpoint",
         by=str(folder),

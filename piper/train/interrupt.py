@@ -73,13 +73,13 @@ def interrupts(asked: Callable[[int], None], grace: float = GRACE) -> Iterator[I
 
     SIGHUP stays ignored where it is ignored already: that is what `nohup` does.
     """
-    made = Interrupts(asked, grace)
+    signals = Interrupts(asked, grace)
     caught = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, made.handle) for number in caught}
+    before = {number: signal.signal(number, signals.handle) for number in caught}
     try:
-        yield made
+        yield signals
     finally:
-        made.close()
+        signals.close()
         for number, handler in before.items():
             signal.signal(number, handler)
 

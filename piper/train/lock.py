@@ -31,12 +31,12 @@ def locked(folder: Path) -> Iterator[str | None]:
             facts={"why": error.strerror or str(error)},
             hint="name a folder you own, on a disk with room: --out DIR",
         ) from None
-    warning, held = None, True
+    warning, locked_here = None, True
 
     def release() -> None:
-        nonlocal held
-        if held:  # once: another file may have the number of a descriptor that was closed
-            held = False
+        nonlocal locked_here
+        if locked_here:  # once: another file may have the number of a descriptor that was closed
+            locked_here = False
             os.close(descriptor)
 
     try:
@@ -65,14 +65,14 @@ def locked(folder: Path) -> Iterator[str | None]:
 
 def holder(descriptor: int) -> str:
     """Return who holds a lock, in words."""
-    found = read_lock(os.pread(descriptor, 4096, 0))
-    return f"process {found['pid']} on {found['host']}" if found else "a process that has just started"
+    about = read_lock(os.pread(descriptor, 4096, 0))
+    return f"process {about['pid']} on {about['host']}" if about else "a process that has just started"
 
 
 def read_lock(data: bytes) -> dict[str, object] | None:
     """Return what a lock file says of its holder; None: it is not a lock file of ours."""
     try:
-        found = json.loads(data)
-        return found if found["format"] == FORMAT and {"pid", "host"} <= found.keys() else None
+        about = json.loads(data)
+        return about if about["format"] == FORMAT and {"pid", "host"} <= about.keys() else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -3,7 +3,7 @@
 recipe.py     the recipe's source         strategy.txt  its directives       plan.txt  the plans in full
 run.json      recipe, seed, versions      metrics.jsonl one object a step    checkpoints/
 view.json     what made the plans' nodes, and what chunks cost, for `piper view`
-events.jsonl  what happened to workers, where anything did
+events.jsonl  what happened to workers, where anything did      evaluations.jsonl  likewise
 run.lock      held while the run lasts: who runs in the folder
 """
 
@@ -12,11 +12,8 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from piper.compiler import Program
 from piper.directives.strategy_text import strategy_text
@@ -26,13 +23,12 @@ from piper.job import Job, strategy_of
 from piper.plan.text import show_plans
 from piper.recipe import file_and_function
 from piper.train.lock import LOCK, read_lock
-from piper.train.measure import Measure
-from piper.train.saved_provenance import background_of
 from piper.version import VERSION
-from piper.view.provenance import FILE, show_background
+from piper.view.provenance import FILE, Provenance, show_background
+from piper.view.subject import strategy_lines
 
 RUNS = "runs"  # where folders without a given name go
-METRICS, ABOUT = "metrics.jsonl", "run.json"
+METRICS, EVALUATIONS, EVENTS, ABOUT = "metrics.jsonl", "evaluations.jsonl", "events.jsonl", "run.json"
 MOST = 3  # names that an error lists
 PACKAGES = ("torch", "numpy", "transformers", "ray")
 
@@ -150,6 +146,21 @@ def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> 
         raise unwritable(folder, error) from None
 
 
+def background_of(program: Program, recipe: str) -> Provenance:
+    """Return the model, directives and costs of a program, and the text of its recipe."""
+    file, function = file_and_function(recipe)
+    return Provenance(
+        title=f"{Path(file).name}:{function}",
+        outline=program.outline,
+        orderings=program.graph.orderings,
+        strategy=strategy_lines(strategy_text(strategy_of(program.job)).splitlines()),
+        origins={node.name: node.origin for node in program.work.sequence},
+        temporal=program.work.temporal,
+        source=Path(file).read_text(encoding="utf-8", errors="replace"),  # Python reads other encodings too
+        source_name=Path(file).name,
+    )
+
+
 def keep_recipe(source: Path, folder: Path) -> None:
     """Copy a recipe's source into the run's folder. An earlier copy that differs is kept under a number."""
     target, number = folder / "recipe.py", 1
@@ -164,66 +175,50 @@ def keep_recipe(source: Path, folder: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that numbers depend on, where they are installed."""
-    found = {"piper": VERSION}
+    installed = {"piper": VERSION}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
-class MetricsFile:
-    """A file with one object for each step, on disk before the next step begins."""
+class LinesFile:
+    """A file with one object on each line, which is on disk before the run goes on."""
 
-    def __init__(self, folder: Path, name: str, done: int) -> None:
-        """Open the file of a folder, and keep `done` steps: a resumed run writes the later ones again."""
-        self.path = folder / name
-        kept = "".join(line for line, step in read_lines(self.path) if step <= done)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, *objects: Mapping[str, object]) -> None:
+        """Add a line for each object. Make the file if there is none."""
         try:
-            if not self.path.exists() or self.path.read_text(encoding="utf-8") != kept:
-                part = self.path.with_name(f".{name}.part")
-                part.write_text(kept, encoding="utf-8")
-                part.replace(self.path)  # a kill leaves the earlier lines
-            self.file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise unwritable(folder, error) from None
-
-    def write(self, fields: Mapping[str, object]) -> None:
-        """Write one line."""
-        try:
-            self.file.write(json.dumps(fields) + "\n")
-            self.file.flush()
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(fields) + "\n" for fields in objects)
         except OSError as error:
             raise unwritable(self.path.parent, error) from None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.file.close()
-
-
-class Metrics(MetricsFile):
-    """`metrics.jsonl`: the measures of each step."""
-
-    def __init__(self, folder: Path, done: int) -> None:
-        super().__init__(folder, METRICS, done)
-
-    def __call__(self, measure: Measure) -> None:
-        self.write(asdict(measure))
-
-
-def read_lines(path: Path) -> list[tuple[str, int]]:
-    """Return the lines of a metrics file with their steps, without a line that was cut off."""
-    if not path.exists():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    def keep(self, done: int) -> None:
+        """Keep the lines of `done` steps: a resumed run writes the later ones again."""
+        if not self.path.exists():
+            return
+        text = self.path.read_text(encoding="utf-8")
+        kept = "".join(line for line, step in read_lines(text) if step <= done)
         try:
-            found.append((line, int(json.loads(line)["step"])))
+            if kept != text:
+                partial = self.path.with_name(f".{self.path.name}.part")
+                partial.write_text(kept, encoding="utf-8")
+                partial.replace(self.path)  # a kill leaves the earlier lines
+        except OSError as error:
+            raise unwritable(self.path.parent, error) from None
+
+
+def read_lines(text: str) -> list[tuple[str, int]]:
+    """Return the lines of a file of steps with their steps, without a line that was cut off."""
+    lines = []
+    for line in text.splitlines(keepends=True):
+        try:
+            lines.append((line, int(json.loads(line)["step"])))
         except (ValueError, KeyError, TypeError):
             continue
-    return found
+    return lines

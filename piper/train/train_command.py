@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -25,14 +26,13 @@ from piper.runtime.worker import Options
 from piper.train.command_watch import CommandWatch
 from piper.train.display import Stages, display
 from piper.train.elastic_programs import Programs, SizeFile
-from piper.train.evaluations import Evaluations
 from piper.train.event_log import EventLog
 from piper.train.interrupt import PreemptedError, interrupts, preemptible
 from piper.train.lock import locked
 from piper.train.measure import Measure, Rate, Reporter, unit_of
 from piper.train.outcome import Outcome, RunSummary
 from piper.train.profiling import check_profile, profile_of, save_profile
-from piper.train.run_folder import Metrics, choose, claim, prepare, record
+from piper.train.run_folder import EVALUATIONS, METRICS, LinesFile, choose, claim, prepare, record
 from piper.train.train_options import (
     TrainOptions,
     asked_job,
@@ -74,13 +74,13 @@ def train_locked(asked: TrainOptions, console: Console) -> Outcome:
     check_profile(asked.profile, job.steps)
     folder = choose(asked.out, asked.recipe, asked.resume)
     claim(folder)
-    with ExitStack() as held:
-        if (warning := held.enter_context(locked(folder))) is not None:
+    with ExitStack() as locks:
+        if (warning := locks.enter_context(locked(folder))) is not None:
             console.print(warning)
         prepare(folder, job, asked.resume)
         where = prepare_saves(folder, job, lambda path: asked.resume)
         if where is not None and not where.resolve().is_relative_to(folder.resolve()):
-            held.enter_context(locked(where))  # runs of other folders may save there too
+            locks.enter_context(locked(where))  # runs of other folders may save there too
         return train_in(folder, job, asked, console)
 
 
@@ -113,15 +113,14 @@ def train_program(
         run.folder = folder
         first, trainer = 0, None
         if past:
-            found = run.load(folder)
-            console.print(f"Going on from {found.path}, after step {found.step}")
-            first, trainer = found.step, read_record(Path(found.path)).trainer
+            resumed = run.load(folder)
+            console.print(f"Going on from {resumed.path}, after step {resumed.step}")
+            first, trainer = resumed.step, read_record(Path(resumed.path)).trainer
         run.saves_to = checkpoints_of(folder, job)  # which `train_locked` has looked at
         check_profile(asked.profile, job.steps - first)
         sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
         with (
             watching(console, folder, program, first, memory) as tell,
-            Evaluations(folder, first) as evaluations,
             interrupts(
                 partial(stopping_now, console, events, memory, asked.grace, first),
                 asked.grace - reserve(asked),
@@ -131,7 +130,7 @@ def train_program(
                 tell,
                 console.print,
                 Rate(job, program.plans.buckets.values(), trainer, sizes),
-                evaluations,
+                kept_lines(folder, EVALUATIONS, first),
                 SizeFile(folder, console.print),
                 interrupted,
             )
@@ -182,9 +181,9 @@ def trained(run: Run) -> int:
 @contextmanager
 def watched_start(console: Console, starting: AbstractContextManager[Run]) -> Iterator[Run]:
     """Start a run, show the stages of its start, and print what the package logs until the run ends."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         with Stages(console):
-            run = held.enter_context(starting)
+            run = stack.enter_context(starting)
         with ConsoleLog(console):
             yield run
 
@@ -198,13 +197,13 @@ def started(
     notify: EventLog,
 ) -> Iterator[Run]:
     """Start a run, and end it with the block. It recovers from failures if asked to and possible."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if not recovering_asked(asked):
-            yield held.enter_context(launcher(program, asked.on, options))
+            yield stack.enter_context(launcher(program, asked.on, options))
             return
         programs = Programs(program)
-        held.callback(programs.close)
-        run = held.enter_context(
+        stack.callback(programs.close)
+        run = stack.enter_context(
             recovering(
                 program,
                 asked.on,
@@ -238,17 +237,26 @@ def stopping_now(
         console.print("Stopping after this step; once more to stop now")
 
 
+def kept_lines(folder: Path, name: str, done: int) -> LinesFile:
+    """Return a file of a run's folder that has the lines of `done` steps."""
+    file = LinesFile(folder / name)
+    file.keep(done)
+    return file
+
+
 @contextmanager
 def watching(
     console: Console, folder: Path, program: Program, done: int, memory: RunSummary
 ) -> Iterator[Reporter]:
     """Yield a function that passes the measures of a step to the metrics file first, then to the displays."""
-    with ExitStack() as held:
-        watchers: list[Reporter] = [memory, held.enter_context(Metrics(folder, done))]
+    with ExitStack() as stack:
+        metrics = kept_lines(folder, METRICS, done)
+        metrics.write()  # the file says that the folder holds a run, before its first step too
+        watchers: list[Reporter] = [memory, lambda measure: metrics.write(asdict(measure))]
         programs = (program, *program.shapes.values())
         peak = max(timeline(plan).peak for one in programs for plan in one.plans)
         unit = unit_of(program.outline.batch)
-        watchers.append(held.enter_context(display(console, done, program.job.steps, peak, unit)))
+        watchers.append(stack.enter_context(display(console, done, program.job.steps, peak, unit)))
 
         def tell(measure: Measure) -> None:
             for watcher in watchers:

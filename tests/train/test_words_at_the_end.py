@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile, compare
-from piper.train.ending import ending
 from piper.train.measure import Measure
-from piper.train.outcome import Outcome
+from piper.train.outcome import Outcome, ending
 from piper.train.profiling import track_of
 
 
