@@ -381,9 +381,7 @@ class Run:
     def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
         """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
         profiles, clock = self.session.ask_all(WorkerAnswers.record, None), self.session.group.clock
-        return {
-            device: (profile, clock(device)) for device, profile in profiles.items() if profile is not None
-        }
+        return {d: (profile, clock(d)) for d, profile in profiles.items() if profile is not None}
 
     def close(self) -> None:
         """End every worker. Idempotent."""
