@@ -24,7 +24,7 @@ import torch
 
 import piper
 from piper.compiler import Program
-from piper.launchers.single_rank import launch_single_rank
+from piper.launchers.single_rank_run import launch_single_rank
 from piper.lower import reductions
 from piper.models import decoder
 from piper.plan.memory_timeline import timeline

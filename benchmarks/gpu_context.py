@@ -22,7 +22,7 @@ from torch import Tensor
 
 import piper
 from piper.compiler import Program
-from piper.launchers.single_rank import PeakMemory, launch_single_rank
+from piper.launchers.single_rank_run import PeakMemory, launch_single_rank
 from piper.models import decoder
 
 GIB = 2**30

@@ -38,7 +38,7 @@ from gpu import (
 from torch import Tensor
 
 import piper
-from piper.launchers.single_rank import launch_single_rank
+from piper.launchers.single_rank_run import launch_single_rank
 from piper.models import decoder
 
 BARS = {"single": 1.2, "ranks": 1.35}  # of the throughput in bf16, at least

@@ -21,7 +21,7 @@ import torch
 
 import piper
 from piper.compiler import Program
-from piper.launchers.single_rank import SingleRankRun, launch_single_rank
+from piper.launchers.single_rank_run import SingleRankRun, launch_single_rank
 from piper.models import decoder
 from piper.plan.instr import Instr
 from piper.runtime.cuda.graphs import WARM as UNTIL_CAPTURED

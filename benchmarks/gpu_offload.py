@@ -34,7 +34,7 @@ from gpu import (
 
 import piper
 from piper.compiler import Program
-from piper.launchers.single_rank import launch_single_rank
+from piper.launchers.single_rank_run import launch_single_rank
 from piper.models import decoder
 from piper.plan.memory_timeline import host_peak, timeline
 from piper.runtime.memory_release import predicted_peak

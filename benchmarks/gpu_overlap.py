@@ -23,7 +23,7 @@ from torch import Tensor
 
 import piper
 from piper.compiler import Program
-from piper.launchers.single_rank import SingleRankRun, launch_single_rank
+from piper.launchers.single_rank_run import SingleRankRun, launch_single_rank
 from piper.models import moe
 from piper.plan.instr import Routing
 from piper.plan.ops import Op

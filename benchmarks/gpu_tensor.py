@@ -43,7 +43,7 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import piper
-from piper.launchers.single_rank import launch_single_rank
+from piper.launchers.single_rank_run import launch_single_rank
 from piper.models import decoder
 
 WAYS = 8

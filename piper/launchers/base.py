@@ -1,16 +1,13 @@
-"""The parts that every launcher shares: the results of steps and evaluations, and values by their names."""
+"""The results of steps, evaluations and loads, and values by their names."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
-from piper.errors import WorkerError
 from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Plans
-from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Sums
 
 
@@ -48,22 +45,6 @@ class Resumed:
     path: str = ""  # of the checkpoint
 
 
-class Readable(Protocol):
-    """An object that can be waited for."""
-
-    def fileno(self) -> int: ...
-
-
-def streams_of(plans: Plans) -> int:
-    """Return the largest number of streams of any device."""
-    return max(len({ins.stream for ins in plan.instrs}) for plan in plans)
-
-
-def ended() -> WorkerError:
-    """Return the error of a run that is used after its end."""
-    return WorkerError("the workers have ended", by="run", hint="launch the program again")
-
-
 def result_of(plans: Plans, outline: CapturedModel, sums: Sums) -> StepResult:
     """Return the result of a step from the sums over all devices."""
     norm, metrics = math.sqrt(sums.squares), metrics_of(outline, sums)
@@ -95,11 +76,3 @@ def state_by_name(outline: CapturedModel, values: Mapping[str, Tensor]) -> dict[
     for buffer in outline.buffers:
         state |= dict.fromkeys(buffer.saved_as, values[buffer.name]) if buffer.persistent else {}
     return state
-
-
-def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the initial values of parameters and buffers that no device holds. They never change."""
-    on_devices = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
-    residents = (slot for plan in program.plans for slot in plan.residents)
-    on_devices |= {slot.owner for slot in residents if slot.kind == "buffer"}
-    return {name: value.clone() for name, value in values.items() if name not in on_devices}

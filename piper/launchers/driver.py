@@ -10,13 +10,8 @@ from typing import TypeVar, cast
 from torch import Tensor
 
 from piper.errors import WorkerError
-from piper.launchers.base import (
-    Readable,
-    streams_of,
-    unread_values,
-)
 from piper.launchers.failures import Failure, JobSnapshot, blame
-from piper.launchers.group import WorkerGroup
+from piper.launchers.group import Readable, WorkerGroup, streams_of, unread_values
 from piper.launchers.messages import PATIENCE, Assignment, Heartbeat, Preparation, pack_setup
 from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped
 from piper.launchers.transport.channel import Channel, ClosedError

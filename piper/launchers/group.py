@@ -3,17 +3,24 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from piper.launchers.worker_answers import WorkerAnswers
+from piper.plan.plan import Plans
 from piper.runtime.debug.profiler import ClockOffset, compare
 from piper.runtime.setup import ProgramLike, Setup
 from piper.runtime.worker import Options
 
 A = TypeVar("A")
 R = TypeVar("R")
+
+
+class Readable(Protocol):
+    """An object that can be waited for."""
+
+    def fileno(self) -> int: ...
 
 
 class WorkerGroup(ABC):
@@ -67,3 +74,16 @@ class WorkerGroup(ABC):
     @abstractmethod
     def close(self) -> None:
         """End every worker. Idempotent."""
+
+
+def streams_of(plans: Plans) -> int:
+    """Return the largest number of streams of any device."""
+    return max(len({ins.stream for ins in plan.instrs}) for plan in plans)
+
+
+def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the initial values of parameters and buffers that no device holds. They never change."""
+    on_devices = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
+    residents = (slot for plan in program.plans for slot in plan.residents)
+    on_devices |= {slot.owner for slot in residents if slot.kind == "buffer"}
+    return {name: value.clone() for name, value in values.items() if name not in on_devices}

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from piper.checkpoint.load import blank_values
 from piper.errors import WorkerError
-from piper.launchers.base import streams_of
 from piper.launchers.failures import Failure, JobSnapshot, Watcher, blame, private_marks
-from piper.launchers.group import WorkerGroup
+from piper.launchers.group import WorkerGroup, streams_of
 from piper.launchers.processes import ProcessStatus, running
 from piper.launchers.starter import Starter
 from piper.launchers.transport.versions import Files, WorkerVersions

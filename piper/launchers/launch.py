@@ -96,7 +96,7 @@ def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | 
     if options.graphs:
         check_static(setup_of(program), program.plans, options, by_host=by_host(program, on))
     if on.startswith(ALONE):
-        from piper.launchers.single_rank import launch_single_rank
+        from piper.launchers.single_rank_run import launch_single_rank
 
         return launch_single_rank(program, on, options, cluster=cluster)
     world = ranks_of(on)

@@ -10,8 +10,8 @@ from contextlib import ExitStack, suppress
 from torch import Tensor
 
 from piper.errors import LaunchError
-from piper.launchers.base import Readable
 from piper.launchers.driver import SocketWorkerGroup
+from piper.launchers.group import Readable
 from piper.launchers.messages import CODEC, Assignment, StoreAddress
 from piper.launchers.processes import SharedFile, gone, how
 from piper.launchers.rendezvous import LOOPBACK, store_on

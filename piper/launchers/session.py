@@ -15,7 +15,7 @@ from torch import Tensor
 
 from piper.errors import WorkerError
 from piper.ir.format import size
-from piper.launchers.base import Resumed, StepResult, ended, result_of
+from piper.launchers.base import Resumed, StepResult, result_of
 from piper.launchers.checkpointing import Checkpoints
 from piper.launchers.evaluating import Batch, Means, pieces_of
 from piper.launchers.group import WorkerGroup
@@ -188,6 +188,11 @@ class Session:
         finally:
             self.open = False
             self.group.close()
+
+
+def ended() -> WorkerError:
+    """Return the error of a run that is used after its end."""
+    return WorkerError("the workers have ended", by="run", hint="launch the program again")
 
 
 def buffers_of(program: ProgramLike) -> list[str]:

@@ -1,8 +1,6 @@
-"""`rank:N`: one device of a job by itself, with real kernels and memory, on a network that is only timed."""
+"""The worker of one device of a job, with real kernels and memory, on a network that is only timed."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
 
@@ -10,22 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from piper.errors import ConfigError, LaunchError
+from piper.errors import LaunchError
 from piper.ir.chunk import CapturedModel
-from piper.launchers.base import Resumed
 from piper.launchers.group import WorkerGroup
-from piper.launchers.run import Run
-from piper.launchers.sessions import Sessions
-from piper.launchers.starter import GivenGroup
 from piper.launchers.worker_answers import WorkerAnswers
-from piper.plan.memory_timeline import timeline
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.accelerator import is_accelerator, module, usual_cluster
 from piper.runtime.comm.synthetic import AloneComms, arriving, totalled
 from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
 from piper.runtime.debug.profiler import ClockOffset
 from piper.runtime.kernels import KERNELS
-from piper.runtime.memory_release import predicted_peak
 from piper.runtime.setup import Initial, JobLike, ProgramLike, Setup, build_model, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.simulate.cluster import load_cluster
@@ -41,15 +33,6 @@ REFUSED = {  # calls that need all devices
     "save": "there is nothing worth saving",
     "load": "a checkpoint cannot be loaded",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeakMemory:
-    """The peak memory of a device, predicted and measured, in bytes."""
-
-    planned: int  # counting in the order of issue
-    predicted: int  # with what is held while streams run at the same time
-    measured: int | None  # none on a host, which does not count
 
 
 class SingleRankGroup(WorkerGroup):
@@ -106,37 +89,6 @@ class SingleRankGroup(WorkerGroup):
         torch.set_num_threads(self.threads_before)
 
 
-class SingleRankRun(Run):
-    """One device of a job, for its step time and peak memory. Its numbers mean nothing."""
-
-    saves = False
-
-    def __init__(self, group: SingleRankGroup) -> None:
-        super().__init__(Sessions(group.program, group.options, GivenGroup(group)))
-        self.device, self.setup, self.plans = group.device, group.setup, group.program.plans
-        self.network, self.engine, self.seconds = group.network, group.engine, group.seconds
-        self.sessions.begin()
-        self.worker = group.worker
-
-    def peak(self) -> PeakMemory:
-        """Return the peak memory so far, predicted and measured."""
-        plan = self.worker.env.plan
-        measured = None
-        if self.engine is not None:
-            measured = module(self.setup.device).max_memory_allocated(self.setup.device) - self.engine.nbytes
-        return PeakMemory(planned=timeline(plan).peak, predicted=predicted_peak(plan), measured=measured)
-
-    def save(
-        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
-    ) -> None:
-        """Refuse to save."""
-        raise single_rank_error("there is nothing worth saving")
-
-    def load(self, path: Path | str) -> Resumed:
-        """Refuse to load."""
-        raise single_rank_error("a checkpoint cannot be loaded")
-
-
 def single_rank_error(what: str) -> LaunchError:
     """Return the error of a call that needs all devices, on a run of a single one."""
     return LaunchError(
@@ -145,27 +97,6 @@ def single_rank_error(what: str) -> LaunchError:
         facts={"why": "one device runs alone, on synthetic numbers"},
         hint="launch the whole job: on='inline', 'local' or 'ray'",
     )
-
-
-def device_named(on: str, program: ProgramLike) -> int:
-    """Return the device that `rank:N` names."""
-    known = program.plans.devices
-    text = on.partition(":")[2]
-    if not text.isdecimal() or int(text) not in known:
-        raise ConfigError(
-            f"there is no device {text!r}",
-            by=on,
-            facts={"devices": f"{known[0]} to {known[-1]}"},
-            hint="name one of the plan's devices: --on rank:0",
-        )
-    return int(text)
-
-
-def launch_single_rank(
-    program: ProgramLike, on: str, options: Options | None = None, *, cluster: str | None = None
-) -> SingleRankRun:
-    """Start one device of a program in this process."""
-    return SingleRankRun(SingleRankGroup(program, device_named(on, program), options or Options(), cluster))
 
 
 def synthetic_weights(job: JobLike, outline: CapturedModel) -> Initial:

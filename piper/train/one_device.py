@@ -8,7 +8,7 @@ from statistics import median
 from piper.compiler import compile
 from piper.data.taking import batches_of
 from piper.errors import ConfigError
-from piper.launchers.single_rank import SingleRankRun, launch_single_rank
+from piper.launchers.single_rank_run import SingleRankRun, launch_single_rank
 from piper.recipe import load_recipe
 from piper.runtime.worker import Options
 

@@ -19,7 +19,7 @@ from piper.errors import WorkerError
 from piper.launchers.base import StepResult
 from piper.launchers.launch import launch_inline, launch_local
 from piper.launchers.run import Run
-from piper.launchers.single_rank import SingleRankRun, launch_single_rank
+from piper.launchers.single_rank_run import SingleRankRun, launch_single_rank
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.cuda.graphs import WARM, GraphExecutor

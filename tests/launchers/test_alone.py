@@ -9,7 +9,7 @@ from torch import Tensor
 
 from piper.errors import ConfigError, LaunchError
 from piper.launchers.launch import launch
-from piper.launchers.single_rank import SingleRankRun, launch_single_rank
+from piper.launchers.single_rank_run import SingleRankRun, launch_single_rank
 from piper.plan.memory_timeline import timeline
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled
