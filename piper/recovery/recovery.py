@@ -357,16 +357,10 @@ class Recovery(Sessions):
             step = self.versions.newest(max(self.completed))
             if step is None or whole(path := step_path(folder, step)):
                 return step
-            data_then, options = self.completed.get(step), self.set_after.get(step, ())
+            then, options = self.completed.get(step), self.set_after.get(step, ())
             with suppress(LaunchError):  # a machine that held it was lost: is another version complete?
                 write_version(
-                    self.program,
-                    self.versions,
-                    step,
-                    path,
-                    unread=self.unread,
-                    data=data_then,
-                    options=options,
+                    self.program, self.versions, step, path, unread=self.unread, data=then, options=options
                 )
                 return step
         return None
