@@ -1,5 +1,6 @@
 """The workers of a job on several machines. Agents start and watch them; sockets lead to the driver."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -113,6 +114,7 @@ class AgentWorkerGroup(SocketWorkerGroup):
             setup=setup,
             shares=is_accelerator(self.program.device) and self.calls.crowded,
             values=index,
+            path=tuple(sys.path) if self.agents[device].address == self.calls.own else (),
             versions=files,
         )
 

@@ -45,8 +45,6 @@ class SocketWorkerGroup(WorkerGroup):
         self.failures: list[Failure] = []
         self.silent: set[int] = set()  # devices whose channel is closed or stuck
         self.asked = monotonic()
-        self.waiting: set[int] = set()  # devices that work on a call, and send heartbeats while they do
-        self.heard: dict[int, float] = {}  # time of the last message of each device
         self.seen: list[bytes] = []  # marks at the last look
         self.stops = StopWatch()
 
@@ -134,12 +132,7 @@ class SocketWorkerGroup(WorkerGroup):
         self.asked = monotonic()
         for device, argument in arguments.items():
             self.send(device, (call, argument))
-            self.heard[device] = monotonic()
-        self.waiting = set(arguments)
-        try:
-            return self.gather(self.waiting, timeout)
-        finally:
-            self.waiting = set()
+        return self.gather(set(arguments), timeout)
 
     def send(self, device: int, value: object) -> None:
         """Send one message to a worker."""
@@ -181,7 +174,6 @@ class SocketWorkerGroup(WorkerGroup):
         except (ClosedError, TimeoutError):
             self.silent.add(device)
             return None
-        self.heard[device] = monotonic()
         if isinstance(answer, Failure):
             self.failures.append(answer)
         if isinstance(answer, Heartbeat) and answer.leaving:

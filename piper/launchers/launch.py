@@ -45,8 +45,8 @@ def launch(
 
     Without a block they end with `run.close()`, when nothing refers to the run any more, or with the process.
 
-    on: threads of this process, processes of this machine, or Ray. Under torchrun, `local` starts none but
-    joins those there are: every rank runs the same script and gets the same results. Or `rank:N`: device N
+    on: threads of this process, processes of this machine, or Ray. Under torchrun, `local` has the worker of
+    one device in each rank: every rank runs the same script and gets the same results. Or `rank:N`: device N
     of the plan alone, with real kernels and memory, and communication that moves nothing but takes its time.
     timeout: seconds that any one wait may take before the step ends with an error.
     streams: run streams side by side; otherwise a device does one thing at a time.
@@ -102,13 +102,9 @@ def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | 
     world = ranks_of(on)
     if world is None:
         return start_run(Sessions(program, options, starter_of(program, on)))
-    if world.leads:
-        from piper.launchers.torchrun import launch_torchrun
+    from piper.launchers.mirrored import launch_on_ranks
 
-        return launch_torchrun(program, options, world)
-    from piper.launchers.torchrun_worker import launch_torchrun_worker
-
-    return launch_torchrun_worker(program, options, world)
+    return launch_on_ranks(program, options, world)
 
 
 def launch_inline(program: ProgramLike, options: Options = DEFAULT, versions: Files | None = None) -> Run:
@@ -141,10 +137,10 @@ def starter_of(program: ProgramLike, on: str, versions: Versions | None = None, 
             from piper.launchers.inline import InlineStarter
 
             return InlineStarter(program, versions)
-        case "local" if isinstance(versions, AgentVersions):
-            from piper.launchers.torchrun_agents import TorchrunStarter
+        case "local" if (world := ranks_of(on)) is not None:
+            from piper.launchers.torchrun import TorchrunStarter
 
-            return TorchrunStarter(program, versions, spares)
+            return TorchrunStarter(program, world, versions, spares)
         case "local":
             from piper.launchers.local import LocalStarter
 
@@ -163,7 +159,7 @@ def versions_of(plans: Plans, on: str) -> Versions:
 
         return AgentVersions(plans, RayCalls())
     if (world := ranks_of(on)) is not None:
-        from piper.launchers.torchrun_agents import RankCalls
+        from piper.launchers.torchrun import RankCalls
 
         return AgentVersions(plans, RankCalls(world))
     return Versions(plans)
@@ -191,6 +187,6 @@ def by_host(program: ProgramLike, on: str) -> bool:
     return on == "inline"
 
 
-def recovers(on: str, spares: int = 0) -> bool:
-    """Return whether lost workers of a launcher can be replaced: those that are ours to start."""
-    return on in ("inline", "ray") or (on == "local" and (spares > 0 or rank_environment() is None))
+def recovers(on: str) -> bool:
+    """Return whether lost workers of a launcher can be replaced."""
+    return on in get_args(On)

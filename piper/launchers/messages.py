@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from piper.checkpoint.background import Done
 from piper.errors import LaunchError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
-from piper.launchers.base import EvaluationResult, Resumed, StepResult
 from piper.launchers.failures import Failure
 from piper.launchers.processes import SharedFile
 from piper.launchers.transport.serialize import Codec, pack, pickled_by_value, unpack
@@ -49,31 +48,8 @@ class Assignment:
     setup: bytes
     shares: bool = False  # its accelerator serves other workers too
     values: Mapping[str, TensorEntry]  # where each initial value lies in shared memory
-    memory: SharedFile | Tensor | None = None  # that memory, or its contents. None: the worker has it already
     path: tuple[str, ...] = ()  # where modules are imported from. Empty: as the process has it
     versions: Mapping[int, tuple[SharedFile, ...]] | None = None  # of each device. None: it keeps none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankInfo:
-    """The first message of a rank that torchrun has started."""
-
-    process: int
-    address: str
-    local: int
-    marks: SharedFile
-    listens: bool  # its script wants the results of the run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankZeroResult:
-    """What a method of the run returned or raised on rank 0, so that it does the same on the other ranks."""
-
-    method: str
-    value: object = None
-    error: str | None = None  # the class of what it raised instead, its text and its notes
-    text: str = ""
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,17 +148,12 @@ CODEC = Codec(
         BatchSlice,
         ClockOffset,
         Done,
-        EvaluationResult,
         Failure,
         Heartbeat,
         OutputKey,
         Preparation,
         ProgramBatch,
-        RankInfo,
-        RankZeroResult,
         DeviceProfile,
-        Resumed,
-        StepResult,
         Sums,
     )
 )

@@ -27,7 +27,8 @@ from torch.distributed.rendezvous import rendezvous
 from piper.errors import ConfigError, LaunchError
 from piper.launchers.messages import PATIENCE
 from piper.launchers.rank_environment import RankEnvironment
-from piper.launchers.transport.open_sockets import OpenSockets
+from piper.launchers.timeouts import TIMEOUTS
+from piper.launchers.transport.open_sockets import kept_alive
 from piper.process.private_files import private_folder, read_private, write_private
 
 LOOPBACK = "127.0.0.1"
@@ -42,11 +43,8 @@ HOW = (
     "give every rank the same 32 or more random characters in PIPER_KEY (openssl rand -hex 32), or in a "
     "file of mode 0600 that PIPER_KEY_FILE names"
 )
-MOST = 4096  # streams of a device that an address may claim
-LOOK = 0.2  # seconds between looks at whether there is another launch
 END = "end"  # the exit code of rank 0, set when it launches nothing any more
 LEFT = "left"  # how many ranks have read it
-LEAVE = 10.0  # seconds that they may take
 LOST = (dist.DistStoreError, dist.DistNetworkError)  # the store does not answer
 
 
@@ -57,21 +55,18 @@ class DriverAddress:
     host: str
     port: int
     launch: str  # the name of the launch, under which its key is found. Empty: the environment gives the key
-    width: int  # streams of a device, at most
-    agents: bool  # it wants an agent of each rank, which starts workers, instead of a worker
+    spares: bool  # a rank that is asked to end is replaced, and does not end the run
 
 
 @cache  # a process is in one world; rank 0 keeps the store that all meet at, unless torchrun does
 def store_of(world: RankEnvironment) -> Store:
     """Return the store of a job."""
-    opened = OpenSockets()
     try:
-        with opened.recording():
-            found = next(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=PATIENCE)))
+        with kept_alive():  # torch waits for the store's answer without limit
+            met = next(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=PATIENCE)))
     except LOST as error:
         raise apart(world, str(error)) from error
-    opened.keep_alive()  # torch waits for the store's answer without limit
-    return PrefixStore(prefix(), cast(Store, found[0]))
+    return PrefixStore(prefix(), cast(Store, met[0]))
 
 
 def prefix() -> str:
@@ -119,12 +114,12 @@ def find_address(world: RankEnvironment, launch: int) -> DriverAddress:
 def read_address(world: RankEnvironment, text: bytes) -> DriverAddress:
     """Return the address that the store holds. Any process could have written it, so it is checked."""
     try:
-        found = json.loads(text)
-        address = DriverAddress(**found)
+        fields = json.loads(text)
+        address = DriverAddress(**fields)
     except (ValueError, TypeError) as error:
         raise apart(world, f"the store holds no address: {error}") from error
-    kinds = {"host": str, "port": int, "launch": str, "width": int, "agents": bool}
-    if any(type(found[name]) is not kind for name, kind in kinds.items()) or not 0 < address.width <= MOST:
+    kinds = {"host": str, "port": int, "launch": str, "spares": bool}
+    if any(type(fields[name]) is not kind for name, kind in kinds.items()):
         raise apart(world, "the store holds no address")
     return address
 
@@ -145,11 +140,11 @@ def addresses(world: RankEnvironment, leaves: Callable[[], bool]) -> Iterator[Dr
                 return
             elif since is None:
                 since = time.monotonic() if leaves() else None
-                time.sleep(LOOK)
-            elif time.monotonic() - since > LEAVE:
+                time.sleep(TIMEOUTS.rank_poll)
+            elif time.monotonic() - since > TIMEOUTS.ranks_leave:
                 raise lost_leader(world)
             else:
-                time.sleep(LOOK)
+                time.sleep(TIMEOUTS.rank_poll)
     except (*LOST, RuntimeError):  # the store went with rank 0
         return
 
@@ -193,9 +188,11 @@ def leading(world: RankEnvironment) -> Iterator[None]:
         raise
     finally:
         store.set(END, str(code))
-        until = time.monotonic() + (LEAVE if code == 0 else 0)  # of a failed run, ranks may be lost
+        until = time.monotonic() + (
+            TIMEOUTS.ranks_leave if code == 0 else 0
+        )  # of a failed run, ranks may be lost
         while store.add(LEFT, 0) < world.size - 1 and time.monotonic() < until:
-            time.sleep(LOOK)  # the store may end with this process
+            time.sleep(TIMEOUTS.rank_poll)  # the store may end with this process
 
 
 def store_on(address: str) -> TCPStore:

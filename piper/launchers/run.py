@@ -24,7 +24,7 @@ from piper.launchers.callback_states import states_of, with_states
 from piper.launchers.evaluating import Batch, Means, check_samples, evaluation_batches
 from piper.launchers.nans import check_finite
 from piper.launchers.optimizer_groups import OptimizerGroups
-from piper.launchers.saves import checkpoints_at, load_newest, prepare_saves, run_folder
+from piper.launchers.saves import checkpoints_at, checkpoints_of, load_newest, prepare_saves, run_folder
 from piper.launchers.session import Session
 from piper.launchers.sessions import Sessions
 from piper.launchers.worker_answers import WorkerAnswers
@@ -71,7 +71,6 @@ class Run:
     """A running job. It ends with its `with` block, with `close`, or when nothing refers to it any more."""
 
     stopping = False  # a callback has asked to stop
-    drives = True  # this process writes what callbacks write
     saves = True  # it has a state that can be saved
     folder = Path()  # in which a relative folder of checkpoints lies
     watch = Watch()
@@ -91,8 +90,14 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
+        self.sessions.failed = error is not None
         self.close()
         return None
+
+    @property
+    def drives(self) -> bool:
+        """Return whether this process writes what callbacks write. Under torchrun rank 0 does."""
+        return self.sessions.drives
 
     @property
     def program(self) -> ProgramLike:
@@ -210,8 +215,12 @@ class Run:
 
     def _prepare_saves(self) -> None:
         """Find out where checkpoints go, before the first step: not among those of another run."""
-        if self.saves_to is None and self.saves:
+        if self.saves_to is not None or not self.saves:
+            return
+        if self.drives:
             self.saves_to = prepare_saves(self.folder, self.program.job, self._own)
+        else:  # rank 0 looks at the folder, and may have saved already
+            self.saves_to = checkpoints_of(self.folder, self.program.job)
 
     def _own(self, path: Path) -> bool:
         """Return whether the run goes on from a checkpoint, or from a later one of its folder."""

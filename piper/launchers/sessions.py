@@ -19,6 +19,8 @@ class Sessions:
     """The sessions of a run: one, which ends with the first failure."""
 
     elastic = False  # the number of devices can change
+    drives = True  # this process asks the workers, and writes what callbacks write
+    failed = False  # the block of the run ends with an error
 
     def __init__(self, program: ProgramLike, options: Options, starter: Starter) -> None:
         self.program, self.options, self.starter = program, options, starter

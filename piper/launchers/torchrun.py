@@ -1,21 +1,29 @@
-"""`local` under torchrun: rank 0 drives, and every rank is the worker of a device."""
+"""`local` under torchrun: rank 0 drives, and starts workers through the agents of all ranks."""
 
-import os
-import socket
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from functools import wraps
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from time import monotonic
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, cast
 
-import torch
-from torch import Tensor
-
-from piper.errors import PiperError, WorkerError
-from piper.launchers.driver import SocketWorkerGroup
-from piper.launchers.failures import private_marks
-from piper.launchers.messages import CODEC, PATIENCE, Assignment, RankInfo, RankZeroResult, StoreAddress
-from piper.launchers.processes import SharedFile, gone, stopped
+from piper.errors import LaunchError
+from piper.launchers.agent_calls import Agent, AgentCalls
+from piper.launchers.agent_starter import AgentStarter
+from piper.launchers.agent_versions import AgentVersions
+from piper.launchers.machines import machines_of, no_room
+from piper.launchers.messages import PATIENCE
+from piper.launchers.rank_agent import (
+    CODEC,
+    AgentFailure,
+    AgentPlace,
+    RankAgent,
+    RankZeroResult,
+    leave,
+    received,
+    sent,
+)
 from piper.launchers.rank_environment import RankEnvironment, check_size
 from piper.launchers.rendezvous import (
     DriverAddress,
@@ -27,192 +35,240 @@ from piper.launchers.rendezvous import (
     own_address,
     publish_address,
     ranks_absent,
-    store_on,
 )
-from piper.launchers.run import Run
-from piper.launchers.sessions import Sessions
-from piper.launchers.starter import GivenGroup
-from piper.launchers.torchrun_worker import BackgroundWorker
+from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.transport.channel import Channel, ClosedError, Listener
-from piper.launchers.transport.nameless_files import map_marks
-from piper.launchers.transport.shared_memory import TensorEntry, joined, share
-from piper.launchers.worker_server import WorkerServer, crowded
-from piper.runtime.accelerator import is_accelerator
+from piper.launchers.transport.versions import Versions
+from piper.launchers.worker_server import crowded
+from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
-from piper.runtime.worker import Options
-
-P = ParamSpec("P")
-T = TypeVar("T")
-SILENT = 8.0  # seconds after which a rank of another machine that sends no heartbeat counts as lost
 
 
-class TorchrunWorkerGroup(SocketWorkerGroup):
-    """The ranks of a torchrun job: the worker in this process, and those that connect to it."""
+class AgentLostError(ConnectionError):
+    """An agent cannot be reached any more, or could not do what it was asked for."""
 
-    def __init__(self, program: ProgramLike, options: Options, world: RankEnvironment) -> None:
-        super().__init__(program, options)
-        self.world, self.threads_before = world, torch.get_num_threads()
-        self.ranks: dict[int, RankInfo] = {}  # the other ranks, by device
-        self.worker: BackgroundWorker | None = None
 
-    def connect(
-        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, held: ExitStack
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteMethod:
+    """A method of an agent that can be called."""
+
+    begin: Callable[..., "Future[object]"]
+
+    def remote(self, *arguments: object) -> "Future[object]":
+        """Begin a call. Arguments that are calls are replaced by their answers."""
+        return self.begin(arguments)
+
+
+class RemoteAgent:
+    """The driver's side of an agent. Calls are made one after the other, by a thread."""
+
+    def __init__(self, ask: Callable[[str, list[object]], object], close: Callable[[], None]) -> None:
+        self.ask, self.end_of = ask, close
+        self.gone = False  # it will never answer again
+        self.calls = ThreadPoolExecutor(1, thread_name_prefix="agent")
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        return RemoteMethod(begin=partial(self._begin, name))
+
+    def _begin(self, name: str, arguments: Sequence[object]) -> "Future[object]":
+        try:
+            return self.calls.submit(self._call, name, arguments)
+        except RuntimeError:  # it is closed
+            lost: Future[object] = Future()
+            lost.set_exception(AgentLostError("the agent has ended"))
+            return lost
+
+    def _call(self, name: str, arguments: Sequence[object]) -> object:
+        given = [arg.result(PATIENCE) if isinstance(arg, Future) else arg for arg in arguments]
+        try:
+            answer = self.ask(name, given)
+        except (ClosedError, OSError) as error:
+            self.gone = True
+            raise AgentLostError(str(error)) from error
+        if isinstance(answer, AgentFailure):
+            raise AgentLostError(answer.why)
+        return answer
+
+    def close(self) -> None:
+        """End the agent. What it was asked for is not answered any more."""
+        self.calls.shutdown(wait=False, cancel_futures=True)
+        self.end_of()
+
+
+def over(channel: Channel, name: str, arguments: list[object]) -> object:
+    """Return what the agent at the other end of a channel answers."""
+    channel.send((name, [*map(sent, arguments)]))
+    return received(channel.recv())
+
+
+class RankCalls(AgentCalls):
+    """Waits for calls of the agents of ranks."""
+
+    lost = (AgentLostError, TimeoutError, CancelledError)
+
+    def __init__(self, world: RankEnvironment) -> None:
+        self.world, self.key = world, b""
+
+    @property
+    def own(self) -> str:
+        """Return the address of the driver's machine."""
+        return own_address(self.world)
+
+    @property
+    def crowded(self) -> bool:  # type: ignore[override]
+        """Return whether workers have to share accelerators."""
+        return crowded(self.world.nearby)
+
+    def get(self, call: Any, timeout: float) -> Any:  # noqa: ANN401  answers have no type in common
+        """Return the answer to a call."""
+        return call.result(timeout)
+
+    def wait(self, calls: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        """Wait until all calls have ended, at most `timeout` seconds. Return those, and the others."""
+        done, waiting = wait(calls, timeout)
+        return [*done], [*waiting]
+
+    def put(self, value: Any) -> Any:  # noqa: ANN401
+        """Return a value as an argument of several calls."""
+        return value
+
+    def keys(self) -> tuple[bytes, bytes]:
+        """Return the key of the job. Agents know it."""
+        return self.key, b""
+
+
+class TorchrunStarter(AgentStarter):
+    """Starts workers through the agents of ranks, of which this process is rank 0."""
+
+    def __init__(
+        self, program: ProgramLike, world: RankEnvironment, versions: Versions | None = None, spares: int = 0
     ) -> None:
-        first = self.devices[0]
-        self.own = own_address(self.world)
-        self.store = store_on(self.own)
-        self.processes[first], self.marks[first] = os.getpid(), private_marks(width)
-        self._accept_ranks(width)
-        memory = share(weights, index)
-        held.callback(os.close, memory)
-        self.memory = SharedFile.of(memory)
-        here, there = socket.socketpair()
-        self.channels[first] = Channel(here, self.options.timeout, codec=CODEC)
-        self.worker = BackgroundWorker(
-            Channel(there, codec=CODEC),
-            lambda given: WorkerServer(given, weights.__getitem__, self.marks[first]),
+        """Wait for all ranks. Refuse to train if one does not come, or if copies cannot be kept apart."""
+        check_size(world, len(program.plans.devices), spares)
+        check_key(world)
+        calls = cast(RankCalls, versions.calls) if isinstance(versions, AgentVersions) else RankCalls(world)
+        super().__init__(program, versions, calls)
+        self.world, self.spares = world, spares
+        self.ranks: dict[int, Agent] = {}
+        self.followers: set[int] = set()  # ranks whose scripts want results
+        self.unsent: dict[int, Future[object]] = {}  # the last result that was sent to each of them
+        self.held = ExitStack()
+        try:
+            with ExitStack() as until_all_came:
+                self._listen(calls, until_all_came)
+                self._await_ranks()
+            needed, bundles = len(self.machines) + -(-spares // self.width), len(self._bundles())
+            if bundles < needed:
+                raise no_room(needed, {"rank": float(self.width)}, {}, (needed, bundles))
+        except BaseException:
+            self.held.close()
+            raise
+
+    def _listen(self, calls: RankCalls, until_all_came: ExitStack) -> None:
+        """Publish where agents connect to, and be the first agent. Offer a key until all came."""
+        given = given_key()
+        launch = "" if given is not None else new_launch()
+        calls.key = given if given is not None else until_all_came.enter_context(offered_key(launch))
+        self.held.callback(self._dismiss)  # when it no longer listens, so that no agent connects again
+        self.listener = self.held.enter_context(Listener(calls.own, calls.key, TIMEOUTS.rank_place, CODEC))
+        host, port = self.listener.address
+        address = DriverAddress(host=host, port=port, launch=launch, spares=self.spares > 0)
+        publish_address(self.world, next_launch(self.world), address)
+        mine = RankAgent(calls.key)
+        self._admit(0, AgentPlace(address=calls.own, local=self.world.local), mine.answer, mine.close)
+
+    def _await_ranks(self) -> None:
+        until = monotonic() + PATIENCE
+        while missing := [rank for rank in range(self.world.size) if rank not in self.ranks]:
+            self._accept(1.0)
+            if monotonic() > until:
+                raise ranks_absent(missing)
+
+    def _accept(self, timeout: float) -> bool:
+        """Take the next rank that has connected. Return whether there was one."""
+        arrived = self.listener.accept(timeout)
+        if arrived is None:
+            return False
+        rank, channel = arrived
+        try:
+            place = channel.recv()
+        except (ClosedError, TimeoutError):
+            place = None
+        if isinstance(place, AgentPlace) and 0 < rank < self.world.size:
+            channel.limit(None)  # calls may take long, and each has a timeout of its own
+            self.followers |= {rank} if place.follows else set()
+            self._admit(rank, place, partial(over, channel), partial(leave, channel))
+        else:
+            channel.close()
+        return True
+
+    def _admit(
+        self,
+        rank: int,
+        place: AgentPlace,
+        ask: Callable[[str, list[object]], object],
+        close: Callable[[], None],
+    ) -> None:
+        if rank in self.ranks:
+            self.ranks[rank].actor.close()  # of a link that was down
+        self.ranks[rank] = Agent(
+            actor=RemoteAgent(ask, close),
+            node=str(rank - place.local),  # the first rank of its machine
+            address=place.address,
+            local=place.local,
         )
 
-    def _accept_ranks(self, width: int) -> None:
-        """Wait until every other rank has connected."""
-        until, given = monotonic() + PATIENCE, given_key()
-        with ExitStack() as held:
-            launch = "" if given is not None else new_launch()
-            key = given if given is not None else held.enter_context(offered_key(launch))
-            listener = held.enter_context(Listener(self.own, key, self.options.timeout, CODEC))
-            host, port = listener.address
-            address = DriverAddress(host=host, port=port, launch=launch, width=width, agents=False)
-            publish_address(self.world, next_launch(self.world), address)
-            while len(self.ranks) < self.world.size - 1:
-                if (arrived := listener.accept(1.0)) is not None:
-                    self._accept_rank(*arrived)
-                if monotonic() > until:
-                    missing = [n for n, device in enumerate(self.devices) if n and device not in self.ranks]
-                    raise ranks_absent(missing)
+    def _bundles(self) -> dict[int, tuple[Agent, ...]]:
+        """Return the agents that can take the devices of a machine, by the rank of the first."""
+        alive = {rank: agent for rank, agent in sorted(self.ranks.items()) if not agent.actor.gone}
+        if not self.apart:
+            return {rank: (agent,) for rank, agent in alive.items()}
+        nodes: dict[str, dict[int, Agent]] = {}
+        for rank, agent in alive.items():
+            nodes.setdefault(agent.node, {})[rank] = agent
+        return {
+            min(ranks): tuple(ranks.values())[: self.width]
+            for ranks in nodes.values()
+            if len(ranks) >= self.width
+        }
 
-    def _accept_rank(self, rank: int, channel: Channel) -> None:
-        try:
-            info = channel.recv()
-        except (ClosedError, TimeoutError):
-            info = None  # it ended just after it connected: another process may take its place
-        if not isinstance(info, RankInfo) or not 0 < rank < self.world.size:
-            channel.close()
-            return
-        device = self.devices[rank]
-        self.channels[device], self.ranks[device], self.processes[device] = channel, info, info.process
-        if (marks := info.marks.open()) is not None:
-            self.marks[device] = map_marks(marks)
-            os.close(marks)
+    def _hire(self) -> None:
+        while self._accept(0.0):
+            continue
+        bundles = self._bundles()
+        self.agents = {bundle: agents for bundle, agents in self.agents.items() if bundle in bundles}
+        for bundle, agents in bundles.items():
+            if self.agents.get(bundle) != agents:
+                self._take(bundle, agents)
 
-    def assignment(
-        self, device: int, setup: bytes, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry]
-    ) -> Assignment:
-        info = self.ranks.get(device)
-        near = device in self.marks
-        return Assignment(
-            device=device,
-            local=self.world.local if info is None else info.local,
-            store=StoreAddress(
-                host=self.own, port=self.store.port, own=self.own if info is None else info.address
-            ),
-            options=self.options,
-            setup=setup,
-            shares=is_accelerator(self.program.device) and crowded(self.world.nearby),
-            values=index,
-            memory=self.memory if near else joined(weights, index),
+    def _arrange(self, plans: Plans) -> None:
+        self.machines, self.apart = machines_of(plans)
+        self.width = max(map(len, self.machines))
+
+    def _lacking(self) -> Exception:
+        return LaunchError(
+            "too few ranks are left",
+            by="launch",
+            facts={
+                "needs": f"{len(self.machines)} machines with {self.width} ranks each"
+                if self.apart
+                else f"{len(self.machines)} ranks",
+                "has": f"{len(self._bundles())}",
+            },
+            hint="start all ranks again with --resume, to go on from a checkpoint; claim more spares",
         )
 
     def publish(self, result: RankZeroResult) -> None:
-        """Send the result of a method to the scripts of the other ranks."""
-        for device, info in self.ranks.items():
-            if info.listens and device in self.channels and device not in self.silent:
-                with suppress(ClosedError, OSError):  # it is dead or stopped, and the next call will show it
-                    self.channels[device].send(result)
+        """Send the result of a call to the scripts of the other ranks."""
+        for rank in self.followers:
+            self.unsent[rank] = self.ranks[rank].actor.hear.remote(result)
 
-    def blamed(self) -> WorkerError:
-        error = super().blamed()
-        self.publish(failed("", error))  # before the channels are closed
-        return error
-
-    def ended(self) -> dict[int, str]:
-        lost: dict[int, str] = {}
-        for device in self.waiting & self.ranks.keys() - self.marks.keys():
-            if monotonic() - self.heard[device] > SILENT:
-                lost[device] = (
-                    f"no sign of life for {SILENT:g} s: the process is stopped, or cannot be reached"
-                )
-        for device in self.silent & self.ranks.keys():
-            process = self.processes[device]
-            if device not in self.marks:
-                lost[device] = "the process cannot be reached any more"
-            elif gone(process):
-                lost[device] = "the process has ended"
-            elif not stopped(process):
-                lost[device] = "the process has left the run"
-        return lost
-
-    def moving(self) -> bool:
-        # The marks of other machines cannot be read. Each worker there ends its own waits.
-        return super().moving() or len(self.marks) < len(self.devices)
+    def _dismiss(self) -> None:
+        for agent in self.ranks.values():
+            agent.actor.close()
 
     def close(self) -> None:
-        for channel in self.channels.values():
-            channel.close()
-        self.channels.clear()
-        if self.worker is not None:
-            self.worker.leave()
-            self.worker = None
-        torch.set_num_threads(self.threads_before)
-
-
-def published(
-    method: Callable[Concatenate["TorchrunRun", P], T],
-) -> Callable[Concatenate["TorchrunRun", P], T]:
-    """Send what a method of the run returns or raises to the other ranks, where it then does the same."""
-
-    @wraps(method)
-    def act(self: "TorchrunRun", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            value = method(self, *args, **kwargs)
-        except PiperError as error:
-            self.group.publish(failed(method.__name__, error))
-            raise
-        self.group.publish(RankZeroResult(method=method.__name__, value=value))
-        return value
-
-    return act
-
-
-class TorchrunRun(Run):
-    """A run whose results every rank gets."""
-
-    def __init__(self, group: TorchrunWorkerGroup) -> None:
-        super().__init__(Sessions(group.program, group.options, GivenGroup(group)))
-        self.group = group
-        self.sessions.begin()
-
-    step = published(Run.step)
-    evaluate = published(Run.evaluate)
-    state_dict = published(Run.state_dict)
-    gradients = published(Run.gradients)
-    optimizer_state = published(Run.optimizer_state)
-    optimizer_groups = published(Run.optimizer_groups)
-    set_optimizer_option = published(Run.set_optimizer_option)
-    trails = published(Run.trails)
-    recordings = published(Run.recordings)
-    save = published(Run.save)
-    load = published(Run.load)
-    settle = published(Run.settle)
-
-
-def failed(method: str, error: PiperError) -> RankZeroResult:
-    """Return the message that reports an error."""
-    notes = tuple(getattr(error, "__notes__", ()))
-    return RankZeroResult(method=method, error=type(error).__name__, text=str(error), notes=notes)
-
-
-def launch_torchrun(program: ProgramLike, options: Options, world: RankEnvironment) -> TorchrunRun:
-    """Start a program on the ranks of a torchrun job, of which this is rank 0."""
-    check_size(world, len(program.plans.devices))
-    check_key(world)
-    return TorchrunRun(TorchrunWorkerGroup(program, options, world))
+        """End the agents, once the other ranks have all results. Idempotent."""
+        wait(self.unsent.values(), TIMEOUTS.results_sent)
+        self.watch.close()
+        self.held.close()

@@ -67,7 +67,7 @@ def asked_job(asked: TrainOptions) -> Job:
 
 def recovering_asked(asked: TrainOptions) -> bool:
     """Return whether a run recovers from failures: it is asked to, and its launcher can."""
-    return asked.retries > 0 and not asked.profile and recovers(asked.on, asked.spares)
+    return asked.retries > 0 and not asked.profile and recovers(asked.on)
 
 
 def reserve(asked: TrainOptions) -> float:

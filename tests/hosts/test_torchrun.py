@@ -62,8 +62,8 @@ def test_a_lost_host_ends_the_run_and_resume_goes_on(
         named = re.search(r"device 1 \(process \d+\): (.*)", ends[0][1])
         assert named is not None, ends
         assert named[1] in (
-            "no sign of life for 8 s: the process is stopped, or cannot be reached",
-            "the process cannot be reached any more",
+            "no sign of life for 8 s: its machine cannot be reached",
+            "its agent is lost, and the process with it",
         )
     if lost == 0:
         assert "error: rank 1: rank 0 is gone, or cannot be reached any more\n" in ends[1][1], ends

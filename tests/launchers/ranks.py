@@ -4,14 +4,16 @@ import json
 import os
 import sys
 import time
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import piper
 from piper.compiler import Program
 from piper.errors import PiperError
-from piper.launchers.processes import SharedFile
+from piper.launchers.rank_agent import Hear, ServedAgent
+from piper.launchers.rank_environment import RankEnvironment
+from piper.launchers.rendezvous import DriverAddress
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
@@ -44,20 +46,25 @@ def act(program: Program, folder: Path, what: str) -> dict[str, object]:
             seen["state"] = {name: value.tolist() for name, value in run.state_dict().items()}
         with piper.launch(program, on="local", timeout=30, resume=folder / "saved") as run:
             seen["resumed"] = [r.loss for r in (run.step(batch) for batch in batches(CELL, 1))]
-        elsewhere = patch.object(SharedFile, "open", lambda self: None) if rank == "0" else nullcontext()
-        with elsewhere, piper.launch(program, on="local", timeout=30) as run:
+        with (
+            patch("piper.launchers.mirrored.ServedAgent", elsewhere),
+            piper.launch(program, on="local", timeout=30) as run,
+        ):
             seen["far"] = [[r.loss, r.grad_norm] for r in (run.step(batch) for batch in batches(CELL, 2))]
         seen["size"] = error_of(piper.compile(job(MANY)))
         seen["broken"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.fail))
     if what == "die":
         seen["dead"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.die))
-    if what in ("stop near", "stop far"):
+    if what == "stop":
         began = time.monotonic()
-        far = what == "stop far" and rank == "0"
-        with patch.object(SharedFile, "open", lambda self: None) if far else nullcontext():
-            seen["lost"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.stop), timeout=90)
+        seen["lost"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.stop), timeout=90)
         seen["took"] = time.monotonic() - began
     return seen
+
+
+def elsewhere(world: RankEnvironment, address: DriverAddress, hear: Hear) -> ServedAgent:
+    """The agent of a rank that claims to be the first of another machine."""
+    return ServedAgent(replace(world, local=0), address, hear)
 
 
 def error_of(program: object, timeout: float = 30) -> str:

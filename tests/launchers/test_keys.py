@@ -16,9 +16,9 @@ import pytest
 
 from piper.errors import ConfigError, LaunchError
 from piper.launchers import rendezvous as keys
+from piper.launchers.rank_agent import ServedAgent
 from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.rendezvous import DriverAddress, read_address
-from piper.launchers.torchrun_worker import join
 from piper.launchers.transport.channel import ANSWER, GREETING, NONCE
 
 HERE = RankEnvironment(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
@@ -147,8 +147,8 @@ def test_several_machines_need_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_store_holds_no_secret() -> None:
-    door = DriverAddress(host="127.0.0.1", port=1, launch="a" * 32, width=2, agents=False)
-    assert asdict(door) == {"host": "127.0.0.1", "port": 1, "launch": "a" * 32, "width": 2, "agents": False}
+    door = DriverAddress(host="127.0.0.1", port=1, launch="a" * 32, spares=False)
+    assert asdict(door) == {"host": "127.0.0.1", "port": 1, "launch": "a" * 32, "spares": False}
     assert read_address(HERE, json.dumps(asdict(door)).encode()) == door
 
 
@@ -159,12 +159,10 @@ def test_the_store_holds_no_secret() -> None:
         b"\x80\x04",
         b"[]",
         b'{"host": "h"}',
-        b'{"host": "h", "port": "1", "launch": "", "width": 1, "agents": false}',
-        b'{"host": "h", "port": 1, "launch": "", "width": 1000000000, "agents": false}',
-        b'{"host": "h", "port": 1, "launch": "", "width": 0, "agents": false}',
-        b'{"host": "h", "port": 1, "launch": "", "width": 1, "agents": false, "key": "k"}',
-        b'{"host": "h", "port": 1, "launch": "", "width": 1, "agents": 1}',
-        b'{"host": "h", "port": 1, "launch": "", "width": 1}',
+        b'{"host": "h", "port": "1", "launch": "", "spares": false}',
+        b'{"host": "h", "port": 1, "launch": "", "spares": false, "key": "k"}',
+        b'{"host": "h", "port": 1, "launch": "", "spares": 1}',
+        b'{"host": "h", "port": 1, "launch": ""}',
     ],
 )
 def test_a_store_that_somebody_else_has_written_to(text: bytes) -> None:
@@ -200,10 +198,10 @@ def false_driver() -> Iterator[tuple[str, int]]:
             thread.join(10)
 
 
-def test_a_worker_reads_nothing_from_a_driver_that_does_not_know_the_key() -> None:
+def test_a_rank_reads_nothing_from_a_driver_that_does_not_know_the_key() -> None:
     launch = keys.new_launch()
     with keys.offered_key(launch), false_driver() as (host, port), pytest.raises(LaunchError) as caught:
-        join(HERE, DriverAddress(host=host, port=port, launch=launch, width=1, agents=False), None)
+        ServedAgent(HERE, DriverAddress(host=host, port=port, launch=launch, spares=False)).wait()
     assert str(caught.value) == cleandoc(f"""
         rank 1: this rank and rank 0 do not know the same key
           at:   {host}:{port}

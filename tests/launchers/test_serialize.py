@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from piper.checkpoint.background import Done
 from piper.checkpoint.save import RefusedError
 from piper.compiler import compile
+from piper.launchers import rank_agent
 from piper.launchers.failures import Failure
 from piper.launchers.messages import (
     CODEC,
     SHIPMENT,
     BatchSlice,
-    RankZeroResult,
     Shipment,
     pack_setup,
     unpack_setup,
 )
+from piper.launchers.rank_agent import RankZeroResult
 from piper.launchers.transport.serialize import HEADER, Codec, MessageError
 from piper.plan.plan import Plans
 from piper.runtime.setup import setup_of
@@ -151,8 +152,8 @@ def test_messages_of_a_run() -> None:
     assert got[1]["x"][2:4].tolist() == [5, 6]
     failure = Failure(device=1, kind="late", what="CommError: ...", trace="...", place=3)
     assert CODEC.decode(CODEC.encode(failure)) == failure
-    told = RankZeroResult(method="step", error="WorkerError", text="device 0: ...", notes=("a", "b"))
-    assert CODEC.decode(CODEC.encode(told)) == told
+    raised = RankZeroResult(call="step", error="WorkerError", text="device 0: ...", notes=("a", "b"))
+    assert rank_agent.CODEC.decode(rank_agent.CODEC.encode(raised)) == raised
     refused = CODEC.decode(CODEC.encode(Done(refused=RefusedError("what", {"a": "b"}, "hint"))))
     assert isinstance(refused, Done) and refused.refused is not None
     assert (refused.refused.what, refused.refused.facts, refused.refused.hint) == ("what", {"a": "b"}, "hint")

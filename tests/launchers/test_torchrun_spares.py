@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
@@ -21,19 +22,11 @@ from piper.compiler import Program
 from piper.errors import ConfigError, LaunchError
 from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.processes import ProcessStatus
+from piper.launchers.rank_agent import CODEC, AgentPlace, ServedAgent, leave
 from piper.launchers.rank_environment import RankEnvironment, check_size
 from piper.launchers.rendezvous import DriverAddress
-from piper.launchers.torchrun_agents import (
-    CODEC,
-    AgentLostError,
-    AgentPlace,
-    RankCalls,
-    RemoteAgent,
-    TorchrunStarter,
-    leave,
-    over,
-    serve_agent,
-)
+from piper.launchers.timeouts import TIMEOUTS
+from piper.launchers.torchrun import AgentLostError, RankCalls, RemoteAgent, TorchrunStarter, over
 from piper.launchers.transport.channel import Channel, ClosedError, Listener, connect
 from piper.train.train_options import TrainOptions, check_options
 from tests.hosts.training import events
@@ -53,14 +46,12 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemoteAgent, Channe
     monkeypatch.setenv("PIPER_KEY", KEY)
     with Listener("127.0.0.1", KEY.encode(), None, CODEC) as listener:
         host, port = listener.address
-        address = DriverAddress(host=host, port=port, launch="", width=1, agents=True)
-        rank = threading.Thread(target=serve_agent, args=(WORLD, address), daemon=True)
-        rank.start()
+        rank = ServedAgent(WORLD, DriverAddress(host=host, port=port, launch="", spares=True))
         made, channel = accepted(listener)
         yield made, channel, listener
     made.close()
-    rank.join(20)
-    assert not rank.is_alive(), "it ends when the driver does not listen any more"
+    rank.thread.join(20)
+    assert not rank.busy(), "it ends when the driver does not listen any more"
 
 
 def accepted(listener: Listener) -> tuple[RemoteAgent, Channel]:
@@ -111,15 +102,15 @@ def test_a_rank_whose_driver_stays_away(
 ) -> None:
     """It says so at once, and what is lost once it gives up."""
     monkeypatch.setenv("PIPER_KEY", KEY)
-    monkeypatch.setattr("piper.launchers.torchrun_agents.AWAY", 0.3)
-    monkeypatch.setattr("piper.launchers.torchrun_agents.AGAIN", 0.01)
+    bounds = replace(TIMEOUTS, rank_away=0.3, rank_retry=0.01)
+    monkeypatch.setattr("piper.launchers.rank_agent.TIMEOUTS", bounds)
 
     def unreachable(*_: object) -> Channel:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
-    monkeypatch.setattr("piper.launchers.torchrun_agents.connect", unreachable)
+    monkeypatch.setattr("piper.launchers.rank_agent.connect", unreachable)
     with pytest.raises(LaunchError) as caught:
-        serve_agent(WORLD, DriverAddress(host="127.0.0.1", port=1, launch="", width=1, agents=True))
+        ServedAgent(WORLD, DriverAddress(host="127.0.0.1", port=1, launch="", spares=True)).wait()
     assert caplog.messages == [
         "rank 2 cannot reach rank 0, and tries for 0.3 s: [Errno 113] No route to host"
     ]
@@ -188,30 +179,24 @@ def starting(
         RankEnvironment(rank=n, size=len(nodes), local=n - node, nearby=1, address="127.0.0.1", port=1)
         for n, node in enumerate(nodes)
     ]
-    ranks: list[threading.Thread] = []
+    ranks: list[ServedAgent] = []
 
     def publish(_: RankEnvironment, launch: int, address: DriverAddress) -> None:
         assert launch == 1
-        ranks.extend(
-            threading.Thread(target=serve_agent, args=(one, address), daemon=True)
-            for one in world[1:]
-            if one.rank != absent
-        )
-        for rank in ranks:
-            rank.start()
+        ranks.extend(ServedAgent(one, address) for one in world[1:] if one.rank != absent)
 
-    monkeypatch.setattr("piper.launchers.torchrun_agents.publish_address", publish)
-    monkeypatch.setattr("piper.launchers.torchrun_agents.next_launch", lambda _: 1)
+    monkeypatch.setattr("piper.launchers.torchrun.publish_address", publish)
+    monkeypatch.setattr("piper.launchers.torchrun.next_launch", lambda _: 1)
     versions = AgentVersions(program.plans, RankCalls(world[0]))
     try:
-        made = TorchrunStarter(program, versions, len(nodes) - 2)
+        made = TorchrunStarter(program, world[0], versions, len(nodes) - 2)
         yield made
         made.close()
     finally:
         versions.close()
         for rank in ranks:
-            rank.join(20)
-    assert not any(rank.is_alive() for rank in ranks)
+            rank.thread.join(20)
+    assert not any(rank.busy() for rank in ranks)
 
 
 def test_ranks_that_take_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +227,7 @@ def test_ranks_that_take_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_connects_and_says_nothing_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that is stopped just then."""
-    monkeypatch.setattr("piper.launchers.torchrun_agents.PLACE", 0.1)
+    monkeypatch.setattr("piper.launchers.torchrun.TIMEOUTS", replace(TIMEOUTS, rank_place=0.1))
     with starting(monkeypatch, compiled(PAIR), [0, 1, 2]) as made:
         known, came = made.ranks[1], list[Channel]()
 
@@ -278,7 +263,7 @@ def test_fewer_devices_need_no_whole_machine(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_spare_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piper.launchers.torchrun_agents.PATIENCE", 0.5)
+    monkeypatch.setattr("piper.launchers.torchrun.PATIENCE", 0.5)
     with (
         pytest.raises(LaunchError, match="rank 2 did not launch within"),
         starting(monkeypatch, compiled(PAIR), [0, 1, 2], absent=2),

@@ -16,8 +16,9 @@ from piper.launchers.agent_calls import Agent
 from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.launch import launch_inline
+from piper.launchers.rank_agent import RankAgent
 from piper.launchers.rank_environment import RankEnvironment
-from piper.launchers.torchrun_agents import AgentLostError, RankAgent, RankCalls, RemoteAgent, RemoteMethod
+from piper.launchers.torchrun import AgentLostError, RankCalls, RemoteAgent, RemoteMethod
 from piper.recovery.flushing import write_version
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled, job, strategy

@@ -13,7 +13,7 @@ from piper.launchers.agent_calls import Agent
 from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.agent_watch import AgentWatch
 from piper.launchers.rank_environment import RankEnvironment
-from piper.launchers.torchrun_agents import AgentLostError, RankCalls
+from piper.launchers.torchrun import AgentLostError, RankCalls
 from piper.plan.plan import Plans
 from tests.runtime.grid import Cell, compiled
 

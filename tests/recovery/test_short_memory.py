@@ -15,8 +15,9 @@ from piper.launchers.agent_versions import AgentVersions, ShortMachine
 from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.machines import machines_of
 from piper.launchers.processes import ProcessStatus
+from piper.launchers.rank_agent import RankAgent
 from piper.launchers.rank_environment import RankEnvironment
-from piper.launchers.torchrun_agents import RankAgent, RankCalls, RemoteAgent
+from piper.launchers.torchrun import RankCalls, RemoteAgent
 from piper.plan.plan import Plans
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, compiled

@@ -82,15 +82,3 @@ class SharedValues:
         count = entry.nbytes // entry.dtype.itemsize
         flat = torch.frombuffer(self.memory, dtype=entry.dtype, count=count, offset=entry.offset)
         return flat.view(entry.shape)
-
-
-class HeldValues:
-    """Tensors in read-only memory, by name. Each is copied when it is read."""
-
-    def __init__(self, memory: Bytes, index: Mapping[str, TensorEntry]) -> None:
-        self.memory, self.index = memory, index
-
-    def __call__(self, name: str) -> Tensor:
-        entry = self.index[name]
-        raw = torch.from_numpy(self.memory[entry.offset : entry.offset + entry.nbytes].copy())
-        return raw.view(entry.dtype).view(entry.shape)
