@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-REACH = 3.0  # seconds in which an agent answers if its machine can be reached
+from piper.launchers.timeouts import TIMEOUTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class AgentCalls(ABC):
         """Return the address of the driver's machine."""
 
     @abstractmethod
-    def get(self, call: Any, timeout: float) -> Any:  # noqa: ANN401  calls have no type in common
+    def get(self, call: Any, timeout: float = TIMEOUTS.meeting) -> Any:  # noqa: ANN401  calls have no type in common
         """Return the answer to a call."""
 
     @abstractmethod
@@ -49,16 +49,16 @@ class AgentCalls(ABC):
     def keys(self) -> tuple[bytes, bytes]:
         """Return the key that workers prove to know, and what agents are sent for it."""
 
-    def answers(self, calls: Mapping[int, Any], timeout: float) -> dict[int, object]:
+    def answers(self, calls: Mapping[int, Any], timeout: float = TIMEOUTS.agent_answers) -> dict[int, object]:
         """Return what calls return, without those whose agent is lost or does not answer in time."""
         self.wait([*calls.values()], timeout)
-        found: dict[int, object] = {}
+        answers: dict[int, object] = {}
         for name, call in calls.items():
             try:
-                found[name] = self.get(call, 0.1)
+                answers[name] = self.get(call, TIMEOUTS.agent_poll_soon)
             except self.lost:
                 continue
-        return found
+        return answers
 
     def finished(self, calls: Sequence[Any], timeout: float = 0.0) -> bool:
         """Return whether all of these calls have ended. A call that was lost has ended too."""

@@ -7,23 +7,18 @@ from threading import RLock
 from time import monotonic, sleep
 from typing import Any, cast
 
-from piper.launchers.agent_calls import REACH, Agent, AgentCalls
+from piper.launchers.agent_calls import Agent, AgentCalls
 from piper.launchers.agent_versions import AgentVersions, ShortMachine
 from piper.launchers.agent_watch import AgentWatch, WarmAgent
 from piper.launchers.agent_workers import AgentWorkerGroup
 from piper.launchers.group import WorkerGroup
 from piper.launchers.machines import machines_of, not_started
 from piper.launchers.starter import Starter
+from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-
-GROUP = 60.0  # seconds that machines may take to come
-LOOK = 2.0  # seconds between two looks at whether there is room
-SETTLE = 8.0  # seconds that agents may take to answer before their machines count as lost
-SOON = 0.1  # seconds between two looks at which agents have answered
-SLOWEST = 10.0  # seconds without progress that a job is given at least, because looks are rare
 
 
 class AgentStarter(Starter):
@@ -83,7 +78,7 @@ class AgentStarter(Starter):
 
     def _report(self, bundle: int, seconds: float) -> None:
         """Note that the agents of a bundle are warm, unless they are lost."""
-        answered = self.calls.answers(dict(enumerate(self.warm[bundle])), REACH)
+        answered = self.calls.answers(dict(enumerate(self.warm[bundle])))
         if len(answered) == len(self.warm[bundle]):
             self.fresh.append(WarmAgent(address=self.agents[bundle][0].address, seconds=seconds))
 
@@ -146,7 +141,7 @@ class AgentStarter(Starter):
             with self.lock:
                 self._hire()
                 ranks = self._ranks(len(self.machines))
-                chosen, late = self._chosen(ranks), monotonic() > began + GROUP
+                chosen, late = self._chosen(ranks), monotonic() > began + TIMEOUTS.machines_come
                 starting = [call for bundle in chosen if ranks[bundle] for call in self.warm[bundle]]
                 enough = len(chosen) == len(self.machines)
                 if enough and (late or not starting):
@@ -162,9 +157,9 @@ class AgentStarter(Starter):
                 raise self._lacking()
             waits = monotonic()
             if enough:
-                self.calls.wait(starting, max(0.0, began + GROUP - waits))
+                self.calls.wait(starting, max(0.0, began + TIMEOUTS.machines_come - waits))
             else:
-                sleep(LOOK)
+                sleep(TIMEOUTS.agent_poll)
             self.waited += monotonic() - waits
 
     def _chosen(self, ranks: Mapping[int, int]) -> list[int]:
@@ -219,7 +214,7 @@ class AgentStarter(Starter):
 
     def room(self, *, warm: bool = False) -> int | None:
         """Return for how many devices workers can start now. warm: only on agents with torch imported."""
-        until = monotonic() + (0.0 if warm else SETTLE)
+        until = monotonic() + (0.0 if warm else TIMEOUTS.agents_settle)
         while True:
             with self.lock:
                 with suppress(*self.calls.lost):
@@ -231,7 +226,7 @@ class AgentStarter(Starter):
             count = sum(not (warm and starting) for starting in found.values())
             if count >= len(self.machines) or monotonic() > until:
                 return self.width * count
-            sleep(SOON)
+            sleep(TIMEOUTS.agent_poll_soon)
 
     def _ranks(self, wanted: int) -> dict[int, int]:
         """Return the bundles whose agents live: 0 if they are warm and answer, 1 if they still start.
@@ -245,14 +240,14 @@ class AgentStarter(Starter):
             for bundle, agents in self.agents.items()
             if bundle not in found
         }
-        until = monotonic() + REACH
+        until = monotonic() + TIMEOUTS.agent_answers
         while sum(map(finished, asked.values())) < min(wanted, len(asked)) and monotonic() < until:
-            finished([call for calls in asked.values() for call in calls], SOON)
+            finished([call for calls in asked.values() for call in calls], TIMEOUTS.agent_poll_soon)
         for bundle, calls in asked.items():
             try:
                 if finished(calls):
                     for call in calls:
-                        self.calls.get(call, REACH)
+                        self.calls.get(call, TIMEOUTS.agent_answers)
                     found[bundle] = 0
             except self.calls.lost:
                 del self.agents[bundle]  # others take their place, if the machine lives
@@ -262,14 +257,14 @@ class AgentStarter(Starter):
         """Return the bundles of machines with enough memory. Ask those again that had too little."""
         self.unfit = {b: machine for b, machine in self.unfit.items() if b in self.agents}
         asked = {b: self.agents[b][0].actor.room.remote() for b in self.unfit if b in ranks}
-        for bundle, free in self.calls.answers(asked, REACH).items():
+        for bundle, free in self.calls.answers(asked).items():
             if free is None or cast(int, free) >= self.unfit[bundle].needs:
                 del self.unfit[bundle]
         return {bundle: rank for bundle, rank in ranks.items() if bundle not in self.unfit}
 
     def expect(self, group: WorkerGroup, stall: float) -> None:
         """Let workers fail after `stall` seconds without progress, or later: all machines can answer."""
-        super().expect(group, max(stall, SLOWEST))
+        super().expect(group, max(stall, TIMEOUTS.agent_stall))
 
     @abstractmethod
     def close(self) -> None:

@@ -13,9 +13,8 @@ from typing import Any, cast
 
 from piper.errors import ConfigError, LaunchError
 from piper.ir.format import size
-from piper.launchers.agent_calls import REACH, Agent, AgentCalls
+from piper.launchers.agent_calls import Agent, AgentCalls
 from piper.launchers.machine_agent import Bytes, Place
-from piper.launchers.messages import PATIENCE
 from piper.launchers.processes import SharedFile
 from piper.launchers.transport.version_sections import HEAD, SPAN, HeldVersion, step_in
 from piper.launchers.transport.versions import Versions, too_little, version_bytes
@@ -69,13 +68,14 @@ class AgentVersions(Versions):
         known = [*agents.values(), *others]
         for node in {agent.node: None for agent in coming.values()}:
             here = [agent for agent in known if agent.node == node]
-            free = cast("int | None", self.calls.answers({0: here[0].actor.room.remote()}, REACH).get(0))
+            free = cast(
+                "int | None",
+                self.calls.answers({0: here[0].actor.room.remote()}).get(0),
+            )
             needs = sum(self.needs[device] for device, agent in coming.items() if agent.node == node)
             if free is None or needs <= free:  # one that does not answer is found when its worker starts
                 continue
-            old = self.calls.answers(
-                {n: agent.actor.held.remote(self.owner) for n, agent in enumerate(here)}, REACH
-            )
+            old = self.calls.answers({n: agent.actor.held.remote(self.owner) for n, agent in enumerate(here)})
             has = free + sum(cast("dict[int, int]", old).values())
             if needs > has:
                 found[node] = ShortMachine(address=here[0].address, needs=needs, has=has)
@@ -107,10 +107,7 @@ class AgentVersions(Versions):
                 if device in new and agents[device] not in before.values():
                     agents[device].actor.keep.remote("", (), 0)  # of a time that this job no longer knows
                 calls[device] = agents[device].actor.keep.remote(self.owner, kept, GENERATIONS)
-        files = {
-            d: cast("dict[int, tuple[SharedFile, ...]]", self.calls.get(c, PATIENCE))
-            for d, c in calls.items()
-        }
+        files = {d: cast("dict[int, tuple[SharedFile, ...]]", self.calls.get(c)) for d, c in calls.items()}
         self._move(before, agents)
         self.agents, self.lost = dict(agents), set()
         for devices in by_node.values():
@@ -130,7 +127,7 @@ class AgentVersions(Versions):
                     image = agent.actor.image.remote(place, nbytes)
                     moved.append(agents[device].actor.take.remote(place, image, HEAD.size))
         for call in moved:
-            self.calls.get(call, PATIENCE)
+            self.calls.get(call)
 
     def files_of(self, device: int) -> dict[int, tuple[SharedFile, ...]]:
         """Return where the worker of a device finds the memory of all devices."""
@@ -150,7 +147,7 @@ class AgentVersions(Versions):
             for d, agent in self.agents.items()
             if d not in self.lost
         }
-        seen = self.calls.answers(calls, REACH)
+        seen = self.calls.answers(calls)
         for device in self.devices:
             places = self._places(device)
             heads = cast("list[bytes]", seen.get(device, [b""] * len(places)))
@@ -174,7 +171,7 @@ class AgentVersions(Versions):
             old = [place for place, step in steps.items() if step is not None and chosen(step)]
             if old:
                 calls[device] = agent.actor.erase.remote(old, HEAD.size)
-        self.calls.answers(calls, REACH)
+        self.calls.answers(calls)
         super().forget(chosen)
 
     def share(self, step: int) -> None:
@@ -189,7 +186,7 @@ class AgentVersions(Versions):
             if self.agents[place[0]].node != agent.node
         ]
         for call in moved:
-            self.calls.get(call, PATIENCE)
+            self.calls.get(call)
 
     def shrink(self) -> None:
         """Give back the memory of what was brought to other machines, once workers have read it."""
@@ -223,7 +220,7 @@ class AgentVersions(Versions):
         for place in self._chosen(step):
             device, generation, at = place
             try:
-                image = cast(Bytes, self.calls.get(self._image(place), PATIENCE))
+                image = cast(Bytes, self.calls.get(self._image(place)))
             except self.calls.lost as error:
                 raise version_lost(step) from error
             file = self.descriptors[device][generation]

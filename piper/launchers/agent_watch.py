@@ -4,9 +4,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-LOOK = 2.0  # seconds between two looks at which machines there are
-SOON = 0.5  # seconds between two looks while an agent starts
-END = 10.0  # seconds that a look may take to end
+from piper.launchers.timeouts import TIMEOUTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +31,11 @@ class AgentWatch:
 
     def _watch(self) -> None:
         starting = True  # those of spares, when a job begins
-        while not self.ended.wait(SOON if starting else LOOK):
+        while not self.ended.wait(TIMEOUTS.warm_poll if starting else TIMEOUTS.agent_poll):
             starting = self.look()
 
     def close(self) -> None:
         """End the thread. Idempotent."""
         self.ended.set()
         if self.thread is not None:
-            self.thread.join(END)
+            self.thread.join(TIMEOUTS.watch_end)

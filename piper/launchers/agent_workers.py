@@ -9,30 +9,25 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from piper.launchers.agent_calls import REACH, Agent, AgentCalls
+from piper.launchers.agent_calls import Agent, AgentCalls
 from piper.launchers.agent_versions import AgentVersions, version_lost
 from piper.launchers.driver import SocketWorkerGroup
 from piper.launchers.machines import WorkerLocation, not_started
-from piper.launchers.messages import CODEC, PATIENCE, Assignment, StoreAddress
+from piper.launchers.messages import CODEC, Assignment, StoreAddress
 from piper.launchers.processes import ProcessStatus, SharedFile, StopWatch
 from piper.launchers.rendezvous import LOOPBACK, store_on
+from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.transport.channel import Listener
 from piper.launchers.transport.shared_memory import TensorEntry, joined
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 
-END = 10.0  # seconds that ending workers may take
-LOOK = 2.0  # seconds between two looks at all workers while they do not answer
-SOON = 0.1  # seconds between two looks while the cause of a failure is searched
-SILENT = 8.0  # seconds after which an agent that does not answer counts as lost
-STOPPED = 3.0  # seconds for which a worker must be seen stopped to count as lost
-
 
 class AgentWorkerGroup(SocketWorkerGroup):
     """Workers that agents have forked. The agents read their progress and state."""
 
-    grace = 3.0  # an agent may take its time to report a death
+    grace = TIMEOUTS.agent_reports
 
     def __init__(
         self,
@@ -49,7 +44,7 @@ class AgentWorkerGroup(SocketWorkerGroup):
         self.locations: dict[int, WorkerLocation] = {}
         self.lost: dict[int, str] = {}
         self.unreachable: set[int] = set()  # devices whose agent is lost, or does not answer
-        self.stops = StopWatch(STOPPED)
+        self.stops = StopWatch(TIMEOUTS.agent_sees_stopped)
         self.looks: dict[int, tuple[Any, float]] = {}  # calls of agents that are under way, and since when
         self.seen_at: dict[int, float] = {}
         self.status: dict[int, ProcessStatus] = {}
@@ -71,11 +66,11 @@ class AgentWorkerGroup(SocketWorkerGroup):
                 device: agent.actor.start.remote(device, listener.address, sent, width, values[agent.node])
                 for device, agent in self.agents.items()
             }
-            until = monotonic() + PATIENCE
+            until = monotonic() + TIMEOUTS.meeting
             while len(self.channels) < len(self.devices):
                 self._accept(listener, started, until)
         for device, agent in self.agents.items():
-            process = self.calls.get(started[device], PATIENCE)
+            process = self.calls.get(started[device])
             self.processes[device] = process
             self.locations[device] = WorkerLocation(node=agent.node, address=agent.address, process=process)
             self.status[device] = ProcessStatus(process=process)
@@ -83,18 +78,16 @@ class AgentWorkerGroup(SocketWorkerGroup):
             held.callback(agent.actor.release.remote)
 
     def _accept(self, listener: Listener, started: Mapping[int, Any], until: float) -> None:
-        arrived = listener.accept(1.0)
+        arrived = listener.accept(TIMEOUTS.accept)
         if arrived is not None:
             device, self.channels[device] = arrived
             return
         done, _ = self.calls.wait([*started.values()], 0)
         for call in done:
-            self.calls.get(call, PATIENCE)  # it raises what an agent has raised
+            self.calls.get(call)  # it raises what an agent has raised
         for device, call in started.items():
             if call in done and device not in self.channels:
-                seen = self.calls.answers({device: self.agents[device].actor.look.remote()}, REACH).get(
-                    device
-                )
+                seen = self.calls.answers({device: self.agents[device].actor.look.remote()}).get(device)
                 if isinstance(seen, ProcessStatus) and seen.ended is not None:
                     raise not_started(seen.ended)
         if monotonic() > until:
@@ -129,7 +122,7 @@ class AgentWorkerGroup(SocketWorkerGroup):
         self.versions.shrink()
 
     def ended(self) -> dict[int, str]:
-        self._look(SOON if self.silent or self.failures else LOOK)
+        self._look(TIMEOUTS.agent_poll_soon if self.silent or self.failures else TIMEOUTS.agent_poll)
         return self.lost
 
     def _look(self, age: float) -> None:
@@ -144,7 +137,7 @@ class AgentWorkerGroup(SocketWorkerGroup):
             device, self.seen_at[calls[call]] = calls[call], now
             del self.looks[device]
             try:
-                seen = cast(ProcessStatus, self.calls.get(call, PATIENCE))
+                seen = cast(ProcessStatus, self.calls.get(call))
             except self.calls.lost:
                 self._lose(device, "its agent is lost, and the process with it")
                 continue
@@ -153,8 +146,9 @@ class AgentWorkerGroup(SocketWorkerGroup):
                 self.lost[device] = seen.ended
         for call in waiting:
             device = calls[call]
-            if now - self.looks[device][1] > SILENT:
-                self._lose(device, f"no sign of life for {SILENT:g} s: its machine cannot be reached")
+            if now - self.looks[device][1] > TIMEOUTS.agent_silent:
+                seconds = f"{TIMEOUTS.agent_silent:g} s"
+                self._lose(device, f"no sign of life for {seconds}: its machine cannot be reached")
 
     def _lose(self, device: int, why: str) -> None:
         self.looks.pop(device, None)
@@ -168,15 +162,15 @@ class AgentWorkerGroup(SocketWorkerGroup):
         return bool(before) and before != self.moved
 
     def stopped(self) -> set[int]:
-        self._look(LOOK)
+        self._look(TIMEOUTS.agent_poll)
         return {d for d, seen in self.status.items() if self.stops.lasting(seen.process, seen.stopped)}
 
     def statuses(self) -> dict[int, ProcessStatus]:
         """Return what the agents see now: a worker may no longer answer."""
         self._look(0.0)
         if self.looks:
-            self.calls.wait([call for call, _ in self.looks.values()], 1.0)
-        self._look(LOOK)
+            self.calls.wait([call for call, _ in self.looks.values()], TIMEOUTS.accept)
+        self._look(TIMEOUTS.agent_poll)
         return {device: replace(self.status[device], ended=self.lost.get(device)) for device in self.devices}
 
     def close(self) -> None:
@@ -186,5 +180,6 @@ class AgentWorkerGroup(SocketWorkerGroup):
         # An agent that cannot be reached ends its worker once it can be, if it is not ended itself.
         ends = {device: agent.actor.end.remote() for device, agent in self.agents.items()}
         self.calls.answers(
-            {device: call for device, call in ends.items() if device not in self.unreachable}, END
+            {device: call for device, call in ends.items() if device not in self.unreachable},
+            TIMEOUTS.process_end,
         )

@@ -22,13 +22,13 @@ from piper.checkpoint.verified_files import FileRecord, StorageError
 from piper.errors import ConfigError
 from piper.launchers.base import Resumed
 from piper.launchers.callback_states import split_states
+from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.worker_answers import WorkerAnswers
 from piper.runtime.setup import JobLike, ProgramLike
 from piper.runtime.trainers import empty_optimizer
 
 A = TypeVar("A")
 R = TypeVar("R")
-WAIT = 0.5  # seconds that a worker may take to answer that it is not done yet
 
 
 class Ask(Protocol):
@@ -104,7 +104,7 @@ class Checkpoints:
     def settle(self) -> None:
         """Wait until the save that is under way is complete; if it fails, the error comes here."""
         while self.pending is not None:
-            self.poll(WAIT)
+            self.poll(TIMEOUTS.save_poll)
         self.error = self.retention.finish() or self.error
         error, self.error = self.error, None
         if error is not None:
@@ -167,7 +167,8 @@ class Checkpoints:
         self.ask(WorkerAnswers.load, dict.fromkeys(self.devices, str(folder)))
         waiting, done = set(self.devices), list[Done]()
         while waiting:
-            for device, answer in self.ask(WorkerAnswers.poll, dict.fromkeys(waiting, WAIT)).items():
+            asked = dict.fromkeys(waiting, TIMEOUTS.save_poll)
+            for device, answer in self.ask(WorkerAnswers.poll, asked).items():
                 if answer is not None:
                     waiting.discard(device)
                     done.append(answer)

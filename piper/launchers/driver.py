@@ -12,8 +12,9 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.launchers.failures import Failure, JobSnapshot, blame
 from piper.launchers.group import Readable, WorkerGroup, streams_of, unread_values
-from piper.launchers.messages import PATIENCE, Assignment, Heartbeat, Preparation, pack_setup
+from piper.launchers.messages import Assignment, Heartbeat, Preparation, pack_setup
 from piper.launchers.processes import ProcessStatus, StopWatch, running, stopped
+from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.shared_memory import TensorEntry, layout
 from piper.launchers.worker_answers import WorkerAnswers
@@ -23,17 +24,13 @@ from piper.runtime.worker import Options
 
 A = TypeVar("A")
 R = TypeVar("R")
-POLL = 0.2  # seconds between two looks at whether anything moves
-LOSS = 5.0  # seconds by which the end of a process may follow the first error that it causes
-SETTLE = 2.0  # seconds that workers may take to reach the instruction that needs the failed worker
-STILL = 0.05  # seconds between two snapshots of the job
 LOOKS = 3  # snapshots that must agree
 
 
 class SocketWorkerGroup(WorkerGroup):
     """Workers that answer over channels. A launcher adds how they are started and watched."""
 
-    grace = 0.5  # seconds by which the cause of a failure may follow its first victim
+    grace = TIMEOUTS.cause_follows
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
         super().__init__(program, options)
@@ -77,7 +74,7 @@ class SocketWorkerGroup(WorkerGroup):
             self.connect(weights, index, streams_of(program.plans), held)
             for device in self.devices:
                 self.send(device, self.assignment(device, setup, weights, index))
-            self.gather(set(self.devices), max(PATIENCE, self.options.timeout))
+            self.gather(set(self.devices), max(TIMEOUTS.meeting, self.options.timeout))
         return unread_values(program, weights)
 
     @abstractmethod
@@ -124,7 +121,8 @@ class SocketWorkerGroup(WorkerGroup):
 
     def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
         given = Preparation(number=number, setup=pack_setup(setup), buffers=buffers, trains=trains)
-        timeout = max(PATIENCE, self.stall)  # a worker that loads another program runs no instructions
+        # A worker that loads another program runs no instructions.
+        timeout = max(TIMEOUTS.meeting, self.stall)
         self._ask(WorkerServer.prepare.__name__, dict.fromkeys(self.devices, given), timeout)
 
     def _ask(self, call: str, arguments: Mapping[int, object], timeout: float) -> dict[int, object]:
@@ -159,11 +157,11 @@ class SocketWorkerGroup(WorkerGroup):
                 raise self.blamed()
             if len(answers) > before or self.moving():
                 moved = monotonic()
-            elif monotonic() - moved > timeout + POLL:
+            elif monotonic() - moved > timeout + TIMEOUTS.driver_poll:
                 raise self.blamed()
         return answers
 
-    def _ready(self, devices: set[int], timeout: float = POLL) -> list[int]:
+    def _ready(self, devices: set[int], timeout: float = TIMEOUTS.driver_poll) -> list[int]:
         """Return the devices whose message has come. The wait ends early when a process ends."""
         ends: dict[object, int] = {self.channels[device]: device for device in devices}
         return [ends[end] for end in wait([*ends, *self.exit_notifiers()], timeout) if end in ends]  # type: ignore[list-item]
@@ -183,11 +181,11 @@ class SocketWorkerGroup(WorkerGroup):
     def blamed(self) -> WorkerError:
         """Return the error that names the cause, after a moment in which the cause may show."""
         early = monotonic() - self.asked < self.stall  # then no worker was late, but one is gone
-        until = monotonic() + (max(self.grace, LOSS) if early else self.grace)
+        until = monotonic() + (max(self.grace, TIMEOUTS.end_follows) if early else self.grace)
         while monotonic() < until and not self.ended() and not self.stopped():
             if any(failure.kind == "error" for failure in self.failures):
                 break
-            self._listen(POLL)
+            self._listen(TIMEOUTS.driver_poll)
         return blame(self.settled())
 
     def _listen(self, timeout: float) -> None:
@@ -201,9 +199,9 @@ class SocketWorkerGroup(WorkerGroup):
 
         Before that, which worker waits for which depends on the moment of the snapshot.
         """
-        snapshot, alike, until = self.snapshot(), 1, monotonic() + SETTLE
+        snapshot, alike, until = self.snapshot(), 1, monotonic() + TIMEOUTS.victims_settle
         while alike < LOOKS and snapshot.broken and monotonic() < until:
-            sleep(STILL)
+            sleep(TIMEOUTS.snapshot_pause)
             before, snapshot = snapshot, self.snapshot()
             alike = alike + 1 if snapshot.statuses == before.statuses and not snapshot.at_work else 1
         return snapshot

@@ -16,6 +16,7 @@ from piper.launchers.messages import CODEC, Assignment, StoreAddress
 from piper.launchers.processes import SharedFile, gone, how
 from piper.launchers.rendezvous import LOOPBACK, store_on
 from piper.launchers.starter import Starter
+from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.transport.channel import Channel
 from piper.launchers.transport.fork_server import ForkServer
 from piper.launchers.transport.nameless_files import map_marks, new_marks
@@ -25,8 +26,6 @@ from piper.launchers.worker_server import crowded
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-
-END = 10.0  # seconds that a killed process may take to end
 
 
 class LocalWorkerGroup(SocketWorkerGroup):
@@ -94,7 +93,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
         for pid in left:
             with suppress(ProcessLookupError):  # it has ended since the fork server was asked
                 os.kill(pid, signal.SIGKILL)
-        self.forks.wait(left, END)
+        self.forks.wait(left, TIMEOUTS.process_end)
         self.channels.clear()
         self.processes.clear()
 

@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from piper.launchers.processes import ProcessStatus, SharedFile, gone, how, running, stopped
+from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.transport.fork_server import ForkServer, die_with
 from piper.launchers.transport.nameless_files import MEMORY, map_marks, nameless_file, new_marks
 
 WORKER = "piper.launchers.remote_worker"  # the module whose `main` a worker runs
-END = 10.0  # seconds that a killed worker may take to end
 BLOCK = 512  # bytes in which the system counts what a file takes
 Bytes = npt.NDArray[np.uint8]
 Place = tuple[int, int, int]  # in the memory of versions: a device, a generation, and where
@@ -96,7 +96,7 @@ class MachineAgent:
             if self.process not in self.forks.ended():
                 with suppress(ProcessLookupError):
                     os.kill(self.process, signal.SIGKILL)
-                self.forks.wait([self.process], END)
+                self.forks.wait([self.process], TIMEOUTS.process_end)
             self.process = 0
 
     def room(self) -> int | None:

@@ -24,7 +24,6 @@ from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.setup import Code, Setup
 from piper.runtime.worker import Options, Sums
 
-PATIENCE = 120.0  # seconds that workers may take to find each other: some start late
 Span = tuple[int, int]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 from types import FrameType
 
-STOPPED = 2.0  # seconds for which a process must be stopped to count as lost: a debugger may stop it briefly
+from piper.launchers.timeouts import TIMEOUTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Termination:
 class StopWatch:
     """Decides which processes have been stopped by a signal for so long that they count as lost."""
 
-    def __init__(self, bound: float = STOPPED) -> None:
+    def __init__(self, bound: float = TIMEOUTS.stopped) -> None:
         self.bound = bound
         self.since: dict[int, float] = {}
 

@@ -22,7 +22,6 @@ from piper.errors import LaunchError
 from piper.launchers.base import EvaluationResult, Resumed, StepResult
 from piper.launchers.evaluating import Means
 from piper.launchers.machine_agent import WORKER, MachineAgent
-from piper.launchers.messages import PATIENCE
 from piper.launchers.processes import ProcessStatus, SharedFile, Termination, gone, stopped
 from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.rendezvous import (
@@ -189,7 +188,7 @@ class ServedAgent:
 
     def _connect(self) -> Channel:
         host, port = self.address.host, self.address.port
-        channel = connect((host, port), self.key, self.world.rank, PATIENCE, CODEC)
+        channel = connect((host, port), self.key, self.world.rank, TIMEOUTS.meeting, CODEC)
         place = AgentPlace(
             address=own_address(self.world), local=self.world.local, follows=self.hear is not None
         )

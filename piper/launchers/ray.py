@@ -25,14 +25,13 @@ from piper.launchers.agent_calls import Agent, AgentCalls
 from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.machine_agent import AgentProcess
 from piper.launchers.machines import no_room, packed_machines
+from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
 from piper.process.attributes import replaced
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
 
-GROUP = 60.0  # seconds that a cluster may take to find resources for all agents
-END = 10.0  # seconds that removing the folder of our own Ray may take
 REMOVER = """
 import os, shutil, signal, sys, time
 from pathlib import Path
@@ -91,7 +90,7 @@ def folder_of_ray() -> Iterator[str]:
         yield folder
     finally:
         with suppress(subprocess.TimeoutExpired):  # then it goes on by itself
-            remover.communicate("now", timeout=END)
+            remover.communicate("now", timeout=TIMEOUTS.ray_folder_removed)
 
 
 @contextmanager
@@ -110,7 +109,7 @@ def resources(bundles: int, bundle: Mapping[str, float], *, apart: bool) -> Iter
     strategy = "STRICT_SPREAD" if apart else "PACK"
     group = placement_group([dict(bundle) for _ in range(bundles)], strategy=strategy)
     try:
-        if not group.wait(GROUP):
+        if not group.wait(TIMEOUTS.machines_come):
             raise lacking(bundles, bundle, apart=apart)
         yield group
     finally:
@@ -136,7 +135,7 @@ class RayCalls(AgentCalls):
         found: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return found
 
-    def get(self, call: Any, timeout: float) -> Any:  # noqa: ANN401  Ray's references have no type
+    def get(self, call: Any, timeout: float = TIMEOUTS.meeting) -> Any:  # noqa: ANN401  Ray's references have no type
         """Return the answer to a call."""
         return ray.get(call, timeout=timeout)
 

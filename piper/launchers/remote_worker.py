@@ -4,8 +4,9 @@ import json
 import os
 from collections.abc import Sequence
 
-from piper.launchers.messages import CODEC, PATIENCE
+from piper.launchers.messages import CODEC
 from piper.launchers.processes import Termination
+from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.transport.channel import connect
 from piper.launchers.worker_server import work
 
@@ -16,5 +17,7 @@ def main(descriptors: Sequence[int]) -> int:
     termination = Termination()
     termination.install()
     host, port, key, device = json.loads(os.pread(ticket, os.fstat(ticket).st_size, 0))
-    work(connect((host, port), bytes.fromhex(key), device, PATIENCE, CODEC), marks, values, termination)
+    work(
+        connect((host, port), bytes.fromhex(key), device, TIMEOUTS.meeting, CODEC), marks, values, termination
+    )
     return 0

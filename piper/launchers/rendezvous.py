@@ -25,7 +25,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from piper.errors import ConfigError, LaunchError
-from piper.launchers.messages import PATIENCE
 from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.transport.open_sockets import kept_alive
@@ -38,7 +37,6 @@ RUNTIME = "XDG_RUNTIME_DIR"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often torchrun has started all ranks again
 LEAST = 32  # characters of a key
 LAUNCH = re.compile(r"[0-9a-f]{32}")  # a name of a launch, as `new_launch` makes it
-STALE = 24 * 3600.0  # seconds after which the key of a launch that was killed is removed
 HOW = (
     "give every rank the same 32 or more random characters in PIPER_KEY (openssl rand -hex 32), or in a "
     "file of mode 0600 that PIPER_KEY_FILE names"
@@ -63,7 +61,9 @@ def store_of(world: RankEnvironment) -> Store:
     """Return the store of a job."""
     try:
         with kept_alive():  # torch waits for the store's answer without limit
-            met = next(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=PATIENCE)))
+            met = next(
+                rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=TIMEOUTS.meeting))
+            )
     except LOST as error:
         raise apart(world, str(error)) from error
     return PrefixStore(prefix(), cast(Store, met[0]))
@@ -108,7 +108,7 @@ def find_address(world: RankEnvironment, launch: int) -> DriverAddress:
     try:
         return read_address(world, store_of(world).get(f"launch/{launch}"))
     except LOST as error:
-        raise apart(world, f"rank 0 did not launch within {PATIENCE:g} s") from error
+        raise apart(world, f"rank 0 did not launch within {TIMEOUTS.meeting:g} s") from error
 
 
 def read_address(world: RankEnvironment, text: bytes) -> DriverAddress:
@@ -205,7 +205,7 @@ def store_on(address: str) -> TCPStore:
             listening.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=PATIENCE),
+            timeout=timedelta(seconds=TIMEOUTS.meeting),
             master_listen_fd=listening.detach(),
         )
 
@@ -264,7 +264,7 @@ def offered_key(launch: str) -> Iterator[bytes]:
 def _remove_stale(folder: Path) -> None:
     for path in folder.iterdir():
         try:
-            if LAUNCH.fullmatch(path.name) and time.time() - path.stat().st_mtime > STALE:
+            if LAUNCH.fullmatch(path.name) and time.time() - path.stat().st_mtime > TIMEOUTS.key_stale:
                 path.unlink()
         except FileNotFoundError:
             continue  # another process was faster
@@ -298,7 +298,7 @@ def key_of(world: RankEnvironment, address: DriverAddress) -> bytes:
 def ranks_absent(ranks: Iterable[int]) -> LaunchError:
     """Return the error of ranks that do not connect."""
     return LaunchError(
-        f"rank {', '.join(map(str, ranks))} did not launch within {PATIENCE:g} s",
+        f"rank {', '.join(map(str, ranks))} did not launch within {TIMEOUTS.meeting:g} s",
         by="launch",
         hint="every rank runs the same script: let all of them come to launch",
     )

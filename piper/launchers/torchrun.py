@@ -13,7 +13,6 @@ from piper.launchers.agent_calls import Agent, AgentCalls
 from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.agent_versions import AgentVersions
 from piper.launchers.machines import machines_of, no_room
-from piper.launchers.messages import PATIENCE
 from piper.launchers.rank_agent import (
     CODEC,
     AgentFailure,
@@ -79,7 +78,7 @@ class RemoteAgent:
             return lost
 
     def _call(self, name: str, arguments: Sequence[object]) -> object:
-        given = [arg.result(PATIENCE) if isinstance(arg, Future) else arg for arg in arguments]
+        given = [arg.result(TIMEOUTS.meeting) if isinstance(arg, Future) else arg for arg in arguments]
         try:
             answer = self.ask(name, given)
         except (ClosedError, OSError) as error:
@@ -119,7 +118,7 @@ class RankCalls(AgentCalls):
         """Return whether workers have to share accelerators."""
         return crowded(self.world.nearby)
 
-    def get(self, call: Any, timeout: float) -> Any:  # noqa: ANN401  answers have no type in common
+    def get(self, call: Any, timeout: float = TIMEOUTS.meeting) -> Any:  # noqa: ANN401  answers have no type in common
         """Return the answer to a call."""
         return call.result(timeout)
 
@@ -178,9 +177,9 @@ class TorchrunStarter(AgentStarter):
         self._admit(0, AgentPlace(address=calls.own, local=self.world.local), mine.answer, mine.close)
 
     def _await_ranks(self) -> None:
-        until = monotonic() + PATIENCE
+        until = monotonic() + TIMEOUTS.meeting
         while missing := [rank for rank in range(self.world.size) if rank not in self.ranks]:
-            self._accept(1.0)
+            self._accept(TIMEOUTS.accept)
             if monotonic() > until:
                 raise ranks_absent(missing)
 

@@ -20,7 +20,6 @@ from piper.checkpoint.load import blank_values
 from piper.launchers.failures import Failure, ReportedError, Watcher, failure_of
 from piper.launchers.messages import (
     CODEC,
-    PATIENCE,
     Assignment,
     Heartbeat,
     Preparation,
@@ -28,6 +27,7 @@ from piper.launchers.messages import (
     unpack_setup,
 )
 from piper.launchers.processes import Termination
+from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.transport.channel import Channel, ClosedError
 from piper.launchers.transport.nameless_files import map_marks
 from piper.launchers.transport.shared_memory import SharedValues
@@ -77,7 +77,7 @@ class WorkerServer(WorkerAnswers):
         prefix: of the keys by which the workers of one program meet in the store that all programs share.
         """
         given = self.given
-        at, patience = given.store, timedelta(seconds=max(given.options.timeout, PATIENCE))
+        at, patience = given.store, timedelta(seconds=max(given.options.timeout, TIMEOUTS.meeting))
         met = TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=patience)
         store = PrefixStore(prefix, met) if prefix else met
         timeout = given.options.timeout

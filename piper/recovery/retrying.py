@@ -17,11 +17,11 @@ from piper.data.feed import Feed
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.base import Resumed
 from piper.launchers.saves import checkpoints_of
+from piper.launchers.timeouts import TIMEOUTS
 from piper.runtime.setup import JobLike
 
 STEPS = 5  # steps whose times are known before a stall is judged by them
 SLOWER = 10.0  # times the median step that any one wait may take
-LEAST = 6.0  # seconds that any one wait may take, however short steps are
 KEPT = 50  # steps whose times are held
 
 
@@ -123,7 +123,7 @@ class StepTimes:
     def stall(self, most: float) -> float:
         """Return the seconds without progress after which a step like this has stalled, `most` at most."""
         times = self.known.get(self.shape, ())
-        return most if len(times) < STEPS else min(most, max(LEAST, SLOWER * median(times)))
+        return most if len(times) < STEPS else min(most, max(TIMEOUTS.least_stall, SLOWER * median(times)))
 
 
 def first_intact(read: Callable[[Path], Resumed], past: Sequence[Path]) -> tuple[Path, Resumed]:

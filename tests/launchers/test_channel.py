@@ -20,6 +20,7 @@ from piper.launchers.transport.channel import (
     Listener,
     connect,
 )
+from tests.launchers.bounds import set_timeouts
 
 KEY = b"k" * 32
 OTHER = b"x" * 32
@@ -130,7 +131,7 @@ def test_a_thousand_strangers_do_not_delay_a_worker(listener: Listener) -> None:
 
 
 def test_a_connection_that_stays_idle_is_dropped(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piper.launchers.transport.channel.HANDSHAKE", 0.1)
+    set_timeouts(monkeypatch, "transport.channel", handshake=0.1)
     with socket.create_connection(listener.address, 5.0) as idle:
         assert listener.accept(0.5) is None
         assert idle.recv(1000).startswith(GREETING)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
@@ -25,11 +24,11 @@ from piper.launchers.processes import ProcessStatus
 from piper.launchers.rank_agent import CODEC, AgentPlace, ServedAgent, leave
 from piper.launchers.rank_environment import RankEnvironment, check_size
 from piper.launchers.rendezvous import DriverAddress
-from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.torchrun import AgentLostError, RankCalls, RemoteAgent, TorchrunStarter, over
 from piper.launchers.transport.channel import Channel, ClosedError, Listener, connect
 from piper.train.train_options import TrainOptions, check_options
 from tests.hosts.training import events
+from tests.launchers.bounds import set_timeouts
 from tests.launchers.family import family, free_port
 from tests.launchers.test_max_restarts import RECIPE, written
 from tests.launchers.test_torchrun import ENVIRONMENT
@@ -102,8 +101,7 @@ def test_a_rank_whose_driver_stays_away(
 ) -> None:
     """It says so at once, and what is lost once it gives up."""
     monkeypatch.setenv("PIPER_KEY", KEY)
-    bounds = replace(TIMEOUTS, rank_away=0.3, rank_retry=0.01)
-    monkeypatch.setattr("piper.launchers.rank_agent.TIMEOUTS", bounds)
+    set_timeouts(monkeypatch, "rank_agent", rank_away=0.3, rank_retry=0.01)
 
     def unreachable(*_: object) -> Channel:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
@@ -227,7 +225,7 @@ def test_ranks_that_take_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_connects_and_says_nothing_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that is stopped just then."""
-    monkeypatch.setattr("piper.launchers.torchrun.TIMEOUTS", replace(TIMEOUTS, rank_place=0.1))
+    set_timeouts(monkeypatch, "torchrun", rank_place=0.1)
     with starting(monkeypatch, compiled(PAIR), [0, 1, 2]) as made:
         known, came = made.ranks[1], list[Channel]()
 
@@ -249,7 +247,7 @@ def test_fewer_devices_need_no_whole_machine(monkeypatch: pytest.MonkeyPatch) ->
     """Two machines of two ranks take a device each, or one of them takes both devices of a smaller layout."""
     monkeypatch.setattr("piper.launchers.machine_agent.MachineAgent.warm", lambda _: None)
     monkeypatch.setattr("piper.launchers.agent_starter.machines_of", lambda plans: ([(0, 1)], True))
-    monkeypatch.setattr("piper.launchers.agent_starter.SETTLE", 0.0)
+    set_timeouts(monkeypatch, "agent_starter", agents_settle=0.0)
     program = compiled(PAIR)
     with starting(monkeypatch, program, [0, 0, 2, 2]) as made:
         assert made.room() == 4 and len(made._agents()) == 2
@@ -263,7 +261,7 @@ def test_fewer_devices_need_no_whole_machine(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_spare_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piper.launchers.torchrun.PATIENCE", 0.5)
+    set_timeouts(monkeypatch, "torchrun", meeting=0.5)
     with (
         pytest.raises(LaunchError, match="rank 2 did not launch within"),
         starting(monkeypatch, compiled(PAIR), [0, 1, 2], absent=2),

@@ -29,6 +29,7 @@ from piper.launchers.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from tests.launchers import sabotage
+from tests.launchers.bounds import set_timeouts
 from tests.launchers.family import family
 from tests.launchers.sabotage import Sabotaged
 from tests.ray.test_own import exposed, listening
@@ -175,7 +176,7 @@ def held(group: dict[str, str]) -> bool:
 
 
 def test_no_room(two_nodes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "GROUP", 1.0)
+    set_timeouts(monkeypatch, "ray", machines_come=1.0)
     big = Cell(case="mlp", schedule="none", dp=4, rows=1)
     with pytest.raises(LaunchError) as caught, launch_on(compile(job(big)), "ray", Options()):
         pass

@@ -17,6 +17,7 @@ import ray
 from piper.compiler import compile
 from piper.launchers import ray as launcher
 from piper.launchers.launch import launch
+from tests.launchers.bounds import set_timeouts
 from tests.launchers.family import command_of, family
 from tests.runtime.grid import Cell, batches, job
 
@@ -56,7 +57,7 @@ def test_a_ray_of_our_own_is_on_loopback_and_ends() -> None:
 
 @pytest.mark.ray
 def test_a_folder_that_takes_long_to_remove_does_not_fail_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "END", 0.1)
+    set_timeouts(monkeypatch, "ray", ray_folder_removed=0.1)
     monkeypatch.setattr(launcher, "REMOVER", f"import time; time.sleep(1){launcher.REMOVER}")
     with launcher.folder_of_ray() as name:
         assert Path(name).is_dir()

@@ -37,6 +37,7 @@ from piper.recovery.retrying import Disk
 from piper.recovery.run_events import Event
 from piper.runtime.worker import Options
 from piper.train.elastic_programs import Programs
+from tests.launchers.bounds import set_timeouts
 from tests.recovery import test_elastic as elastic
 from tests.recovery.recoveries import elastic_of
 from tests.runtime.grid import Cell, batches, job, strategy
@@ -216,7 +217,7 @@ def test_machines_that_are_not_there_are_missed_before_training(
     program: Program, copied: Program, nodes: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spares, and machines for copies that are apart."""
-    monkeypatch.setattr(launcher, "GROUP", 2.0)
+    set_timeouts(monkeypatch, "ray", machines_come=2.0)
     for asked, spares, text in (
         (
             program,
@@ -272,7 +273,7 @@ def test_a_lost_node_without_a_spare_leaves_fewer_devices_until_one_comes(
     """The state moves through a folder that all machines see, from the copy in memory or from a checkpoint."""
     monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
     monkeypatch.setattr(RayStarter, "near", False)
-    monkeypatch.setattr("piper.launchers.agent_starter.SETTLE", 1.0)
+    set_timeouts(monkeypatch, "agent_starter", agents_settle=1.0)
     given, events, saved = elastic.batches(200), list[Event](), tmp_path / "step-3"
     disk = Disk(folder=tmp_path, past=lambda last: [saved], batches=lambda found: iter(given[found.step :]))
     program = compile(elastic_job(copies))

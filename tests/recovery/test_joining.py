@@ -8,13 +8,13 @@ from typing import cast
 import pytest
 
 from piper.errors import LaunchError
-from piper.launchers import agent_starter, agent_watch
 from piper.launchers.agent_calls import Agent
 from piper.launchers.agent_starter import AgentStarter
 from piper.launchers.agent_watch import AgentWatch
 from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.torchrun import AgentLostError, RankCalls
 from piper.plan.plan import Plans
+from tests.launchers.bounds import set_timeouts
 from tests.runtime.grid import Cell, compiled
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
@@ -169,13 +169,13 @@ def test_an_agent_that_is_lost_while_it_is_waited_for_gives_way_to_another() -> 
 
 def test_agents_that_never_become_warm_are_used_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they raise when they are to start a worker says more than that they are late."""
-    monkeypatch.setattr(agent_starter, "GROUP", 0.1)
+    set_timeouts(monkeypatch, "agent_starter", machines_come=0.1)
     cluster = Cluster()
     cluster.join(0)
     cluster.join(1)
     assert cluster.chosen() == ["10.0.0.0", "10.0.0.1"]
     del cluster.there[1]
-    monkeypatch.setattr(agent_starter, "LOOK", 0.05)
+    set_timeouts(monkeypatch, "agent_starter", agent_poll=0.05)
     with pytest.raises(LaunchError, match="too few"):
         cluster.chosen()
 
@@ -202,8 +202,7 @@ def drain(seen: threading.Semaphore) -> None:
 
 
 def test_machines_are_looked_for_until_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK", "SOON"):
-        monkeypatch.setattr(agent_watch, name, 0.01)
+    set_timeouts(monkeypatch, "agent_watch", agent_poll=0.01, warm_poll=0.01)
     cluster, seen = Cluster(), threading.Semaphore(0)
     hire = cluster._hire
 

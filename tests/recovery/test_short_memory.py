@@ -20,6 +20,7 @@ from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.torchrun import RankCalls, RemoteAgent
 from piper.plan.plan import Plans
 from piper.runtime.worker import Options
+from tests.launchers.bounds import set_timeouts
 from tests.runtime.grid import Cell, compiled
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
@@ -107,9 +108,7 @@ Make = Callable[[Machines], Cluster]
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr(agent_starter, "GROUP", 0.3)
-    monkeypatch.setattr(agent_starter, "LOOK", 0.05)
-    monkeypatch.setattr(agent_starter, "SETTLE", 0.2)
+    set_timeouts(monkeypatch, "agent_starter", machines_come=0.3, agent_poll=0.05, agents_settle=0.2)
     made: list[Cluster] = []
 
     def make(machines: Machines) -> Cluster:

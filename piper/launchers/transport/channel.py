@@ -22,6 +22,7 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
 
+from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.transport.serialize import Codec, MessageError
 
 LENGTH = struct.Struct("!Q")
@@ -30,13 +31,9 @@ NONCE = 32  # bytes
 PROOF = hashlib.sha256().digest_size
 ANSWER = NAME.size + NONCE + PROOF  # what a worker sends during the handshake
 GREETING = b"piper/1\n"
-HANDSHAKE = 10.0  # seconds that a connection may take to prove that it knows the key
 PENDING = 256  # connections that may be in their handshake at a time; the oldest gives way to a new one
-SLICE = 0.5  # seconds after which a wait looks whether the other process is lost
 TRIES = 5  # times that a worker connects: a crowded listener may drop one connection, but not all of them
-PAUSE = 0.2  # seconds before the next try
-IDLE, AGAIN, PROBES = 4, 2, 3  # seconds of silence before the other machine is asked, and how often it is
-UNHEARD = 60  # seconds for which data may stay unread: a worker that computes reads nothing meanwhile
+PROBES = 3  # times that a silent machine is asked before its connections end
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 PLAIN = Codec()
 
@@ -57,10 +54,10 @@ def keep_alive(end: socket.socket) -> None:
     """Let waits on a connection end when the other machine is lost: it cannot close the connection."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
-        "TCP_KEEPIDLE": IDLE,
-        "TCP_KEEPINTVL": AGAIN,
+        "TCP_KEEPIDLE": TIMEOUTS.link_idle,
+        "TCP_KEEPINTVL": TIMEOUTS.link_probe,
         "TCP_KEEPCNT": PROBES,
-        "TCP_USER_TIMEOUT": UNHEARD * 1000,
+        "TCP_USER_TIMEOUT": TIMEOUTS.unread * 1000,
     }
     for name, value in options.items():
         if hasattr(socket, name):  # not every system has all of them
@@ -93,7 +90,7 @@ class Channel:
     def limit(self, timeout: float | None) -> None:
         """Let one call wait for so many seconds from now on. None: without limit."""
         self.timeout = timeout
-        self.end.settimeout(None if timeout is None else min(timeout, SLICE))
+        self.end.settimeout(None if timeout is None else min(timeout, TIMEOUTS.channel_poll))
 
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
@@ -204,7 +201,7 @@ def connect(address: tuple[str, int], key: bytes, name: int, timeout: float, cod
         try:
             return _connect(address, key, name, timeout, codec)
         except (ClosedError, ConnectionResetError):
-            sleep(PAUSE)
+            sleep(TIMEOUTS.connect_pause)
     return _connect(address, key, name, timeout, codec)
 
 
@@ -243,7 +240,7 @@ class _Visitor:
     """A connection that has not yet proved that it knows the key."""
 
     def __init__(self, end: socket.socket) -> None:
-        self.end, self.nonce, self.until = end, secrets.token_bytes(NONCE), monotonic() + HANDSHAKE
+        self.end, self.nonce, self.until = end, secrets.token_bytes(NONCE), monotonic() + TIMEOUTS.handshake
         self.answer = b""
         end.setblocking(False)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

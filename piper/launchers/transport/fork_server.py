@@ -27,6 +27,7 @@ from time import monotonic
 
 from piper.errors import LaunchError
 from piper.launchers.processes import StopWatch, gone, stopped
+from piper.launchers.timeouts import TIMEOUTS
 
 PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
 PROGRAM = (
@@ -39,9 +40,6 @@ READY, FORKED, ENDED = range(3)
 FORK = b"f"  # the request to start a worker
 Main = Callable[[Sequence[int]], int]  # takes its descriptors; gives its exit code
 MOST = 8  # descriptors that a worker may be given
-START = 120.0  # seconds that importing torch may take
-END = 2.0  # seconds that the fork server may take to end by itself
-LOOK = 0.1  # seconds between two looks at processes
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -73,13 +71,13 @@ class ForkServer:
 
     def _notice(self, wanted: int) -> tuple[int, int]:
         """Return the next notice of a kind. The ends of processes that come before it are remembered."""
-        self.end.settimeout(START)
-        until, stop = monotonic() + START, StopWatch()
+        self.end.settimeout(TIMEOUTS.fork_server_start)
+        until, stop = monotonic() + TIMEOUTS.fork_server_start, StopWatch()
         try:
             while True:
-                while not wait([self.end], LOOK):
+                while not wait([self.end], TIMEOUTS.process_poll):
                     if monotonic() > until:
-                        raise TimeoutError(f"it does not answer within {START:g} s")
+                        raise TimeoutError(f"it does not answer within {TIMEOUTS.fork_server_start:g} s")
                     if stop.lasting(self.server, stopped(self.server)):
                         raise TimeoutError(f"process {self.server} is stopped by a signal")
                 kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size))
@@ -119,16 +117,16 @@ class ForkServer:
             silent = stopped(self.server) or gone(self.server)
             if monotonic() > until or (silent and all(map(gone, pids))):
                 return
-            wait([self.end], LOOK)
+            wait([self.end], TIMEOUTS.process_poll)
 
     def close(self) -> None:
         """End the fork server and every process it started, whatever state it is in."""
         self.end.close()
         try:
-            self.process.wait(0 if stopped(self.process.pid) else END)
+            self.process.wait(0 if stopped(self.process.pid) else TIMEOUTS.fork_server_end)
         except subprocess.TimeoutExpired:
             self.process.kill()  # its workers end with it
-            self.process.wait(START)
+            self.process.wait(TIMEOUTS.fork_server_start)
 
 
 def start_with_thread(words: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:

@@ -1,0 +1,16 @@
+"""Other timeouts for a test."""
+
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+
+from piper.launchers.timeouts import Timeouts
+
+
+def set_timeouts(monkeypatch: pytest.MonkeyPatch, module: str, **seconds: float) -> None:
+    """Let a module of the launchers wait for so many seconds, by the names of `Timeouts`."""
+    path = f"piper.launchers.{module}"
+    known = vars(import_module(path))["TIMEOUTS"]
+    assert isinstance(known, Timeouts)
+    monkeypatch.setattr(f"{path}.TIMEOUTS", replace(known, **seconds))  # type: ignore[arg-type]
