@@ -20,7 +20,6 @@ from piper.launchers.timeouts import TIMEOUTS
 from piper.launchers.transport.fork_server import ForkServer, die_with
 from piper.launchers.transport.nameless_files import MEMORY, map_marks, nameless_file, new_marks
 
-WORKER = "piper.launchers.remote_worker"  # the module whose `main` a worker runs
 BLOCK = 512  # bytes in which the system counts what a file takes
 Bytes = npt.NDArray[np.uint8]
 Place = tuple[int, int, int]  # in the memory of versions: a device, a generation, and where
@@ -42,7 +41,7 @@ class MachineAgent:
         if self.forks is not None and gone(self.forks.server):
             self.forks.close()
             self.forks = None
-        self.forks = self.forks or ForkServer(WORKER)
+        self.forks = self.forks or ForkServer()
         self.forks.warm()
 
     def hold(self, values: Bytes) -> SharedFile:

@@ -21,7 +21,7 @@ import numpy as np
 from piper.errors import LaunchError
 from piper.launchers.base import EvaluationResult, Resumed, StepResult
 from piper.launchers.evaluating import Means
-from piper.launchers.machine_agent import WORKER, MachineAgent
+from piper.launchers.machine_agent import MachineAgent
 from piper.launchers.processes import ProcessStatus, SharedFile, Termination, gone, stopped
 from piper.launchers.rank_environment import RankEnvironment
 from piper.launchers.rendezvous import (
@@ -260,7 +260,7 @@ def close_warm_servers() -> None:
 
 def prepare_fork_server() -> None:
     """Start the fork server of this rank's first agent, which then imports torch while rank 0 compiles."""
-    RankAgent.warm_servers.append(ForkServer(WORKER))
+    RankAgent.warm_servers.append(ForkServer())
 
 
 def attend(world: RankEnvironment) -> int:

@@ -1,8 +1,10 @@
 """A worker's side of a launch: one device that runs its plan, answers calls and reports failures."""
 
+import json
 import os
 import queue
 import socket
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +30,7 @@ from piper.launchers.messages import (
 )
 from piper.launchers.processes import Termination
 from piper.launchers.timeouts import TIMEOUTS
-from piper.launchers.transport.channel import Channel, ClosedError
+from piper.launchers.transport.channel import Channel, ClosedError, connect
 from piper.launchers.transport.nameless_files import map_marks
 from piper.launchers.transport.shared_memory import SharedValues
 from piper.launchers.transport.versions import WorkerVersions
@@ -147,16 +149,14 @@ class WorkerServer(WorkerAnswers):
 
 
 def main(descriptors: Sequence[int]) -> int:
-    """Be a worker of this machine: receive an assignment, then answer calls until the driver is gone."""
-    end, marks, values = descriptors
+    """Be a worker: receive an assignment, then answer the calls of the driver until it is gone.
+
+    descriptors: the way to the driver, the marks of progress, and the file of the initial values.
+    """
+    way, marks, values = descriptors
     termination = Termination()
     termination.install()
-    work(Channel(socket.socket(fileno=end), codec=CODEC), marks, values, termination)
-    return 0
-
-
-def work(channel: Channel, marks: int, values: int, termination: Termination) -> None:
-    """Answer the calls of a driver until it is gone; `values`: the file of the initial values."""
+    channel = channel_to_driver(way)
     with suppress(ClosedError):
         given = cast(Assignment, channel.recv())
         sys.path[:] = given.path or sys.path
@@ -166,6 +166,15 @@ def work(channel: Channel, marks: int, values: int, termination: Termination) ->
             lambda: WorkerServer(given, SharedValues(values, given.values), map_marks(marks)),
             termination,
         )
+    return 0
+
+
+def channel_to_driver(way: int) -> Channel:
+    """Return the channel over a pair of sockets, or to the address that a ticket names, with its key."""
+    if stat.S_ISSOCK(os.fstat(way).st_mode):
+        return Channel(socket.socket(fileno=way), codec=CODEC)
+    host, port, key, device = json.loads(os.pread(way, os.fstat(way).st_size, 0))
+    return connect((host, port), bytes.fromhex(key), device, TIMEOUTS.meeting, CODEC)
 
 
 def serve(

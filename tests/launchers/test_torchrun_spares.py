@@ -159,7 +159,7 @@ def test_a_lost_worker_does_not_end_its_rank(tmp_path: Path) -> None:
         for steps, number in ((6, signal.SIGKILL), (14, signal.SIGSTOP)):
             while len(written(run)) < steps and process.poll() is None:
                 time.sleep(0.02)
-            os.kill(ranks.forked("remote_worker")[-1], number)
+            os.kill(ranks.forked("fork_server")[-1], number)
         _, said = process.communicate(timeout=200)
         assert process.returncode == 0, said
         assert ranks.members() == []
