@@ -10,7 +10,7 @@ import typer
 
 from piper.cli.exit_codes import NO, SUCCESS
 from piper.cli.options import AsJson, Compile, Device, Recipe, StrategyFile
-from piper.launchers.rank_environment import on_rank_zero
+from piper.launchers.rank_zero import on_rank_zero
 
 
 @on_rank_zero

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from piper.cli.exit_codes import INTERRUPTED, PREEMPTED
 from piper.cli.options import Compile, Device, Recipe, StrategyFile
-from piper.launchers.rank_environment import on_rank_zero
+from piper.launchers.rank_zero import on_rank_zero
 from piper.train.interrupt import GRACE
 
 if TYPE_CHECKING:

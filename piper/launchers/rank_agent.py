@@ -112,7 +112,7 @@ class RankAgent(MachineAgent):
         self.hear_result(result)
 
     def terminate(self) -> None:
-        """Tell the worker that the system has asked this rank to end. The worker tells the driver."""
+        """Send SIGTERM to the worker, which reports it to the driver: the system has asked this rank to end."""
         if self.process:
             with suppress(ProcessLookupError):
                 os.kill(self.process, signal.SIGTERM)
@@ -217,7 +217,7 @@ class ServedAgent:
         return self.thread.is_alive()
 
     def terminate(self) -> None:
-        """Tell the worker that the system has asked this rank to end, unless a spare replaces it then."""
+        """Pass on that the system has asked this rank to end, unless a spare replaces it then."""
         if (agent := self.agent) is not None and not self.address.spares:
             agent.terminate()
 

@@ -1,15 +1,10 @@
 """The rank of this process in a job that torchrun or the like has started, from the environment."""
 
 import os
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import ParamSpec
 
 from piper.errors import ConfigError
 
-P = ParamSpec("P")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 NEARBY = "LOCAL_WORLD_SIZE"
 
@@ -88,24 +83,3 @@ def check_size(world: RankEnvironment, devices: int, spares: int = 0) -> None:
             facts={"processes": f"WORLD_SIZE={world.size}", "devices": f"{devices} in the plan"},
             hint=f"start {devices} processes, or unset {', '.join(NAMES)} and piper starts them",
         )
-
-
-def on_rank_zero(verb: Callable[P, None]) -> Callable[P, None]:
-    """Run a verb of the command line on rank 0 only under torchrun, with agents in the other ranks."""
-
-    @wraps(verb)
-    def act(*args: P.args, **kwargs: P.kwargs) -> None:
-        world = rank_environment() if kwargs["on"] == "local" else None
-        if world is None:
-            verb(*args, **kwargs)
-        elif world.leads:
-            from piper.launchers.rendezvous import leading  # torch is paid for only where it is used
-
-            with leading(world):
-                verb(*args, **kwargs)
-        else:
-            from piper.launchers.rank_agent import attend
-
-            sys.exit(attend(world))
-
-    return act
