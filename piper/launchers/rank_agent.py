@@ -112,7 +112,7 @@ class RankAgent(MachineAgent):
         self.hear_result(result)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the worker, which reports it to the driver: the system has asked this rank to end."""
+        """Send SIGTERM to the worker, which reports it to the driver: the system ends this rank."""
         if self.process:
             with suppress(ProcessLookupError):
                 os.kill(self.process, signal.SIGTERM)
