@@ -261,7 +261,7 @@ def simulated(
 ) -> Simulation:
     """Lower a row's strategy to plans and simulate a step."""
     samples = row.dp * row.samples * microbatches
-    settings = Settings(samples=samples, state_bytes=8, master_bytes=4)
+    settings = Settings(samples=samples, state_bytes=8)
     plans = lowered(apply(start(outline), strategy_of(row, microbatches)), settings, prove=prove)
     return simulate(plans, outline, Roofline(cluster))
 

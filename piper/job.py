@@ -12,6 +12,7 @@ from piper.directives.base import known_directives
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError, PiperError
 from piper.ir.devices import show
+from piper.ir.dtypes import DTYPES, JobPrecision
 from piper.process.usercode import calling_line, said
 
 if TYPE_CHECKING:  # a recipe pays for torch when its model does, not when it imports us
@@ -20,7 +21,6 @@ if TYPE_CHECKING:  # a recipe pays for torch when its model does, not when it im
     from torch.optim.lr_scheduler import LRScheduler
 
 Batch = Mapping[str, "Tensor"]
-Precision = Literal["fp32", "bf16", "fp64"]
 Mean = Union["Tensor", "tuple[Tensor, Tensor]"]  # a mean, or a sum and its weight
 Metrics = Mapping[str, "tuple[Tensor, Tensor | float]"]  # the sum and the weight of each
 Loss = Callable[["nn.Module", Batch], Mean | tuple[Mean, Metrics]]
@@ -120,7 +120,7 @@ class Job:
     strategy: Strategy | Path | str | Callable[[Sequence[int]], Strategy] = ()
     optimizer: "Callable[[Iterable[Tensor]], Optimizer]" = adamw
     scheduler: "Callable[[Optimizer], LRScheduler] | None" = None
-    precision: Precision = "fp32"
+    precision: JobPrecision = "fp32"
     clip_norm: float | None = None
     steps: int = 100
     seed: int = 0
@@ -162,10 +162,10 @@ def check_functions(job: Job) -> None:
 def check_settings(job: Job) -> None:
     """Refuse numbers and names of a job that are not among those allowed."""
     need(
-        job.precision in get_args(Precision),
+        job.precision in DTYPES,
         "Job",
         f"there is no precision {job.precision!r}",
-        "precision is one of " + ", ".join(get_args(Precision)),
+        "precision is one of " + ", ".join(DTYPES),
     )
     clip = f"clip_norm={job.clip_norm!r}"
     need(positive(job.clip_norm), "Job", clip, "clip to a positive norm, or leave it out")

@@ -47,7 +47,7 @@ ALLOWED = {
     "checkpoint/target.py": "names of folders and files",
     "directives/base.py": "the file that a directive is written in; the form of a stream's name",
     "directives/json.py": "the form of a stream's name",
-    "plan/dtypes.py": "the bits in the name of a type",
+    "ir/dtypes.py": "the bits in the name of a type",
     "runtime/batch.py": "a type of torch's, by its name",
     "runtime/debug/callers.py": "the files that a stack of calls goes through",
     "runtime/cuda/graph_inputs.py": "the first line of an error",

@@ -171,7 +171,7 @@ class ByWork(Unit):
 def kept(name: str, *strategy: Directive) -> MemoryRow:
     """The first device under a strategy that says what four regions keep."""
     graph = apply(start(chain(4, width=64, rows=4096)), strategy)
-    outline = made_again(graph.outline, graph.budgets)
+    outline = made_again(graph.outline, graph.chosen(lambda options: options.budget))
     plans, _ = lower(replace(validate(graph), outline=outline))
     found = simulate(plans, outline, ByWork())
     return MemoryRow(name=name, plan=plans.plans[0], timeline=found.timelines[0], memory=found.memories[0])

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,9 +24,11 @@ from piper.capture.trace.annotate import listed_regions
 from piper.capture.trace.build_model import buffers_of, build_fake, parameters_of
 from piper.capture.trace.record import LossFn
 from piper.capture.trace.sizes import dtype_name
-from piper.capture.trace.trace import DTYPES, Precision, Traced, trace
+from piper.capture.trace.trace import Traced, trace
 from piper.errors import ConfigError
 from piper.ir.chunk import Tags
+from piper.ir.chunk_options import CodeOptions
+from piper.ir.dtypes import DTYPES, JobPrecision
 from piper.ir.mesh import Mesh
 
 log = logging.getLogger("piper")
@@ -43,7 +44,7 @@ class Recordings:
 
     model: Callable[[], nn.Module]
     loss: LossFn
-    precision: Precision
+    precision: JobPrecision
     device: str  # the kind of device that it is recorded for
     compiled: bool  # traced into operations for the compiler
     fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # of the batch: shape of one sample, and type
@@ -77,7 +78,7 @@ class Recordings:
     def built(self) -> nn.Module:
         """Build the model with fake tensors."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        return build_fake(self.model, mode, DTYPES[self.precision], torch.device(self.device))
+        return build_fake(self.model, mode, getattr(torch, DTYPES[self.precision]), torch.device(self.device))
 
     def described(self) -> list[str]:
         """Return lines that describe the model: its modules, annotations, parameters and buffers."""
@@ -220,23 +221,16 @@ class Capturing:
         return known.divided[key]
 
     def differentiated(
-        self,
-        rows: int,
-        requests: Sequence[Request],
-        ways: Mapping[str, int],
-        budgets: Mapping[str, float],
-        precisions: Mapping[str, str] = MappingProxyType({}),
-        flat: tuple[str, ...] = (),
+        self, rows: int, requests: Sequence[Request], options: Mapping[str, CodeOptions]
     ) -> Captured:
-        """Return the model's code for slices of `rows` samples."""
+        """Return the model's code for slices of `rows` samples. options: by chunk."""
         requests = merged(requests)
-        said = (tuple(each.items()) for each in (ways, budgets, precisions))
         # The code remembers its cache: one without compiles nothing, as where strategies are only simulated.
-        key = (rows, division_of(requests), *said, flat, self.cache)
+        key = (rows, division_of(requests), tuple(options.items()), self.cache)
         if key not in self.recordings.differentiated:
             log.debug("Tracing its backward")
             traced, code = self.traced(rows, requests), self.recordings.code
-            found = differentiate(traced, ways, budgets, self.cache, precisions, flat, code)
+            found = differentiate(traced, options, self.cache, code)
             self.recordings.differentiated[key] = replace(found, servers=self.servers)
         return self.recordings.differentiated[key]
 

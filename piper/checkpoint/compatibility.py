@@ -19,7 +19,7 @@ def wanted_model(plans: Plans, outline: CapturedModel) -> dict[str, Spec]:
     for parameter in outline.parameters:
         spec = Spec(shape=parameter.shape)
         if (bucket := buckets.get(parameter.name)) is not None:
-            exact = bucket.sum_dtype if bucket.trainable else bucket.dtype  # trained through a copy
+            exact = bucket.precision.sum_dtype if bucket.trainable else bucket.dtype  # of the master copy
             spec = replace(spec, dtype=exact, trainable=bucket.trainable)
         found[parameter.name] = spec
     held = {name for chunk in outline.chunks for name in chunk.buffers}

@@ -34,10 +34,12 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write the weights of a run as a folder that transformers or peft reads."""
-    from piper.checkpoint.reader import Values  # torch is paid for only where it is used
+    import torch  # paid for only where it is used
+
+    from piper.checkpoint.reader import Values
+    from piper.ir.dtypes import DTYPES
     from piper.ir.format import count, size
     from piper.recipe import load_recipe
-    from piper.runtime.setup import DTYPES
     from piper.train.exporting import checkpoint_of, export_values, recipe_of_run
 
     if to not in FORMS:
@@ -53,7 +55,8 @@ def export(
     job = load_recipe(recipe or recipe_of_run(Path(run)))
     checkpoint = checkpoint_of(Path(run), job)
     values = Values(checkpoint)
-    kind = export_values(job, values, folder, adapter=to == "peft", dtype=DTYPES[dtype] if dtype else None)
+    wanted = getattr(torch, DTYPES[dtype]) if dtype else None
+    kind = export_values(job, values, folder, adapter=to == "peft", dtype=wanted)
     nbytes = sum(file.stat().st_size for file in folder.iterdir())
     report = {
         "folder": str(folder),

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from piper.simulate.simulate import Simulation
 
 log = logging.getLogger("piper")
-MASTER_BYTES = {"fp32": 0, "bf16": 4, "fp64": 0}  # bf16 trains a float32 copy of each parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,12 +204,12 @@ def build(
     samples = len(next(iter(batch.values())))
     with locate_errors(job, strategy, batch):
         traced, requests, graph = directed(capturing, strategy, samples)
-        if graph.precisions and job.precision != "fp64":
+        if graph.chosen(lambda options: options.products) and job.precision != "fp64":
             by = next(each.title for each in graph.directives if each.verb == "precision")
             check_machine(capturing.recordings.device, by)
         graph = validate(graph, samples)
         if trained is not None:
-            graph = replace(graph, budgets={}, reruns={})  # there is no backward to recompute for
+            graph = graph.with_options(graph.options, lambda _, options: options.without_backward())
         else:
             check_sums(graph, samples, capturing)
         codes = capture_slices(graph, samples, capturing, requests)
@@ -226,7 +225,6 @@ def build(
             samples=samples,
             clip=job.clip_norm is not None and trained is None,
             state_bytes=facts.state_bytes,
-            master_bytes=MASTER_BYTES[job.precision],
             whole=facts.whole,
             trains=trained is None,
         )

@@ -134,8 +134,9 @@ def probe_trained(
 
 def check_streamed(probe: Probe, graph: Graph) -> None:
     """Refuse an optimizer whose state a strategy offloads, if it may not be stepped bucket by bucket."""
-    by = next((how.by for (what, _), how in graph.offloaded.items() if what == "optimizer"), None)
-    if by is not None and not probe.ours:
+    offloaded = graph.chosen(lambda options: options.offload_state)
+    if offloaded and not probe.ours:
+        by = next(iter(offloaded.values())).by
         raise ScheduleError(
             f"the state of {probe.name} cannot be offloaded",
             by=graph.directives[by].title,

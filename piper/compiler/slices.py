@@ -39,20 +39,18 @@ def capture_slices(
     graph: Graph, samples: int, capturing: Capturing, requests: Sequence[Request]
 ) -> dict[int, Captured]:
     """Differentiate the model for every slice size that its chunks get, and return the code by size."""
-    ways = {
-        chunk.name: graph.policy(chunk.name).ways for chunk in graph.outline.chunks if chunk.kind == "expert"
-    }
     needed = sorted(set(rows_of(graph, samples).values()))
     compiled = capturing.recordings.compiled
     # Gradients that are reduced after each run of backwards are written where they are reduced from, and
     # those of several microbatches are added to the sum by the backward that computes them.
-    flat = [
-        chunk.name
-        for chunk in graph.outline.chunks
-        if compiled and (graph.policy(chunk.name).zero >= 2 or parts_of(graph, chunk.name) > 1)
-    ]
-    asked = (requests, ways, graph.budgets, graph.precisions, tuple(flat))
-    return {rows: capturing.differentiated(rows, *asked) for rows in needed}
+    options = {}
+    for chunk in graph.outline.chunks:
+        asked = graph.options[chunk.name]
+        options[chunk.name] = asked.of_code(
+            ways=asked.policy.ways if chunk.kind == "expert" else 1,
+            flat=compiled and (asked.policy.zero >= 2 or parts_of(graph, chunk.name) > 1),
+        )
+    return {rows: capturing.differentiated(rows, requests, options) for rows in needed}
 
 
 def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> CapturedModel:

@@ -10,7 +10,7 @@ from piper.directives.order import Order as Order
 from piper.directives.order import order
 from piper.directives.place import Place as Place
 from piper.directives.place import place
-from piper.directives.policies import settled
+from piper.directives.policies import with_common_policies
 from piper.directives.precision import Precision as Precision
 from piper.directives.precision import precision
 from piper.directives.protect import Protect as Protect
@@ -57,4 +57,4 @@ def apply(graph: Graph, strategy: Sequence[Directive], *, orders: bool = True) -
             graph = directive.apply(graph, number)
         asked = AppliedDirective(verb=directive.verb, title=directive.title(number), places=directive.places)
         graph = replace(graph, directives=(*graph.directives, asked))
-    return settled(graph)
+    return with_common_policies(graph)

@@ -16,7 +16,8 @@ from piper.directives.base import (
 )
 from piper.directives.remat import saving_chunks
 from piper.errors import ScheduleError
-from piper.ir.graph import Graph, OffloadedChunk
+from piper.ir.chunk_options import HostCopies
+from piper.ir.graph import Graph
 from piper.ir.select import At
 
 STREAM = "host"
@@ -50,10 +51,17 @@ class Offload(Directive):
         nodes = selected(graph, self.at, by)
         check_whole(graph, nodes, by)
         names = saving_chunks(graph, nodes, self.at, by)
-        asked = OffloadedChunk(
+        copies = HostCopies(
             stream=self.stream or STREAM, least=int(self.least_mb * 2**20), ahead=self.ahead, by=number
         )
-        graph = replace(graph, offloaded={**graph.offloaded, **{(self.what, name): asked for name in names}})
+        graph = graph.with_options(
+            names,
+            lambda _, options: (
+                replace(options, offload=copies)
+                if self.what == "activations"
+                else replace(options, offload_state=copies)
+            ),
+        )
         return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 
     def _check(self, by: str) -> None:

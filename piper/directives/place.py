@@ -36,8 +36,10 @@ class Place(Directive):
         devices = checked_devices(self.devices, by)
         nodes = selected(graph, self.at, by)
         if self.stream:
-            streams = {**graph.transfer_streams, **{node.chunk: self.stream for node in nodes}}
-            graph = replace(graph, transfer_streams=streams)
+            graph = graph.with_options(
+                {node.chunk for node in nodes},
+                lambda _, options: replace(options, transfer_stream=self.stream),
+            )
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
 

@@ -4,25 +4,32 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from piper.errors import ScheduleError
-from piper.ir.graph import Graph, Policy
+from piper.ir.chunk_options import NO_POLICY, Policy
+from piper.ir.graph import Graph
 from piper.ir.ids import Tags, show_part
 
 
-def settled(graph: Graph) -> Graph:
+def with_common_policies(graph: Graph) -> Graph:
     """Return the graph with one policy for each chunk. Refuse microbatches that ask for different ones.
 
     A chunk has its parameters once, whichever devices run its microbatches. Microbatches that are only placed
     ask for nothing.
     """
-    policies = dict(graph.policies)
-    for chunk, asked in graph.part_policies.items():
-        found = dict(by_part(graph, chunk, asked))
-        first, *others = found
-        for part in others:
-            if meaning(found[part]) != meaning(found[first]):
-                raise contradiction(graph, chunk, {each: found[each] for each in (first, part)})
-        policies[chunk] = found[first]
-    return replace(graph, policies=policies, part_policies={})
+    asked = graph.chosen(lambda options: options.part_policies or None)
+    policies = {chunk: common_policy(graph, chunk, by_part) for chunk, by_part in asked.items()}
+    return graph.with_options(
+        policies, lambda chunk, options: replace(options, policy=policies[chunk], part_policies={})
+    )
+
+
+def common_policy(graph: Graph, chunk: str, asked: Mapping[Tags, Policy]) -> Policy:
+    """Return the policy that all microbatches of a chunk ask for. Refuse two that ask for different ones."""
+    found = dict(by_part(graph, chunk, asked))
+    first, *others = found
+    for part in others:
+        if meaning(found[part]) != meaning(found[first]):
+            raise contradiction(graph, chunk, {each: found[each] for each in (first, part)})
+    return found[first]
 
 
 def by_part(graph: Graph, chunk: str, asked: Mapping[Tags, Policy]) -> Iterator[tuple[Tags, Policy]]:
@@ -30,9 +37,11 @@ def by_part(graph: Graph, chunk: str, asked: Mapping[Tags, Policy]) -> Iterator[
     for cell in graph.index.cells:
         if cell.chunk == chunk:
             known = (asked.get(cell.part[:axes]) for axes in range(len(cell.part), -1, -1))
-            policy = next((each for each in known if each is not None), graph.policies.get(chunk))
+            policy = next((each for each in known if each is not None), None)
             if policy is not None:
                 yield cell.part, policy
+            elif graph.policy(chunk) != NO_POLICY:
+                yield cell.part, graph.policy(chunk)
 
 
 def meaning(policy: Policy) -> Policy:

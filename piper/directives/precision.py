@@ -61,11 +61,8 @@ class Precision(Directive):
                 facts={"asked": str(self.at), "left out": "attention, routers, grouped experts, the head"},
                 hint="select the regions of linear layers",
             )
-        narrow = chosen if self.gather is not None else ()
-        graph = replace(
-            graph,
-            precisions={**graph.precisions, **dict.fromkeys(chosen, self.products)},
-            gathered_in_fp8=graph.gathered_in_fp8.difference(names).union(narrow),
+        graph = graph.with_options(
+            chosen, lambda _, options: replace(options, products=self.products, gather=self.gather)
         )
         return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 

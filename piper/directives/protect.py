@@ -15,7 +15,8 @@ from piper.directives.base import (
     touched,
 )
 from piper.errors import ScheduleError
-from piper.ir.graph import Graph, ProtectedChunk
+from piper.ir.chunk_options import StateCopies
+from piper.ir.graph import Graph
 from piper.ir.protection import APART, Apart, Protection
 from piper.ir.select import At
 
@@ -53,19 +54,20 @@ class Protect(Directive):
             devices_per_machine=self.devices_per_machine,
         )
         names = dict.fromkeys(node.chunk for node in nodes)
-        others = [found for name, found in graph.protected.items() if name not in names]
-        if others and graph.protection != asked:
+        known = graph.chosen(lambda options: options.protect)
+        other = next((copies for name, copies in known.items() if name not in names), None)
+        if other is not None and other.protection != asked:
             raise ScheduleError(
                 "two directives protect parts of one state in different ways",
                 by=by,
                 facts={
-                    "before": f"{shown(graph.protection or asked)}, by {graph.directives[others[0].by]}",
+                    "before": f"{shown(other.protection)}, by {graph.directives[other.by]}",
                     "here": shown(asked),
                 },
                 hint="a version is of one step: give both the same copies, apart, every, devices_per_machine",
             )
-        held = ProtectedChunk(stream=self.stream or STREAM, by=number)
-        graph = replace(graph, protection=asked, protected={**graph.protected, **dict.fromkeys(names, held)})
+        copies = StateCopies(protection=asked, stream=self.stream or STREAM, by=number)
+        graph = graph.with_options(names, lambda _, options: replace(options, protect=copies))
         return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 
     def _check(self, by: str) -> None:

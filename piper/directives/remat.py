@@ -46,11 +46,10 @@ class Remat(Directive):
         nodes = selected(graph, self.at, by)
         check_whole(graph, nodes, by)
         names = saving_chunks(graph, nodes, self.at, by)
-        kept = {name: region for name, region in graph.reruns.items() if name not in names}
-        graph = replace(
-            graph,
-            budgets={**graph.budgets, **dict.fromkeys(names, float(self.budget))},
-            reruns={**kept, **self._regions(graph, names, by)},
+        regions = self._regions(graph, names, by)
+        graph = graph.with_options(
+            names,
+            lambda name, options: replace(options, budget=float(self.budget), rerun=regions.get(name)),
         )
         return graph.update(node.changed(origin=touched(node, number)) for node in nodes)
 
@@ -89,7 +88,7 @@ class Remat(Directive):
 def saving_chunks(graph: Graph, nodes: Sequence[Compute], at: At, by: str) -> list[str]:
     """Return the chunks of the selected nodes that save activations; refuse a selection without any."""
     chunks = graph.chunks
-    names = [name for name in dict.fromkeys(node.chunk for node in nodes) if has_code(chunks[name].kind)]
+    names = [name for name in dict.fromkeys(node.chunk for node in nodes) if chunks[name].has_code]
     if not names:
         raise ScheduleError(
             "nothing here saves activations",
@@ -98,11 +97,6 @@ def saving_chunks(graph: Graph, nodes: Sequence[Compute], at: At, by: str) -> li
             hint="select the regions around it, or its experts",
         )
     return names
-
-
-def has_code(kind: str) -> bool:
-    """Return whether a chunk of this kind computes anything."""
-    return kind in ("compute", "expert")
 
 
 def remat(at: At, budget: float, across: str | None = None) -> Remat:

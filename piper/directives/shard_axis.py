@@ -14,7 +14,8 @@ from piper.directives.base import (
     touched,
 )
 from piper.errors import ScheduleError
-from piper.ir.graph import AxisPolicy, Graph, Policy
+from piper.ir.chunk_options import AxisPolicy, Policy
+from piper.ir.graph import Graph
 from piper.ir.select import At
 
 ATTENTION = ("gather", "heads", "ring")

@@ -144,6 +144,11 @@ class Chunk:
     collective: Collective | None = None  # of a chunk of that kind
 
     @property
+    def has_code(self) -> bool:
+        """Return whether this chunk computes anything; others only send values."""
+        return self.kind in ("compute", "expert")
+
+    @property
     def drawer(self) -> str:
         """Return who draws its random numbers: a region, whose pieces run in order, or a chunk of experts."""
         return f"{self.name} expert" if self.kind == "expert" else region_name(self.tags)

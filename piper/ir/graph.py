@@ -7,14 +7,18 @@ of data parallelism. Data edges are not stored but derived from the chunks, so n
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, Tags
+from piper.ir.chunk_options import ChunkOptions, Policy
 from piper.ir.devices import Devices
-from piper.ir.mesh import EXPERTS, Axis, Mesh, mesh_of
+from piper.ir.mesh import Mesh
 from piper.ir.node import Compute, compute_name
 from piper.ir.protection import Protection
 from piper.ir.select import At
-from piper.ir.sharding import AxisPlacement
+
+Chosen = TypeVar("Chosen")
 
 SELECTED: Mapping[Phase | None, tuple[Phase, ...]] = {
     None: ("F", "B", "BI", "BW"),
@@ -23,53 +27,6 @@ SELECTED: Mapping[Phase | None, tuple[Phase, ...]] = {
     "BI": ("BI",),
     "BW": ("BW",),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AxisPolicy:
-    """An axis along which a chunk is sharded."""
-
-    axis: str
-    degree: int
-    stream: str  # of its collectives
-    origin: int  # the directive that said so
-    samples: bool = False  # it shards fields of the batch, such as the sequence
-    between: bool = False  # it shards what travels between regions, too
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """How a chunk's parameters live on its devices."""
-
-    zero: int = 0  # 1: optimizer state is sharded, 2: gradients too, 3: parameters too
-    bucket_mb: float | None = None
-    reduce: str = "fp32"  # the type gradients travel in between replicas: "fp32" or "bf16"
-    reduce_stream: str = "reduce"
-    gather_stream: str = "gather"
-    ways: int = 1  # the degree of the axis along which experts are sharded
-    by_expert: Mapping[str, AxisPlacement] = field(default_factory=dict)  # of parameters and buffers
-    exchange_stream: str = "exchange"
-    axes: tuple[AxisPolicy, ...] = ()  # the innermost groups first
-    origin: int | None = None  # the directive that said so
-
-    @property
-    def degree(self) -> int:
-        """Return the number of devices that share the same samples."""
-        return math.prod(held.degree for held in self.axes) if self.axes else 1
-
-    def mesh(self, devices: Devices) -> Mesh:
-        """Return how a chunk's devices are arranged: along its axes, then by expert, then by sample."""
-        axes = [Axis(name=held.axis, degree=held.degree) for held in self.axes]
-        if self.ways > 1:
-            axes.append(Axis(name=EXPERTS, degree=self.ways, samples=True))
-        return mesh_of(devices, axes)
-
-    def placements(self, name: str) -> tuple[AxisPlacement, ...]:
-        """Return how a parameter or a buffer is sharded by expert. Empty: it is not."""
-        return (self.by_expert[name],) if name in self.by_expert else ()
-
-
-NO_POLICY = Policy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,43 +97,14 @@ class AppliedDirective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProtectedChunk:
-    """On which stream a chunk's state is copied, and the directive that says so."""
-
-    stream: str
-    by: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadedChunk:
-    """How what a chunk saves is kept in memory of the host, and the directive that says so."""
-
-    stream: str
-    least: int  # bytes: smaller values stay
-    ahead: int  # compute nodes that each copy may take
-    by: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """Compute nodes, the policies of their chunks' parameters, and the orderings between them."""
+    """Compute nodes, the options of their chunks, and the orderings between them."""
 
     outline: CapturedModel
     nodes: Mapping[str, Compute]
     index: Index
     parts: Mapping[str, Tags] = field(default_factory=dict)  # chunk -> (("MB", 8),): its axes and their sizes
-    policies: Mapping[str, Policy] = field(default_factory=dict)
-    part_policies: Mapping[str, Mapping[Tags, Policy]] = field(default_factory=dict)
-    # ^ chunk -> the policies that directives asked for on some of its microbatches
-    transfer_streams: Mapping[str, str] = field(default_factory=dict)  # chunk -> the stream its transfers use
-    budgets: Mapping[str, float] = field(default_factory=dict)  # chunk -> its share of saved activations
-    reruns: Mapping[str, str] = field(default_factory=dict)  # chunk -> its region that is recomputed
-    precisions: Mapping[str, str] = field(default_factory=dict)  # chunk -> the precision of its products
-    gathered_in_fp8: frozenset[str] = frozenset()  # chunks whose weights are, where they are sharded
-    protected: Mapping[str, ProtectedChunk] = field(default_factory=dict)  # by chunk
-    protection: Protection | None = None  # the same for all of them
-    offloaded: Mapping[tuple[str, str], OffloadedChunk] = field(default_factory=dict)
-    # ^ by what is offloaded ("activations") and by chunk
+    options: Mapping[str, ChunkOptions] = field(default_factory=dict)  # by chunk
     orderings: tuple[Ordering, ...] = ()
     directives: tuple[AppliedDirective, ...] = ()  # by number
 
@@ -187,7 +115,25 @@ class Graph:
 
     def policy(self, chunk: str) -> Policy:
         """Return how a chunk's parameters live: the default where no directive set it."""
-        return self.policies.get(chunk, NO_POLICY)
+        return self.options[chunk].policy
+
+    def chosen(self, option: Callable[[ChunkOptions], Chosen | None]) -> dict[str, Chosen]:
+        """Return one option by chunk, for the chunks that have it."""
+        found = ((chunk, option(options)) for chunk, options in self.options.items())
+        return {chunk: value for chunk, value in found if value is not None}
+
+    @property
+    def protection(self) -> Protection | None:
+        """Return how copies of the state are kept, if they are: the same for all chunks."""
+        copies = self.chosen(lambda options: options.protect).values()
+        return next((each.protection for each in copies), None)
+
+    def with_options(
+        self, chunks: Iterable[str], change: Callable[[str, ChunkOptions], ChunkOptions]
+    ) -> "Graph":
+        """Return the graph with the options of some chunks changed. change: takes a chunk and its options."""
+        changed = {chunk: change(chunk, self.options[chunk]) for chunk in chunks}
+        return replace(self, options={**self.options, **changed})
 
     def mesh(self, node: Compute) -> Mesh:
         """Return how the devices of a node are arranged."""
@@ -198,20 +144,15 @@ class Graph:
 
         change: takes a chunk and its policy so far.
         """
-        policies, apart = dict(self.policies), dict(self.part_policies)
         selected: dict[str, dict[Tags, None]] = {}
         for node in nodes:
             selected.setdefault(node.chunk, {})[node.part] = None
-        for chunk, parts in selected.items():
-            held, found = self.policy(chunk), dict(apart.get(chunk, {}))
-            if len(parts) == math.prod(size for _, size in self.parts[chunk]):
-                policies[chunk] = change(chunk, held)
-                found = {part: change(chunk, policy) for part, policy in found.items()}
-            else:
-                found |= {part: change(chunk, found.get(part, held)) for part in parts}
-            if found:
-                apart[chunk] = found
-        return replace(self, policies=policies, part_policies=apart)
+
+        def changed(chunk: str, options: ChunkOptions) -> ChunkOptions:
+            everywhere = len(selected[chunk]) == math.prod(size for _, size in self.parts[chunk])
+            return options.with_policy(selected[chunk], partial(change, chunk), everywhere=everywhere)
+
+        return self.with_options(selected, changed)
 
     def select(self, at: At) -> list[Compute]:
         """Return the nodes that `at` selects. PASS="B" also selects both halves of a split backward."""
@@ -269,7 +210,14 @@ def start(outline: CapturedModel) -> Graph:
             node = Compute(chunk=chunk.name, phase="B")
             nodes[node.name] = node
     index = Index(ChunkRun(chunk=c.name, part=(), tags=dict(c.tags)) for c in outline.chunks)
-    return Graph(outline=outline, nodes=nodes, index=index, parts={c.name: () for c in outline.chunks})
+    names = [chunk.name for chunk in outline.chunks]
+    return Graph(
+        outline=outline,
+        nodes=nodes,
+        index=index,
+        parts=dict.fromkeys(names, ()),
+        options=dict.fromkeys(names, ChunkOptions()),
+    )
 
 
 def has_backward(chunk: Chunk) -> bool:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from piper.errors import ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Parameter
 from piper.ir.devices import Devices, show
-from piper.ir.graph import Graph, OffloadedChunk
+from piper.ir.dtypes import itemsize
+from piper.ir.graph import Graph
 from piper.ir.ids import SlotId
 from piper.ir.mesh import Axis, groups_apart
 from piper.ir.sharding import Shard, Sharding, local_sizes, shardings_on
 from piper.lower.placements import ChunkPlacement, placements_of
 from piper.lower.state import LoweringState
-from piper.plan.dtypes import itemsize
 from piper.plan.plan import Bucket, Piece, Slot
 
 MEGABYTE = 2**20
@@ -45,7 +45,7 @@ def make_buckets(graph: Graph) -> ProgramBuckets:
     why: list[str] = []
     for chunk in graph.outline.chunks:
         own = [parameters[name] for name in chunk.params if len(users[name]) == 1]
-        narrow = chunk.rowwise if chunk.name in graph.gathered_in_fp8 else ()
+        narrow = chunk.rowwise if graph.options[chunk.name].gather is not None else ()
         for bucket in chunk_buckets(chunk, own, placements[chunk.name], narrow):
             fp8 = bucket.zero == 3 and bucket.pieces[0].name in narrow
             made[bucket.name] = replace(bucket, gathered_as="fp8") if fp8 else bucket
@@ -359,21 +359,16 @@ def shown_held(held: HeldParameter) -> str:
     return f"ways {math.prod(sharding.degree for sharding in held.shardings)}"
 
 
-def state_offloads(graph: Graph) -> dict[str, OffloadedChunk]:
-    """Return how the optimizer's state for the parameters of chunks is offloaded, by chunk."""
-    return {chunk: how for (what, chunk), how in graph.offloaded.items() if what == "optimizer"}
-
-
 def residents_of(buckets: Iterable[Bucket], work: LoweringState) -> dict[SlotId, Slot]:
     """Return the slots that outlive a step: parameters, master copies and optimizer state."""
-    settings, away = work.settings, state_offloads(work.graph)
+    away = work.graph.chosen(lambda options: options.offload_state)
     residents: dict[SlotId, Slot] = {}
     for bucket in buckets:
         whole = bucket.zero < 3
         residents[param_slot(bucket)] = Slot(nbytes=bucket.nbytes if whole else bucket.shard_nbytes)
         if bucket.trainable:
             owned = bucket.largest_shard if bucket.zero else bucket.numel
-            held = owned * (settings.state_bytes + settings.master_bytes)
+            held = owned * (work.settings.state_bytes + bucket.precision.master_bytes)
             offloaded = not away.keys().isdisjoint(bucket.chunks)
             residents[SlotId("state", bucket.name)] = Slot(
                 nbytes=0 if offloaded else held, host=held if offloaded else 0

@@ -29,7 +29,7 @@ def explain(work: LoweringState, plans: Plans, name: str) -> str:
     lines += [f"  made by  {work.graph.directives[number]}" for number in node.origin]
     if isinstance(node, Compute):
         if node.again:
-            lines.append(f"  again    {work.graph.reruns[node.chunk]} keeps only what comes into it")
+            lines.append(f"  again    {work.graph.options[node.chunk].rerun} keeps only what comes into it")
         chunk = work.graph.chunks[node.chunk]
         gflop = chunk.phases[node.phase].flops / 1e9
         lines.append(f"  work     {gflop:.3g} GFLOP, {len(chunk.params)} parameters, code {chunk.key[:12]}")

@@ -189,7 +189,7 @@ def weight_gradients(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[Slot
         if any(piece.name in wanted for piece in bucket.pieces):
             slot = gradient_slot(name, bucket.chunks, chunk.name)
             flat = any(piece.name in spec.in_place for piece in bucket.pieces)  # it is given a sum's memory
-            size = bucket.sum_itemsize if flat else bucket.itemsize
+            size = bucket.precision.sum_itemsize if flat else bucket.itemsize
             flow.values[slot] = Slot(nbytes=bucket.numel * size)
             yield slot
 

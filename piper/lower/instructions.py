@@ -254,13 +254,13 @@ def draft_reduce(emission: Emission, node: Reduce, draft: PendingInstr, number: 
         draft.comm, size = emission.comm(("tied", node.bucket), lambda: rows, node.stream)
         slot = final_gradient(mine)
         draft.reads, draft.writes = tuple(s for s in node.reads if s == slot), (slot,)
-        elements = emission.size(slot) // mine.sum_itemsize
-        draft.nbytes = 2 * elements * mine.travel_itemsize * (size - 1) // size
+        elements = emission.size(slot) // mine.precision.sum_itemsize
+        draft.nbytes = 2 * elements * mine.precision.travel_itemsize * (size - 1) // size
         draft.workspace = cast_workspace(mine, elements)
         return
     draft.comm, size = emission.comm(("b", node.bucket, node.stream), lambda: bucket.groups, node.stream)
     elements = bucket.padded if bucket.zero else bucket.numel
-    whole = elements * bucket.travel_itemsize * (size - 1) // size
+    whole = elements * bucket.precision.travel_itemsize * (size - 1) // size
     draft.nbytes = whole if node.scatter else 2 * whole
     here = (number, node.reads[0])
     summed, given = here in emission.begun, here in emission.given
@@ -281,16 +281,17 @@ def scatter_workspace(bucket: Bucket, node: Reduce, *, flat: bool, given: bool) 
     shard accumulated so far, or cast to its type.
     """
     again = len(node.reads) > 1
-    cast = (bucket.sum_dtype if flat else bucket.dtype) != bucket.travel_dtype
+    cast = (bucket.precision.sum_dtype if flat else bucket.dtype) != bucket.precision.travel_dtype
     apart = cast or (not flat and (len(bucket.pieces) > 1 or not given))
-    shard = again or bucket.sum_dtype != bucket.travel_dtype
+    shard = again or bucket.precision.sum_dtype != bucket.precision.travel_dtype
     elements = (bucket.numel if apart else 0) + (bucket.largest_shard if shard else 0)
-    return elements * bucket.travel_itemsize
+    return elements * bucket.precision.travel_itemsize
 
 
 def cast_workspace(bucket: Bucket, elements: int) -> int:
     """Return the bytes of the copy of a sum that an all-reduce sends in another type."""
-    return elements * bucket.travel_itemsize if bucket.travel_dtype != bucket.sum_dtype else 0
+    precision = bucket.precision
+    return elements * precision.travel_itemsize if precision.travel_dtype != precision.sum_dtype else 0
 
 
 def draft_transfer(emission: Emission, node: Transfer) -> None:

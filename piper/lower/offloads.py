@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from piper.errors import ScheduleError
+from piper.ir.chunk_options import HostCopies
 from piper.ir.devices import Devices
-from piper.ir.graph import OffloadedChunk
 from piper.ir.ids import SlotId, SlotKind, Tags
 from piper.ir.node import Compute, LocalNode, Node, Transfer
 from piper.lower.edit import SequenceEdit
@@ -60,7 +60,7 @@ class Family:
 
     values: list[SlotId]
     devices: Devices
-    asked: OffloadedChunk
+    asked: HostCopies
     chunk: str
     uses: dict[SlotId, list[int]] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ def add_offloads(state: LoweringState) -> LoweringState:
     -->
     F[MB=0]  F[MB=1], offload[MB=0]  F[MB=2]  B[MB=2], fetch[MB=0]  B[MB=1]  B[MB=0]
     """
-    asked = {chunk: how for (what, chunk), how in state.graph.offloaded.items() if what == "activations"}
+    asked = state.graph.chosen(lambda options: options.offload)
     if not asked or not state.settings.trains:
         return state
     families = families_of(state, asked)
@@ -117,7 +117,7 @@ def offloaded_values_come_back(state: LoweringState) -> Iterator[str]:
         yield f"{value} of {name} is never copied back"
 
 
-def families_of(state: LoweringState, asked: Mapping[str, OffloadedChunk]) -> list[Family]:
+def families_of(state: LoweringState, asked: Mapping[str, HostCopies]) -> list[Family]:
     """Return the values that backwards or recomputed forwards of the selected chunks read, with their uses.
 
     What eager autograd holds on to cannot be moved: neither what such a chunk saves, nor its inputs.
@@ -263,7 +263,7 @@ def moved_slot(slot: Slot, turn: int) -> Slot:
 
 def check_something(
     state: LoweringState,
-    asked: Mapping[str, OffloadedChunk],
+    asked: Mapping[str, HostCopies],
     families: Sequence[Family],
     moving: Collection[str],
     stayed: Mapping[str, Collection[str]],

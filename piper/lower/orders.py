@@ -152,7 +152,7 @@ def limit_in_flight(graph: Graph) -> Iterator[Temporal]:
     both can run, so this is 1F1B for a plain pipeline.
     """
     depth = depths(graph)
-    ordered = {chunk.name for chunk in graph.outline.chunks if chunk.kind in ("compute", "expert")}
+    ordered = {chunk.name for chunk in graph.outline.chunks if chunk.has_code}
     for layout in layouts_of(graph):
         parts: dict[str, list[Tags]] = {}
         for cell in graph.index.cells:

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 
 from piper.ir.chunk import Tags
+from piper.ir.chunk_options import Policy
 from piper.ir.devices import Devices
-from piper.ir.graph import Graph, Policy
+from piper.ir.graph import Graph
 from piper.ir.mesh import Mesh
 from piper.ir.node import Compute
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from piper.errors import ScheduleError
+from piper.ir.chunk_options import StateCopies
 from piper.ir.devices import Devices, show
-from piper.ir.graph import ProtectedChunk
 from piper.ir.ids import SlotId
 from piper.ir.node import LocalNode, Mirror, Norm
 from piper.ir.protection import Protection
@@ -14,7 +14,6 @@ from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState
 from piper.lower.value_table import buffer_slot
-from piper.plan.dtypes import HALF
 from piper.plan.plan import Bucket, Slot
 
 Owners = dict[tuple[object, ...], list[int]]  # the devices that hold the same elements, by those elements
@@ -101,7 +100,7 @@ def bucket_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
         seen.update(member.name for member in family)
         held = SlotId("state", bucket.name)
         shard = bucket.largest_shard if bucket.zero else bucket.numel
-        whole = 0 if bucket.dtype in HALF else shard * bucket.itemsize
+        whole = 0 if bucket.has_master else shard * bucket.itemsize
         yield Copying(
             what=bucket.name,
             chunks=tuple(chunk for member in family for chunk in member.chunks),
@@ -156,11 +155,12 @@ def holders(owned: Owners, asked: Protection) -> tuple[Devices, Devices]:
     return tuple(sorted(keep)), tuple(sorted(send))
 
 
-def protected_by(state: LoweringState, copying: Copying) -> ProtectedChunk:
+def protected_by(state: LoweringState, copying: Copying) -> StateCopies:
     """Return what protects a part of the state. Refuse a strategy that leaves it out."""
-    found = next((state.graph.protected[c] for c in copying.chunks if c in state.graph.protected), None)
+    protected = state.graph.chosen(lambda options: options.protect)
+    found = next((protected[chunk] for chunk in copying.chunks if chunk in protected), None)
     if found is None:
-        last = max(held.by for held in state.graph.protected.values())
+        last = max(copies.by for copies in protected.values())
         raise ScheduleError(
             "a part of the state is not protected",
             by=state.graph.directives[last].title,

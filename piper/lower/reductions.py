@@ -142,7 +142,7 @@ def reduce_gradient(
     scatter = bucket.zero > 0
     result = final_gradient(bucket)
     if scatter:
-        edit.values[result] = Slot(nbytes=bucket.largest_shard * bucket.sum_itemsize)
+        edit.values[result] = Slot(nbytes=bucket.largest_shard * bucket.precision.sum_itemsize)
     node = Reduce(
         bucket=bucket.name,
         run=pass_at(edit.sequence, place),
@@ -161,8 +161,9 @@ def reduce_once(edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId]) ->
     total = full_gradient(bucket)
     single = len(given) == 1 and not any(writes_flat(edit.state, *giver) for giver in given.items())
     alone = single and not bucket.travels  # a gradient that nothing is added to keeps its type
-    edit.values[total] = Slot(nbytes=bucket.numel * (bucket.itemsize if alone else bucket.sum_itemsize))
-    in_place = alone or (not bucket.travels and bucket.sum_dtype == bucket.dtype)
+    each = bucket.itemsize if alone else bucket.precision.sum_itemsize
+    edit.values[total] = Slot(nbytes=bucket.numel * each)
+    in_place = alone or (not bucket.travels and bucket.precision.sum_dtype == bucket.dtype)
     begun: dict[Devices, bool] = {}
     for place, value in given.items():
         if not begun and in_place:  # the first gradient can be added to as it is
@@ -188,7 +189,7 @@ def reduce_each_run(
         value = given[places[0]]
         if len(places) > 1:
             value = full_gradient(bucket).of_run(pass_at(edit.sequence, places[0]))
-            edit.values[full_gradient(bucket)] = Slot(nbytes=bucket.numel * bucket.sum_itemsize)
+            edit.values[full_gradient(bucket)] = Slot(nbytes=bucket.numel * bucket.precision.sum_itemsize)
             begun: dict[Devices, bool] = {}
             apart = are_apart([run.devices for run in joint])
             for run in joint:

@@ -17,9 +17,9 @@ def add_reruns(state: LoweringState) -> LoweringState:
     -->
     F[PP=0]  F[PP=0 #1] ... R[PP=0]  R[PP=0 #1]  B[PP=0 #1]  B[PP=0]
     """
-    if not state.graph.reruns:
+    regions = recomputed_regions(state)
+    if not regions:
         return state
-    regions = state.graph.reruns
     makers = makers_of(state)
     edit = SequenceEdit(state)
     placed: set[str] = set()
@@ -38,11 +38,16 @@ def add_reruns(state: LoweringState) -> LoweringState:
 
 def backwards_read_what_ran_last(state: LoweringState) -> Iterator[str]:
     """Yield each value of a first run that a backward or a recomputed forward of its region reads."""
-    makers = makers_of(state)
+    makers, regions = makers_of(state), recomputed_regions(state)
     for node in state.sequence:
         if isinstance(node, Compute) and (node.phase != "F" or node.again):
-            for value in inner(node, makers, state.graph.reruns):
+            for value in inner(node, makers, regions):
                 yield f"{node.name} reads {value} of {makers[value][1].name}"
+
+
+def recomputed_regions(state: LoweringState) -> dict[str, str]:
+    """Return the regions whose forwards are recomputed, by chunk."""
+    return state.graph.chosen(lambda options: options.rerun)
 
 
 Makers = Mapping[SlotId, tuple[int, Compute]]
@@ -50,10 +55,11 @@ Makers = Mapping[SlotId, tuple[int, Compute]]
 
 def makers_of(state: LoweringState) -> Makers:
     """Return the first forwards of recomputed regions, with their places, by the values they write."""
+    options = state.graph.options
     return {
         value: (place, node)
         for place, node in enumerate(state.sequence)
-        if isinstance(node, Compute) and node.phase == "F" and node.chunk in state.graph.reruns
+        if isinstance(node, Compute) and node.phase == "F" and options[node.chunk].rerun is not None
         if not node.again
         for value in node.writes
     }

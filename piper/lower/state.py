@@ -18,7 +18,6 @@ class Settings:
     samples: int | None = None  # in the global batch; None: any number that divides
     clip: bool = False  # updates wait for the norm over all parameters
     state_bytes: int = 8  # optimizer state per parameter, in bytes (AdamW: two float32)
-    master_bytes: int = 0  # a master copy of each parameter, where compute uses a shorter type
     whole: bool = False  # the optimizer needs whole parameters: under ZeRO each has one owner
     trains: bool = True  # the program updates parameters. An evaluation only reads those of another
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from piper.errors import ScheduleError
+from piper.ir.chunk_options import HostCopies
 from piper.ir.devices import show
-from piper.ir.graph import OffloadedChunk
 from piper.ir.ids import SlotId
 from piper.ir.node import Node, Update
-from piper.lower.buckets import param_slot, state_offloads
+from piper.lower.buckets import param_slot
 from piper.lower.edit import SequenceEdit
 from piper.lower.offloads import CopyBack, CopyOut, fetched
 from piper.lower.sequence import computes_by_set
@@ -41,7 +41,7 @@ def add_state_offloads(state: LoweringState) -> LoweringState:
     -->
     F[PP=0], fetch[PP=0/0.state]  B[PP=0], fetch[PP=0/1.state], update[PP=0/0], offload[PP=0/0.state], ...
     """
-    asked = state_offloads(state.graph)
+    asked = state.graph.chosen(lambda options: options.offload_state)
     if not asked or not state.settings.trains:
         return state
     check_state(state, asked)
@@ -85,7 +85,7 @@ def offloaded_state_comes_back(state: LoweringState) -> Iterator[str]:
 
 
 def streamed(
-    state: LoweringState, node: Update, bucket: Bucket, how: OffloadedChunk
+    state: LoweringState, node: Update, bucket: Bucket, how: HostCopies
 ) -> tuple[StateBack, Update, StateOut]:
     """Return the copy of a bucket's state to the device, its update, and the copy back to the host."""
     held, here = SlotId("state", bucket.name), on_device(bucket)
@@ -119,12 +119,12 @@ def on_device(bucket: Bucket) -> SlotId:
     return fetched(SlotId("state", bucket.name), 0)
 
 
-def how_of(bucket: Bucket, asked: Mapping[str, OffloadedChunk]) -> OffloadedChunk:
+def how_of(bucket: Bucket, asked: Mapping[str, HostCopies]) -> HostCopies:
     """Return how the state of a bucket is offloaded."""
     return next(asked[chunk] for chunk in bucket.chunks if chunk in asked)
 
 
-def check_state(state: LoweringState, asked: Mapping[str, OffloadedChunk]) -> None:
+def check_state(state: LoweringState, asked: Mapping[str, HostCopies]) -> None:
     """Refuse a directive whose regions have no optimizer state."""
     for by in dict.fromkeys(how.by for how in asked.values()):
         chunks = [chunk for chunk, how in asked.items() if how.by == by]

@@ -132,7 +132,7 @@ def send(
         reads=(value,),
         writes=(arrived,),
         sliced=sliced,
-        stream=flow.graph.transfer_streams.get(chunk.name, ""),
+        stream=flow.graph.options[chunk.name].transfer_stream or "",
         origin=placement.origin,
     )
     flow.templates.append(Template(node=node, chunk=chunk.name))

@@ -255,7 +255,7 @@ def check_reruns(graph: Graph) -> None:
     for chunk in graph.outline.chunks:
         used = dict.fromkeys((*chunk.buffers, *chunk.mutated))
         changing = [name for name in used if name in written]
-        if chunk.name in graph.reruns and changing:
+        if graph.options[chunk.name].rerun is not None and changing:
             asked = [graph.directives[number] for number in placements[chunk.name].origin]
             raise ScheduleError(
                 f"{chunk.name} uses buffers that change, so its forward cannot run again",
@@ -272,9 +272,9 @@ def check_precisions(graph: Graph) -> None:
     for chunk in graph.outline.chunks:
         for name in chunk.products:
             first = readers.setdefault(name, chunk.name)
-            both = {each: graph.precisions.get(each, "the job's") for each in (first, chunk.name)}
+            both = {each: graph.options[each].products or "the job's" for each in (first, chunk.name)}
             if len(set(both.values())) > 1:
-                asked = next(each for each in both if each in graph.precisions)
+                asked = next(each for each in both if graph.options[each].products is not None)
                 made_by = [graph.directives[number] for number in placements[asked].origin]
                 raise ScheduleError(
                     f"the products of {name} would have two precisions",
@@ -286,7 +286,7 @@ def check_precisions(graph: Graph) -> None:
 
 def check_fp8_gathers(graph: Graph) -> None:
     """Refuse to gather in fp8 where nothing is gathered."""
-    named = sorted(graph.gathered_in_fp8)
+    named = sorted(graph.chosen(lambda options: options.gather))
     if named and not any(graph.policy(name).zero == 3 for name in named):
         asked = (each for each in reversed(graph.directives) if each.verb == "precision")
         raise ScheduleError(

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from piper.ir.devices import Devices, show
+from piper.ir.dtypes import MixedPrecision
 from piper.ir.ids import SlotId, Tags
 from piper.ir.protection import Protection
 from piper.ir.sharding import UNSHARDED, Sharding
-from piper.plan.dtypes import itemsize, summed_as
 from piper.plan.instr import Instr
 
 SHOWN = 4  # plans in the text of all plans
@@ -157,22 +157,14 @@ class Bucket:
         return self.largest_shard * self.itemsize
 
     @property
-    def sum_dtype(self) -> str:
-        """Return the type that gradients of several microbatches or replicas are summed in."""
-        return summed_as(self.dtype)
+    def precision(self) -> MixedPrecision:
+        """Return the types of its parameters, of their gradients and of their master copies."""
+        return MixedPrecision(dtype=self.dtype, reduced_as=self.reduced_as, gathered_as=self.gathered_as)
 
     @property
-    def sum_itemsize(self) -> int:
-        return itemsize(self.sum_dtype)
-
-    @property
-    def travel_dtype(self) -> str:
-        """Return the type that gradients travel in between replicas."""
-        return self.reduced_as or self.sum_dtype
-
-    @property
-    def travel_itemsize(self) -> int:
-        return itemsize(self.travel_dtype)
+    def has_master(self) -> bool:
+        """Return whether the optimizer trains a copy of its parameters in a longer type."""
+        return self.trainable and self.precision.has_master
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

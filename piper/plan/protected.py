@@ -13,7 +13,6 @@ from functools import cached_property
 from piper.ir.devices import Devices, show
 from piper.ir.format import size
 from piper.ir.ids import SlotId
-from piper.plan.dtypes import HALF
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plan, Plans
 
@@ -123,7 +122,7 @@ class ProtectedState:
         if bucket.name not in self._sizes:
             longest = bucket.largest_shard if bucket.zero else bucket.numel
             state = plan.residents.get(SlotId("state", bucket.name))
-            each = 0 if bucket.dtype in HALF else bucket.itemsize
+            each = 0 if bucket.has_master else bucket.itemsize
             self._sizes[bucket.name] = bucket.numel, each + (state.everywhere // longest if state else 0)
         numel, each = self._sizes[bucket.name]
         start, stop = bucket.shard(self._slices(bucket)[device][1]) if bucket.zero else (0, numel)

@@ -28,8 +28,8 @@ class Layout:
         group = next(group for group in bucket.groups if device in group)
         self.rank = group.index(device)
         self.sharded = bucket.zero > 0
-        self.sums: torch.dtype = getattr(torch, bucket.sum_dtype)
-        self.travels: torch.dtype = getattr(torch, bucket.travel_dtype)
+        self.sums: torch.dtype = getattr(torch, bucket.precision.sum_dtype)
+        self.travels: torch.dtype = getattr(torch, bucket.precision.travel_dtype)
         self.length = bucket.padded if self.sharded else bucket.numel
         self.start, self.stop = bucket.shard(self.rank) if self.sharded else (0, self.length)
         self.shard = self.stop - self.start if self.sharded else bucket.padded // bucket.group_size

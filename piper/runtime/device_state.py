@@ -40,16 +40,15 @@ class BucketState:
         """Fill a device's part of a bucket. away: the memory of the host that its state is in, if it is."""
         self.bucket, self.layout = bucket, Layout(bucket, device)
         layout, dtype = self.layout, getattr(torch, bucket.dtype)
-        keeps_master = bucket.trainable and dtype in (torch.bfloat16, torch.float16)
         sharded = bucket.zero == 3
         begin, end = (layout.start, layout.stop) if sharded else (0, layout.length)
         self.flat = torch.zeros(end - begin, dtype=dtype, device=setup.device)
         self.own = self.flat if sharded else layout.owned(self.flat)
         self.master: Tensor | None = None
-        if keeps_master and away is not None:
+        if bucket.has_master and away is not None:
             self.buffer = away.take(4 * len(self.own), setup.device)  # pinned as long as it is held
             self.master = self.buffer.data.view(torch.float32).zero_()
-        elif keeps_master:
+        elif bucket.has_master:
             self.master = torch.zeros_like(self.own, dtype=torch.float32)
         for index, piece in enumerate(bucket.pieces):
             value = layout.local(initial(piece.name), index).reshape(-1)

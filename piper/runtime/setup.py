@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from piper.callbacks import Callback
 from piper.ir.chunk import CapturedModel, Chunk, Phase
+from piper.ir.dtypes import DTYPES
 from piper.plan.plan import Plan, Plans
 from piper.process.usercode import raised
 from piper.runtime.accelerator import device_of
@@ -21,7 +22,6 @@ from piper.runtime.initial_draws import seeded_draws
 Result = TypeVar("Result")
 log = logging.getLogger("piper")
 Code = Callable[..., tuple[Tensor, ...]]
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 Mean = Tensor | tuple[Tensor, Tensor]  # a mean, or a sum and its weight
 Metrics = Mapping[str, tuple[Tensor, Tensor | float]]  # the sum and the weight of each
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Mean | tuple[Mean, Metrics]]
@@ -132,7 +132,8 @@ class Setup:
     @property
     def dtype(self) -> torch.dtype:
         """Return the type that chunks compute in."""
-        return DTYPES[self.precision]
+        dtype: torch.dtype = getattr(torch, DTYPES[self.precision])
+        return dtype
 
     def build_code(self, plans: Iterable[Plan], meanwhile: Callable[[], Result]) -> Result:
         """Build the code that plans call. Return the result of `meanwhile`: this thread need not wait."""

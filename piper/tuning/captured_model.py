@@ -8,10 +8,11 @@ from torch import Tensor
 
 from piper.capture.layers.short import short_capturing
 from piper.capture.recordings import Capturing, Recordings
-from piper.compiler.build import MASTER_BYTES, Program, first_batch, known_recordings
+from piper.compiler.build import Program, first_batch, known_recordings
 from piper.compiler.optimizer_facts import facts_of_optimizer
 from piper.directives import apply, place
 from piper.errors import ConfigError
+from piper.ir.dtypes import job_precision
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.job import Batch, Job
@@ -83,9 +84,9 @@ def facts_of(model: Model, recordings: Recordings, rows: int) -> tuple[tuple[tup
 
 def optimizer_bytes(model: Model, rows: int) -> int:
     """Try the job's optimizer on one device, and return its bytes for each element, with the master copy."""
-    master = MASTER_BYTES[model.job.precision]
     graph = apply(start(model.capturing.traced(rows).outline), [place(at(), [0])])
-    return facts_of_optimizer(model.job, graph, make_buckets(graph)).state_bytes + master
+    state = facts_of_optimizer(model.job, graph, make_buckets(graph)).state_bytes
+    return state + job_precision(model.job.precision).master_bytes
 
 
 def possible_rows(space: Space, samples: int, devices: int) -> list[int]:

@@ -1,16 +1,18 @@
 """The model that is tuned: its layers, what can be divided, and tables of costs for every microbatch size."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from piper.capture.layers.annotate_layers import TAG
 from piper.capture.recordings import Capturing
-from piper.compiler.build import MASTER_BYTES, Program, build
+from piper.compiler.build import Program, build
 from piper.compiler.optimizer_facts import OptimizerFacts
 from piper.directives import Directive
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk
+from piper.ir.chunk_options import CodeOptions
+from piper.ir.dtypes import job_precision
 from piper.job import Job
 from piper.simulate.costs import Costs
 from piper.tuning.bounds import State
@@ -103,13 +105,16 @@ class Model:
     def _differentiated(
         self, rows: int, recompute: Recompute, experts: int, flat: Callable[[Chunk], bool]
     ) -> CapturedModel:
-        chunks = self.capturing.traced(rows).outline.chunks
-        ways = {chunk.name: experts for chunk in chunks if chunk.kind == "expert"}
-        budgets: Mapping[str, float] = {}
-        if recompute != Recompute():
-            budgets = {c.name: recompute.budget for c in chunks if c.kind in ("compute", "expert")}
-        named = tuple(chunk.name for chunk in chunks if flat(chunk))
-        return self.capturing.differentiated(rows, (), ways, budgets, flat=named).outline
+        recomputes = recompute != Recompute()
+        options = {
+            chunk.name: CodeOptions(
+                ways=experts if chunk.kind == "expert" else 1,
+                budget=recompute.budget if recomputes and chunk.has_code else None,
+                flat=flat(chunk),
+            )
+            for chunk in self.capturing.traced(rows).outline.chunks
+        }
+        return self.capturing.differentiated(rows, (), options).outline
 
     def capture(self, choice: StrategyChoice) -> None:
         """Capture the model as a candidate needs it, if it was not and nothing divides its layers."""
@@ -127,7 +132,7 @@ class Model:
 
     def compile(self, strategy: list[Directive], *, tried: bool = True) -> Program:
         """Compile the job with a strategy. tried: the optimizer need not be tried again."""
-        state = self.state.optimizer - MASTER_BYTES[self.job.precision]
+        state = self.state.optimizer - job_precision(self.job.precision).master_bytes
         return build(
             replace(self.job, strategy=strategy),
             self.capturing,

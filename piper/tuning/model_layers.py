@@ -11,11 +11,10 @@ from math import prod
 from typing import TypeVar
 
 from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Phase, TensorSpec, bundles
-from piper.plan.dtypes import itemsize, summed_as
+from piper.ir.dtypes import MixedPrecision
 from piper.schedules.grid import Grid
 from piper.simulate.costs import Costs
 
-COMPUTES = ("compute", "expert")  # the kinds of chunks that have code
 CHAINED: tuple[Phase, ...] = ("F", "B", "BI")  # phases that pass on what the next stage waits for
 Storage = tuple[str, str, int]  # chunk, kind, number
 Walk = tuple[tuple[tuple[int, ...], int], ...]  # stages of which a backward has run, and activations at most
@@ -137,7 +136,7 @@ class ModelLayers:
         late: dict[Storage, int] = {}
         extra = dict.fromkeys(PHASES, 0)
         for chunk in chunks:
-            if chunk.kind in COMPUTES:
+            if chunk.has_code:
                 held |= self._held(chunk, number)
                 late |= self._late(chunk)
                 for phase in chunk.phases:
@@ -154,7 +153,7 @@ class ModelLayers:
         )
 
     def _seconds(self, chunk: Chunk, phase: Phase) -> float:
-        if phase not in chunk.phases or chunk.kind not in COMPUTES:
+        if phase not in chunk.phases or not chunk.has_code:
             return 0.0
         return self.costs.compute(chunk, phase)
 
@@ -274,7 +273,8 @@ class ModelLayers:
             for name in chunk.params:
                 elements = prod(self.known[name].local_shape) // share
                 dtype = self.known[name].dtype
-                nbytes, summed = elements * itemsize(dtype), elements * itemsize(summed_as(dtype))
+                held = MixedPrecision(dtype=dtype)
+                nbytes, summed = elements * held.itemsize, elements * held.sum_itemsize
                 trained = name in reached
                 found[name] = LayerParameters(
                     nbytes=nbytes,

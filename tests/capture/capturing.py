@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.trace.annotate import annotate_modules
-from piper.capture.trace.trace import DTYPES, Precision, Traced, trace
+from piper.capture.trace.trace import Traced, trace
+from piper.ir.chunk_options import CodeOptions
+from piper.ir.dtypes import DTYPES, JobPrecision
 from piper.models import decoder
 from tests import zoo
 from tests.capture.machine import Backward, Machine
@@ -70,7 +72,7 @@ def captured(name: str, ways: int = 1) -> Captured:
 @cache
 def _captured(name: str, ways: int) -> Captured:
     chunks = traced(name).outline.chunks
-    return differentiate(traced(name), {chunk.name: ways for chunk in chunks if chunk.kind == "expert"})
+    return differentiate(traced(name), {chunk.name: CodeOptions(ways=ways) for chunk in chunks})
 
 
 def compare(name: str, backward: Backward, ways: int = 1) -> float:
@@ -114,12 +116,12 @@ def difference(
 
 
 def check(
-    model: Callable[[], nn.Module], loss: zoo.Loss, batch: Batch, precision: Precision = "fp64"
+    model: Callable[[], nn.Module], loss: zoo.Loss, batch: Batch, precision: JobPrecision = "fp64"
 ) -> Captured:
     """Capture a model and hold it against autograd, bit for bit, in both kinds of backward."""
     rows = next(iter(batch.values())).shape[0]
     code = differentiate(trace(model, loss, batch, rows, precision))
-    dtype = DTYPES[precision]
+    dtype = getattr(torch, DTYPES[precision])
     cast = {key: field.to(dtype) if field.is_floating_point() else field for key, field in batch.items()}
 
     def built() -> nn.Module:

@@ -25,6 +25,7 @@ from piper.capture.trace.annotate import annotate
 from piper.capture.trace.trace import trace
 from piper.errors import CaptureError
 from piper.experts import grouped_mm, route, unroute
+from piper.ir.chunk_options import CodeOptions
 from piper.launchers.transport.serialize import pack, unpack
 from tests import zoo
 from tests.capture.capturing import difference
@@ -67,8 +68,8 @@ class Made:
 
 def captured(folder: Path, budget: float | None = None) -> Captured:
     found = trace(Routed, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True)
-    budgets = {} if budget is None else {chunk.name: budget for chunk in found.outline.chunks}
-    return differentiate(found, None, budgets, Cache(folder=folder))
+    options = {chunk.name: CodeOptions(budget=budget) for chunk in found.outline.chunks}
+    return differentiate(found, options, Cache(folder=folder))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ class Tower(nn.Module):
 @pytest.mark.slow
 def test_weight_gradients_are_not_put_off_to_the_end(tmp_path: Path) -> None:
     found = trace(Tower, zoo.regression, zoo.vectors(512, 0), 512, "fp64", compiled=True)
-    code = differentiate(found, None, {}, Cache(folder=tmp_path))
+    code = differentiate(found, cache=Cache(folder=tmp_path))
     code.phase(code.outline.chunks[0].key, "B")
     (text,) = (path.read_text() for path in tmp_path.rglob("*.py") if "extern_kernels.mm" in path.read_text())
     made = re.findall(r"empty_strided_cpu\(\((\d+), 16\)", text)
@@ -144,7 +145,9 @@ def test_weight_gradients_are_not_put_off_to_the_end(tmp_path: Path) -> None:
 def test_gradients_are_written_into_given_memory(tmp_path: Path) -> None:
     """Products, each where the caller wants it and nowhere else: written, or added to what is there."""
     found = trace(Feeds, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True)
-    code = differentiate(found, None, {}, Cache(folder=tmp_path), flat=["PP=0", "PP=1"])
+    code = differentiate(
+        found, dict.fromkeys(("PP=0", "PP=1"), CodeOptions(flat=True)), Cache(folder=tmp_path)
+    )
     chunk = code.outline.chunks[1]
     spec = chunk.phases["B"]
     assert sorted(spec.in_place) == ["down.weight", "gate.weight", "q.weight", "up.weight"]

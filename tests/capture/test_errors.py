@@ -15,6 +15,7 @@ from piper.capture.trace.trace import trace
 from piper.capture.trace_errors import reason, without_result
 from piper.errors import PiperError
 from piper.experts import grouped_mm, route, unroute
+from piper.ir.chunk_options import CodeOptions
 from piper.losses import huggingface
 from tests import zoo
 
@@ -528,7 +529,7 @@ def test_a_weight_that_cannot_be_divided_by_expert() -> None:
     traced = trace(SharedBias, zoo.regression, zoo.vectors(4, 0), 4)
     differentiate(traced)  # on one device it may stay
     with pytest.raises(PiperError) as raised:
-        differentiate(traced, {"EP=0 #1": 2})
+        differentiate(traced, {"EP=0 #1": CodeOptions(ways=2)})
     assert str(raised.value) == lines(
         "EP=0 #1: bias cannot be divided by expert",
         "  shape:   [16]",

@@ -12,6 +12,7 @@ from piper.capture.precision.fp8 import check_machine, fp8_linear, peaks_of
 from piper.capture.trace.trace import Traced, trace
 from piper.errors import ScheduleError
 from piper.ir.chunk import Kernel
+from piper.ir.chunk_options import CodeOptions
 from tests import zoo
 from tests.capture.capturing import traced
 
@@ -110,7 +111,7 @@ def test_a_tied_head_keeps_its_weight_whole() -> None:
 
 
 def test_a_chosen_region_multiplies_in_fp8_in_every_phase() -> None:
-    code = differentiate(routed(), precisions={"PP=1": "fp8"})
+    code = differentiate(routed(), {"PP=1": CodeOptions(products="fp8")})
     assert [chunk.precision for chunk in code.outline.chunks] == ["", "fp8", ""]
     first = code.outline.chunks[1]
     narrow = {
@@ -130,7 +131,7 @@ def test_a_chosen_region_multiplies_in_fp8_in_every_phase() -> None:
 
 def test_saved_values_are_those_of_the_job_s_precision() -> None:
     plain = differentiate(routed()).outline.chunks[1]
-    narrow = differentiate(routed(), precisions={"PP=1": "fp8"}).outline.chunks[1]
+    narrow = differentiate(routed(), {"PP=1": CodeOptions(products="fp8")}).outline.chunks[1]
     largest = sum(spec.nbytes for spec in narrow.saved) - sum(spec.nbytes for spec in plain.saved)
     assert (
         largest == 2 * 8 * 8 + 2 * 8 * 8
@@ -155,7 +156,7 @@ class Twice(nn.Module):
 
 def test_a_value_is_rounded_once_for_all_its_products() -> None:
     found = trace(Twice, zoo.regression, zoo.vectors(4, 0), 4, "fp64")
-    code = differentiate(found, precisions={"PP=1": "fp8"})
+    code = differentiate(found, {"PP=1": CodeOptions(products="fp8")})
     key = code.outline.chunks[1].key
     kinds = (torch.float8_e4m3fn, torch.float8_e5m2)
     counts = {}

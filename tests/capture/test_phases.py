@@ -10,6 +10,7 @@ from piper.capture.autodiff.differentiate import differentiate
 from piper.capture.trace.annotate import annotate
 from piper.capture.trace.trace import trace
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
+from piper.ir.chunk_options import CodeOptions
 from tests import zoo
 from tests.capture.capturing import captured, case, check, difference, traced
 
@@ -222,7 +223,7 @@ def test_what_compiled_code_makes_in_one_go_is_there_at_once() -> None:
     found = trace(
         Gated, zoo.regression, zoo.vectors(rows, 0), rows, "fp32", torch.device("cpu"), compiled=True
     )
-    chunk = differentiate(found, None, {"PP=0": 0.0}).outline.chunks[0]
+    chunk = differentiate(found, {"PP=0": CodeOptions(budget=0.0)}).outline.chunks[0]
     assert chunk.saved == ()
     wide = rows * 64 * 4
     # The gate, what it lets through and their product's gradient; from these the product and two gradients.

@@ -10,6 +10,7 @@ from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.trace.annotate import annotate
 from piper.capture.trace.trace import trace
 from piper.ir.chunk import Chunk
+from piper.ir.chunk_options import CodeOptions
 from tests import zoo
 from tests.capture.capturing import ROWS, case, difference, traced
 from tests.capture.machine import Backward
@@ -27,7 +28,7 @@ def kept(chunk: Chunk) -> int:
 
 def with_budget(name: str, budget: float) -> Captured:
     found = traced(name)
-    return differentiate(found, None, {chunk.name: budget for chunk in found.outline.chunks})
+    return differentiate(found, {chunk.name: CodeOptions(budget=budget) for chunk in found.outline.chunks})
 
 
 @pytest.mark.parametrize("budget", [0.5, 0.0])
@@ -98,7 +99,7 @@ class Chooses(nn.Module):
 def test_what_is_drawn_is_kept() -> None:
     """The mask, and the chosen entries, which cannot be made again without what the mask left of the others."""
     found = trace(Chooses, zoo.regression, zoo.vectors(4, 0), 4, "fp64")
-    code = differentiate(found, None, {"PP=0": 0.0})
+    code = differentiate(found, {"PP=0": CodeOptions(budget=0.0)})
     chunk = code.outline.chunks[0]
     assert [(spec.dtype, spec.shape) for spec in chunk.saved] == [
         ("bool", (4, 16)),
@@ -134,7 +135,7 @@ class Routes(nn.Module):
 def test_what_is_chosen_is_kept_though_it_could_be_chosen_again() -> None:
     """Made twice, of numbers that may differ in their last bit, a choice could be two choices."""
     found = trace(Routes, zoo.regression, zoo.vectors(4, 0), 4, "fp64")
-    code = differentiate(found, None, {"PP=0": 0.0})
+    code = differentiate(found, {"PP=0": CodeOptions(budget=0.0)})
     (chunk,) = code.outline.chunks
     assert [(spec.dtype, spec.shape) for spec in chunk.saved] == [("int64", (4, 4))]
     assert kept(chunk) == 4 * 4 * 8
@@ -221,7 +222,7 @@ def test_a_factor_that_frees_nothing_is_not_written_again() -> None:
 
 def test_a_factor_of_a_product_that_is_recomputed_too_is_written_before_it() -> None:
     found = trace(Feeds, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True)
-    code = differentiate(found, None, {chunk.name: 0.0 for chunk in found.outline.chunks})
+    code = differentiate(found, {chunk.name: CodeOptions(budget=0.0) for chunk in found.outline.chunks})
     assert_numbers_of_plain(code)
 
 
@@ -246,5 +247,5 @@ class Crossed(nn.Module):
 @pytest.mark.parametrize("budget", [None, 0.5, 0.3, 0.2, 0.0])
 def test_a_factor_that_its_writer_is_computed_from_is_written_in_time(budget: float | None) -> None:
     found = trace(Crossed, zoo.regression, zoo.vectors(8, 0), 8, "fp64", compiled=True)
-    budgets = {} if budget is None else {chunk.name: budget for chunk in found.outline.chunks}
-    assert_numbers_of_plain(differentiate(found, None, budgets), Crossed)
+    options = {chunk.name: CodeOptions(budget=budget) for chunk in found.outline.chunks}
+    assert_numbers_of_plain(differentiate(found, options), Crossed)

@@ -50,7 +50,7 @@ class Stack(nn.Module):
 
 def captured(model: type[nn.Module] | object, cache: Cache | None = None) -> Captured:
     found = trace(model, zoo.regression, zoo.vectors(3, 0), 3, "fp64", compiled=True)  # type: ignore[arg-type]
-    return differentiate(found, None, {}, cache)
+    return differentiate(found, cache=cache)
 
 
 def graph_of(code: Captured, phase: str) -> torch.fx.GraphModule:

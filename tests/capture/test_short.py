@@ -12,6 +12,7 @@ from piper.capture.layers.short import ShortCapturing, short_capturing
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.compiler.requests import requests_of
 from piper.directives import Directive, apply
+from piper.ir.chunk_options import CodeOptions
 from piper.ir.graph import start
 from piper.ir.mesh import Axis, mesh_of
 
@@ -113,10 +114,10 @@ def test_the_outline_is_that_of_all_blocks(build: Callable[[], nn.Module]) -> No
     found, wanted = short.traced(ROWS), whole.traced(ROWS)
     assert found.outline == wanted.outline
     assert len(found.pieces) < len(wanted.pieces)
-    budgets = {chunk.name: 0.5 for chunk in wanted.outline.chunks}
-    for asked in ({}, budgets):
-        given = whole.differentiated(ROWS, (), {}, asked)
-        assert short.differentiated(ROWS, (), {}, asked).outline == given.outline
+    for options in (CodeOptions(), CodeOptions(budget=0.5)):
+        asked = {chunk.name: options for chunk in wanted.outline.chunks}
+        given = whole.differentiated(ROWS, (), asked)
+        assert short.differentiated(ROWS, (), asked).outline == given.outline
     assert not short.whole.recordings.recorded  # all blocks were never traced
 
 
@@ -159,9 +160,9 @@ def test_where_stages_begin_does_not_change_a_division() -> None:
 def test_what_differs_from_block_to_block_traces_all_blocks() -> None:
     short = short_capturing(capturing_of(by_layer), ROWS)
     names = [chunk.name for chunk in short.traced(ROWS).outline.chunks]
-    uneven = {name: 0.5 for name in names[:6]}
-    found = short.differentiated(ROWS, (), {}, uneven)
-    assert found.outline == capturing_of(by_layer).differentiated(ROWS, (), {}, uneven).outline
+    uneven = {name: CodeOptions(budget=0.5) for name in names[:6]}
+    found = short.differentiated(ROWS, (), uneven)
+    assert found.outline == capturing_of(by_layer).differentiated(ROWS, (), uneven).outline
 
 
 @pytest.mark.parametrize("build", [SeventhIsOther, SkipsTwo, ReadsAll, WiderBlock, lambda: Tower(7)])

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from piper.compiler import Program, compile
 from piper.directives import Directive, place, replicate, shard, split
+from piper.ir.dtypes import JobPrecision
 from piper.ir.select import at
-from piper.job import Precision
 from piper.launchers.launch import launch_inline
 from piper.models import decoder
 from piper.runtime.worker import Options
@@ -97,7 +97,7 @@ class Settings:
 
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
-    precision: Precision = "fp64"
+    precision: JobPrecision = "fp64"
     clip_norm: float | None = None
 
 
@@ -116,7 +116,7 @@ def captures(model: str) -> Shared:
 
 
 @cache
-def compiled(model: str, name: str, precision: Precision, clip_norm: float | None) -> Program:
+def compiled(model: str, name: str, precision: JobPrecision, clip_norm: float | None) -> Program:
     """A model under a strategy, compiled once for all tests."""
     made = case(model)
     with captures(model).capturing():

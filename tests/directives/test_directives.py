@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
-from piper.ir.graph import Graph, GroupMember, Policy, start
+from piper.ir.chunk_options import Policy
+from piper.ir.graph import Graph, GroupMember, start
 from piper.ir.mesh import EXPERTS
 from piper.ir.select import at
 from piper.ir.sharding import AxisPlacement, Shard
@@ -21,7 +22,7 @@ def test_place_puts_nodes_on_devices() -> None:
     assert {name: node.devices for name, node in graph.nodes.items()} == {
         "F[PP=0]": (0,), "F[PP=1]": (2, 1), "B[PP=1]": (2, 1), "B[PP=0]": (0,),
     }  # fmt: skip
-    assert graph.transfer_streams == {"PP=1": "pp"}
+    assert graph.chosen(lambda options: options.transfer_stream) == {"PP=1": "pp"}
     assert graph.devices() == (0, 1, 2)
 
 

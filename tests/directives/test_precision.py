@@ -14,7 +14,6 @@ from piper.ir.graph import Graph, start
 from piper.ir.select import at
 from piper.lower.validate import validate
 from tests.chain import chain
-from tests.ir.graph_text import read_graph, show_graph
 
 
 def with_products(outline: CapturedModel, *weights: tuple[str, ...]) -> CapturedModel:
@@ -30,6 +29,14 @@ def after(*strategy: Directive, outline: CapturedModel = DENSE) -> Graph:
     return apply(start(outline), strategy)
 
 
+def products(graph: Graph) -> dict[str, str]:
+    return graph.chosen(lambda options: options.products)
+
+
+def gathers(graph: Graph) -> dict[str, str]:
+    return graph.chosen(lambda options: options.gather)
+
+
 def said(*strategy: Directive, outline: CapturedModel = DENSE) -> str:
     with pytest.raises(ScheduleError) as caught:
         validate(apply(start(outline), strategy), samples=8)
@@ -39,20 +46,16 @@ def said(*strategy: Directive, outline: CapturedModel = DENSE) -> str:
 def test_regions_with_products_are_selected() -> None:
     halves = order([[at(PP=0, PASS="BI")], [at(PP=0, PASS="BW")]])
     graph = after(split(at(), parts=2), halves, precision(at(PP=0), "fp8"))
-    assert graph.precisions == {"PP=0": "fp8"}
+    assert products(graph) == {"PP=0": "fp8"}
     assert graph.nodes["BW[PP=0 MB=1]"].origin == (0, 1, 2) and graph.nodes["F[PP=1 MB=0]"].origin == (0,)
-    assert after(precision(at(), "fp8"), outline=with_products(chain(2), ("a",))).precisions == {
-        "PP=0": "fp8"
-    }
+    assert products(after(precision(at(), "fp8"), outline=with_products(chain(2), ("a",)))) == {"PP=0": "fp8"}
 
 
-def test_it_is_read_from_json_and_from_the_text_of_a_graph() -> None:
+def test_it_is_read_from_json() -> None:
     entry = '[{"op": "precision", "filter": {"PP": "*"}, "products": "fp8"}]'
     assert parse_strategy(entry) == [precision(at(PP="*"), "fp8")]
     graph = after(precision(at(PP=1), "fp8", gather="fp8"))
-    assert "chunk  PP=1  precision=fp8  gather=fp8" in show_graph(graph)
-    read = read_graph(show_graph(graph), DENSE)
-    assert read.precisions == {"PP=1": "fp8"} and read.gathered_in_fp8 == {"PP=1"}
+    assert products(graph) == gathers(graph) == {"PP=1": "fp8"}
 
 
 def test_another_precision() -> None:
@@ -80,7 +83,7 @@ def test_nothing_is_gathered() -> None:
 
 def test_the_last_one_says_how_weights_are_gathered() -> None:
     both = after(precision(at(), "fp8", gather="fp8"), precision(at(PP=0), "fp8"))
-    assert both.gathered_in_fp8 == {"PP=1"} and set(both.precisions) == {"PP=0", "PP=1"}
+    assert set(gathers(both)) == {"PP=1"} and set(products(both)) == {"PP=0", "PP=1"}
 
 
 def test_a_part_of_a_chunk() -> None:
@@ -119,7 +122,7 @@ def test_a_weight_of_two_regions_has_one_precision() -> None:
           PP=1: fp8
           hint: select both regions, or neither
     """)
-    assert after(precision(at(), "fp8"), outline=tied).precisions == {"PP=0": "fp8", "PP=1": "fp8"}
+    assert products(after(precision(at(), "fp8"), outline=tied)) == {"PP=0": "fp8", "PP=1": "fp8"}
 
 
 def test_something_else_than_a_filter() -> None:

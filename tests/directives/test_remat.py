@@ -12,7 +12,6 @@ from piper.ir.chunk import CapturedModel, Chunk
 from piper.ir.graph import Graph, start
 from piper.ir.select import At, at
 from tests.chain import chain
-from tests.ir.graph_text import read_graph, show_graph
 
 DENSE = chain(2)
 EXPERTS = chain(2, experts=4)
@@ -20,6 +19,14 @@ EXPERTS = chain(2, experts=4)
 
 def after(*strategy: Directive, outline: CapturedModel = DENSE) -> Graph:
     return apply(start(outline), strategy)
+
+
+def budgets(graph: Graph) -> dict[str, float]:
+    return graph.chosen(lambda options: options.budget)
+
+
+def reruns(graph: Graph) -> dict[str, str]:
+    return graph.chosen(lambda options: options.rerun)
 
 
 def said(outline: CapturedModel, *strategy: Directive) -> str:
@@ -30,40 +37,32 @@ def said(outline: CapturedModel, *strategy: Directive) -> str:
 
 def test_a_later_budget_wins() -> None:
     graph = after(remat(at(), 0.5), remat(at(PP=1), 0))
-    assert graph.budgets == {"PP=0": 0.5, "PP=1": 0.0}
+    assert budgets(graph) == {"PP=0": 0.5, "PP=1": 0.0}
     assert graph.nodes["F[PP=0]"].origin == (0,)
     assert graph.nodes["B[PP=1]"].origin == (0, 1)
 
 
 def test_parts_and_halves_share_their_chunk_s_budget() -> None:
     halves = order([[at(PP=0, PASS="BI")], [at(PP=0, PASS="BW")]])
-    assert after(split(at(), parts=2), halves, remat(at(PP=0), 0.25)).budgets == {"PP=0": 0.25}
+    assert budgets(after(split(at(), parts=2), halves, remat(at(PP=0), 0.25))) == {"PP=0": 0.25}
 
 
 def test_markers_have_nothing_to_recompute() -> None:
     names = {"PP=0", "PP=0 EP=0", "PP=0 #1"}
-    assert set(after(remat(at(PP=0), 0.5), outline=EXPERTS).budgets) == names & {
+    assert set(budgets(after(remat(at(PP=0), 0.5), outline=EXPERTS))) == names & {
         chunk.name for chunk in EXPERTS.chunks
     }
 
 
-def test_the_text_of_a_graph_keeps_budgets() -> None:
-    graph = after(remat(at(PP=1), 0.125))
-    assert "chunk  PP=1  budget=0.125" in show_graph(graph)
-    assert read_graph(show_graph(graph), DENSE).budgets == {"PP=1": 0.125}
-    none = after(remat(at(PP=0), 0))
-    assert read_graph(show_graph(none), DENSE).budgets == {"PP=0": 0.0}
-
-
 def test_across_names_the_region_of_each_chunk() -> None:
-    assert after(remat(at(PP=1), 0.5, across="PP")).reruns == {"PP=1": "PP=1"}
+    assert reruns(after(remat(at(PP=1), 0.5, across="PP"))) == {"PP=1": "PP=1"}
     graph = after(remat(at(), 0.5, "PP"), outline=EXPERTS)
     stage = {"PP=0": "PP=0", "PP=0 EP=0": "PP=0", "PP=0 #1": "PP=0"}
-    assert graph.reruns == stage | {"PP=1": "PP=1", "PP=1 EP=1": "PP=1", "PP=1 #1": "PP=1"}
-    assert set(graph.budgets) == set(graph.reruns)
+    assert reruns(graph) == stage | {"PP=1": "PP=1", "PP=1 EP=1": "PP=1", "PP=1 #1": "PP=1"}
+    assert set(budgets(graph)) == set(reruns(graph))
     inner = after(remat(at(EP="*"), 0.5, across="EP"), outline=EXPERTS)
-    assert inner.reruns == {"PP=0 EP=0": "PP=0 EP=0", "PP=1 EP=1": "PP=1 EP=1"}
-    assert after(remat(at(), 0.5)).reruns == {}
+    assert reruns(inner) == {"PP=0 EP=0": "PP=0 EP=0", "PP=1 EP=1": "PP=1 EP=1"}
+    assert reruns(after(remat(at(), 0.5))) == {}
 
 
 def test_regions_are_those_of_the_whole_path() -> None:
@@ -76,18 +75,18 @@ def test_regions_are_those_of_the_whole_path() -> None:
     graph = after(
         remat(at(), 0, across="LAYER"), outline=CapturedModel(chunks=tuple(chunks), loss=DENSE.loss)
     )
-    assert graph.reruns == {chunk.name: chunk.name for chunk in chunks}
+    assert reruns(graph) == {chunk.name: chunk.name for chunk in chunks}
 
 
 def test_a_later_region_wins_and_none_ends_it() -> None:
     first = remat(at(), 0.5, across="PP")
     within = after(first, remat(at(EP=0), 1, across="EP"), outline=EXPERTS)
-    assert within.reruns["PP=0"] == "PP=0"
-    assert within.reruns["PP=0 EP=0"] == "PP=0 EP=0"
+    assert reruns(within)["PP=0"] == "PP=0"
+    assert reruns(within)["PP=0 EP=0"] == "PP=0 EP=0"
     ended = after(first, remat(at(PP=0), 0.5), outline=EXPERTS)
-    assert set(ended.reruns) == {"PP=1", "PP=1 EP=1", "PP=1 #1"}
-    assert ended.budgets["PP=0"] == 0.5
-    assert after(first, remat(at(PP=0), 0.5), remat(at(PP=0), 1, "PP")).reruns == {
+    assert set(reruns(ended)) == {"PP=1", "PP=1 EP=1", "PP=1 #1"}
+    assert budgets(ended)["PP=0"] == 0.5
+    assert reruns(after(first, remat(at(PP=0), 0.5), remat(at(PP=0), 1, "PP"))) == {
         "PP=1": "PP=1",
         "PP=0": "PP=0",
     }
@@ -96,18 +95,8 @@ def test_a_later_region_wins_and_none_ends_it() -> None:
 def test_parts_and_halves_run_again_with_their_chunk() -> None:
     halves = order([[at(PP=0, PASS="BI")], [at(PP=0, PASS="BW")]])
     graph = after(split(at(), parts=2), halves, remat(at(PP=0), 0.25, across="PP"))
-    assert graph.reruns == {"PP=0": "PP=0"}
+    assert reruns(graph) == {"PP=0": "PP=0"}
     assert all(node.origin[-1:] == (2,) for node in graph.nodes.values() if node.chunk == "PP=0")
-
-
-def test_the_text_of_a_graph_keeps_what_runs_again() -> None:
-    graph = after(remat(at(), 0.5, across="PP"), remat(at(EP=1), 1, across="EP"), outline=EXPERTS)
-    text = show_graph(graph)
-    assert "chunk  PP=0 #1  budget=0.5  again=PP=0\n" in text
-    assert "chunk  PP=1 EP=1  budget=1.0  again=PP=1 EP=1\n" in text
-    again = read_graph(text, EXPERTS)
-    assert again.reruns == graph.reruns
-    assert show_graph(again) == text
 
 
 def test_the_json_form() -> None:

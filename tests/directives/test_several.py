@@ -44,7 +44,10 @@ def test_several_indices_go_together_with_any_and_without() -> None:
 def test_shard_and_remat_take_several_indices() -> None:
     graph = after(shard(at(PP=range(0, 2)), [0, 1]), remat(at(PP=[0, 3]), budget=0.5), experts=4)
     assert [graph.policy(f"PP={index} EP={index}").ways for index in range(4)] == [2, 2, 1, 1]
-    assert {name.partition(" ")[0] for name in graph.budgets} == {"PP=0", "PP=3"}
+    assert {name.partition(" ")[0] for name in graph.chosen(lambda options: options.budget)} == {
+        "PP=0",
+        "PP=3",
+    }
 
 
 def test_an_order_has_all_of_them_in_one_group() -> None:

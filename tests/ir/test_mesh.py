@@ -2,7 +2,7 @@
 
 import pytest
 
-from piper.ir.graph import AxisPolicy, Policy
+from piper.ir.chunk_options import AxisPolicy, Policy
 from piper.ir.mesh import DATA, EXPERTS, Axis, Mesh, mesh_of
 
 EIGHT = tuple(range(8, 16))

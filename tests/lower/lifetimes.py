@@ -93,7 +93,7 @@ def check_passes(plans: Plans, graph: Graph) -> None:
         read = {slot for ins in plan.instrs for slot in ins.reads}
         for ins in plan.instrs:
             if ins.op == "compute" and ins.again:
-                assert ins.computes.chunk in graph.reruns, f"{ins.node} should not run again"
+                assert graph.options[ins.computes.chunk].rerun, f"{ins.node} should not run again"
                 assert not read.isdisjoint(ins.writes), f"nothing reads what {ins.node} writes"
 
 

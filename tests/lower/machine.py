@@ -26,7 +26,7 @@ def examine(plans: Plans, graph: Graph, *seeds: int, clip: bool = False) -> None
         assert not run.state.problems, run.state.problems[0]
     check_lifetimes(plans)
     check_passes(plans, graph)
-    check_reruns(plans, graph.reruns)
+    check_reruns(plans, graph.chosen(lambda options: options.rerun))
 
 
 class Streams:

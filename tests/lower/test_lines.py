@@ -9,11 +9,11 @@ import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.ir.chunk import Buffer, CapturedModel
+from piper.ir.dtypes import itemsize
 from piper.ir.graph import start
 from piper.ir.ids import Pass
 from piper.ir.select import at
 from piper.lower.state import Settings
-from piper.plan.dtypes import itemsize
 from piper.plan.plan import Plan, Plans
 from piper.plan.prove import prove
 from piper.schedules import dualpipe_v, gpipe, one_f_one_b, zero_bubble

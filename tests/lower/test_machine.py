@@ -1,11 +1,12 @@
 """The random machine is worth something: it finds plans that compute something else, or in another order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
 
 from piper.directives import remat, replicate, split
+from piper.ir.graph import Graph
 from piper.ir.ids import Pass, SlotId
 from piper.ir.select import at
 from piper.plan.instr import Field, Instr, Routing, Rows
@@ -155,14 +156,19 @@ def test_members_that_meet_in_another_order_are_stuck() -> None:
         examine(replace(plans, plans=(replace(first, instrs=tuple(instrs)), *others)), graph)
 
 
+def without_reruns(graph: Graph, chunks: Iterable[str]) -> Graph:
+    return graph.with_options(chunks, lambda _, options: replace(options, rerun=None))
+
+
 def test_a_region_that_runs_again_and_should_not_or_the_other_way_round() -> None:
     plans, graph = repeated()
     with pytest.raises(AssertionError):
-        examine(plans, replace(graph, reruns={}))
+        examine(plans, without_reruns(graph, graph.options))
     with pytest.raises(AssertionError):
-        examine(plans, replace(graph, reruns={name: "PP=1" for name in graph.reruns if "PP=1" in name}))
-    plain, _ = lower(replace(graph, reruns={}))
-    examine(plain, replace(graph, reruns={}))
+        examine(plans, without_reruns(graph, (name for name in graph.options if "PP=1" not in name)))
+    once = without_reruns(graph, graph.options)
+    plain, _ = lower(once)
+    examine(plain, once)
     with pytest.raises(AssertionError):
         examine(plain, graph)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.trace.trace import trace
 from piper.errors import PiperError
+from piper.ir.chunk_options import CodeOptions
 from tests.capture.machine import Backward, Machine
 from tests.opinfo.sample import BATCH, Called, Calls, Sample, loss, operands
 
@@ -108,7 +109,7 @@ def _compared(group: Sequence[Runnable], evaluated: bool) -> list[Verdict]:
 
     traced = trace(model, loss, BATCH, 2, "fp64")
     code = differentiate(traced)
-    small = differentiate(traced, budgets={chunk.name: 0.0 for chunk in traced.outline.chunks})
+    small = differentiate(traced, {chunk.name: CodeOptions(budget=0.0) for chunk in traced.outline.chunks})
     wanted = _trained(filled())
     runs = {
         "whole": (_ran(code, filled(), "whole"), wanted),

@@ -12,7 +12,8 @@ from piper.compiler import build
 from piper.directives import Directive, shard
 from piper.errors import CompilerError
 from piper.ir.chunk import Output
-from piper.ir.graph import AxisPolicy, Graph, Policy
+from piper.ir.chunk_options import AxisPolicy, Policy
+from piper.ir.graph import Graph
 from piper.ir.ids import Pass, SlotId, read_slot
 from piper.ir.mesh import EXPERTS, Axis, groups_apart, mesh_of
 from piper.ir.select import at

@@ -24,6 +24,7 @@ from piper.capture.divide.request import Request
 from piper.capture.trace.trace import Traced, trace
 from piper.compiler import Program, optimizer_facts
 from piper.compiler.optimizer_probe import Probe, probe_optimizer
+from piper.ir.chunk_options import CodeOptions
 from piper.launchers.launch import launch_inline
 from piper.plan.plan import Bucket
 from piper.process.gc_pause import no_collection
@@ -85,17 +86,11 @@ class Shared:
             return made
 
         def captured(
-            found: Traced,
-            ways: Mapping[str, int],
-            budgets: Mapping[str, float],
-            cache: Cache | None,
-            precisions: Mapping[str, str],
-            flat: Sequence[str],
-            code: CodeCache,
+            found: Traced, options: Mapping[str, CodeOptions], cache: Cache | None, code: CodeCache
         ) -> Captured:
-            key = (id(found), *ways.items(), *budgets.items(), *precisions.items(), *flat)
+            key = (id(found), *options.items())
             if key not in self.codes:
-                self.codes[key] = differentiate(found, ways, budgets, cache, precisions, flat, code)
+                self.codes[key] = differentiate(found, options, cache, code)
             return self.codes[key]
 
         with (

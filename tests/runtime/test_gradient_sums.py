@@ -202,7 +202,7 @@ def test_gradients_that_travel_in_bf16_are_rounded_once_for_each_reduction(zero:
 
 def test_float64_is_never_rounded_on_the_way() -> None:
     plans = compile(job(2, zero=1, reduce="bf16", precision="fp64"), device="cpu").plans
-    assert {bucket.travel_dtype for bucket in plans.buckets.values()} == {"float64"}
+    assert {bucket.precision.travel_dtype for bucket in plans.buckets.values()} == {"float64"}
 
 
 def test_a_job_in_fp32_may_reduce_in_bf16() -> None:

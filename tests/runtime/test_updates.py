@@ -9,7 +9,8 @@ from torch.optim import SGD, Optimizer
 
 import piper
 from piper.compiler import compile
-from piper.job import Job, Precision
+from piper.ir.dtypes import JobPrecision
+from piper.job import Job
 from piper.launchers.launch import launch_inline
 from piper.runtime import device_state
 from piper.runtime.device_state import fuse
@@ -56,7 +57,7 @@ def stepped(
     devices: int = 1,
     zero: int = 0,
     optimizer: Callable[[Iterable[Tensor]], Optimizer] = sgd,
-    precision: Precision = "fp64",
+    precision: JobPrecision = "fp64",
 ) -> tuple[list[float], float]:
     """The parameters after one step of SGD from zero, and the norm of its gradient."""
     job = Job(
@@ -128,7 +129,7 @@ def watched(params: Iterable[Tensor]) -> Optimizer:
     ids=["torch's", "own", "watched"],
 )
 def test_fused_optimizers_see_gradients_divided_and_clipped(
-    optimizer: Callable[[Iterable[Tensor]], Optimizer], precision: Precision
+    optimizer: Callable[[Iterable[Tensor]], Optimizer], precision: JobPrecision
 ) -> None:
     found, _ = stepped(dots(1.0), clip=1.0, loss=summed, optimizer=optimizer, precision=precision)
     assert found == pytest.approx([-0.6, -0.8], rel=1e-2 if precision == "bf16" else 1e-5)
@@ -153,7 +154,7 @@ def fused(params: Iterable[Tensor]) -> Optimizer:
 
 
 def of_three(
-    precision: Precision, optimizer: Callable[[Iterable[Tensor]], Optimizer], steps: int = 2
+    precision: JobPrecision, optimizer: Callable[[Iterable[Tensor]], Optimizer], steps: int = 2
 ) -> dict[str, Tensor]:
     batch = {"x": torch.ones(2, 2)}
     job = Job(

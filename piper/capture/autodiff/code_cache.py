@@ -14,6 +14,7 @@ from piper.capture.autodiff.remat import Choice, choose
 from piper.capture.compile.hashing import structural_key
 from piper.capture.trace.piece import CapturedChunk
 from piper.ir.chunk import TensorSpec
+from piper.ir.chunk_options import CodeOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,36 +41,33 @@ class CodeCache:
         *,
         trained: Sequence[bool],
         tangents: Sequence[int],
-        ways: int,
         params: Sequence[TensorSpec],
-        budget: float | None = None,
-        flat: bool = False,
+        options: CodeOptions,
     ) -> CompiledChunk:
         """Return the code of a piece. Trace it if no equal piece has been traced.
 
         trained: for each parameter, whether it has a gradient. tangents: the outputs that have one.
-        ways: the number of devices that divide its experts. params: its parameters on one device.
-        budget: the fraction of the saved bytes that it may save. None: all of them. flat: its compiled
-        backward writes gradients into given memory.
+        params: its parameters on one device.
         """
         assert piece.body is not None, "a marker has no code"
+        budget, ways = options.budget, options.ways
         variant = f"compiled {self.compiled} budget {budget}" if self.compiled or budget is not None else ""
-        variant += " flat" if flat and self.compiled else ""
+        variant += " flat" if options.flat and self.compiled else ""
         key = structural_key(piece.body, trained, tangents, ways, self.device, variant)
         if key not in self.volumes:
             try:
                 joint = self.joints.of_piece(piece, trained, tangents, ways)
-                self.volumes[key] = self._volume(key, joint, budget, flat)
+                self.volumes[key] = self._volume(key, joint, options)
             except UntraceableError as error:
                 code = EagerCode(piece, trained, tangents, params)
                 self.volumes[key] = CompiledChunk(key=key, code=code, fallback=str(error))
         return self.volumes[key]
 
-    def _volume(self, key: str, joint: Joint, budget: float | None, flat: bool) -> CompiledChunk:
+    def _volume(self, key: str, joint: Joint, options: CodeOptions) -> CompiledChunk:
         plain = partition(joint)
-        if not self.compiled and budget is None:
+        if not self.compiled and options.budget is None:
             return CompiledChunk(key=key, code=GraphCode(plain))
-        choice = choose(plain, budget, joined=self.compiled)
+        choice = choose(plain, options.budget, joined=self.compiled)
         cut = partition(joint, choice.keep, choice.writers)
-        code = GraphCode(cut, joined=self.compiled, flat=flat)
+        code = GraphCode(cut, joined=self.compiled, flat=options.flat)
         return CompiledChunk(key=key, code=code, choice=choice)

@@ -1,7 +1,7 @@
 """Gives every chunk of a captured model its phases: explicit forward and backward code."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
@@ -18,6 +18,7 @@ from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.trace import Traced
 from piper.errors import CaptureError
 from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Parameter, Phase, PhaseSpec, TensorSpec
+from piper.ir.chunk_options import CodeOptions
 from piper.process.gc_pause import no_collection
 
 
@@ -104,44 +105,29 @@ def _computes(module: fx.GraphModule) -> bool:
 @no_collection()
 def differentiate(
     traced: Traced,
-    ways: Mapping[str, int] | None = None,
-    budgets: Mapping[str, float] | None = None,
+    options: Mapping[str, CodeOptions] | None = None,
     cache: Cache | None = None,
-    precisions: Mapping[str, str] | None = None,
-    flat: Collection[str] = (),
     known: CodeCache | None = None,
 ) -> Captured:
     """Split every chunk into F, B, BI and BW.
 
-    ways: for each expert chunk, by name, the number of devices that divide its experts.
-    budgets: for chunks that recompute, by name, the fraction of the saved bytes that they may save.
+    options: by chunk; those that are not named have none.
     cache: stores compiled code; trace with `compiled` then. None: the code is not compiled.
-    precisions: for chunks whose products run in a narrower type, by name, that type.
-    flat: chunks whose compiled backward writes gradients into given memory.
     known: the code of chunks that are differentiated already, which grows.
     """
     known = known or CodeCache(traced.device, compiled=traced.compiled)
-    given = (dict(ways or {}), dict(budgets or {}), dict(precisions or {}), flat)
-    return replace(_Differentiator(traced, *given, known).run(), cache=cache)
+    return replace(_Differentiator(traced, options or {}, known).run(), cache=cache)
 
 
 class _Differentiator:
     """Goes through the chunks of a traced model once, from the last to the first."""
 
-    def __init__(
-        self,
-        traced: Traced,
-        ways: Mapping[str, int],
-        budgets: Mapping[str, float],
-        precisions: Mapping[str, str],
-        flat: Collection[str],
-        known: CodeCache,
-    ) -> None:
-        self.known = known
-        self.traced, self.budgets, self.precisions, self.flat = traced, budgets, precisions, flat
+    def __init__(self, traced: Traced, options: Mapping[str, CodeOptions], known: CodeCache) -> None:
+        self.traced, self.known = traced, known
+        self.options = {chunk.name: options.get(chunk.name, CodeOptions()) for chunk in traced.outline.chunks}
         self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}
         self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
-        self.ways = _ways_by_chunk(traced.outline, ways)
+        self.ways = _ways_by_chunk(traced.outline, self.options)
         self.counts = {(chunk.name, 1) for chunk in traced.outline.chunks if chunk.kind == "route"}
         self.codes: dict[str, Code] = {}
         self.fallbacks: dict[str, str] = {}
@@ -193,17 +179,15 @@ class _Differentiator:
         return replace(chunk, phases=phases)
 
     def _compute(self, piece: CapturedChunk, chunk: Chunk) -> Chunk:
-        ways = self.ways.get(chunk.name, 1)
-        if precision := self.precisions.get(chunk.name):
-            piece, chunk = in_fp8(piece), replace(chunk, precision=precision)
+        ways, options = self.ways.get(chunk.name, 1), self.options[chunk.name]
+        if options.products is not None:
+            piece, chunk = in_fp8(piece), replace(chunk, precision=options.products)
         volume = self.known.find(
             piece,
             trained=[self.parameters[name].trainable for name in chunk.params],
             tangents=sorted(self.wanted[chunk.name]),
-            ways=ways,
             params=[_fewer(_spec(self.parameters[name]), ways) for name in chunk.params],
-            budget=self.budgets.get(chunk.name),
-            flat=chunk.name in self.flat,
+            options=replace(options, ways=ways),
         )
         self.codes[volume.key] = volume.code
         if volume.fallback is not None:
@@ -219,17 +203,16 @@ def _spec(parameter: Parameter) -> TensorSpec:
     return TensorSpec(shape=shape, dtype=parameter.dtype, nbytes=math.prod(shape) * width)
 
 
-def _ways_by_chunk(outline: CapturedModel, ways: Mapping[str, int]) -> dict[str, int]:
+def _ways_by_chunk(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, int]:
     """Return the degree by which the experts of each expert chunk and of its markers are divided."""
-    chunks = {chunk.name: chunk for chunk in outline.chunks}
     found: dict[str, int] = {}
-    for name, count in ways.items():
-        chunk = chunks[name]
-        _check_division(outline, chunk, count)
-        found[name] = count
-        for source in chunk.inputs:
-            assert isinstance(source, Output)
-            found[source.chunk] = count
+    for chunk in outline.chunks:
+        if chunk.kind == "expert":
+            found[chunk.name] = options[chunk.name].ways
+            _check_division(outline, chunk, found[chunk.name])
+            for source in chunk.inputs:
+                assert isinstance(source, Output)
+                found[source.chunk] = found[chunk.name]
     for chunk in outline.chunks:
         if chunk.kind == "unroute":
             route = chunk.inputs[1]
@@ -239,7 +222,6 @@ def _ways_by_chunk(outline: CapturedModel, ways: Mapping[str, int]) -> dict[str,
 
 
 def _check_division(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
-    assert chunk.kind == "expert", f"{chunk.name} has no experts"
     assert chunk.experts % ways == 0, f"{chunk.experts} experts do not divide by {ways}"
     shapes = {parameter.name: parameter.shape for parameter in outline.parameters}
     shapes |= {buffer.name: buffer.shape for buffer in outline.buffers}

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -17,8 +16,10 @@ from piper.capture.layers.equal_blocks import equal_blocks
 from piper.capture.layers.filled import Filled, filled, skipped_blocks
 from piper.capture.recordings import Capturing, Recordings, division_of, merged
 from piper.capture.trace.build_model import build_fake
-from piper.capture.trace.trace import DTYPES, Traced, fake_batch
+from piper.capture.trace.trace import Traced, fake_batch
 from piper.ir.chunk import CapturedModel
+from piper.ir.chunk_options import CodeOptions
+from piper.ir.dtypes import DTYPES
 
 FEWEST = 8  # blocks from which on it is worth it
 K = TypeVar("K")
@@ -54,30 +55,21 @@ class ShortCapturing(Capturing):
         return self.whole.traced(rows, requests)
 
     def differentiated(
-        self,
-        rows: int,
-        requests: Sequence[Request],
-        ways: Mapping[str, int],
-        budgets: Mapping[str, float],
-        precisions: Mapping[str, str] = MappingProxyType({}),
-        flat: tuple[str, ...] = (),
+        self, rows: int, requests: Sequence[Request], options: Mapping[str, CodeOptions]
     ) -> Captured:
-        """Return the outline of the model for slices of `rows` samples."""
+        """Return the outline of the model for slices of `rows` samples. options: by chunk."""
         self.traced(rows, requests)
         division = (rows, division_of(merged(requests)))
         asked, found = self._shorter_requests(rows, requests), self.made.get(division)
         if asked is not None and found is not None:
             origins = {name: chunk.name for name, chunk in found.origins.items()}
-            shares, kept = shorter(ways, origins), shorter(budgets, origins)
-            narrow, joined = shorter(precisions, origins), shorter(dict.fromkeys(flat, True), origins)
-            if shares is not None and kept is not None and narrow is not None and joined is not None:
-                short = self.short.differentiated(rows, asked, shares, kept, narrow, tuple(joined))
-                said = (tuple(each.items()) for each in (ways, budgets, precisions))
-                key = (*division, *said, flat)
-                done = self._filled(key, short.outline)
+            fewer = shorter(options, origins)
+            if fewer is not None:
+                short = self.short.differentiated(rows, asked, fewer)
+                done = self._filled((*division, tuple(options.items())), short.outline)
                 if done is not None:
                     return replace(short, outline=done.outline)
-        return self.whole.differentiated(rows, requests, ways, budgets, precisions, flat)
+        return self.whole.differentiated(rows, requests, options)
 
     def _filled(self, key: tuple[object, ...], outline: CapturedModel) -> Filled | None:
         if key not in self.made:
@@ -120,7 +112,7 @@ def short_capturing(capturing: Capturing, rows: int) -> Capturing:
     known = capturing.recordings
     if known.recorded:
         return capturing
-    dtype, device = DTYPES[known.precision], torch.device(known.device)
+    dtype, device = getattr(torch, DTYPES[known.precision]), torch.device(known.device)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     model = build_fake(known.model, mode, dtype, device)
     fakes = fake_batch(capturing.batch, rows, mode, dtype, device)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +22,8 @@ from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace.uneven_means import uneven_means
 from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel, Chunk, Output
+from piper.ir.dtypes import DTYPES, JobPrecision
 from piper.process.gc_pause import no_collection
-
-Precision = Literal["fp32", "bf16", "fp64"]
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,7 @@ def trace(
     loss_fn: LossFn,
     batch: Mapping[str, Tensor],
     rows: int,
-    precision: Precision = "fp32",
+    precision: JobPrecision = "fp32",
     device: str | torch.device = "cpu",
     *,
     compiled: bool = False,
@@ -65,7 +62,7 @@ def trace(
     built: is called with the model when it is built, before it is traced.
     """
     check_batch(batch, rows)
-    dtype, device = DTYPES[precision], torch.device(device)
+    dtype, device = getattr(torch, DTYPES[precision]), torch.device(device)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     model = build_fake(model_fn, mode, dtype, device)
     built(model)

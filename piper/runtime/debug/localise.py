@@ -165,7 +165,7 @@ def first_of_a_group(
 def one_slicing(program: ProgramLike) -> bool:
     """Return whether every chunk runs on as many devices, on the same microbatches."""
     plans = program.plans
-    names = [chunk.name for chunk in program.outline.chunks if chunk.kind in ("compute", "expert")]
+    names = [chunk.name for chunk in program.outline.chunks if chunk.has_code]
     return len({(len(plans.chunks[name].devices), *sorted(parts_of(plans, name))) for name in names}) == 1
 
 

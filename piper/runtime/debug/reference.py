@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
+from piper.ir.dtypes import DTYPES
 from piper.process.attributes import replaced
 from piper.process.usercode import raised
 from piper.runtime.accelerator import device_of
@@ -28,8 +29,6 @@ from piper.runtime.initial_draws import seeded_draws
 from piper.runtime.setup import Mean, Metrics, ProgramLike, drawing_device, setup_of
 from piper.runtime.trainers import make_optimizer
 from piper.runtime.uneven import COUNTS
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class Reference:
@@ -47,7 +46,7 @@ class Reference:
         self.exact = program.job.precision == "fp64" and (exact or bool(program.outline.degrees))
         self.job = job = program.job
         self.device = device_of(program.device)
-        self.dtype = DTYPES[job.precision]
+        self.dtype: torch.dtype = getattr(torch, DTYPES[job.precision])
         self.model = seeded_model(program).to(self.device)
         initial = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         cast(self.model, self.dtype)

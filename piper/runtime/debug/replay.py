@@ -109,9 +109,7 @@ class Replay:
         """Return the shapes of each chunk's draws in order, by running the chunk once on zeros."""
         if self.layout is None:
             self.layout = {
-                chunk.name: self._count(chunk)
-                for chunk in self.program.outline.chunks
-                if chunk.kind in ("compute", "expert")
+                chunk.name: self._count(chunk) for chunk in self.program.outline.chunks if chunk.has_code
             }
         return self.layout
 

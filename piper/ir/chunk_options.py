@@ -1,0 +1,122 @@
+"""What directives decide for a chunk: one record, which each of them replaces and everything later reads."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from piper.ir.devices import Devices
+from piper.ir.ids import Tags
+from piper.ir.mesh import EXPERTS, Axis, Mesh, mesh_of
+from piper.ir.protection import Protection
+from piper.ir.sharding import AxisPlacement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisPolicy:
+    """An axis along which a chunk is sharded."""
+
+    axis: str
+    degree: int
+    stream: str  # of its collectives
+    origin: int  # the directive that said so
+    samples: bool = False  # it shards fields of the batch, such as the sequence
+    between: bool = False  # it shards what travels between regions, too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How a chunk's parameters live on its devices."""
+
+    zero: int = 0  # 1: optimizer state is sharded, 2: gradients too, 3: parameters too
+    bucket_mb: float | None = None
+    reduce: str = "fp32"  # the type gradients travel in between replicas: "fp32" or "bf16"
+    reduce_stream: str = "reduce"
+    gather_stream: str = "gather"
+    ways: int = 1  # the degree of the axis along which experts are sharded
+    by_expert: Mapping[str, AxisPlacement] = field(default_factory=dict)  # of parameters and buffers
+    exchange_stream: str = "exchange"
+    axes: tuple[AxisPolicy, ...] = ()  # the innermost groups first
+    origin: int | None = None  # the directive that said so
+
+    @property
+    def degree(self) -> int:
+        """Return the number of devices that share the same samples."""
+        return math.prod(held.degree for held in self.axes) if self.axes else 1
+
+    def mesh(self, devices: Devices) -> Mesh:
+        """Return how a chunk's devices are arranged: along its axes, then by expert, then by sample."""
+        axes = [Axis(name=held.axis, degree=held.degree) for held in self.axes]
+        if self.ways > 1:
+            axes.append(Axis(name=EXPERTS, degree=self.ways, samples=True))
+        return mesh_of(devices, axes)
+
+    def placements(self, name: str) -> tuple[AxisPlacement, ...]:
+        """Return how a parameter or a buffer is sharded by expert. Empty: it is not."""
+        return (self.by_expert[name],) if name in self.by_expert else ()
+
+
+NO_POLICY = Policy()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCopies:
+    """How a chunk's state is protected, on which stream it is copied, and the directive that says so."""
+
+    protection: Protection  # the same for all chunks
+    stream: str
+    by: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopies:
+    """How a chunk's values are kept in memory of the host, and the directive that says so."""
+
+    stream: str
+    least: int  # bytes: smaller values stay
+    ahead: int  # compute nodes that each copy may take
+    by: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeOptions:
+    """The options that the code of a chunk depends on. Other strategies with the same ones use its code."""
+
+    ways: int = 1  # how many devices divide its experts among them
+    budget: float | None = None  # the share of activations that it may save. None: all of them
+    products: str | None = None  # the precision of its products. None: the job's
+    flat: bool = False  # its compiled backward writes gradients into given memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkOptions:
+    """All that directives decide for a chunk, except on which devices its nodes run and in which order."""
+
+    policy: Policy = NO_POLICY
+    part_policies: Mapping[Tags, Policy] = field(default_factory=dict)  # asked for on some microbatches
+    transfer_stream: str | None = None
+    budget: float | None = None  # the share of activations that it may save. None: all of them
+    rerun: str | None = None  # its region whose forwards are recomputed
+    products: str | None = None  # the precision of its products. None: the job's
+    gather: str | None = None  # the precision in which its sharded weights are gathered. None: the job's
+    protect: StateCopies | None = None
+    offload: HostCopies | None = None  # of its activations
+    offload_state: HostCopies | None = None  # of the optimizer's state for its parameters
+
+    def with_policy(
+        self, parts: Iterable[Tags], change: Callable[[Policy], Policy], *, everywhere: bool
+    ) -> "ChunkOptions":
+        """Return the options with the policy of some microbatches changed. everywhere: these are all."""
+        known = self.part_policies
+        if everywhere:
+            apart = {part: change(policy) for part, policy in known.items()}
+            return replace(self, policy=change(self.policy), part_policies=apart)
+        apart = {part: change(known.get(part, self.policy)) for part in parts}
+        return replace(self, part_policies={**known, **apart})
+
+    def without_backward(self) -> "ChunkOptions":
+        """Return the options of a chunk that only runs forward, and recomputes nothing."""
+        return replace(self, budget=None, rerun=None)
+
+    def of_code(self, *, ways: int, flat: bool) -> CodeOptions:
+        """Return what the code of this chunk depends on."""
+        return CodeOptions(ways=ways, budget=self.budget, products=self.products, flat=flat)
