@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import piper
+from piper.check.check import check
 from piper.checkpoint.huggingface import import_hf
 from piper.cli import main
 from piper.launchers.launch import launcher
-from piper.runtime.debug.check import check
 
 peft = pytest.importorskip("peft", reason="needs peft")
 RECIPE = """

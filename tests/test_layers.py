@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1] / "piper"
 PACKAGES = {
     "callbacks",
     "capture",
+    "check",
     "checkpoint",
     "data",
     "directives",
@@ -59,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": {"callbacks", "directives", "errors", "ir", "process", "torch"},
     "recipe": {"errors", "job", "process"},
     "runtime": {"callbacks", "errors", "ir", "plan", "process", "torch"},  # callbacks: a job has some
+    "check": {"errors", "ir", "plan", "process", "runtime", "torch"},
     "checkpoint": {"errors", "ir", "plan", "runtime", "torch"},
     "data": {"errors", "process", "torch"},
     "launchers": {

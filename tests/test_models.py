@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from piper import losses
+from piper.check.check import check
 from piper.compiler import compile
 from piper.directives import replicate, split
 from piper.errors import ConfigError
@@ -21,7 +22,6 @@ from piper.launchers.launch import launch_inline
 from piper.models import causal, decoder, deepseek, huggingface, layers, moe
 from piper.models.layers import rotate
 from piper.plan.memory_timeline import timeline
-from piper.runtime.debug.check import check
 from tests import zoo
 
 

@@ -63,11 +63,11 @@ def test_a_notebook_gets_a_table_and_a_page(program: Program, tmp_path: Path) ->
 def test_a_run_works_without_a_block_and_closes_itself(program: Program) -> None:
     run = piper.launch(program)
     assert run.step(batch()).loss > 0
-    inner = vars(run)["_run"]
-    assert inner.open
+    session = run.sessions.session
+    assert session.open
     del run
     gc.collect()
-    assert not inner.open
+    assert not session.open
     run = piper.launch(program)
     run.close()
     run.close()
@@ -79,9 +79,9 @@ def test_a_run_works_without_a_block_and_closes_itself(program: Program) -> None
 
 def test_a_run_that_fails_in_its_block_is_closed(program: Program) -> None:
     with pytest.raises(ZeroDivisionError), piper.launch(program) as run:
-        inner = vars(run)["_run"]
+        session = run.sessions.session
         raise ZeroDivisionError
-    assert not inner.open
+    assert not session.open
 
 
 def test_rates_are_read_and_set(program: Program) -> None:

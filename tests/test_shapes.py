@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
+from piper.check.check import check
 from piper.compiler import Program
 from piper.compiler import build as building
 from piper.directives import Directive
@@ -19,7 +20,6 @@ from piper.errors import CaptureError, ConfigError, WorkerError
 from piper.launchers.launch import launch_inline
 from piper.launchers.single_rank_run import launch_single_rank
 from piper.runtime.batch import read_shapes, wanted_batch
-from piper.runtime.debug.check import check
 from piper.runtime.setup import setup_of
 from piper.runtime.uneven import arranged
 from tests import plain

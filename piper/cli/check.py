@@ -27,12 +27,12 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
+    from piper.check.check import check as compare
     from piper.cli.plan_report import check_report, check_text
     from piper.compiler import compile
     from piper.data.taking import batches_of
     from piper.launchers.launch import check_launcher, launcher
     from piper.recipe import load_recipe
-    from piper.runtime.debug.check import check as compare
 
     check_launcher(on, "piper check")
     job = replace(load_recipe(recipe, strategy), precision="fp64")

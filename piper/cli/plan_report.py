@@ -9,6 +9,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from piper.check.check import Report
 from piper.compiler import Program
 from piper.errors import ConfigError
 from piper.ir.devices import show
@@ -21,7 +22,6 @@ from piper.plan.plan import Plan, Plans
 from piper.plan.protected import survival
 from piper.plan.text import show_plans
 from piper.process.files import write_output
-from piper.runtime.debug.check import Report
 from piper.view.pipeline_stages import stage_tags
 from piper.view.text_grid import grid
 

@@ -3,9 +3,9 @@
 from torch import nn
 
 import piper
+from piper.check.check import check
 from piper.errors import PiperError
 from piper.launchers.launch import launcher
-from piper.runtime.debug.check import check
 from tests.architectures.table import Architecture
 
 STEPS, MICROBATCHES = 2, 2

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import piper
+from piper.check.check import check
 from piper.launchers.launch import launcher
-from piper.runtime.debug.check import check
 from tests import plain
 
 log = logging.getLogger("model")

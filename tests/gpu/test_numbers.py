@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
+from piper.check.check import check
 from piper.compiler import compile
 from piper.directives import remat
 from piper.ir.select import at
 from piper.launchers.launch import launch_inline, launch_local
 from piper.launchers.run import Run
-from piper.runtime.debug.check import check
 from piper.runtime.initial_draws import seeded_draws
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options

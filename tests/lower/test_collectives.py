@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.trace.annotate import annotate
+from piper.check.check import check
 from piper.cli.plan_report import bytes_by_kind
 from piper.compiler import Program, compile
 from piper.directives import Directive, order, shard, split
@@ -21,7 +22,6 @@ from piper.job import Job
 from piper.launchers.launch import launch_inline
 from piper.plan.instr import Collecting, Instr
 from piper.plan.text import read_plans, show_plans
-from piper.runtime.debug.check import check
 from piper.simulate.cluster import load_cluster
 
 WEIGHTS = {"*.up": 0, "*.down": 1}

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.trace.annotate import annotate_modules
+from piper.check.check import Report, check, numbers
+from piper.check.localise import Launch
+from piper.check.reference import Reference
 from piper.compiler import compile
 from piper.directives import Directive, replicate, shard, split
 from piper.ir.select import at
@@ -15,9 +18,6 @@ from piper.job import Job
 from piper.launchers.launch import launch_inline
 from piper.models import decoder, huggingface, moe
 from piper.models.tensor_plan import tensor_plan
-from piper.runtime.debug.check import Report, check, numbers
-from piper.runtime.debug.localise import Launch
-from piper.runtime.debug.reference import Reference
 from piper.schedules import dualpipe_v, one_f_one_b, zbv, zero_bubble
 from tests.runtime.sharing import Shared, one_core
 

@@ -22,15 +22,15 @@ from piper.capture.compile.cache import Cache
 from piper.capture.divide.divide_traced import divided
 from piper.capture.divide.request import Request
 from piper.capture.trace.trace import Traced, trace
+from piper.check.check import ComparedNumbers, Report, check, numbers
+from piper.check.localise import Launch
+from piper.check.reference import Reference
 from piper.compiler import Program, optimizer_facts
 from piper.compiler.optimizer_probe import Probe, probe_optimizer
 from piper.ir.chunk_options import CodeOptions
 from piper.launchers.launch import launch_inline
 from piper.plan.plan import Bucket
 from piper.process.gc_pause import no_collection
-from piper.runtime.debug.check import ComparedNumbers, Report, check, numbers
-from piper.runtime.debug.localise import Launch
-from piper.runtime.debug.reference import Reference
 from piper.runtime.standins import Sizes
 from piper.runtime.trainers import MakeOptimizer
 from piper.runtime.worker import Options

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from piper.check.check import numbers
+from piper.check.reference import Reference
 from piper.compiler import Program
 from piper.launchers.launch import launch_inline
-from piper.runtime.debug.check import numbers
-from piper.runtime.debug.reference import Reference
 from piper.runtime.worker import Options
 from tests import zoo
 from tests.runtime.grid import SHAPES, Cell, batches

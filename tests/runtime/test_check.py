@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper.capture.trace.annotate import annotate
+from piper.check.check import Report, check
+from piper.check.distance import differences, distance, relative
+from piper.check.reference import Reference
+from piper.check.replay import Replay
+from piper.check.slicing import BatchSlicing, ForwardPlacement, slicing_of
 from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.launch import launch_inline
-from piper.runtime.debug.check import Report, check
-from piper.runtime.debug.distance import differences, distance, relative
-from piper.runtime.debug.reference import Reference
-from piper.runtime.debug.replay import Replay
-from piper.runtime.debug.slicing import BatchSlicing, ForwardPlacement, slicing_of
 from tests import zoo
 
 Batch = Mapping[str, Tensor]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from piper import Job, at, replicate
+from piper.check.check import check
+from piper.check.distance import differences, distance, relative
+from piper.check.localise import Checked, CheckedResult
 from piper.compiler import Program, compile
 from piper.launchers.launch import launch_inline
-from piper.runtime.debug.check import check
-from piper.runtime.debug.distance import differences, distance, relative
-from piper.runtime.debug.localise import Checked, CheckedResult
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options

@@ -19,6 +19,7 @@ from piper.capture.autodiff import code, remat
 from piper.capture.cost import aliases
 from piper.capture.trace import assemble, effects, record, recording, regions
 from piper.capture.trace.annotate import annotate
+from piper.check.check import Report, check
 from piper.compiler import Program, compile
 from piper.directives import Directive, place, replicate, split
 from piper.directives import remat as remat_directive
@@ -29,7 +30,6 @@ from piper.launchers.run import Run
 from piper.plan.plan import Plans
 from piper.runtime import compute
 from piper.runtime.context import Env
-from piper.runtime.debug.check import Report, check
 from tests import zoo
 
 Batch = Mapping[str, Tensor]

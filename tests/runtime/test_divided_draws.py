@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from piper.check.check import check
 from piper.compiler import compile
 from piper.directives import Directive, remat, shard
 from piper.errors import CaptureError
 from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.launch import launch_inline
-from piper.runtime.debug.check import check
 from tests.plain import sgd
 
 WIDTH, LENGTH, SAMPLES = 8, 8, 4

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from piper.check.check import check
 from piper.compiler import compile
 from piper.directives import shard, split
 from piper.ir.ids import Pass
@@ -19,7 +20,6 @@ from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.runtime import kernels
 from piper.runtime.context import Bound, Env
-from piper.runtime.debug.check import check
 
 WEIGHTS = {"up": 0, "down": 1}
 

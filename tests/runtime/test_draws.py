@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.capture.trace.annotate import annotate
+from piper.check.chunkwise import Chunkwise
+from piper.check.localise import ChunkwiseReference, cut
 from piper.compiler import compile
 from piper.job import Job
-from piper.runtime.debug.chunkwise import Chunkwise
-from piper.runtime.debug.localise import ChunkwiseReference, cut
 from tests.runtime.grid import Cell, batches, job
 
 aten = torch.ops.aten

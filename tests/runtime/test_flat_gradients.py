@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from piper.check.check import check
 from piper.compiler import compile
 from piper.directives import Directive, offload, precision, protect, remat, replicate, split
 from piper.ir.select import at
@@ -13,7 +14,6 @@ from piper.job import Job
 from piper.launchers.launch import launch_inline
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
-from piper.runtime.debug.check import check
 from tests.proof import models
 from tests.runtime.as_compiled import as_compiled
 from tests.runtime.grid import Cell, batches, job, strategy

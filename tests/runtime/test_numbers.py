@@ -5,13 +5,13 @@ from itertools import product
 import pytest
 import torch
 
+from piper.check.check import check
+from piper.check.localise import ChunkwiseReference
+from piper.check.reference import Reference
 from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
 from piper.ir.select import at
 from piper.launchers.launch import launch_inline
-from piper.runtime.debug.check import check
-from piper.runtime.debug.localise import ChunkwiseReference
-from piper.runtime.debug.reference import Reference
 from tests import zoo
 from tests.runtime.grid import SHAPES, Cell, batches, job
 from tests.runtime.sharing import Shared

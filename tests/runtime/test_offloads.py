@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.trace.annotate import annotate
+from piper.check.check import check
 from piper.compiler import Program, compile
 from piper.directives import Directive, offload, place, protect, remat, shard, split
 from piper.errors import ScheduleError
@@ -19,7 +20,6 @@ from piper.job import Job
 from piper.launchers.launch import launch_inline
 from piper.launchers.transport.versions import Versions
 from piper.plan.memory_timeline import host_peak, timeline
-from piper.runtime.debug.check import check
 from piper.runtime.host_copies import HostCopy
 from piper.runtime.host_memory import HostMemory
 from piper.runtime.worker import Options, Worker

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from piper.check.check import check
 from piper.compiler import compile
 from piper.launchers.launch import launch_inline
-from piper.runtime.debug.check import check
 from tests.runtime.grid import Cell, case_of, job
 
 STRATEGY = """

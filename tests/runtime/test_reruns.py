@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from piper import compiler
 from piper.capture.compile.inductor import Compiled
 from piper.capture.trace.annotate import annotate
+from piper.check.check import ComparedNumbers, Report, check, numbers
+from piper.check.reference import Reference
 from piper.cli import main
 from piper.compiler import Program
 from piper.directives import Directive, remat, replicate, shard, split
@@ -26,8 +28,6 @@ from piper.job import Job
 from piper.launchers.launch import launch_inline
 from piper.models import decoder, moe
 from piper.plan.memory_timeline import timeline
-from piper.runtime.debug.check import ComparedNumbers, Report, check, numbers
-from piper.runtime.debug.reference import Reference
 from piper.runtime.worker import Options
 from tests import zoo
 from tests.capture.test_fallback import square

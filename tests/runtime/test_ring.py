@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from piper.check.check import check
+from piper.check.localise import Launch
 from piper.cli.plan_report import bytes_by_kind
 from piper.compiler import Program, compile
 from piper.directives import Directive, order, remat, replicate, shard, split
@@ -24,8 +26,6 @@ from piper.plan.instr import Instr
 from piper.plan.text import read_plans, show_plans
 from piper.runtime import kernels
 from piper.runtime.context import Bound, Env
-from piper.runtime.debug.check import check
-from piper.runtime.debug.localise import Launch
 from piper.schedules import one_f_one_b, zbv
 from tests.covering import Choices, covering_each, selected
 from tests.runtime.divided import FIELDS, MODELS, Model, batches, checked, context, job_of

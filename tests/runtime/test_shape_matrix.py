@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from piper.check.check import check
 from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
 from piper.ir.select import at
 from piper.launchers.launch import launch_inline
-from piper.runtime.debug.check import check
 from tests.runtime import divided, grid
 from tests.runtime.grid import Cell
 

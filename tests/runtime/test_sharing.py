@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 from piper.capture.autodiff.differentiate import differentiate as differentiate_model
 from piper.capture.trace.trace import trace as trace_model
-from piper.runtime.debug.check import numbers as numbers_of
+from piper.check.check import numbers as numbers_of
 from tests.runtime import sharing
 from tests.runtime.grid import Cell
 from tests.runtime.sharing import Shared

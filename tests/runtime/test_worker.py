@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from piper.check.check import check
 from piper.compiler import Program, compile
 from piper.directives import replicate, split
 from piper.errors import ConfigError, WorkerError
@@ -21,7 +22,6 @@ from piper.launchers.launch import launch_inline
 from piper.launchers.worker_answers import WorkerAnswers
 from piper.plan.memory_timeline import timeline
 from piper.runtime.comm.gloo import GlooComms
-from piper.runtime.debug.check import check
 from piper.runtime.executor import Executor
 from piper.runtime.setup import initial_values, setup_of
 from piper.runtime.worker import Options, Worker

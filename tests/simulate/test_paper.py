@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import piper
+from piper.check.check import check
 from piper.launchers.launch import launch_inline
 from piper.models import decoder, moe
 from piper.recipe import import_file
-from piper.runtime.debug.check import check
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 4096

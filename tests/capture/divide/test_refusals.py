@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from piper.capture.divide.compute_rules import pointwise
 from piper.capture.divide.divider import Divider
 from piper.capture.divide.rules import rules, sharding_rule
+from piper.check.check import check
 from piper.compiler import compile
 from piper.directives import replicate, shard
 from piper.errors import ConfigError, PiperError
@@ -20,7 +21,6 @@ from piper.ir.select import at
 from piper.job import Job
 from piper.launchers.launch import launch_inline
 from piper.models.tensor_plan import tensor_plan
-from piper.runtime.debug.check import check
 
 
 class Net(nn.Module):

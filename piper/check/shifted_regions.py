@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from piper.runtime.debug.reference import Reference
+from piper.check.reference import Reference
 
 ANNOTATE = str(Path(__file__).parents[2] / "capture" / "trace" / "annotate.py")
 Region = tuple[str, int]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from piper.check.slicing import BatchSlicing
 from piper.ir.chunk import CapturedModel, Tags
-from piper.runtime.debug.slicing import BatchSlicing
 
 Key = tuple[str, int]  # a buffer, and the device that holds it
 

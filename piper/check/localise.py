@@ -1,7 +1,7 @@
 """Finds the first chunk whose result differs from one device: it localises a difference that is known.
 
 The captured chunks run one after another here, on the slices of the plans. This shares code with what runs,
-so it certifies nothing; `runtime/debug/check.py` does.
+so it certifies nothing; `check/check.py` does.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,15 +12,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from piper.check.buffer_histories import BufferHistories
+from piper.check.chunkwise import Chunkwise, Walk
+from piper.check.collected import first_bad_collective
+from piper.check.distance import distance
+from piper.check.reference import Reference
 from piper.ir.ids import Pass, Phase, SlotId, Tags
 from piper.runtime.batch import as_run, wanted_batch
 from piper.runtime.compute import parts_of, slices
-from piper.runtime.debug.buffer_histories import BufferHistories
-from piper.runtime.debug.chunkwise import Chunkwise, Walk
-from piper.runtime.debug.collected import first_bad_collective
-from piper.runtime.debug.distance import distance
 from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.debug.reference import Reference
 from piper.runtime.setup import ProgramLike, Setup, setup_of
 from piper.runtime.worker import Options
 

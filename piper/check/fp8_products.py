@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from piper.runtime.debug.slicing import BatchSlicing
+from piper.check.slicing import BatchSlicing
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MATMULS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from piper.check.callers import model_line
+from piper.check.slicing import BatchSlicing, Slice
 from piper.ir.chunk import Chunk, Tags
 from piper.runtime.accelerator import device_of, generator
-from piper.runtime.debug.callers import model_line
-from piper.runtime.debug.slicing import BatchSlicing, Slice
 from piper.runtime.setup import ProgramLike
 
 aten = torch.ops.aten

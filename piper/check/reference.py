@@ -16,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
+from piper.check.buffer_histories import BufferHistories
+from piper.check.fp8_products import Fp8Products
+from piper.check.replay import Replay, ReplayError
+from piper.check.slicing import BatchSlicing, slicing_of, take
 from piper.ir.dtypes import DTYPES
 from piper.process.attributes import replaced
 from piper.process.usercode import raised
 from piper.runtime.accelerator import device_of
 from piper.runtime.batch import as_run, wanted_batch
-from piper.runtime.debug.buffer_histories import BufferHistories
-from piper.runtime.debug.fp8_products import Fp8Products
-from piper.runtime.debug.replay import Replay, ReplayError
-from piper.runtime.debug.slicing import BatchSlicing, slicing_of, take
 from piper.runtime.initial_draws import seeded_draws
 from piper.runtime.setup import Mean, Metrics, ProgramLike, drawing_device, setup_of
 from piper.runtime.trainers import make_optimizer

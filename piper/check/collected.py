@@ -10,6 +10,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from piper.check.distance import distance
 from piper.ir.chunk import CapturedModel
 from piper.ir.devices import Devices
 from piper.ir.ids import Pass
@@ -17,7 +18,6 @@ from piper.ir.mesh import groups_along
 from piper.ir.sharding import Collective, Shard
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
-from piper.runtime.debug.distance import distance
 from piper.runtime.debug.output_recorder import OutputKey
 
 Trails = Mapping[int, Mapping[OutputKey, Tensor]]  # the values that each device kept

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from piper.check.distance import differences, nan_in, relative
+from piper.check.localise import Checked, CheckedResult, Launch, first_difference
+from piper.check.mixing import Reasons, reasons
+from piper.check.reference import Reference
+from piper.check.replay import Replay, ReplayError
+from piper.check.shifted_regions import shifted_regions
 from piper.runtime.batch import padded
-from piper.runtime.debug.distance import differences, nan_in, relative
-from piper.runtime.debug.localise import Checked, CheckedResult, Launch, first_difference
-from piper.runtime.debug.mixing import Reasons, reasons
-from piper.runtime.debug.reference import Reference
-from piper.runtime.debug.replay import Replay, ReplayError
-from piper.runtime.debug.shifted_regions import shifted_regions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piper.runtime.debug.callers import model_line
-from piper.runtime.debug.distance import distance
-from piper.runtime.debug.reference import Reference, samples_in
-from piper.runtime.debug.replay import ReplayError
-from piper.runtime.debug.slicing import Slice, take
+from piper.check.callers import model_line
+from piper.check.distance import distance
+from piper.check.reference import Reference, samples_in
+from piper.check.replay import ReplayError
+from piper.check.slicing import Slice, take
 
 aten = torch.ops.aten
 CLOSE = 1e-9
