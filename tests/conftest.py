@@ -18,6 +18,7 @@ COMPILER = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VE
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/ instead of comparing")
+    parser.addoption("--quick", action="store_true", help="leave out the tests of tests/extended.toml")
 
 
 def pytest_configure() -> None:
@@ -54,16 +55,22 @@ def one_core_for_each_worker() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let tests share traces. Take what is imported out of the garbage collector's sight: a million objects."""
+    """Let tests share captures and a warm process. Take what is imported out of the garbage collector's sight: a million objects."""
     if "torch" in sys.modules:  # tests that do not need it should not pay for it
+        from tests.captures import share_captures
         from tests.joints import share_joints
+        from tests.warm import warm_fork_servers
 
+        share_captures()
         share_joints()
+        warm_fork_servers()
     gc.collect()
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        leave_out_extended(config, items)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return  # without asking torch: tests that do not need it should not pay for it
@@ -72,6 +79,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def leave_out_extended(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what `tests/extended.toml` names, but for the parameters that it keeps."""
+    from tests.extended import extended
+
+    left_out = extended()
+    out = [item for item in items if left_out(item.nodeid)]
+    items[:] = [item for item in items if not left_out(item.nodeid)]
+    config.hook.pytest_deselected(items=out)
+
+
+@pytest.fixture
+def own_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test capture its models itself, whatever tests before it have captured."""
+    from piper.compiler import build
+    from tests.captures import new_recordings
+
+    monkeypatch.setattr(build, "new_recordings", new_recordings)
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
 """Every mistake in a recipe ends `piper train` with exit code 2 and one message that names the user's line."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from piper.cli import main
+from tests import warm
 from tests.bad_recipes import FILES, MESSAGES, TEXT, line_of
 
 SLOW = {"net.py:loss_shapes", "net.py:data_missing_later", "net.py:worker_raises", "net.py:scheduler_plateau"}
@@ -66,7 +66,7 @@ def test_a_bad_recipe_from_a_shell(verb: str, words: str, folder: Path, tmp_path
     more = ["--on", "inline", "--out", str(tmp_path / "run")] if verb == "train" else []
     root = str(Path(__file__).parents[1])
     program = f"import sys; sys.path.insert(0, {root!r}); from piper.cli import main; main()"
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", program, verb, words, *more],
         capture_output=True,
         text=True,

@@ -21,6 +21,8 @@ from piper.plan.text import show_plans
 from tests import zoo
 from tests.runtime import divided
 
+pytestmark = pytest.mark.usefixtures("own_captures")
+
 
 class Block(nn.Module):
     def __init__(self, dim: int) -> None:

@@ -1,6 +1,5 @@
 """Which module defines an operator: a worker imports it before it runs captured code."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, fx
 from piper.capture.compile.operators import mm_into
 from piper.launchers.transport.serialize import pack, unpack
 from piper.process.custom_operators import check_importable, modules_of
+from tests import warm
 from tests.capture import test_fallback
 
 LIBRARY = torch.library.Library("piper_tests_library", "DEF")
@@ -77,7 +77,7 @@ def test_an_operator_that_no_worker_can_define_is_refused() -> None:
 
 def test_an_installed_package_is_importable_from_anywhere(tmp_path: Path) -> None:
     program = "from piper.process.custom_operators import importable; assert importable('piper.experts')"
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", program], cwd=tmp_path, timeout=50, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr

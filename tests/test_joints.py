@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,8 @@ from piper.capture.autodiff.joint import trace_joint
 from piper.capture.trace.trace import trace
 from tests import zoo
 from tests.joints import SharedJoints
+
+pytestmark = pytest.mark.usefixtures("own_captures")
 
 
 class Sine(nn.Module):

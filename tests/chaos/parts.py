@@ -254,7 +254,7 @@ def training(asked: Asked, length: int) -> Iterator[Path]:
 def train(members: Family, folder: Path, on: str, out: str, *words: str) -> subprocess.Popen[str]:
     given = ["-m", "piper", "train", "net.py:job", "--out", out, *words]
     start = command(*given) if on == "torchrun" else [sys.executable, *given, "--on", on]
-    return members.start(start, env=ENVIRONMENT, folder=folder)
+    return members.start(start, env=ENVIRONMENT, folder=folder, fresh=True)
 
 
 def wait_for_more(process: subprocess.Popen[str], run: Path, more: int) -> None:

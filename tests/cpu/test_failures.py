@@ -5,7 +5,6 @@ import re
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from piper.launchers.transport.fork_server import ForkServer, fork_server
 from piper.launchers.worker_answers import WorkerAnswers
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
+from tests import warm
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
@@ -325,7 +325,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("stopped", ["worker", "server"])
 def test_workers_end_with_a_driver_that_is_killed(stopped: str) -> None:
     """Even those that are stopped."""
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", SCRIPT, stopped],
         capture_output=True,
         timeout=50,

@@ -12,6 +12,7 @@ from random import Random
 from uuid import uuid4
 
 from piper.launchers.processes import stat_field
+from tests import warm
 
 MARK = "PIPER_TEST_FAMILY"
 ENDING = 20.0  # seconds that ending all of them may take
@@ -29,10 +30,18 @@ class Family:
         self.started: list[subprocess.Popen[str]] = []
 
     def start(
-        self, words: Sequence[str], *, env: Mapping[str, str] = os.environ, folder: Path | None = None
+        self,
+        words: Sequence[str],
+        *,
+        env: Mapping[str, str] = os.environ,
+        folder: Path | None = None,
+        fresh: bool = False,
     ) -> subprocess.Popen[str]:
-        """Start a process in a group of its own; what it prints can be read."""
-        process = subprocess.Popen(
+        """Start a process in a group of its own; what it prints can be read.
+
+        fresh: a new Python process, as Ray wants one, which renames its processes. Else one that is warm.
+        """
+        process = (subprocess.Popen if fresh else warm.Popen)(
             words,
             env={**env, MARK: self.mark},
             cwd=folder,

@@ -29,7 +29,7 @@ from tests.launchers.family import family
 def test_stuck():
     with family() as ranks:
         ranks.mark = "{{mark}}"
-        process = ranks.start([sys.executable, "-c", {LAUNCHER!r}])
+        process = ranks.start([sys.executable, "-c", {LAUNCHER!r}], fresh=True)
         process.communicate(timeout=200)
 """
 

@@ -1,6 +1,5 @@
 """What is sent to a worker arrives as it was, and no more than it needs."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from piper.plan.instr import Field, Instr
 from piper.plan.plan import Plan, Plans
 from piper.process.custom_operators import importable
 from piper.recipe import import_file
+from tests import warm
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
@@ -98,7 +98,7 @@ def test_a_recipe_trains_on_processes_without_a_guard_in_the_script(tmp_path: Pa
     recipe, script = tmp_path / "mine.py", tmp_path / "run.py"
     recipe.write_text(RECIPE, encoding="utf-8")
     script.write_text(RUN.format(path=recipe), encoding="utf-8")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=55)
+    done = warm.run([sys.executable, script], capture_output=True, text=True, timeout=55)
     assert not done.stderr
     inline, local = done.stdout.splitlines()
     assert inline == local

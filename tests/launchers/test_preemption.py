@@ -155,7 +155,7 @@ def test_a_run_on_ray(tmp_path: Path, who: str) -> None:
     (tmp_path / "recipe.py").write_text(RECIPE)
     words = ["-m", "piper", "train", "recipe.py:slow", "--out", "run", "--on", "ray"]
     with family() as members:
-        driver = members.start([sys.executable, *words], env=ENVIRONMENT, folder=tmp_path)
+        driver = members.start([sys.executable, *words], env=ENVIRONMENT, folder=tmp_path, fresh=True)
         wait_for_steps(driver, tmp_path / "run" / "metrics.jsonl", 3)
         workers = members.forked("fork_server")
         assert len(workers) == 2

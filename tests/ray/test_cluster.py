@@ -156,7 +156,7 @@ def test_a_driver_that_is_killed_leaves_nothing_in_a_cluster(two_nodes: None) ->
     with family() as drivers:
         address = ray.get_runtime_context().gcs_address
         driver = drivers.start(
-            [sys.executable, "-c", DRIVER, address], env={**os.environ, "PYTHONPATH": str(root)}
+            [sys.executable, "-c", DRIVER, address], env={**os.environ, "PYTHONPATH": str(root)}, fresh=True
         )
         assert driver.stdout is not None
         pids = [int(word) for word in driver.stdout.readline().split()]

@@ -117,7 +117,9 @@ def test_a_driver_that_is_killed_leaves_nothing() -> None:
     temporary = Path(tempfile.gettempdir())
     before = set(temporary.glob("piper-*"))
     with family() as drivers:
-        driver = drivers.start([sys.executable, "-c", DRIVER], env={**os.environ, "PYTHONPATH": str(ROOT)})
+        driver = drivers.start(
+            [sys.executable, "-c", DRIVER], env={**os.environ, "PYTHONPATH": str(ROOT)}, fresh=True
+        )
         assert driver.stdout is not None
         words = driver.stdout.readline().split()
         assert len(words) == 3, driver.communicate(timeout=30)[1]

@@ -32,6 +32,7 @@ from piper.runtime import compute
 from piper.runtime.context import Env
 from tests import zoo
 
+pytestmark = pytest.mark.usefixtures("own_captures")
 Batch = Mapping[str, Tensor]
 DP = [replicate(at(), [0, 1])]
 PARTS = [split(at(), parts=2)]

@@ -2,12 +2,16 @@
 
 from unittest.mock import patch
 
+import pytest
+
 from piper.capture.autodiff.differentiate import differentiate as differentiate_model
 from piper.capture.trace.trace import trace as trace_model
 from piper.check.check import numbers as numbers_of
 from tests.runtime import sharing
 from tests.runtime.grid import Cell
 from tests.runtime.sharing import Shared
+
+pytestmark = pytest.mark.usefixtures("own_captures")
 
 
 def test_cells_of_a_model_are_captured_once() -> None:

@@ -106,6 +106,7 @@ def test_the_rate_after_a_resume_is_the_one_in_use(
     assert parts == pytest.approx(whole, rel=1e-5), "these are the rates that were used"
 
 
+@pytest.mark.usefixtures("own_captures")
 def test_a_resumed_run_builds_no_model(piper: Piper, recipe: Path) -> None:
     """The model is made for the capture, of tensors that hold nothing; the checkpoint has the rest."""
     assert piper(f"{recipe}:noticed", "--out", "run", "--steps", "2").returncode == 0

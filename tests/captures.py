@@ -1,0 +1,97 @@
+"""Captures of equal models are made once in a run of the tests, as `compile(job, captured=program)` shares them.
+
+Two jobs have equal captures if their models and losses are equal functions with equal captured values and globals,
+for the same fields, precision and device. Functions of the repository and of installed packages are known by their names,
+those of files that a test wrote by their code. A test that needs a capture of its own asks for the fixture `own_captures`.
+"""
+
+import sys
+import sysconfig
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+import cloudpickle
+import torch
+
+from piper.capture.recordings import Recordings, fields_of
+from piper.capture.trace.record import LossFn
+from piper.compiler import build
+from piper.job import Batch, Job
+
+KEPT = 40  # models; what was not used for longest is dropped first
+NAMED = tuple(
+    str(path)
+    for path in (Path(__file__).parents[1], sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+)
+new_recordings = build.new_recordings
+
+
+class SharedCaptures:
+    """Keeps the recordings of models."""
+
+    def __init__(self) -> None:
+        self.known: OrderedDict[Hashable, Recordings] = OrderedDict()
+
+    def recordings(
+        self,
+        job: Job,
+        kind: str,
+        batch: Batch,
+        loss: LossFn,
+        *,
+        compiled: bool,
+        forward_only: bool = False,
+    ) -> Recordings:
+        """Return the recordings of a job's model, as `new_recordings` makes them, or those of an equal model."""
+        fresh = new_recordings(job, kind, batch, loss, compiled=compiled, forward_only=forward_only)
+        code = None if compiled else code_of(job.model, loss)
+        if code is None:
+            return fresh
+        fields = tuple(fields_of(batch).items())
+        key = (code, job.precision, kind, fields, forward_only, torch.get_default_dtype())
+        shared = self.known.setdefault(key, fresh)
+        self.known.move_to_end(key)
+        if len(self.known) > KEPT:
+            self.known.popitem(last=False)
+        return shared
+
+
+def code_of(*functions: object) -> bytes | None:
+    """Return the same bytes for equal functions, also of a file that was imported again. None: nobody can say."""
+    with written_out():
+        try:
+            return bytes(cloudpickle.dumps(functions))
+        except Exception:  # noqa: BLE001  whatever a value of the user's raises, its job is captured by itself
+            return None
+
+
+@contextmanager
+def written_out() -> Iterator[None]:
+    """Write the code of functions whose files may change, and no number of a class object."""
+    changeable = {module.__name__: module for module in list(sys.modules.values()) if not is_named(module)}
+    for module in changeable.values():
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        with patch.object(cloudpickle.cloudpickle, "_get_or_create_tracker_id", lambda owner: owner.__name__):
+            yield
+    finally:
+        for module in changeable.values():
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def is_named(module: object) -> bool:
+    """Return whether a module is always the same in a run of the tests."""
+    if not isinstance(module, ModuleType) or module.__name__ not in sys.modules:
+        return True
+    file = getattr(module, "__file__", None)
+    spec = getattr(module, "__spec__", None)
+    return spec is not None if file is None else file.startswith(NAMED)
+
+
+def share_captures() -> None:
+    """Let all compilations of this process share captures, until it ends."""
+    patch.object(build, "new_recordings", SharedCaptures().recordings).start()
