@@ -19,11 +19,12 @@ UNUSED := /(tests|transformers/models|mypy|mypyc|pip|ray/(data|llm|rllib|serve|t
 # Every process of a test would compile piper/ and the tests again where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup test mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures
+.PHONY: help setup test test-all mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
-	@echo "make test     the tests (no GPU, network or Ray)"
+	@echo "make test     the tests (no GPU, network or Ray), in six minutes of two cores"
+	@echo "make test-all  those and the longer ones, which tests/extended.toml lists"
 	@echo "make matrix   compositions in which every two choices meet; make matrix-full: every composition"
 	@echo "make attention  every shape, mask and layout of attention that meet in pairs, and every draw"
 	@echo "make rules    every rule of a sharded operation in every layout, on torch's own samples: an hour of one core"
@@ -53,6 +54,9 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 
 # Each worker takes one half of the files and then helps the other: what the tests of a file share is made once.
 test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --quick
+
+test-all: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 mutate: setup

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickletools import genops
 from types import ModuleType
 from unittest.mock import patch
 
@@ -64,9 +65,30 @@ def code_of(*functions: object) -> bytes | None:
     """Return the same bytes for equal functions, also of a file that was imported again. None: nobody can say."""
     with written_out():
         try:
-            return bytes(cloudpickle.dumps(functions))
+            return canonical(cloudpickle.dumps(functions))
         except Exception:  # noqa: BLE001  whatever a value of the user's raises, its job is captured by itself
             return None
+
+
+def canonical(pickled: bytes) -> bytes:
+    """Return the same for pickles of equal values: which equal texts are one object depends on who made them."""
+    said: list[object] = []
+    memo: list[object] = []
+    for operation, argument, _ in genops(pickled):
+        match operation.name:
+            case "FRAME":
+                pass
+            case "MEMOIZE":
+                plain = said[-1] if isinstance(said[-1], str | bytes) else None
+                memo.append(
+                    ("object", sum(isinstance(known, tuple) for known in memo)) if plain is None else plain
+                )
+            case "BINGET" | "LONG_BINGET":
+                assert isinstance(argument, int)
+                said.append(memo[argument])
+            case _:
+                said.append(argument if isinstance(argument, str | bytes) else (operation.name, argument))
+    return repr(said).encode()
 
 
 @contextmanager

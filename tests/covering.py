@@ -6,6 +6,7 @@ selections, `make matrix-full` all cells.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from heapq import heapify, heappop, heappush
 from itertools import combinations
 from typing import TypeVar
 
@@ -40,15 +41,23 @@ def covering(
     def bits(cell: CellT) -> int:
         return sum(1 << places.setdefault(one, len(places)) for one in meetings(choices(cell), together))
 
-    meets = {cell: bits(cell) for cell in cells}
+    meets = [(cell, bits(cell)) for cell in dict.fromkeys(cells)]
     left = (1 << len(places)) - 1
     for cell in given:
         left &= ~bits(cell)
+    # What a cell adds never grows, so what it added when last looked at is a bound, and few cells need a new look.
+    bounds = [(-meeting.bit_count(), number) for number, (_, meeting) in enumerate(meets)]
+    heapify(bounds)
     chosen: list[CellT] = []
     while left:
-        best = max(meets, key=lambda cell: (left & meets[cell]).bit_count())
-        chosen.append(best)
-        left &= ~meets[best]
+        bound, number = heappop(bounds)
+        cell, meeting = meets[number]
+        adds = (left & meeting).bit_count()
+        if adds < -bound:
+            heappush(bounds, (-adds, number))
+            continue
+        chosen.append(cell)
+        left &= ~meeting
     return chosen
 
 

@@ -1,7 +1,5 @@
 """Attention is exact or refused, whatever the rank of its operands, its mask and the way it is divided."""
 
-from dataclasses import asdict
-
 import pytest
 
 from tests.covering import covering
@@ -51,9 +49,7 @@ def test_a_case_that_is_proven_and_trained(case: Case) -> None:
     assert refusal(case) is None
 
 
-PAIRS = covering(
-    cases(), lambda case: {k: v for k, v in asdict(case).items() if k in ("operands", "mask", "layout")}
-)
+PAIRS = covering(cases(), lambda case: {name: getattr(case, name) for name in ("operands", "mask", "layout")})
 OF_LAYOUT = {name: [case for case in PAIRS if case.layout == name] for name in LAYOUTS}
 TRAINED = [of[7 * i % len(of)] for i, of in enumerate(OF_LAYOUT.values())]
 

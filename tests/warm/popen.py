@@ -130,6 +130,8 @@ def run(words: Sequence[str | os.PathLike[str]], **options: Any) -> subprocess.C
     )
     if options.pop("capture_output", False):
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if given is not None:
+        options["stdin"] = subprocess.PIPE
     with Popen(words, **options) as process:
         try:
             out, errors = process.communicate(given, timeout=timeout)
