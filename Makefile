@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
-	@echo "make test     the tests (no GPU, network or Ray), in six minutes of two cores"
+	@echo "make test     the tests to run again and again (no GPU, network or Ray)"
 	@echo "make test-all  those and the longer ones, which tests/extended.toml lists"
 	@echo "make matrix   compositions in which every two choices meet; make matrix-full: every composition"
 	@echo "make attention  every shape, mask and layout of attention that meet in pairs, and every draw"
