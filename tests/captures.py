@@ -28,6 +28,7 @@ NAMED = tuple(
     str(path)
     for path in (Path(__file__).parents[1], sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 )
+ALWAYS_NAMED: set[str] = set()  # modules that were found to be; there are thousands
 new_recordings = build.new_recordings
 
 
@@ -94,7 +95,9 @@ def canonical(pickled: bytes) -> bytes:
 @contextmanager
 def written_out() -> Iterator[None]:
     """Write the code of functions whose files may change, and no number of a class object."""
-    changeable = {module.__name__: module for module in list(sys.modules.values()) if not is_named(module)}
+    unknown = [(name, module) for name, module in sys.modules.items() if name not in ALWAYS_NAMED]
+    ALWAYS_NAMED.update(name for name, module in unknown if is_named(module))
+    changeable = {module.__name__: module for name, module in unknown if name not in ALWAYS_NAMED}
     for module in changeable.values():
         cloudpickle.register_pickle_by_value(module)
     try:
