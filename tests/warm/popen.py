@@ -1,5 +1,6 @@
 """The side that asks: `subprocess.Popen` and `subprocess.run`, over a warm process."""
 
+import atexit
 import ctypes
 import json
 import os
@@ -60,18 +61,31 @@ def adopt(on: bool) -> None:
 
 
 SERVERS: list[Server] = []  # the warm process of this one, once there is one
+STARTING = threading.Lock()
 
 
 def server() -> Server:
     """Return the warm process of this one; start it first where there is none."""
-    if not SERVERS or SERVERS[0].owner != os.getpid():
-        here, there = socket.socketpair()
-        words = [sys.executable, "-m", "tests.warm.serve", str(there.fileno()), " " * SPACE]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", ROOM: " " * SPACE}
-        with there:
-            PlainPopen(words, cwd=ROOT, env=env, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
-        SERVERS[:] = [Server(here)]
+    with STARTING:
+        if not SERVERS or SERVERS[0].owner != os.getpid():
+            here, there = socket.socketpair()
+            words = [sys.executable, "-m", "tests.warm.serve", str(there.fileno()), " " * SPACE]
+            env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", ROOM: " " * SPACE}
+            with there:
+                process = PlainPopen(
+                    words, cwd=ROOT, env=env, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
+                )
+            SERVERS[:] = [Server(here)]
+            atexit.register(close, os.getpid(), here, process)
     return SERVERS[0]
+
+
+def close(owner: int, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """End a warm process with the process that started it; a fork of that one leaves it alone."""
+    connection.close()
+    if os.getpid() == owner:
+        process.kill()
+        process.wait()
 
 
 PlainPopen = subprocess.Popen  # also after this module's own has taken its place
