@@ -1,6 +1,5 @@
 """The search finds what trying everything finds, and its bounds hold."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from piper.tuning.space import even
 from piper.tuning.strategy_search import StrategySearch, grid_found
 from piper.tuning.tune import tune
 from tests.tuning.models import JOB, SMALL, Everything, everything, search_of
+from tests.warm import children
 
 ALL = 10**12
 CLUSTERS = ("h100", pytest.param("cpu", marks=pytest.mark.slow))
@@ -131,8 +131,7 @@ def test_the_same_inputs_give_the_same_file_with_any_number_of_processes(
     assert several.json == alone.json
     assert several.evaluated == alone.evaluated
     assert several.discarded == alone.discarded
-    with pytest.raises(ChildProcessError):  # no process is left
-        os.waitpid(-1, os.WNOHANG)
+    assert not children(), "no process is left"
 
 
 def test_candidates_of_equal_costs_share_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +196,7 @@ def test_trials_limit_what_is_compiled(search: StrategySearch) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2, 4, 8), (4, 8, 16)])  # 8 samples have as many tokens as a layer is wide
+@pytest.mark.usefixtures("own_captures")
 def test_two_recordings_give_the_costs_of_every_size(sizes: tuple[int, ...]) -> None:
     fresh = search_of(replace(SMALL, rows=sizes), 4, "h100").model
     assert fresh.recorded == list(sizes[:2])

@@ -28,8 +28,9 @@ SPACE = 16_384  # bytes of arguments, and as many of the environment
 class Server:
     """A warm process of this one, at the other end of a socket."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.lock, self.owner = connection, threading.Lock(), os.getpid()
+    def __init__(self, connection: socket.socket, process: int) -> None:
+        self.connection, self.process = connection, process
+        self.lock, self.owner = threading.Lock(), os.getpid()
 
     def fork(self, request: dict[str, object], descriptors: Sequence[int]) -> int:
         """Start a program in a child of this process. Return its number."""
@@ -75,9 +76,17 @@ def server() -> Server:
                 process = PlainPopen(
                     words, cwd=ROOT, env=env, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
                 )
-            SERVERS[:] = [Server(here)]
+            SERVERS[:] = [Server(here, process.pid)]
             atexit.register(close, os.getpid(), here, process)
     return SERVERS[0]
+
+
+def children() -> set[int]:
+    """Return the children of this process, without its warm process."""
+    files = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for file in files for pid in file.read_text().split()} - {
+        server.process for server in SERVERS
+    }
 
 
 def close(owner: int, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:

@@ -57,10 +57,10 @@ def main(descriptor: int) -> None:
         request, descriptors = serve(connection)
         connection.close()
         here, there = socket.socketpair()
-        program = os.getpid()
-        if os.fork() != 0:
+        program, forked = os.getpid(), os.fork()
+        if forked:
             there.close()
-            popen.SERVERS[:] = [popen.Server(here)]
+            popen.SERVERS[:] = [popen.Server(here, forked)]
             break
         die_with(program)
         here.close()
