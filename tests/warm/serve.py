@@ -8,7 +8,6 @@ import atexit
 import ctypes
 import fcntl
 import gc
-import importlib
 import io
 import json
 import os
@@ -27,18 +26,6 @@ from typing import NoReturn
 from piper.launchers.transport.fork_server import die_with
 from tests.warm import popen
 
-PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.run",
-    "piper.cli",
-    "piper.compiler",
-    "piper.launchers.launch",
-    "piper.launchers.worker_server",
-    "piper.recovery.elastic",
-    "piper.train.session",
-    "tests.runtime.grid",
-)
 MOST = 64  # descriptors that a program may be given
 Request = dict[str, object]
 
@@ -48,8 +35,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     path = [entry for entry in sys.path if entry not in ("", str(popen.ROOT))]
     subprocess.Popen = popen.Popen  # type: ignore[misc]  # before torchrun, among others, imports it
-    for name in PRELOAD:
-        importlib.import_module(name)
+    preload()
     gc.collect()
     gc.freeze()
     connection = socket.socket(fileno=descriptor)
@@ -69,6 +55,12 @@ def main(descriptor: int) -> None:
         connection = there
     become(request, descriptors, path)
     end(run_to_its_end(request["words"]))  # type: ignore[arg-type]
+
+
+def preload() -> None:
+    """Import what most programs of the tests import."""
+
+    import tests.runtime.grid  # noqa: F401
 
 
 def serve(connection: socket.socket) -> tuple[Request, list[int]]:
