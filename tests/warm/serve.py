@@ -59,7 +59,14 @@ def main(descriptor: int) -> None:
 
 def preload() -> None:
     """Import what most programs of the tests import."""
+    import torch._dynamo  # noqa: F401
+    import torch.distributed.run  # noqa: F401
 
+    import piper.cli  # noqa: F401
+    import piper.compiler  # noqa: F401
+    import piper.launchers.launch  # noqa: F401
+    import piper.launchers.worker_server  # noqa: F401
+    import piper.train.train_command  # noqa: F401
     import tests.runtime.grid  # noqa: F401
 
 
