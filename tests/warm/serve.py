@@ -59,15 +59,15 @@ def main(descriptor: int) -> None:
 
 def preload() -> None:
     """Import what most programs of the tests import."""
-    import torch._dynamo  # noqa: F401
-    import torch.distributed.run  # noqa: F401
+    from torch import _dynamo
+    from torch.distributed import run
 
-    import piper.cli  # noqa: F401
-    import piper.compiler  # noqa: F401
-    import piper.launchers.launch  # noqa: F401
-    import piper.launchers.worker_server  # noqa: F401
-    import piper.train.train_command  # noqa: F401
-    import tests.runtime.grid  # noqa: F401
+    from piper import cli, compiler
+    from piper.launchers import launch, worker_server
+    from piper.train import train_command
+    from tests.runtime import grid
+
+    assert all((_dynamo, run, cli, compiler, launch, worker_server, train_command, grid))
 
 
 def serve(connection: socket.socket) -> tuple[Request, list[int]]:
