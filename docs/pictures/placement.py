@@ -68,17 +68,17 @@ def placement(plans: Plans, *, title: str) -> str:
 def region(bucket: Bucket) -> str:
     """Return the name of a bucket: its regions, and how their state is sharded."""
     how = [f"zero={bucket.zero}"] if bucket.zero else []
-    how += [f"{bucket.ways} ways"] if bucket.ways > 1 else []
+    how += [f"{len(bucket.groups)} ways"] if len(bucket.groups) > 1 else []
     return ", ".join(bucket.chunks) + (f" ({', '.join(how)})" if how else "")
 
 
 def held(bucket: Bucket, device: int, level: int) -> HeldPiece:
     """Return the piece of a bucket's state that a device holds. level: the ZeRO level that shards it."""
-    expert = bucket.devices.index(device) % bucket.ways
+    expert = bucket.devices.index(device) % len(bucket.groups)
     if bucket.zero < level:
-        return HeldPiece(index=expert, of=bucket.ways)
+        return HeldPiece(index=expert, of=len(bucket.groups))
     group = next(group for group in bucket.groups if device in group)
-    return HeldPiece(index=expert * len(group) + group.index(device), of=bucket.ways * len(group))
+    return HeldPiece(index=expert * len(group) + group.index(device), of=len(bucket.groups) * len(group))
 
 
 def slice_of(plans: Plans, device: int) -> HeldPiece | None:

@@ -111,11 +111,6 @@ class Bucket:
             return self.padded // self.group_size
         return max(stop - start for start, stop in map(self.shard, range(self.group_size)))
 
-    @property
-    def ways(self) -> int:
-        """Return the number of device groups that hold this bucket, with different slices or the same."""
-        return len(self.groups)
-
     def slices(self) -> Iterator[tuple[tuple[int, ...], Devices]]:
         """Yield each group, after the slices of parameters that its devices hold."""
         position = {device: i for i, device in enumerate(self.devices)}

@@ -63,7 +63,9 @@ def view_of(device: int, buckets: Iterable[Bucket], sizes: Sizes) -> View:
     for bucket in buckets:
         position = bucket.devices.index(device)
         rank = next(group for group in bucket.groups if device in group).index(device)
-        parts += cut(bucket, sizes, (rank, bucket.group_size), (position % bucket.ways, bucket.ways))
+        parts += cut(
+            bucket, sizes, (rank, bucket.group_size), (position % len(bucket.groups), len(bucket.groups))
+        )
     return View(device=device, parts=tuple(parts))
 
 
@@ -74,7 +76,7 @@ def small_views(device: int, buckets: Sequence[Bucket], sizes: Sizes) -> Iterato
     """
 
     def cuts(bucket: Bucket) -> tuple[int, int]:
-        return min(bucket.group_size, MOST_SHARDS) if bucket.zero else 1, min(bucket.ways, MOST_WAYS)
+        return min(bucket.group_size, MOST_SHARDS) if bucket.zero else 1, min(len(bucket.groups), MOST_WAYS)
 
     for number in range(max(math.prod(cuts(bucket)) for bucket in buckets)):
         parts: list[ParameterPart] = []
@@ -138,7 +140,9 @@ def hollow(view: View, sizes: Sizes) -> list[tuple[str, Tensor]]:
 def true_sizes(buckets: Iterable[Bucket]) -> dict[str, tuple[int, ...]]:
     """Return the whole shapes of the parameters in these buckets."""
     return {
-        piece.name: (piece.shape[0] * bucket.ways, *piece.shape[1:]) if bucket.ways > 1 else piece.shape
+        piece.name: (piece.shape[0] * len(bucket.groups), *piece.shape[1:])
+        if len(bucket.groups) > 1
+        else piece.shape
         for bucket in buckets
         for piece in bucket.pieces
     }
@@ -146,7 +150,12 @@ def true_sizes(buckets: Iterable[Bucket]) -> dict[str, tuple[int, ...]]:
 
 def small_sizes(sizes: Sizes, buckets: Iterable[Bucket]) -> dict[str, tuple[int, ...]]:
     """Return small shapes with as many axes: axes that differ in size still do, in the same order."""
-    ways = {piece.name: bucket.ways for bucket in buckets for piece in bucket.pieces if bucket.ways > 1}
+    ways = {
+        piece.name: len(bucket.groups)
+        for bucket in buckets
+        for piece in bucket.pieces
+        if len(bucket.groups) > 1
+    }
     local = {
         name: (shape[0] // ways[name], *shape[1:]) if name in ways else shape for name, shape in sizes.items()
     }

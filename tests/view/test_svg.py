@@ -183,7 +183,7 @@ def test_a_whole_device_has_no_arrows() -> None:
 def test_placement_shows_shards_experts_and_slices() -> None:
     plans = demo().plans
     dense = next(bucket for bucket in plans.buckets.values() if bucket.zero == 3)
-    expert = next(bucket for bucket in plans.buckets.values() if bucket.ways == 2)
+    expert = next(bucket for bucket in plans.buckets.values() if len(bucket.groups) == 2)
     first, second = dense.devices
     assert [PLACEMENT.held(dense, device, 3) for device in (first, second)] == [
         PLACEMENT.HeldPiece(index=0, of=2),
