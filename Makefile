@@ -73,7 +73,7 @@ attention: setup
 		tests/runtime/test_attention_layouts.py tests/runtime/test_divided_draws.py
 
 rules: setup
-	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) -m slow tests/capture/divide
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) -m slow tests/capture/shard
 
 ray: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray $(RAY)

@@ -53,11 +53,11 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:  # noqa: ANN401
 thinned.register_autograd(_backward, setup_context=_save)
 
 
-def _divided(divider: Any, node: fx.Node) -> None:  # noqa: ANN401
+def _divided(sharder: Any, node: fx.Node) -> None:  # noqa: ANN401
     """Drop from a device's own slice, or from the whole where every device holds it."""
     source = node.args[0]
-    layout = divider.settle(source)
-    divider.done(node, divider.emit(node.target, (divider.local[source],)), [layout, layout])
+    layout = sharder.settle(source)
+    sharder.done(node, sharder.emit(node.target, (sharder.local[source],)), [layout, layout])
 
 
 piper.sharding_rule(torch.ops.published.thinned.default, _divided)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from piper import checkpoint as checkpoint
     from piper import data as data
     from piper import losses as losses
-    from piper.capture.divide.rules import sharding_rule as sharding_rule
     from piper.capture.layers.annotate_layers import annotate_layers as annotate_layers
+    from piper.capture.shard.rules import sharding_rule as sharding_rule
     from piper.capture.trace.annotate import annotate as annotate
     from piper.capture.trace.annotate import annotate_modules as annotate_modules
     from piper.checkpoint.huggingface import export_hf as export_hf
@@ -54,7 +54,7 @@ NEEDS_TORCH = {
     "grouped_mm": "piper.experts",
     "launch": "piper.launchers.launch",
     "route": "piper.experts",
-    "sharding_rule": "piper.capture.divide.rules",
+    "sharding_rule": "piper.capture.shard.rules",
     "tensor_plan": "piper.models.tensor_plan",
     "tune": "piper.tuning.tune",
     "unroute": "piper.experts",

@@ -261,6 +261,7 @@ VERBS = frozenset(
         "set",
         "settle",
         "shape",
+        "shard",
         "share",
         "ship",
         "show",

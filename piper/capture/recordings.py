@@ -18,8 +18,8 @@ from piper.capture.autodiff.code_cache import CodeCache
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.servers import CompileServers, start_kernel_compilers
-from piper.capture.divide.divide_traced import divided
-from piper.capture.divide.request import Request, groups_of
+from piper.capture.shard.request import Request, groups_of
+from piper.capture.shard.shard_traced import sharded
 from piper.capture.trace.annotate import listed_regions
 from piper.capture.trace.build_model import buffers_of, build_fake, parameters_of
 from piper.capture.trace.record import LossFn
@@ -32,7 +32,7 @@ from piper.ir.dtypes import DTYPES, JobPrecision
 from piper.ir.mesh import Mesh
 
 log = logging.getLogger("piper")
-Division = tuple[object, ...]  # what requests ask, as a key
+RequestKey = tuple[object, ...]  # what requests ask, as a key
 Differentiation = tuple[object, ...]  # what a differentiation is asked for, as a key
 LARGE = 64  # parameters of a model whose graphs take long to compile
 HINT = "compile the same job with another strategy: compile(replace(job, strategy=...), captured=program)"
@@ -50,7 +50,7 @@ class Recordings:
     fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # of the batch: shape of one sample, and type
     forward_only: bool = False  # in eval mode, with nothing to train
     recorded: dict[int, Traced] = field(default_factory=dict, repr=False)  # by samples in a slice
-    divided: dict[tuple[int, Division], Traced] = field(default_factory=dict, repr=False)
+    sharded: dict[tuple[int, RequestKey], Traced] = field(default_factory=dict, repr=False)
     differentiated: dict[Differentiation, Captured] = field(default_factory=dict, repr=False)
     code: CodeCache = field(init=False, repr=False)  # of all chunks: equal ones have the same code
 
@@ -102,7 +102,7 @@ def shown_fields(fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> s
     return ", ".join(f"{name} {list(shape)} {dtype_name(dtype)}" for name, (shape, dtype) in fields.items())
 
 
-def division_of(requests: Sequence[Request]) -> Division:
+def request_key(requests: Sequence[Request]) -> RequestKey:
     """Return what requests ask as a key.
 
     How many devices a region has does not matter, only which regions are arranged alike.
@@ -124,7 +124,7 @@ def division_of(requests: Sequence[Request]) -> Division:
 
 
 def merged(requests: Sequence[Request]) -> list[Request]:
-    """Return one request for all that divide alike: where stages begin does not change a division."""
+    """Return one request for all that shard alike: where stages begin does not change a sharding."""
     return [
         replace(group[0], regions={tags: mesh for one in group for tags, mesh in one.regions.items()})
         for group in groups_of(requests)
@@ -197,7 +197,7 @@ class Capturing:
         return self.recordings
 
     def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
-        """Return the model for slices of `rows` samples, divided as `requests` ask."""
+        """Return the model for slices of `rows` samples, sharded as `requests` ask."""
         known = self.recordings
         if rows not in known.recorded:
             log.debug("Tracing the model")
@@ -215,10 +215,10 @@ class Capturing:
         if not requests:
             return known.recorded[rows]
         requests = merged(requests)
-        key = (rows, division_of(requests))
-        if key not in known.divided:
-            known.divided[key] = divided(known.recorded[rows], requests)
-        return known.divided[key]
+        key = (rows, request_key(requests))
+        if key not in known.sharded:
+            known.sharded[key] = sharded(known.recorded[rows], requests)
+        return known.sharded[key]
 
     def differentiated(
         self, rows: int, requests: Sequence[Request], options: Mapping[str, CodeOptions]
@@ -226,7 +226,7 @@ class Capturing:
         """Return the model's code for slices of `rows` samples. options: by chunk."""
         requests = merged(requests)
         # The code remembers its cache: one without compiles nothing, as where strategies are only simulated.
-        key = (rows, division_of(requests), tuple(options.items()), self.cache)
+        key = (rows, request_key(requests), tuple(options.items()), self.cache)
         if key not in self.recordings.differentiated:
             log.debug("Tracing its backward")
             traced, code = self.traced(rows, requests), self.recordings.code

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from piper.capture.divide.request import Request
+from piper.capture.shard.request import Request
 from piper.directives import Directive, ShardAxis
 from piper.ir.chunk import Tags
 from piper.ir.graph import Graph

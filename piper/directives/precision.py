@@ -71,7 +71,7 @@ class Precision(Directive):
         divided = [chunk.name for chunk in graph.outline.chunks if graph.outline.degree(chunk) > 1]
         if divided:
             raise ScheduleError(
-                f"products do not run in {self.products} in a model that is divided along an axis",
+                f"products do not run in {self.products} in a model that is sharded along an axis",
                 by=by,
                 facts={"asked": str(self.at), "divided": ", ".join(divided[:3])},
                 hint="leave precision out, or shard no region along an axis",

@@ -94,7 +94,7 @@ class ShardAxis(Directive):
             raise ScheduleError(
                 f"between={self.between!r} is not a dimension that can be sharded",
                 by=by,
-                hint="between=1 divides the sequence; 0 is the samples",
+                hint="between=1 shards the sequence; 0 is the samples",
             )
         if self.attention not in ATTENTION:
             raise ScheduleError(
@@ -142,7 +142,7 @@ def shard_axis(
 ) -> ShardAxis:
     """Return the directive. Types are checked here, meanings where it is applied."""
     if between is not None and not (isinstance(between, int) and is_whole(between)):
-        raise refused("shard", f"between={between!r} is not a dimension", "between=1 divides the sequence")
+        raise refused("shard", f"between={between!r} is not a dimension", "between=1 shards the sequence")
     return ShardAxis(
         at=at,
         devices=devices,

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from piper.capture.divide.attention_operators import attend_prefix, ring_attend, ring_pass
-from piper.capture.divide.block_attention import Turn, prefix_blocks
+from piper.capture.shard.attention_operators import attend_prefix, ring_attend, ring_pass
+from piper.capture.shard.block_attention import Turn, prefix_blocks
 
 HEADS, SIZE = 4, 8
 

@@ -531,7 +531,7 @@ def test_a_weight_that_cannot_be_divided_by_expert() -> None:
     with pytest.raises(PiperError) as raised:
         differentiate(traced, {"EP=0 #1": CodeOptions(ways=2)})
     assert str(raised.value) == lines(
-        "EP=0 #1: bias cannot be divided by expert",
+        "EP=0 #1: bias cannot be sharded by expert",
         "  shape:   [16]",
         "  experts: 4",
         "  hint:    between route and unroute use weights of shape [experts, ...]; use others outside",

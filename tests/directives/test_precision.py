@@ -107,7 +107,7 @@ def test_a_region_without_products() -> None:
 def test_a_divided_model() -> None:
     divided = replace(DENSE, degrees={DENSE.chunks[1].tags: 2})
     assert said(precision(at(PP=0), "fp8"), outline=divided) == cleandoc("""
-        precision #0 (here): products do not run in fp8 in a model that is divided along an axis
+        precision #0 (here): products do not run in fp8 in a model that is sharded along an axis
           asked:   at(PP=0)
           divided: PP=1
           hint:    leave precision out, or shard no region along an axis

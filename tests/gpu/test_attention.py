@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.capture.divide.attention_operators import attend_prefix, ring_attend, ring_pass
-from piper.capture.divide.block_attention import Turn, attend, attend_grad, prefix_blocks, rows_of
+from piper.capture.shard.attention_operators import attend_prefix, ring_attend, ring_pass
+from piper.capture.shard.block_attention import Turn, attend, attend_grad, prefix_blocks, rows_of
 from tests.capture.test_block_attention import own_places
 
 pytestmark = pytest.mark.gpu

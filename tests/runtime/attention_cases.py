@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.capture.divide.request import DividedModel, divide_model
+from piper.capture.shard.request import ShardedModel, shard_model
 from piper.compiler import Program, compile
 from piper.compiler.requests import requests_of
 from piper.directives import Directive, apply, shard
@@ -19,7 +19,7 @@ from piper.ir.select import at
 from piper.ir.sharding import AxisPlacement, Shard
 from piper.job import Job
 from piper.launchers.launch import launch_inline
-from tests.capture.divide import lockstep
+from tests.capture.shard import lockstep
 from tests.plain import Trained, largest_difference, sgd, train
 from tests.runtime.sharing import one_core
 
@@ -404,7 +404,7 @@ def refusal_in_lockstep(case: Case, tolerance: float = 1e-12) -> str | None:
     strategy = strategy_of(case)
     try:
         requests = requests_of(apply(start(traced.outline), strategy, orders=False), strategy)
-        made = divide_model(traced.recording, requests, traced.outline.parameters, traced.outline.batch)
+        made = shard_model(traced.recording, requests, traced.outline.parameters, traced.outline.batch)
     except (CaptureError, ScheduleError) as error:
         return error.what
     losses, gradients = stepped(made, one.begin, given(case)[0], [(r.axis, r.degree) for r in requests])
@@ -416,7 +416,7 @@ def refusal_in_lockstep(case: Case, tolerance: float = 1e-12) -> str | None:
 
 
 def stepped(
-    made: DividedModel, begin: Mapping[str, Tensor], batch: Mapping[str, Tensor], axes: list[tuple[str, int]]
+    made: ShardedModel, begin: Mapping[str, Tensor], batch: Mapping[str, Tensor], axes: list[tuple[str, int]]
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Run a divided forward and its backward on all devices. axes: name and degree, the innermost first."""
     slices = {p.name: p.placements for p in made.parameters}

@@ -19,8 +19,8 @@ from piper.capture import recordings
 from piper.capture.autodiff.code_cache import CodeCache
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
-from piper.capture.divide.divide_traced import divided
-from piper.capture.divide.request import Request
+from piper.capture.shard.request import Request
+from piper.capture.shard.shard_traced import sharded
 from piper.capture.trace.trace import Traced, trace
 from piper.check.check import ComparedNumbers, Report, check, numbers
 from piper.check.localise import Launch
@@ -81,7 +81,7 @@ class Shared:
             for known, asked, found in self.divisions:
                 if known is whole and asked == list(requests):
                     return found
-            made = divided(whole, requests)
+            made = sharded(whole, requests)
             self.divisions.append((whole, list(requests), made))
             return made
 
@@ -96,7 +96,7 @@ class Shared:
         with (
             patch.object(optimizer_facts, "probe_optimizer", self.probed),
             patch.object(recordings, "trace", traced),
-            patch.object(recordings, "divided", cut),
+            patch.object(recordings, "sharded", cut),
             patch.object(recordings, "differentiate", captured),
         ):
             yield

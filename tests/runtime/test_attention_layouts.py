@@ -6,17 +6,17 @@ from tests.covering import covering
 from tests.runtime.attention_cases import FORMS, LAYOUTS, Case, Layout, cases, refusal, refusal_in_lockstep
 
 REFUSALS = (  # all that is refused: what is not here must have plain PyTorch's numbers
-    "it is divided along the size of a head",
+    "it is sharded along the size of a head",
     "heads do not divide by",
-    "attention that is divided by the sequence divides by heads alone",
+    "attention that is sharded by the sequence is sharded by heads alone",
     "a ring passes on as many keys as there are queries",
     "a ring passes on one run of the sequence",
     "its mask has a gradient, which a ring does not compute",
-    "divides the same dimension in another order",
-    "has no even division as",  # a dimension of groups of heads that is smaller than the devices
+    "shards the same dimension in another order",
+    "has no even sharding as",  # a dimension of groups of heads that is smaller than the devices
     "of k.weight does not divide by",  # one head of keys
     "aten.einsum.default has no rule",
-    "its input is divided along dimension 1, its weight along the inputs",  # written out, under TP and SP
+    "its input is sharded along dimension 1, its weight along the inputs",  # written out, under TP and SP
 )
 
 

@@ -93,6 +93,6 @@ def test_every_model_under_every_strategy(shared: Shared, model: str, strategy: 
 
 def test_a_router_needs_the_whole_sequence(shared: Shared) -> None:
     with pytest.raises(
-        CaptureError, match=r"cannot be divided: it needs the rows of every device, as a mixture"
+        CaptureError, match=r"cannot be sharded: it needs the rows of every device, as a mixture"
     ):
         checked(job("moe", "cp2"), shared)

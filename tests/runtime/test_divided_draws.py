@@ -161,7 +161,7 @@ def test_a_divided_model_draws_what_one_device_draws(draw: str, layout: str) -> 
 @pytest.mark.parametrize("layout", ["sp2", "cp2"])
 @pytest.mark.parametrize("draw", REFUSED)
 def test_a_draw_that_does_not_divide_is_refused(draw: str, layout: str) -> None:
-    with pytest.raises(CaptureError, match="draws random numbers for a divided value"):
+    with pytest.raises(CaptureError, match="draws random numbers for a sharded value"):
         compile(job(REFUSED[draw], LAYOUTS[layout]), device="cpu")
 
 

@@ -200,7 +200,7 @@ def test_experts_that_are_divided_beside_products_in_fp8() -> None:
 
 def test_a_divided_model_is_refused() -> None:
     divided = shard(at(PP=0), [0, 1], axis="TP", weights={"stages.0": 0, "stages.1": 1})
-    with pytest.raises(piper.ScheduleError, match="in a model that is divided along an axis"):
+    with pytest.raises(piper.ScheduleError, match="in a model that is sharded along an axis"):
         compile(job(divided, place(at(PP=1), [0, 1]), FP8))
 
 

@@ -397,7 +397,7 @@ def test_attention_of_a_divided_sequence_counts_the_pairs_of_one_device() -> Non
     """Of eight tokens over two devices, one has the first and last two: 1 + 2 + 7 + 8 of 36 pairs."""
     from torch.utils.flop_counter import flop_registry
 
-    import piper.capture.divide.attention_operators  # noqa: F401  registers the operator
+    import piper.capture.shard.attention_operators  # noqa: F401  registers the operator
 
     prefix = flop_registry[torch.ops.piper.attend_prefix]
     own, all_keys = torch.Size((1, 1, 4, 8)), torch.Size((1, 1, 8, 8))

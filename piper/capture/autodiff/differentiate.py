@@ -228,7 +228,7 @@ def _check_division(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
     for name in (*chunk.params, *chunk.buffers):
         if ways > 1 and shapes[name][:1] != (chunk.experts,):
             raise CaptureError(
-                f"{name} cannot be divided by expert",
+                f"{name} cannot be sharded by expert",
                 by=chunk.name,
                 facts={"shape": str(list(shapes[name])), "experts": str(chunk.experts)},
                 hint="between route and unroute use weights of shape [experts, ...]; use others outside",

@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.autodiff.differentiate import Captured
-from piper.capture.divide.request import Request
 from piper.capture.layers.annotate_layers import find_layers
 from piper.capture.layers.equal_blocks import equal_blocks
 from piper.capture.layers.filled import Filled, filled, skipped_blocks
-from piper.capture.recordings import Capturing, Recordings, division_of, merged
+from piper.capture.recordings import Capturing, Recordings, merged, request_key
+from piper.capture.shard.request import Request
 from piper.capture.trace.build_model import build_fake
 from piper.capture.trace.trace import Traced, fake_batch
 from piper.ir.chunk import CapturedModel
@@ -44,8 +44,8 @@ class ShortCapturing(Capturing):
         return self.whole.recordings
 
     def traced(self, rows: int, requests: Sequence[Request] = ()) -> Traced:
-        """Return the model for slices of `rows` samples, divided as `requests` ask."""
-        key = (rows, division_of(merged(requests)))
+        """Return the model for slices of `rows` samples, sharded as `requests` ask."""
+        key = (rows, request_key(merged(requests)))
         asked = self._shorter_requests(rows, requests)
         if asked is not None:
             short = self.short.traced(rows, asked)
@@ -59,14 +59,14 @@ class ShortCapturing(Capturing):
     ) -> Captured:
         """Return the outline of the model for slices of `rows` samples. options: by chunk."""
         self.traced(rows, requests)
-        division = (rows, division_of(merged(requests)))
-        asked, found = self._shorter_requests(rows, requests), self.made.get(division)
+        asked_key = (rows, request_key(merged(requests)))
+        asked, found = self._shorter_requests(rows, requests), self.made.get(asked_key)
         if asked is not None and found is not None:
             origins = {name: chunk.name for name, chunk in found.origins.items()}
             fewer = shorter(options, origins)
             if fewer is not None:
                 short = self.short.differentiated(rows, asked, fewer)
-                done = self._filled((*division, tuple(options.items())), short.outline)
+                done = self._filled((*asked_key, tuple(options.items())), short.outline)
                 if done is not None:
                     return replace(short, outline=done.outline)
         return self.whole.differentiated(rows, requests, options)
@@ -123,7 +123,7 @@ def short_capturing(capturing: Capturing, rows: int) -> Capturing:
         known,
         model=without(known.model, skipped_blocks(blocks)),
         recorded={},
-        divided={},
+        sharded={},
         differentiated={},
     )
     return ShortCapturing(

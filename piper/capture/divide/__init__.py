@@ -1,1 +1,0 @@
-"""Divides a captured forward over the devices of a group: tensor, sequence and context parallelism."""

@@ -1,0 +1,146 @@
+"""Rules for operations that work along some dimensions and do the same for every index of the others.
+
+A dimension that such an operation does not work along may be sharded: each device does its own part. Along
+the dimension that is sharded it is refused, because no device holds all that is compared, shifted or summed.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import fx
+from torch.fx.node import Argument, map_arg
+
+from piper.capture.shard.axis_sharding import NoRuleError
+from piper.capture.shard.shape_rules import argument, number, operand, unchanged
+from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.ir.sharding import REPLICATE, Placement, Shard
+
+Worked = Callable[
+    [fx.Node, int], set[int]
+]  # of an operation on a value of some rank, the dimensions it works along
+
+
+def along(worked: Worked) -> Rule:
+    """Make the rule of an operation from the dimensions that it works along.
+
+    Operands of the rank of the first are sharded as it is, others are whole: indices, weights of a norm.
+    """
+
+    def apply(d: Sharder, node: fx.Node) -> None:
+        if d.whole(node):
+            return
+        x, sources = operand(node), node.all_input_nodes
+        rank = len(d.shape(x))
+        layout = next(have for s in sources if isinstance(have := d.layout(s), Shard))
+        peers = [s for s in sources if len(d.shape(s)) == rank]
+        if layout.dim in worked(node, rank):
+            raise NoRuleError("it works along the sharded dimension")
+        if any(len(d.shape(s)) != rank for s in sources if isinstance(d.layout(s), Shard)):
+            raise NoRuleError("an index or a weight of it is sharded")
+        if len({d.shape(s)[layout.dim] for s in peers}) > 1:
+            raise NoRuleError("its operands have different sizes along the sharded dimension")
+        local = {s: d.to(s, layout if s in peers else REPLICATE, varies=True) for s in sources}
+        made = d.emit(
+            node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__)
+        )
+        lost = sum(dim < layout.dim for dim in worked(node, rank))
+        results = made.meta["example_value"]
+        several = isinstance(results, tuple | list)
+        layouts: list[Placement] = [
+            layout.at(layout.dim - lost if value.dim() < rank else layout.dim)
+            for value in (results if several else [results])
+        ]
+        d.done(node, made, layouts if several else layouts[0])
+
+    return apply
+
+
+KEYWORD = 99  # the position of an argument that is given by name alone
+
+
+def named(position: int, name: str = "dim", default: Argument = None) -> Worked:
+    """Return what an argument names: one dimension or several; none or an empty list are all of them."""
+
+    def worked(node: fx.Node, rank: int) -> set[int]:
+        dims = argument(node, position, name, default)
+        if dims is None or dims == []:
+            return set(range(rank))
+        each = dims if isinstance(dims, list | tuple) else [dims]
+        return {number(dim) % rank for dim in each}
+
+    return worked
+
+
+def matrices(_: fx.Node, rank: int) -> set[int]:
+    """Return the last two dimensions."""
+    return {rank - 2, rank - 1}
+
+
+def trailing(node: fx.Node, rank: int) -> set[int]:
+    """Return the last dimensions, as many as sizes are given."""
+    sizes = node.args[1]
+    assert isinstance(sizes, list | tuple)
+    return set(range(rank - len(sizes), rank))
+
+
+def padded(node: fx.Node, rank: int) -> set[int]:
+    """Return the dimensions to which a padding adds or from which it takes: it lists the last one first."""
+    widths = node.args[1]
+    assert isinstance(widths, list | tuple)
+    return {rank - 1 - i // 2 for i, width in enumerate(widths) if width != 0}
+
+
+def repeated(d: Sharder, node: fx.Node) -> None:
+    """Repeat along dimensions that are not sharded; new dimensions come first."""
+    x, times = operand(node), node.args[1]
+    assert isinstance(times, list | tuple)
+    have = d.settle(x)
+    if not isinstance(have, Shard):
+        d.plain(node)
+        return
+    layout = have.at(have.dim + len(times) - len(d.shape(x)))
+    if times[layout.dim] != 1:
+        raise NoRuleError("it repeats the sharded dimension")
+    d.done(node, d.emit(node.target, (d.local[x], list(times))), layout)
+
+
+def glu(d: Sharder, node: fx.Node) -> None:
+    """Multiply half of a dimension by gates in its other half: a sharded one is sharded half by half."""
+    x = operand(node)
+    have = d.settle(x)
+    if not isinstance(have, Shard):
+        d.plain(node)
+        return
+    dim = number(argument(node, 1, "dim", -1)) % len(d.shape(x))
+    if have.dim == dim and (have.blocks % 2 or have.zigzag):
+        raise NoRuleError("its two halves lie on different devices")
+    layout = replace(have, blocks=have.blocks // 2) if have.dim == dim else have
+    d.done(node, unchanged(d, node), layout)
+
+
+LAST = named(2, default=-1)  # of operations with another argument before the dimension
+ALONG: dict[object, Worked] = {
+    **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.amin.default), named(1)),
+    **dict.fromkeys((aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction), named(1)),
+    **dict.fromkeys((aten.max.dim, aten.min.dim, aten.median.dim, aten.prod.dim_int), named(1)),
+    **dict.fromkeys((aten.any.dim, aten.all.dim, aten.logsumexp.default), named(1)),
+    aten.kthvalue.default: LAST,
+    aten.cosine_similarity.default: named(2, default=1),
+    aten.linalg_vector_norm.default: named(2),
+    **dict.fromkeys((aten.sort.default, aten.argsort.default), named(1, default=-1)),
+    **dict.fromkeys((aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default), named(1)),
+    **dict.fromkeys((aten.index_select.default, aten.flip.default), named(1, "dims")),
+    **dict.fromkeys((aten.tril.default, aten.triu.default), matrices),
+    **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default), trailing),
+    **dict.fromkeys((aten.pad.default, aten.constant_pad_nd.default), padded),
+    aten.sort.stable: named(KEYWORD, default=-1),
+    aten.topk.default: LAST,
+    aten.roll.default: named(2, "dims"),
+    aten.repeat_interleave.self_int: named(2),
+    aten.unfold.default: named(1, "dimension"),
+}
+RULES: dict[object, Rule] = {
+    **{target: along(worked) for target, worked in ALONG.items()},
+    aten.glu.default: glu,
+    aten.repeat.default: repeated,
+}

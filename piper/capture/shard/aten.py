@@ -1,0 +1,166 @@
+"""Writes a recorded forward in ATen operations: few enough that each can have a rule of its own."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.amp import autocast_mode
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
+
+from piper.capture.shard.attention_shapes import in_four_dimensions
+from piper.capture.trace.recording import Mode, Recording, number_regions
+from piper.capture.trace_errors import quiet, reason
+from piper.errors import CaptureError
+
+aten = torch.ops.aten
+DECOMPOSED = {  # operations that have no rule, because those that they are made of have
+    target: target.decompose
+    for target in (
+        aten.einsum.default,
+        aten.tensordot.default,
+        aten.inner.default,
+        aten.outer.default,
+        aten.expand_as.default,
+        aten.broadcast_tensors.default,
+        aten.broadcast_to.default,
+        aten.tile.default,
+        aten.movedim.int,
+        aten.movedim.intlist,
+        aten.narrow.default,
+        aten.view_as.default,
+        aten.reshape_as.default,
+        aten.diff.default,
+        aten.take_along_dim.default,
+        aten.linalg_norm.default,
+    )
+}
+FIXES_GRADIENTS = "torch_nn._linear_cross_entropy"
+MODE = "piper_mode"  # under which a node's meta keeps the mode it ran in
+
+
+def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
+    """Return the recording in ATen operations that autograd knows: `linear`, attention and losses stay whole.
+
+    Each operation keeps the annotations, the source line and the gradient mode of the call that made it.
+    Autocasts become explicit casts. exact: casts to float32 become casts to float64.
+    """
+    placeholders = [node for node in recording.graph.nodes if node.op == "placeholder"]
+    module, modes = _copy_of(recording)
+    traced = _traced(_Interpreter(module, modes, exact), placeholders)
+    graph = traced.graph
+    graph.eliminate_dead_code()
+    in_four_dimensions(graph)
+    if any(str(node.target).startswith(FIXES_GRADIENTS) for node in graph.nodes):
+        raise CaptureError(
+            "linear_cross_entropy with options decides which gradients it computes before it is sharded",
+            by="shard",
+            hint="leave out its `options`, or write linear and cross_entropy",
+        )
+    made = [node for node in graph.nodes if node.op == "placeholder"]
+    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    assert isinstance(results, tuple | list)
+    for old, new in zip(placeholders, made, strict=True):
+        new.meta["example_value"] = old.meta["example_value"]
+    return Recording(
+        graph=graph,
+        root=traced,
+        origins={new: recording.origins[old] for old, new in zip(placeholders, made, strict=True)},
+        results=tuple(node for node in results if isinstance(node, fx.Node)),
+        tags=number_regions(
+            {node: node.meta.get("custom") or {} for node in graph.nodes}, recording.regions
+        ),  # regions without operations count, as they did before it was sharded
+        regions=recording.regions,
+        modes={
+            node: node.meta.get(MODE, Mode())
+            for node in graph.nodes
+            if node.op not in ("placeholder", "output")
+        },
+        bundles={},
+        constants=recording.constants,
+        weighted=recording.weighted,
+        metrics=recording.metrics,
+    )
+
+
+def _copy_of(recording: Recording) -> tuple[fx.GraphModule, dict[fx.Node, Mode]]:
+    """Return a copy of a recorded graph whose nodes note their gradient mode, and the modes of the nodes."""
+    source = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in recording.graph.nodes:
+        if node.op != "output":
+            copies[node] = source.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+            copies[node].meta[MODE] = (
+                Mode(grad=recording.modes[node].grad) if node in recording.modes else Mode()
+            )
+    source.output(tuple(copies[result] for result in recording.results))
+    modes = {copies[node]: mode for node, mode in recording.modes.items()}
+    return fx.GraphModule(recording.root, source), modes
+
+
+def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node]) -> fx.GraphModule:
+    """Trace a recorded graph again, on fakes like those of its placeholders, in ATen operations."""
+    examples = [node.meta["example_value"] for node in placeholders]
+    mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
+    # An earlier sharding of this recording leaves the sizes of its routed rows.
+    if mode.shape_env is not None:
+        mode.shape_env.pending_fresh_unbacked_symbols.clear()
+    with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
+        given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
+        try:
+            return make_fx(interpreter.run, DECOMPOSED, pre_dispatch=True)(*given)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            raise CaptureError(
+                "the model cannot be written in ATen operations, so it cannot be sharded",
+                by="shard",
+                facts={"why": reason(error)},
+                hint="shard only regions without data-dependent code, or leave out the axis",
+            ) from error
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a recorded graph, each node in the autocasts it was recorded in."""
+
+    def __init__(self, module: fx.GraphModule, modes: dict[fx.Node, Mode], exact: bool) -> None:
+        super().__init__(module)
+        self.exact = exact
+        self.by_name = {node.name: mode for node, mode in modes.items()}
+
+    def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401 (the signature is torch's)
+        with _autocasts(self.by_name.get(n.name, Mode())):
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        if self.exact:
+            target, args, kwargs = _widened(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        if self.exact:
+            target, args, kwargs = _widened(target, args, kwargs)
+        return super().call_method(target, args, kwargs)
+
+
+def _widened(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401
+    """Return a call that casts to float64 where it casts to float32."""
+    args, kwargs = tree_map(lambda value: torch.float64 if value is torch.float32 else value, (args, kwargs))
+    return {"float": "double", Tensor.float: Tensor.double}.get(target, target), args, kwargs
+
+
+@contextmanager
+def _autocasts(mode: Mode) -> Iterator[None]:
+    with ExitStack() as stack:
+        for arguments in mode.autocast:
+            entered = autocast_mode._enter_autocast(*arguments)
+            stack.callback(autocast_mode._exit_autocast, entered)
+        yield
+
+
+def shape_of(value: object) -> tuple[int, ...]:
+    """Return the shape of a fake."""
+    assert isinstance(value, Tensor)
+    return tuple(value.shape)

@@ -1,0 +1,300 @@
+"""Attention of a sharded sequence, as operators that compute only what a causal mask leaves.
+
+The devices of a group share one program, so which queries meet which keys is decided where an operator runs,
+from the place of its device in the group. The host holds that number, so nothing waits for an accelerator.
+
+[Note: ring attention] In step s a device attends to the block that began s devices before it. `ring_attend`
+computes the step and merges it with the steps before by log-sum-exp; no gradient goes through it. The
+gradient of a block needs the output and the log-sum-exp of *all* steps, but no other step's values. So after
+the last step there is one `ring_pass` for each block: forward it hands the output on, backward it computes
+the gradients of its block. The output's gradient goes through the blocks from the last to the first, and each
+block's gradient of keys and values can travel back while that of the block before is computed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from piper.capture.shard.block_attention import (
+    SEQUENCE,
+    AttentionBlock,
+    Turn,
+    attend,
+    attend_grad,
+    merge,
+    prefix_blocks,
+    rows_of,
+    width,
+)
+
+
+@torch.library.custom_op("piper::attend_prefix", mutates_args=())
+def attend_prefix(
+    query: Tensor, key: Tensor, value: Tensor, place: Tensor, scale: float, ways: int, zigzag: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend causally from a device's own queries to all keys, which are in the order of the sequence."""
+    parts = [
+        attend(rows_of(query, b.queries), rows_of(key, b.keys), rows_of(value, b.keys), None, scale, b.causal)
+        for b in prefix_blocks(int(place), ways, zigzag, query.shape[SEQUENCE])
+    ]
+    outs, totals = zip(*parts, strict=True)
+    return torch.cat(outs, SEQUENCE).contiguous(), torch.cat(totals, SEQUENCE).contiguous()
+
+
+@attend_prefix.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, place: Tensor, scale: float, ways: int, zigzag: bool
+) -> tuple[Tensor, Tensor]:
+    out = query.new_empty([*query.shape[:3], value.shape[3]])
+    return out, query.new_empty(query.shape[:3], dtype=width(query))
+
+
+@torch.library.custom_op("piper::attend_prefix_grad", mutates_args=())
+def attend_prefix_grad(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    total: Tensor,
+    place: Tensor,
+    scale: float,
+    ways: int,
+    zigzag: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `attend_prefix`."""
+    blocks = prefix_blocks(int(place), ways, zigzag, query.shape[SEQUENCE])
+    return _grads(grad, query, key, value, out, total, None, scale, blocks)
+
+
+@attend_prefix_grad.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    total: Tensor,
+    place: Tensor,
+    scale: float,
+    ways: int,
+    zigzag: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _grads(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    total: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    blocks: Sequence[AttentionBlock],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add up the gradients of blocks; no two of them share queries."""
+    whole = (0, query.shape[SEQUENCE]), (0, key.shape[SEQUENCE])
+    if len(blocks) == 1 and (blocks[0].queries, blocks[0].keys) == whole:
+        dq, dk, dv = attend_grad(grad, query, key, value, out, total, mask, scale, blocks[0].causal)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    made = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
+    for block in blocks:
+        given, own, made_out, sums = (rows_of(x, block.queries) for x in (grad, query, out, total))
+        keys, values = rows_of(key, block.keys), rows_of(value, block.keys)
+        dq, dk, dv = attend_grad(given, own, keys, values, made_out, sums, mask, scale, block.causal)
+        rows_of(made[0], block.queries).copy_(dq)
+        rows_of(made[1], block.keys).add_(dk)
+        rows_of(made[2], block.keys).add_(dv)
+    return made
+
+
+def _prefix_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ANN401 (the signature is torch's)
+    query, key, value, place, *ctx.how = inputs
+    ctx.save_for_backward(query, key, value, *output, place)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _prefix_backward(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    return (*attend_prefix_grad(grad, *ctx.saved_tensors, *ctx.how), None, None, None, None)
+
+
+attend_prefix.register_autograd(_prefix_backward, setup_context=_prefix_context)
+
+
+@torch.library.custom_op("piper::ring_attend", mutates_args=())
+def ring_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    before: Sequence[Tensor],
+    place: Tensor,
+    scale: float,
+    turn: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Attend to the block of a step, merged with the steps before; see [Note: ring attention].
+
+    before: output and log-sum-exp so far; none in the first step. mask: a device's own rows, all columns.
+    The output is as wide as sums are until the last step.
+    """
+    here, how, wide = int(place), Turn.of(turn), width(query)
+    if before:
+        out, total = before[0].clone(), before[1].clone()
+    else:
+        out = query.new_zeros([*query.shape[:3], value.shape[3]], dtype=wide)
+        total = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
+    columns = how.columns(mask, here)
+    for block in how.blocks(here, query.shape[SEQUENCE], key.shape[SEQUENCE]):
+        keys, values = rows_of(key, block.keys), rows_of(value, block.keys)
+        new, sums = attend(rows_of(query, block.queries), keys, values, columns, scale, block.causal)
+        merge(rows_of(out, block.queries), rows_of(total, block.queries), new, sums)
+    return out.to(query.dtype) if how.step == how.ways - 1 else out, total
+
+
+@ring_attend.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    before: Sequence[Tensor],
+    place: Tensor,
+    scale: float,
+    turn: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    how = Turn.of(turn)
+    dtype = query.dtype if how.step == how.ways - 1 else width(query)
+    out = query.new_empty([*query.shape[:3], value.shape[3]], dtype=dtype)
+    return out, query.new_empty(query.shape[:3], dtype=width(query))
+
+
+@torch.library.custom_op("piper::ring_pass", mutates_args=())
+def ring_pass(
+    passed: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    total: Tensor,
+    place: Tensor,
+    scale: float,
+    turn: Sequence[int],
+) -> Tensor:
+    """Hand the output on. Backward, compute the gradients of one block; see [Note: ring attention]."""
+    return passed.clone(memory_format=torch.contiguous_format)
+
+
+@ring_pass.register_fake
+def _(
+    passed: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    total: Tensor,
+    place: Tensor,
+    scale: float,
+    turn: Sequence[int],
+) -> Tensor:
+    return passed.new_empty(passed.shape)
+
+
+@torch.library.custom_op("piper::ring_grad", mutates_args=())
+def ring_grad(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    total: Tensor,
+    place: Tensor,
+    scale: float,
+    turn: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one block's share of the gradients of queries, keys and values."""
+    here, how = int(place), Turn.of(turn)
+    blocks = how.blocks(here, query.shape[SEQUENCE], key.shape[SEQUENCE])
+    return _grads(grad, query, key, value, out, total, how.columns(mask, here), scale, blocks)
+
+
+@ring_grad.register_fake
+def _(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    total: Tensor,
+    place: Tensor,
+    scale: float,
+    turn: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _pass_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ANN401 (the signature is torch's)
+    _, *tensors, ctx.scale, ctx.turn = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _pass_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    grads = ring_grad(grad, *ctx.saved_tensors, ctx.scale, ctx.turn)
+    return (grad, *grads, None, None, None, None, None, None)
+
+
+ring_pass.register_autograd(_pass_backward, setup_context=_pass_context)
+
+
+Shape = Sequence[int]
+
+
+def _products(query: Shape, value: Shape, pairs: int, *, backward: bool) -> int:
+    """Return the floating-point operations of attention over pairs of queries and keys."""
+    each = 2 * query[0] * query[1] * pairs
+    return each * (3 * query[3] + 2 * value[3] if backward else query[3] + value[3])
+
+
+def _of_prefix(query: Shape, value: Shape, ways: int, zigzag: bool, *, backward: bool) -> int:
+    """Count for the device that has most to do."""
+    rows = query[SEQUENCE]
+    pairs = max(sum(b.pairs for b in prefix_blocks(i, ways, zigzag, rows)) for i in range(ways))
+    return _products(query, value, pairs, backward=backward)
+
+
+def _of_turn(query: Shape, key: Shape, value: Shape, turn: Sequence[int], *, backward: bool) -> int:
+    """Count for the device that has most to do."""
+    how = Turn.of(turn)
+    sizes = query[SEQUENCE], key[SEQUENCE]
+    pairs = max(sum(block.pairs for block in how.blocks(i, *sizes)) for i in range(how.ways))
+    return _products(query, value, pairs, backward=backward)
+
+
+@register_flop_formula(torch.ops.piper.attend_prefix)
+def _(
+    query: Shape, key: Shape, value: Shape, place: Shape, scale: float, ways: int, zigzag: bool, **_: object
+) -> int:
+    return _of_prefix(query, value, ways, zigzag, backward=False)
+
+
+@register_flop_formula(torch.ops.piper.attend_prefix_grad)
+def _(grad: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: object) -> int:  # noqa: ANN401
+    return _of_prefix(query, value, *rest[-2:], backward=True)
+
+
+@register_flop_formula(torch.ops.piper.ring_attend)
+def _(query: Shape, key: Shape, value: Shape, *rest: Any, **_: object) -> int:  # noqa: ANN401
+    return _of_turn(query, key, value, rest[-1], backward=False)
+
+
+@register_flop_formula(torch.ops.piper.ring_grad)
+def _(grad: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: object) -> int:  # noqa: ANN401
+    return _of_turn(query, key, value, rest[-1], backward=True)

@@ -1,0 +1,302 @@
+"""Rules for operations that compute: pointwise work, products, tables, norms, reductions."""
+
+import operator
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Argument, map_arg
+
+from piper.capture.shard.axis_sharding import NoRuleError
+from piper.capture.shard.reshapes import value_of
+from piper.capture.shard.shape_rules import argument, getitem, number, operand, unchanged
+from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.ir.sharding import REPLICATE, Partial, Placement, Shard
+
+ADDS = frozenset((aten.add.Tensor, aten.sub.Tensor))
+SCALES = frozenset((aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar))
+LINEAR = frozenset(
+    (aten.neg.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default)
+)
+CASTS = frozenset((aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.to.other))
+POINTWISE = CASTS | frozenset(
+    (
+        aten.where.ScalarOther,
+        aten.where.ScalarSelf,
+        aten.masked_fill.Tensor,
+        aten.dropout.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.empty_like.default,
+        aten.__and__.Tensor,
+        aten.__or__.Tensor,
+    )
+)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Return whether an operation treats every element by itself, and gives one value for each."""
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and isinstance(value_of(node), Tensor)
+        and (torch.Tag.pointwise in target.tags or target in POINTWISE)
+    )
+
+
+def by_family(node: fx.Node) -> Rule | None:
+    """Return the rule of an operation that has none of its own."""
+    if node.target is operator.getitem:
+        return getitem
+    return pointwise if is_pointwise(node) else None
+
+
+def aligned(d: Sharder, source: fx.Node, layout: Shard, rank: int) -> Placement:
+    """Return how an operand of broadcast work is held when the result of `rank` dimensions has `layout`."""
+    shape = d.shape(source)
+    dim = layout.dim - (rank - len(shape))
+    return REPLICATE if dim < 0 or shape[dim] == 1 else layout.at(dim)
+
+
+def spread(d: Sharder, sources: list[fx.Node], rank: int) -> Shard | None:
+    """Return the sharding of broadcast work over operands: that of the largest sharded one."""
+    found = [(len(d.shape(s)), s) for s in sources if isinstance(d.layout(s), Shard)]
+    if not found:
+        return None
+    source = max((s for _, s in found), key=lambda s: torch.Size(d.shape(s)).numel())
+    have = d.layout(source)
+    assert isinstance(have, Shard)
+    return have.at(have.dim + rank - len(d.shape(source)))
+
+
+def together(d: Sharder, sources: list[fx.Node], rank: int) -> tuple[Shard | None, dict[fx.Node, fx.Node]]:
+    """Return the sharding of broadcast work of some rank, and its operands in it; none if all are whole."""
+    layout = spread(d, sources, rank)
+    for source in sources:
+        if isinstance(d.layout(source), Partial):
+            like = aligned(d, source, layout, rank) if layout is not None else None
+            d.settle(source, like if isinstance(like, Shard) else None)
+    layout = spread(d, sources, rank)
+    if layout is None:
+        return None, {}
+    return layout, {s: d.to(s, aligned(d, s, layout, rank), varies=True) for s in sources}
+
+
+def pointwise(d: Sharder, node: fx.Node) -> None:
+    """Shard work on single elements as its operands are; a sum passes through what is linear."""
+    sources = node.all_input_nodes
+    if _stays_sum(d, node, sources):
+        return
+    layout, local = together(d, sources, len(d.shape(node)))
+    if layout is None:
+        d.plain(node)
+        return
+    made = d.emit(node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__))
+    d.done(node, made, layout)
+
+
+def _stays_sum(d: Sharder, node: fx.Node, sources: list[fx.Node]) -> bool:
+    """Write linear work on terms of a sum: the result is such a sum too."""
+    if any(d.layout(source) != Partial() for source in sources) or not _is_linear(node):
+        return False
+    made = d.emit(
+        node.target, map_arg(node.args, d.local.__getitem__), map_arg(node.kwargs, d.local.__getitem__)
+    )
+    d.done(node, made, Partial())
+    return True
+
+
+def _is_linear(node: fx.Node) -> bool:
+    """Return whether an operation on sums is the sum of the operation on their terms.
+
+    A number may scale a sum; added, every device would add it. A sum may not scale a sum, nor itself.
+    """
+    numbers = not isinstance(node.args[1], fx.Node) if len(node.args) > 1 else True
+    if node.target in SCALES:
+        return numbers
+    if node.target in ADDS:
+        return not numbers
+    return node.target in LINEAR and _keeps_fractions(node)
+
+
+def _keeps_fractions(node: fx.Node) -> bool:
+    """Return whether no cast rounds terms of a sum, each by itself, to integers or truth values."""
+    made, given = value_of(node), value_of(operand(node))
+    assert isinstance(made, Tensor) and isinstance(given, Tensor)
+    return made.is_floating_point() or (not given.is_floating_point() and made.dtype is not torch.bool)
+
+
+def linear(d: Sharder, node: fx.Node) -> None:
+    """Multiply by a weight of [out, in]: sharded outputs need whole inputs, sharded inputs give a sum."""
+    x, weight = node.args[0], node.args[1]
+    bias = argument(node, 2, "bias")
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    _product(d, node, x, weight, bias if isinstance(bias, fx.Node) else None, out_dim=0)
+
+
+def addmm(d: Sharder, node: fx.Node) -> None:
+    """Multiply by a weight of [in, out] and add a bias."""
+    bias, x, weight = node.args[:3]
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node) and isinstance(bias, fx.Node)
+    if node.kwargs or len(d.shape(bias)) != 1:
+        raise NoRuleError("only a bias of one dimension is added, unscaled")
+    _product(d, node, x, weight, bias, out_dim=1)
+
+
+def _product(
+    d: Sharder, node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None, out_dim: int
+) -> None:
+    d.settle(x)
+    held, given = d.layout(weight), d.layout(x)
+    last = len(d.shape(x)) - 1
+    if isinstance(held, Partial):
+        held = d.settle(weight)
+    if held == REPLICATE:
+        out: Placement = given if isinstance(given, Shard) and given.dim != last else REPLICATE
+        sharded = isinstance(out, Shard)
+        varies = sharded or d.varies([x, weight])
+        args = [d.to(x, out, varies=varies), d.to(weight, REPLICATE, varies=varies)]
+        args += [d.to(bias, REPLICATE, varies=varies)] if bias is not None else []
+        d.done(node, _multiply(d, node, args), out)
+    elif isinstance(held, Shard) and held.dim == out_dim:
+        args = [d.to(x, REPLICATE, varies=True), d.local[weight]]
+        args += [d.to(bias, held.at(0), varies=True)] if bias is not None else []
+        d.done(node, _multiply(d, node, args), held.at(last))
+    else:
+        assert isinstance(held, Shard)
+        want = held.at(last)
+        if isinstance(given, Shard) and given != want:
+            raise NoRuleError(
+                f"its input is sharded along dimension {given.dim}, its weight along the inputs"
+            )
+        args = [d.to(x, want, varies=True), d.local[weight]]
+        if bias is not None:  # one device of the group adds it, so that the sum has it once
+            first = d.emit(aten.eq.Scalar, (d.place(), 0))
+            args.append(d.emit(aten.mul.Tensor, (d.to(bias, REPLICATE, varies=True), first)))
+        d.done(node, _multiply(d, node, args), Partial())
+
+
+def _multiply(d: Sharder, node: fx.Node, args: list[fx.Node]) -> fx.Node:
+    """Write a product with its bias, if there is one."""
+    if node.target is aten.linear.default:
+        return d.emit(aten.linear.default, tuple(args))
+    if len(args) == 3:
+        return d.emit(aten.addmm.default, (args[2], args[0], args[1]))
+    return d.emit(aten.mm.default, tuple(args))
+
+
+def matmul(d: Sharder, node: fx.Node) -> None:
+    """Multiply two values: sharded along a batch dimension, a free dimension of one, or the summed one."""
+    a, b = node.args[0], node.args[1]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    if d.whole(node):
+        return
+    sa, sb = d.shape(a), d.shape(b)
+    if len(sa) < 2 or len(sb) < 2:
+        _vector_product(d, node, a, b)
+        return
+    la, lb, rank = d.layout(a), d.layout(b), len(d.shape(node))
+    wa: Placement = REPLICATE
+    wb: Placement = REPLICATE
+    out: Placement = REPLICATE
+    if (isinstance(la, Shard) and la.dim == len(sa) - 1) or (isinstance(lb, Shard) and lb.dim == len(sb) - 2):
+        have = la if isinstance(la, Shard) and la.dim == len(sa) - 1 else lb
+        assert isinstance(have, Shard)
+        wa, wb, out = have.at(len(sa) - 1), have.at(len(sb) - 2), Partial()
+    elif isinstance(la, Shard) and la.dim == len(sa) - 2:
+        wa, out = la, la.at(rank - 2)
+    elif isinstance(lb, Shard) and lb.dim == len(sb) - 1:
+        wb, out = lb, lb.at(rank - 1)
+    else:
+        out = spread(d, [a, b], rank) or REPLICATE
+        assert isinstance(out, Shard)
+        wa, wb = aligned(d, a, out, rank), aligned(d, b, out, rank)
+    made = d.emit(node.target, (d.to(a, wa, varies=True), d.to(b, wb, varies=True)))
+    d.done(node, made, out)
+
+
+def _vector_product(d: Sharder, node: fx.Node, a: fx.Node, b: fx.Node) -> None:
+    """Multiply by a vector, whose only dimension is the summed one."""
+    summed = {a: len(d.shape(a)) - 1, b: max(0, len(d.shape(b)) - 2)}
+    wants: dict[fx.Node, Placement] = {a: REPLICATE, b: REPLICATE}
+    out: Placement = REPLICATE
+    x, layout = next((x, layout) for x in (a, b) if isinstance(layout := d.layout(x), Shard))
+    if layout.dim == summed[x]:
+        wants, out = {a: layout.at(summed[a]), b: layout.at(summed[b])}, Partial()
+    else:
+        wants[x], out = layout, layout.at(layout.dim - (layout.dim > summed[x]))
+    made = d.emit(node.target, (d.to(a, wants[a], varies=True), d.to(b, wants[b], varies=True)))
+    d.done(node, made, out)
+
+
+def dims_of(d: Sharder, node: fx.Node) -> tuple[int, ...]:
+    """Return the dimensions that a reduction goes over."""
+    rank = len(d.shape(operand(node)))
+    dims: Argument = argument(node, 1, "dim")
+    if isinstance(dims, int):
+        dims = [dims]
+    if not isinstance(dims, list | tuple) or not dims:
+        return tuple(range(rank))
+    return tuple(number(dim) % rank for dim in dims)
+
+
+def reduction(d: Sharder, node: fx.Node) -> None:
+    """Reduce other dimensions locally; over the sharded one every device has a term."""
+    x = operand(node)
+    if d.layout(x) == Partial() and node.target not in MAXIMA and _keeps_fractions(node):
+        d.done(node, unchanged(d, node), Partial())
+        return
+    d.settle(x)
+    have = d.layout(x)
+    if not isinstance(have, Shard):
+        d.plain(node)
+        return
+    dims = () if node.target in NO_DIMS else dims_of(d, node)
+    dims = dims or tuple(range(len(d.shape(x))))
+    keep = len(d.shape(node)) == len(d.shape(x))
+    made = unchanged(d, node)
+    if have.dim not in dims:
+        lost = 0 if keep else sum(dim < have.dim for dim in dims)
+        d.done(node, made, have.at(have.dim - lost))
+    elif node.target in MEANS:
+        d.done(node, d.emit(aten.div.Scalar, (made, d.degree)), Partial())
+    elif node.target in MAXIMA:
+        _maximum(d, node, x, made, dims)
+    else:
+        d.done(node, made, Partial())
+
+
+def _maximum(d: Sharder, node: fx.Node, x: fx.Node, made: fx.Node, dims: tuple[int, ...]) -> None:
+    """Take a maximum over the sharded dimension; all elements that are equal to it share its gradient."""
+    fixed = d.emit(aten.detach.default, (made,))
+    if not d.trains(made):
+        d.done(node, fixed, Partial("max"))
+        return
+    shape = [1 if dim in dims else size for dim, size in enumerate(d.shape(x))]
+    largest = d.emit(aten.reshape.default, (d.collect(fixed, Partial("max")), shape))
+    equal = d.emit(aten.eq.Tensor, (d.local[x], largest))
+    counts = d.emit(aten.to.dtype, (equal, made.meta["example_value"].dtype))
+    count = d.collect(d.emit(aten.sum.dim_IntList, (counts, list(dims), True)), Partial())
+    shares = d.emit(aten.div.Tensor, (d.emit(aten.where.ScalarOther, (equal, d.local[x], 0.0)), count))
+    keep = len(d.shape(node)) == len(d.shape(x))
+    d.done(node, d.emit(aten.sum.dim_IntList, (shares, list(dims), keep)), Partial())
+
+
+MEANS = frozenset((aten.mean.default, aten.mean.dim))
+MAXIMA = frozenset((aten.amax.default,))
+NO_DIMS = frozenset((aten.sum.default, aten.mean.default))
+
+RULES: dict[object, Rule] = {
+    aten.linear.default: linear,
+    aten.addmm.default: addmm,
+    aten.matmul.default: matmul,
+    aten.mm.default: matmul,
+    aten.bmm.default: matmul,
+    aten.mv.default: matmul,
+    aten.dot.default: matmul,
+    aten.sum.default: reduction,
+    aten.sum.dim_IntList: reduction,
+    aten.mean.default: reduction,
+    aten.mean.dim: reduction,
+    aten.amax.default: reduction,
+}

@@ -1,0 +1,100 @@
+"""How the devices of a group hold one value between them."""
+
+from piper.ir.sharding import Partial, Placement, Replicate, Shard
+
+
+def in_words(layout: Placement) -> str:
+    """Return a layout as messages write it."""
+    match layout:
+        case Replicate():
+            return "whole"
+        case Shard(dim=dim):
+            return f"sharded along {dim}"
+        case Partial(op=op):
+            return f"a {op} to be taken"
+
+
+def divides(size: int, layout: Shard, degree: int) -> bool:
+    """Return whether a dimension of `size` divides evenly."""
+    return size % (layout.blocks * degree * (2 if layout.zigzag else 1)) == 0 and size > 0
+
+
+def local_shape(shape: tuple[int, ...], layout: Placement, degree: int) -> tuple[int, ...]:
+    """Return the shape of what one device holds."""
+    if not isinstance(layout, Shard):
+        return shape
+    return tuple(size // degree if i == layout.dim else size for i, size in enumerate(shape))
+
+
+def reshaped(old: tuple[int, ...], new: tuple[int, ...], layout: Shard, degree: int) -> Shard | None:
+    """Return the layout of a reshaped value, or None where a device's part is not one slice of the result.
+
+    Dimensions are matched in groups of equal size: [4, 6] -> [2, 2, 6] has the groups 4 -> 2, 2 and 6 -> 6.
+    """
+    for olds, news in _groups(old, new):
+        if layout.dim not in olds:
+            continue
+        if any(old[dim] == 0 for dim in olds):
+            return None
+        outer = layout.blocks
+        for dim in olds:
+            if dim < layout.dim:
+                outer *= old[dim]
+        prefix = 1
+        for dim in news:
+            size = new[dim]
+            if outer % prefix == 0 and outer < prefix * size:
+                found = Shard(dim, outer // prefix, layout.zigzag)
+                return found if divides(size, found, degree) else None
+            prefix *= size
+        return None
+    return None
+
+
+def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Match the dimensions of two shapes in the smallest groups that have equal products."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        olds: list[int] = []
+        news: list[int] = []
+        a = b = 1
+        if i < len(old):
+            olds.append(i)
+            a, i = old[i], i + 1
+        if j < len(new):
+            news.append(j)
+            b, j = new[j], j + 1
+        while a != b:
+            if a == 0 or b == 0:  # no elements: what is left matches in any order
+                olds, news = [*olds, *range(i, len(old))], [*news, *range(j, len(new))]
+                i, j = len(old), len(new)
+                break
+            if a < b:
+                olds.append(i)
+                a, i = a * old[i], i + 1
+            else:
+                news.append(j)
+                b, j = b * new[j], j + 1
+        groups.append((olds, news))
+    return _joined(groups, old, new)
+
+
+def _joined(
+    groups: list[tuple[list[int], list[int]]], old: tuple[int, ...], new: tuple[int, ...]
+) -> list[tuple[list[int], list[int]]]:
+    """Join a group of ones on one side only, which holds nothing, to the group after it."""
+    found: list[tuple[list[int], list[int]]] = []
+    waiting: tuple[list[int], list[int]] = ([], [])
+    for olds, news in groups:
+        olds, news = [*waiting[0], *olds], [*waiting[1], *news]
+        waiting = ([], [])
+        ones = all(old[i] == 1 for i in olds) and all(new[j] == 1 for j in news)
+        if ones and (not olds or not news):
+            waiting = (olds, news)
+        else:
+            found.append((olds, news))
+    if any(waiting):
+        last = found.pop() if found else ([], [])
+        found.append(([*last[0], *waiting[0]], [*last[1], *waiting[1]]))
+    return found

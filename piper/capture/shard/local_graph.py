@@ -1,0 +1,174 @@
+"""Writes the operations of one device of a group: which local value stands for which, and how it is held."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Argument, map_arg
+
+from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError
+from piper.capture.shard.layout import in_words, local_shape
+from piper.capture.shard.reshapes import value_of
+from piper.capture.trace.markers import collective
+from piper.capture.trace.recording import Mode, Recording
+from piper.capture.trace_errors import node_line
+from piper.ir.chunk import AxisPosition, Collective, HostPlace, Tags
+from piper.ir.sharding import REPLICATE, Placement, Shard
+
+aten = torch.ops.aten
+RegionOf = Callable[[fx.Node], Tags | None]
+
+
+class LocalGraph:
+    """The graph of one device of a group, while it is written."""
+
+    def __init__(self, recording: Recording, sharding: AxisSharding, region_of: RegionOf) -> None:
+        self.recording, self.sharding, self.region_of = recording, sharding, region_of
+        self.graph = fx.Graph()
+        self.local: dict[fx.Node, fx.Node] = {}
+        self.layouts: dict[fx.Node, Placement | list[Placement]] = {}
+        self.tags: dict[fx.Node, Tags] = {}
+        self.modes: dict[fx.Node, Mode] = {}
+        self.varying: set[fx.Node] = set()  # local whole values whose gradient is a sum over the group
+        self.ranks: dict[type[AxisPosition | HostPlace], fx.Node] = {}
+        self.bundle: int | None = None  # of what is being written: all of one stays in one chunk
+        self.bundles: dict[fx.Node, int] = {}
+        self.bundled = max(recording.bundles.values(), default=0)
+        self.node: fx.Node | None = None  # what is being sharded
+        example = next(n.meta["example_value"] for n in recording.origins if "example_value" in n.meta)
+        self.fakes = example.fake_mode
+
+    @property
+    def degree(self) -> int:
+        return self.sharding.degree
+
+    def layout(self, node: fx.Node) -> Placement:
+        """Return how the group holds a value."""
+        found = self.layouts[node]
+        if isinstance(found, list):
+            raise NoRuleError("it reads several values at once")
+        return found
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the shape of the undivided value."""
+        value = value_of(node)
+        assert isinstance(value, Tensor)
+        return tuple(int(size) for size in value.shape)
+
+    def trains(self, local: fx.Node) -> bool:
+        """Return whether a local value needs a gradient."""
+        value = local.meta["example_value"]
+        return isinstance(value, Tensor) and value.requires_grad
+
+    def emit(
+        self, target: object, args: tuple[Argument, ...], kwargs: Mapping[str, Argument] | None = None
+    ) -> fx.Node:
+        """Write one operation over local values; its result varies where one of its whole operands does."""
+        assert self.node is not None
+        if args and isinstance(args[0], fx.Node) and args[0].target is collective and _writes(target):
+            args = (self.emit(aten.clone.default, (args[0],)), *args[1:])  # what a collective gives stays
+        made = self.graph.call_function(target, args, dict(kwargs or {}))  # type: ignore[arg-type]
+        mode = self.recording.modes.get(self.node, Mode())
+        made.meta = {key: self.node.meta[key] for key in ("custom", "stack_trace") if key in self.node.meta}
+
+        def value(used: fx.Node) -> Argument:
+            return used.meta["example_value"]  # type: ignore[no-any-return]
+
+        with self.fakes, torch.set_grad_enabled(mode.grad):
+            result = target(*map_arg(args, value), **map_arg(dict(kwargs or {}), value))  # type: ignore[operator]
+        made.meta["example_value"] = result
+        self.modes[made] = mode
+        self.tags[made] = self.region_of(self.node) or ()
+        bundle = self.bundle or self.recording.bundles.get(self.node)
+        if bundle is not None:
+            self.bundles[made] = bundle
+        if any(used in self.varying for used in made.all_input_nodes):
+            self.varying.add(made)
+        return made
+
+    @contextmanager
+    def chunk(self) -> Iterator[None]:
+        """Write operations that become a chunk of their own."""
+        self.bundled += 1
+        self.bundle = self.bundled
+        try:
+            yield
+        finally:
+            self.bundle = None
+
+    def done(self, node: fx.Node, local: fx.Node, layout: Placement | list[Placement]) -> None:
+        """Say what became of an operation, and check the shape that its layout promises."""
+        self.local[node], self.layouts[node] = local, layout
+        made = local.meta["example_value"]
+        if isinstance(made, Tensor) and isinstance(layout, Shard):
+            want = local_shape(self.shape(node), layout, self.degree)
+            assert tuple(made.shape) == want, (
+                f"{node} {node.target}: {tuple(made.shape)} for {layout} of {want}"
+            )
+
+    def exchange(self, local: fx.Node, how: Collective) -> fx.Node:
+        """Write a collective on a local value."""
+        if local.op == "placeholder":  # a collective is a chunk of its own, and reads what chunks compute
+            local = self.emit(aten.clone.default, (local,))
+        return self.emit(collective, (local, how))  # type: ignore[arg-type]  # a graph can hold any argument
+
+    def take(self, local: fx.Node, want: Shard) -> fx.Node:
+        """Write a device's own slice of a whole value, chosen by its place in the group."""
+        shape = [int(size) for size in local.meta["example_value"].shape]
+        size, dim, n = shape[want.dim], want.dim, self.degree
+        pieces = 2 * n if want.zigzag else n
+        apart = [*shape[:dim], want.blocks, pieces, size // (want.blocks * pieces), *shape[dim + 1 :]]
+        index = self.place()
+        if want.zigzag:
+            last = self.emit(aten.rsub.Scalar, (index, 2 * n - 1))
+            index = self.emit(aten.cat.default, ([index, last],))
+        cut = self.emit(aten.reshape.default, (local, apart))
+        own = self.emit(aten.index_select.default, (cut, dim + 1, index))
+        return self.emit(aten.reshape.default, (own, [*shape[:dim], size // n, *shape[dim + 1 :]]))
+
+    def place(self) -> fx.Node:
+        """Return the placeholder of a device's place in its group: a tensor of one number."""
+        return self._rank(AxisPosition, next(iter(self.recording.origins)).meta["example_value"].device)
+
+    def host_place(self) -> fx.Node:
+        """Return the placeholder of the same number in memory of the host, for what decides by it."""
+        return self._rank(HostPlace, torch.device("cpu"))
+
+    def _rank(self, kind: type[AxisPosition | HostPlace], device: torch.device) -> fx.Node:
+        if kind not in self.ranks:
+            first = next(iter(self.graph.nodes), None)
+            with self.graph.inserting_before(first):
+                made = self.graph.placeholder(f"{kind.__name__.lower()}_in_{self.sharding.axis}")
+            with self.fakes:
+                made.meta["example_value"] = torch.empty(1, dtype=torch.int64, device=device)
+            self.ranks[kind] = made
+        return self.ranks[kind]
+
+    @contextmanager
+    def within(self, node: fx.Node) -> Iterator[None]:
+        """Write in the region of another node."""
+        before, self.node = self.node, node
+        try:
+            yield
+        finally:
+            self.node = before
+
+    def is_whole(self, node: fx.Node) -> bool:
+        found = self.layouts[node]
+        return all(layout == REPLICATE for layout in found) if isinstance(found, list) else found == REPLICATE
+
+    def facts(self) -> dict[str, str]:
+        """Return what an error says about the operation: its source line, and how its operands are held."""
+        assert self.node is not None
+        held = [
+            f"{source.name} {list(value.shape)} {in_words(layout)}"
+            for source in self.node.all_input_nodes
+            if isinstance(value := value_of(source), Tensor)
+            and not isinstance(layout := self.layouts.get(source, REPLICATE), list)
+        ]
+        return {"operation": f"{self.node.target}{node_line(self.node)}", "operands": ", ".join(held)}
+
+
+def _writes(target: object) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable

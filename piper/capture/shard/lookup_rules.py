@@ -1,0 +1,118 @@
+"""Rules for looking up: rows of a table by their index, elements by tensors of indices."""
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from piper.capture.shard.axis_sharding import NoRuleError
+from piper.capture.shard.compute_rules import aligned, spread
+from piper.capture.shard.shape_rules import argument, number, operand
+from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.ir.sharding import REPLICATE, Partial, Shard
+
+
+def embedding(d: Sharder, node: fx.Node) -> None:
+    """Look up rows of a table: a whole one, or one sharded by columns or by rows."""
+    table, index = node.args[0], node.args[1]
+    assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
+    if d.whole(node):
+        return
+    held, given = d.layout(table), d.layout(index)
+    rest = (argument(node, 2, "padding_idx", -1), argument(node, 3, "scale_grad_by_freq", False))
+    if rest[1] and (given != REPLICATE or held not in (REPLICATE, Shard(1))):
+        raise NoRuleError("how often an index occurs, by which it scales gradients, is not counted")
+    if held == REPLICATE:
+        made = d.emit(node.target, (d.to(table, REPLICATE, varies=True), d.local[index], *rest))
+        d.done(node, made, given)
+    elif isinstance(held, Shard) and held.dim == 1:
+        made = d.emit(node.target, (d.local[table], d.to(index, REPLICATE, varies=True), *rest))
+        d.done(node, made, held.at(len(d.shape(node)) - 1))
+    else:
+        assert isinstance(held, Shard)
+        whole = d.to(index, REPLICATE, varies=True)
+        rows, outside = own_rows(d, whole, held, d.shape(table)[0])
+        found = d.emit(aten.embedding.default, (d.local[table], rows))
+        padding = number(rest[0])
+        if padding >= 0:  # the padding row has no gradient
+            fixed = d.emit(aten.detach.default, (found,))
+            pad = d.emit(aten.unsqueeze.default, (d.emit(aten.eq.Scalar, (whole, padding)), -1))
+            found = d.emit(aten.where.self, (pad, fixed, found))
+        d.done(node, masked(d, found, outside), Partial())
+
+
+def own_rows(d: Sharder, index: fx.Node, held: Shard, size: int) -> tuple[fx.Node, fx.Node]:
+    """Return indices within a device's own rows of a sharded table, and which of them lie outside."""
+    if held.blocks > 1 or held.zigzag:
+        raise NoRuleError("the rows of a table are sharded in one run")
+    rows = size // d.degree
+    first = d.emit(aten.mul.Tensor, (d.place(), rows))
+    if not index.meta["example_value"].dim():
+        first = d.emit(aten.reshape.default, (first, []))
+    shifted = d.emit(aten.sub.Tensor, (index, first))
+    low, high = d.emit(aten.lt.Scalar, (shifted, 0)), d.emit(aten.ge.Scalar, (shifted, rows))
+    return d.emit(aten.clamp.default, (shifted, 0, rows - 1)), d.emit(aten.logical_or.default, (low, high))
+
+
+def masked(d: Sharder, found: fx.Node, outside: fx.Node) -> fx.Node:
+    """Return values with zeros in place of those from outside a device's own rows."""
+    more = found.meta["example_value"].dim() - outside.meta["example_value"].dim()
+    for _ in range(more):
+        outside = d.emit(aten.unsqueeze.default, (outside, -1))
+    return d.emit(aten.masked_fill.Scalar, (found, outside, 0.0))
+
+
+def gather(d: Sharder, node: fx.Node) -> None:
+    """Pick elements along a dimension: each device in its own rows, or in its part of that dimension."""
+    x, index = node.args[0], node.args[2]
+    assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
+    dim = number(node.args[1]) % max(1, len(d.shape(x)))
+    if d.whole(node):
+        return
+    have = d.layout(x)
+    if isinstance(have, Shard) and have.dim == dim:
+        rows, outside = own_rows(d, d.to(index, REPLICATE, varies=True), have, d.shape(x)[dim])
+        d.done(node, masked(d, d.emit(node.target, (d.local[x], dim, rows)), outside), Partial())
+        return
+    layout = have if isinstance(have, Shard) else d.layout(index)
+    if (
+        not isinstance(layout, Shard)
+        or layout.dim == dim
+        or d.shape(x)[layout.dim] != d.shape(index)[layout.dim]
+    ):
+        raise NoRuleError("its index is sharded in another way than its values")
+    made = d.emit(node.target, (d.to(x, layout, varies=True), dim, d.to(index, layout, varies=True)))
+    d.done(node, made, layout)
+
+
+def indexed(d: Sharder, node: fx.Node) -> None:
+    """Take elements by tensors: not along the sharded dimension, or by sharded indices into a whole value."""
+    x, given = operand(node), node.args[1]
+    assert isinstance(given, list | tuple)
+    if d.whole(node):
+        return
+    at = [i for i, index in enumerate(given) if index is not None]
+    indices = [index for index in given if isinstance(index, fx.Node)]
+    if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in indices):
+        raise NoRuleError("how many elements a mask keeps is not known")
+    have, first = d.layout(x), at[0] if at[-1] - at[0] == len(at) - 1 else 0
+    rank = max(len(d.shape(index)) for index in indices)
+    index_layout = spread(d, indices, rank)
+    local: dict[fx.Node, fx.Node] = {}
+    if isinstance(have, Shard):
+        if have.dim in at:
+            raise NoRuleError("it picks elements of the sharded dimension")
+        before = sum(dim < have.dim for dim in at)
+        out = have.at(have.dim - before + (rank if have.dim > first or first != at[0] else 0))
+        local = {index: d.to(index, REPLICATE, varies=True) for index in indices} | {x: d.local[x]}
+    else:
+        assert index_layout is not None
+        out = index_layout.at(index_layout.dim + first)
+        local = {i: d.to(i, aligned(d, i, index_layout, rank), varies=True) for i in indices}
+        local[x] = d.to(x, REPLICATE, varies=True)
+    d.done(node, d.emit(node.target, map_arg(node.args, local.__getitem__)), out)
+
+
+RULES: dict[object, Rule] = {
+    aten.embedding.default: embedding,
+    aten.gather.default: gather,
+}

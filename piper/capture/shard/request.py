@@ -1,0 +1,222 @@
+"""What `shard` over an axis asks of a captured model: which parameters, batch fields and regions."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import fx
+
+from piper.capture.shard.aten import as_aten
+from piper.capture.shard.axis_sharding import AxisSharding
+from piper.capture.shard.layout import divides
+from piper.capture.shard.shard_forward import shard_forward
+from piper.capture.trace.functionalize import simplify
+from piper.capture.trace.recording import FromParameter, Recording
+from piper.capture.trace.regions import find_regions
+from piper.errors import ScheduleError
+from piper.ir.chunk import Parameter, Tags, TensorSpec
+from piper.ir.mesh import Mesh
+from piper.ir.sharding import REPLICATE, AxisPlacement, Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One directive, and the regions that it shards."""
+
+    by: str
+    axis: str
+    degree: int
+    weights: Mapping[str, int]  # patterns of modules or parameters, and the dimension that is sharded
+    batch: Mapping[str, int]
+    between: int | None
+    attention: str
+    zigzag: bool
+    regions: Mapping[Tags, Mesh]  # each with its devices, numbered from 0: shards pass between equal ones
+
+    def alike(self, other: "Request") -> bool:
+        """Return whether two directives shard alike, so that slices may pass between their regions."""
+        return replace(self, by="", regions={}) == replace(other, by="", regions={})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedModel:
+    """A model as one device of its groups computes it."""
+
+    recording: Recording
+    parameters: tuple[Parameter, ...]  # with how each is sharded
+    batch: Mapping[str, tuple[AxisPlacement, ...]]  # the fields that are sharded, along which axes
+
+
+def shard_model(
+    recording: Recording,
+    requests: Sequence[Request],
+    parameters: Sequence[Parameter],
+    batch: Mapping[str, TensorSpec],
+    *,
+    exact: bool = False,
+) -> ShardedModel:
+    """Shard a model by one axis after another; the first directive's groups are innermost.
+
+    exact: the model computes in fp64, and casts to float32 inside it are dropped. Sums in another order then
+    differ by rounding of fp64 alone.
+    """
+    recording = as_aten(recording, exact=exact)
+    fields: dict[str, tuple[AxisPlacement, ...]] = {}
+    # The outermost axis first: what it leaves of a dimension is what an inner axis then shards.
+    groups = groups_of(requests)
+    while groups:
+        merged = groups.pop()
+        first = merged[0]
+        regions = {tags for request in merged for tags in request.regions}
+        inner = {g[0].axis: g[0].degree for g in groups if any(regions & r.regions.keys() for r in g)}
+        recording, parameters = _divided(recording, merged, parameters, batch, math.prod(inner.values()))
+        for name, dim in first.batch.items():
+            held = AxisPlacement(
+                axis=first.axis, degree=first.degree, placement=Shard(dim, zigzag=first.zigzag)
+            )
+            fields[name] = (held, *fields.get(name, ()))
+    return ShardedModel(recording=recording, parameters=tuple(parameters), batch=fields)
+
+
+def groups_of(requests: Sequence[Request]) -> list[list[Request]]:
+    """Put directives that shard alike together: one pass shards all their regions."""
+    groups: list[list[Request]] = []
+    for request in requests:
+        for group in groups:
+            if group[0].alike(request):
+                group.append(request)
+                break
+        else:
+            groups.append([request])
+    return groups
+
+
+def _divided(
+    recording: Recording,
+    requests: Sequence[Request],
+    parameters: Sequence[Parameter],
+    batch: Mapping[str, TensorSpec],
+    inner: int,
+) -> tuple[Recording, tuple[Parameter, ...]]:
+    first = requests[0]
+    meshes = {tags: mesh for request in requests for tags, mesh in request.regions.items()}
+    used = _parameters_of(recording, meshes)
+    weights = _weights(first, parameters, used)
+    _check_fields(first, batch)
+    sharding = AxisSharding(
+        by=first.by,
+        axis=first.axis,
+        degree=first.degree,
+        weights=weights,
+        batch={name: Shard(dim, zigzag=first.zigzag) for name, dim in first.batch.items()},
+        between=first.between,
+        attention=first.attention,
+        zigzag=first.zigzag,
+        inner=inner,
+    )
+
+    def peers(a: Tags, b: Tags) -> bool:
+        return a in meshes and b in meshes and meshes[a] == meshes[b]
+
+    made = shard_forward(recording, sharding, meshes.__contains__, peers)
+    shards = made.sharding.weights
+    sharded = tuple(
+        replace(
+            parameter,
+            placements=(
+                AxisPlacement(
+                    axis=first.axis,
+                    degree=first.degree,
+                    placement=shards.get(parameter.name, REPLICATE),
+                    partial=parameter.name in made.summed,
+                ),
+                *parameter.placements,
+            ),
+        )
+        if parameter.name in used
+        else parameter
+        for parameter in parameters
+    )
+    return made.recording, sharded
+
+
+def _parameters_of(recording: Recording, regions: Iterable[Tags]) -> set[str]:
+    """Return the parameters that the operations of some regions read."""
+    inside = set(regions)
+    region_of = find_regions(recording, simplify(recording)).region_of
+    names = {
+        node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)
+    }
+
+    def reads(node: fx.Node) -> bool:
+        return any(
+            region_of.get(user) in inside or (user not in region_of and reads(user)) for user in node.users
+        )
+
+    return {name for node, name in names.items() if reads(node)}
+
+
+def _weights(request: Request, parameters: Sequence[Parameter], used: set[str]) -> dict[str, Shard]:
+    """Return which parameters are sharded along which dimension. A module's name stands for its weight."""
+    found: dict[str, Shard] = {}
+    known = {name: parameter for parameter in parameters for name in (parameter.name, *parameter.aliases)}
+    for patterns, dim in request.weights.items():
+        for pattern in patterns.split("|"):
+            matched = [n for n in known if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.weight")]
+            if not matched:
+                close = get_close_matches(f"{pattern}.weight", known, n=1, cutoff=0.3)
+                raise ScheduleError(
+                    f"{pattern!r} names no module with a weight and no parameter",
+                    by=request.by,
+                    facts={"parameters": ", ".join(list(known)[:6]) + (" ..." if len(known) > 6 else "")},
+                    hint=f"did you mean {close[0].removesuffix('.weight')!r}?"
+                    if close
+                    else "check the pattern",
+                )
+            for name in matched:
+                parameter = known[name]
+                _check_weight(request, parameter, dim)
+                if parameter.name in used:
+                    found[parameter.name] = Shard(dim)
+    return found
+
+
+def _check_weight(request: Request, parameter: Parameter, dim: int) -> None:
+    shape = parameter.local_shape
+    if not 0 <= dim < len(shape):
+        raise ScheduleError(
+            f"{parameter.name} has no dimension {dim}",
+            by=request.by,
+            facts={"shape": str(list(shape))},
+            hint=f"choose a dimension from 0 to {len(shape) - 1}",
+        )
+    if not divides(shape[dim], Shard(dim), request.degree):
+        raise ScheduleError(
+            f"dimension {dim} of {parameter.name} does not divide by {request.degree}",
+            by=request.by,
+            facts={"shape": str(list(shape)), "asked": f"ways={request.degree}"},
+            hint="choose `ways` among the divisors of that size",
+        )
+
+
+def _check_fields(request: Request, batch: Mapping[str, TensorSpec]) -> None:
+    for name, dim in request.batch.items():
+        if name not in batch:
+            raise ScheduleError(
+                f"the batch has no field {name!r}",
+                by=request.by,
+                facts={"fields": ", ".join(batch)},
+                hint="name the fields that hold one entry for each position of the sequence",
+            )
+        shape = batch[name].shape
+        layout = Shard(dim, zigzag=request.zigzag)
+        if not 1 <= dim < len(shape) or not divides(shape[dim], layout, request.degree):
+            slices = request.degree * (2 if request.zigzag else 1)
+            raise ScheduleError(
+                f"the field {name!r} cannot be sharded along dimension {dim}",
+                by=request.by,
+                facts={"shape": str(list(shape)), "slices": str(slices)},
+                hint="dimension 0 is the samples; choose a later one whose size divides by the slices",
+            )

@@ -1,0 +1,304 @@
+"""Rules for operations that move elements without computing: reshapes, transposes, slices, joins."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+
+import torch
+from torch import fx
+from torch.fx.node import Argument
+
+from piper.capture.shard.axis_sharding import NoRuleError, UnevenError
+from piper.capture.shard.layout import local_shape, reshaped
+from piper.capture.shard.reshapes import RESHAPES, value_of
+from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.capture.trace.markers import collective, how_of
+from piper.ir.chunk import Collective
+from piper.ir.sharding import Partial, Shard
+
+
+def operand(node: fx.Node) -> fx.Node:
+    """Return the one tensor that an operation reads."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def number(value: Argument, default: int = 0) -> int:
+    """Return an argument that is a whole number."""
+    if value is None:
+        return default
+    assert isinstance(value, int)
+    return value
+
+
+def argument(node: fx.Node, position: int, name: str, default: Argument = None) -> Argument:
+    """Return an argument by position or by name."""
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def moves(rule: Callable[[Sharder, fx.Node, fx.Node, Shard], None]) -> Rule:
+    """Make a rule for an operation that only moves elements from one that is for a sharded operand.
+
+    `rule` gets that operand and its layout. A pending sum passes through the operation as it is.
+    """
+
+    @wraps(rule)
+    def apply(d: Sharder, node: fx.Node) -> None:
+        source = operand(node)
+        have = d.layout(source)
+        if isinstance(have, Shard):
+            rule(d, node, source, have)
+            return
+        assert isinstance(have, Partial), "an operation on whole values needs no rule"
+        local = unchanged(d, node)
+        made = local.meta["example_value"]
+        d.done(node, local, have if isinstance(made, torch.Tensor) else [have for _ in made])
+
+    return apply
+
+
+def unchanged(d: Sharder, node: fx.Node) -> fx.Node:
+    """Write an operation with its own arguments over the local value of its operand."""
+    return d.emit(node.target, (d.local[operand(node)], *node.args[1:]), node.kwargs)
+
+
+def heads_of(old: tuple[int, ...], new: tuple[int, ...], have: Shard) -> int:
+    """Return into how many heads a reshape takes the last dimension, which is sharded; 0: into none."""
+    apart = len(new) == len(old) + 1 and have.dim == len(old) - 1 and old[-1] == new[-2] * new[-1]
+    return new[-2] if apart and new[:-2] == old[:-1] else 0
+
+
+@moves
+def reshape(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
+    """Shard the dimension of the result that holds the sharded one."""
+    new = d.shape(node)
+    found = reshaped(d.shape(source), new, have, d.degree)
+    if found is None:
+        if uneven := heads_of(d.shape(source), new, have):
+            raise UnevenError(f"{uneven} heads", uneven, d.degree)
+        raise NoRuleError(
+            f"{list(d.shape(source))} sharded along {have.dim} has no even sharding as {list(new)}"
+        )
+    local = d.emit(aten.reshape.default, (d.local[source], list(local_shape(new, found, d.degree))))
+    d.done(node, local, found)
+
+
+def _permuted(d: Sharder, node: fx.Node, have: Shard, order: list[int]) -> None:
+    """Write a permutation; `order` holds the old dimension of each new one."""
+    d.done(node, unchanged(d, node), have.at(order.index(have.dim)))
+
+
+@moves
+def transpose(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
+    """Swap two dimensions."""
+    rank = len(d.shape(source))
+    order = list(range(rank))
+    a, b = (
+        (-2, -1)
+        if node.target in (aten.t.default, aten.mT.default)
+        else (number(node.args[1]), number(node.args[2]))
+    )
+    if rank > 1:
+        order[a], order[b] = order[b], order[a]
+    _permuted(d, node, have, order)
+
+
+@moves
+def permute(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
+    """Put dimensions into another order."""
+    dims = node.args[1]
+    assert isinstance(dims, list | tuple)
+    rank = len(d.shape(source))
+    _permuted(d, node, have, [number(dim) % rank for dim in dims])
+
+
+@moves
+def same_shape(d: Sharder, node: fx.Node, _: fx.Node, have: Shard) -> None:
+    """Copy or view a value: its layout stays."""
+    d.done(node, unchanged(d, node), have)
+
+
+def expand(d: Sharder, node: fx.Node) -> None:
+    """Repeat along dimensions of size one; the sharded one is not among them."""
+    source = operand(node)
+    have = d.settle(source)
+    if not isinstance(have, Shard):
+        d.plain(node)
+        return
+    out = d.shape(node)
+    layout = have.at(have.dim + len(out) - len(d.shape(source)))
+    local = d.emit(node.target, (d.local[source], list(local_shape(out, layout, d.degree))), node.kwargs)
+    d.done(node, local, layout)
+
+
+def piece(d: Sharder, size: int, have: Shard, start: int, length: int) -> tuple[Shard, int, int]:
+    """Return the layout of some whole blocks of a sharded dimension, and their local start and length."""
+    block = size // have.blocks
+    if start == 0 and length == size:
+        return have, 0, size // d.degree
+    if have.zigzag or start % block or length % block or not length:
+        raise NoRuleError(
+            f"elements {start} to {start + length} of a sharded dimension of {size} are not one slice"
+        )
+    return Shard(have.dim, length // block), start // d.degree, length // d.degree
+
+
+@moves
+def slice_(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
+    """Take a run of elements of one dimension."""
+    shape = d.shape(source)
+    dim = number(argument(node, 1, "dim", 0)) % len(shape)
+    if dim != have.dim:
+        d.done(node, unchanged(d, node), have)
+        return
+    size = shape[dim]
+    if number(argument(node, 4, "step", 1), 1) != 1:
+        raise NoRuleError("it takes every few elements of a sharded dimension")
+    start = number(argument(node, 2, "start", 0))
+    start = max(0, start + size) if start < 0 else min(start, size)
+    layout, first, length = piece(d, size, have, start, d.shape(node)[dim])
+    local = d.emit(aten.slice.Tensor, (d.local[source], dim, first, first + length))
+    d.done(node, local, layout)
+
+
+@moves
+def select(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
+    """Take one index of a dimension that is not sharded."""
+    dim = number(node.args[1]) % len(d.shape(source))
+    if dim == have.dim:
+        raise NoRuleError("it takes one element of a sharded dimension")
+    d.done(node, unchanged(d, node), have.at(have.dim - (dim < have.dim)))
+
+
+@moves
+def split(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
+    """Split into several values: along another dimension, or into whole blocks of the sharded one."""
+    shape = d.shape(source)
+    dim = number(argument(node, 2, "dim", 0)) % len(shape)
+    parts = value_of(node)
+    assert isinstance(parts, tuple | list)
+    if dim != have.dim:
+        d.done(node, unchanged(d, node), [have for _ in parts])
+        return
+    start, sizes, layouts = 0, [], []
+    for part in parts:
+        layout, _, length = piece(d, shape[dim], have, start, int(part.shape[dim]))
+        start += int(part.shape[dim])
+        sizes.append(length)
+        layouts.append(layout)
+    local = d.emit(aten.split_with_sizes.default, (d.local[source], sizes, dim))
+    d.done(node, local, list(layouts))
+
+
+@moves
+def unbind(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
+    """Split into the indices of a dimension that is not sharded."""
+    dim = number(argument(node, 1, "dim", 0)) % len(d.shape(source))
+    if dim == have.dim:
+        raise NoRuleError("it takes a sharded dimension apart")
+    parts = value_of(node)
+    assert isinstance(parts, tuple | list)
+    d.done(node, unchanged(d, node), [have.at(have.dim - (dim < have.dim)) for _ in parts])
+
+
+def getitem(d: Sharder, node: fx.Node) -> None:
+    """Take one of several values."""
+    source, index = node.args
+    assert isinstance(source, fx.Node) and isinstance(index, int)
+    layouts = d.layouts[source]
+    assert isinstance(layouts, list)
+    local = d.emit(node.target, (d.local[source], index))
+    d.done(node, local, layouts[index])
+
+
+def cat(d: Sharder, node: fx.Node) -> None:
+    """Join along a dimension that is not sharded, or blocks of the sharded one."""
+    sources = node.args[0]
+    assert isinstance(sources, list | tuple)
+    # torch lets an empty vector stand beside values of any shape: a cache that is still empty
+    parts = [s for s in sources if isinstance(s, fx.Node) and (d.shape(s) != (0,) or len(d.shape(node)) == 1)]
+    for part in parts:
+        d.settle(part)
+    rank, stacked = len(d.shape(parts[0])), node.target is aten.stack.default
+    dim = number(argument(node, 1, "dim", 0)) % (rank + stacked)
+    held = [layout for part in parts if isinstance(layout := d.layout(part), Shard)]
+    if not held:
+        d.plain(node)
+        return
+    have = next((layout for layout in held if layout.dim != dim), held[0])  # better than to join slices
+    if stacked:
+        out = have.at(have.dim + (dim <= have.dim))
+    elif dim != have.dim:
+        out = have
+    else:
+        blocks = {d.shape(part)[dim] // layout.blocks for part, layout in zip(parts, held, strict=False)}
+        if len(held) < len(parts) or len(blocks) > 1 or any(layout.zigzag for layout in held):
+            raise NoRuleError("it joins values along their sharded dimension")
+        out = Shard(dim, sum(layout.blocks for layout in held))
+    local = [
+        d.local[part] if out.dim == dim and not stacked else d.to(part, have, varies=True) for part in parts
+    ]
+    d.done(node, d.emit(node.target, (local, dim)), out)
+
+
+def inner_collective(d: Sharder, node: fx.Node) -> None:
+    """Let a collective along another axis, whose groups stride over these, work on each device's slice."""
+    source, how = operand(node), how_of(node)
+    have = d.layout(source)
+    if isinstance(have, Partial) and how.op == "max":
+        have = d.settle(source)
+    if isinstance(have, Shard):
+        how, have = _within_slices(how, have, d.degree)
+    d.done(node, d.exchange(d.local[source], how), have)
+
+
+def _within_slices(how: Collective, have: Shard, degree: int) -> tuple[Collective, Shard]:
+    """Return what a collective does on slices of the dimension that it joins or cuts, and their layout then.
+
+    Either each of its blocks lies within one slice, so that a device has its share of the blocks, or each of
+    its pieces holds whole blocks of the slices, so that their number grows or shrinks with the pieces.
+    """
+    for grows, slicing in ((True, how.joined), (False, how.cut)):
+        if slicing is None or slicing.dim != have.dim:
+            continue
+        pieces = 2 if slicing.zigzag else 1  # in a device's own part of a block
+        if slicing.blocks % (have.blocks * degree) == 0 and not have.zigzag:
+            own = replace(slicing, blocks=slicing.blocks // degree)
+            how = replace(how, joined=own) if grows else replace(how, cut=own)
+            continue
+        if have.zigzag or have.blocks % (slicing.blocks * pieces * (1 if grows else how.degree)):
+            raise NoRuleError(f"the axis {how.axis} shards the same dimension in another order")
+        have = replace(have, blocks=have.blocks * how.degree if grows else have.blocks // how.degree)
+    return how, have
+
+
+RULES: dict[object, Rule] = {
+    collective: inner_collective,
+    **{target: reshape for target in RESHAPES},
+    aten.squeeze.default: reshape,
+    aten.squeeze.dims: reshape,
+    aten.transpose.int: transpose,
+    aten.t.default: transpose,
+    aten.mT.default: transpose,
+    aten.permute.default: permute,
+    aten.expand.default: expand,
+    aten.slice.Tensor: slice_,
+    aten.select.int: select,
+    aten.split.Tensor: split,
+    aten.chunk.default: split,
+    aten.split_with_sizes.default: split,
+    aten.unbind.int: unbind,
+    aten.cat.default: cat,
+    aten.stack.default: cat,
+    **{
+        target: same_shape
+        for target in (
+            aten.alias.default,
+            aten.clone.default,
+            aten.contiguous.default,
+            aten.detach.default,
+            aten.lift_fresh_copy.default,
+        )
+    },
+}

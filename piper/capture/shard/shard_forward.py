@@ -1,0 +1,117 @@
+"""Turns a recorded forward into that of one device of a group."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, fx
+
+from piper.capture.shard.axis_sharding import AxisSharding
+from piper.capture.shard.compute_rules import by_family
+from piper.capture.shard.reshapes import RESHAPES, value_of
+from piper.capture.shard.rules import rules
+from piper.capture.shard.shape_rules import argument, number
+from piper.capture.shard.sharder import Sharder, aten
+from piper.capture.trace.functionalize import simplify
+from piper.capture.trace.recording import FromParameter, Origin, Recording
+from piper.capture.trace.regions import find_regions
+from piper.ir.chunk import Tags
+from piper.ir.sharding import Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedForward:
+    """The forward of one device of a group, and what became of the parameters."""
+
+    recording: Recording
+    sharding: AxisSharding
+    summed: frozenset[str]  # whole parameters whose gradient is a sum over the group
+
+
+def shard_forward(
+    recording: Recording,
+    sharding: AxisSharding,
+    inside: Callable[[Tags], bool],
+    peers: Callable[[Tags, Tags], bool],
+) -> ShardedForward:
+    """Shard a forward in ATen operations over the devices of a group.
+
+    inside: whether a region is sharded. peers: whether two regions' devices hold the same slices.
+    """
+    sharding = replace(sharding, weights=_with_biases(recording, sharding.weights))
+    regions = find_regions(recording, simplify(recording))
+    region_of: Mapping[fx.Node, Tags] = regions.region_of
+    marked: frozenset[str] = frozenset()
+    while True:
+        sharder = Sharder(recording, sharding, rules(), by_family, region_of.get, inside, peers, marked)
+        sharder.run()
+        mixed = (sharder.summed & sharder.same) - marked
+        if not mixed:
+            break
+        marked |= mixed  # used both ways: its sharded uses go through a collective
+    origins: dict[fx.Node, Origin] = {
+        sharder.local[node]: origin for node, origin in recording.origins.items()
+    }
+    for kind, node in sharder.ranks.items():
+        origins[node] = kind(axis=sharding.axis)
+    made = replace(
+        recording,
+        graph=sharder.graph,
+        origins=origins,
+        results=tuple(sharder.local[result] for result in recording.results),
+        tags={node: sharder.tags.get(node, ()) for node in sharder.graph.nodes},
+        modes=sharder.modes,
+        bundles=sharder.bundles,
+    )
+    return ShardedForward(recording=made, sharding=sharding, summed=frozenset(sharder.summed))
+
+
+PRODUCTS = {
+    aten.linear.default: (1, 0, 2),
+    aten.addmm.default: (2, 1, 0),
+}  # weight, its dimension of outputs, bias
+SPLITS = frozenset((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default))
+
+
+def _with_biases(recording: Recording, weights: Mapping[str, Shard]) -> dict[str, Shard]:
+    """Shard a bias as the outputs of its weight.
+
+    A weight whose outputs are split right away is sharded by blocks: query, key and value each by itself.
+    """
+    names = {
+        node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)
+    }
+    found = dict(weights)
+    for node in recording.graph.nodes:
+        if node.target not in PRODUCTS:
+            continue
+        weight, outputs, bias = PRODUCTS[node.target]
+        given = names.get(node.args[weight])
+        held = weights.get(given) if given is not None else None
+        if given is None or held is None or held.dim != outputs:
+            continue
+        found[given] = Shard(outputs, _blocks(node))
+        added = names.get(node.args[bias]) if len(node.args) > bias else None
+        if added is not None:
+            found[added] = Shard(0, _blocks(node))
+    return found
+
+
+def _blocks(node: fx.Node) -> int:
+    """Return into how many equal parts the last dimension of a product is split."""
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        made, given = value_of(user), value_of(node)
+        if user.target in SPLITS:
+            assert isinstance(made, tuple | list)
+            last = made[0].dim() - 1
+            dim = number(argument(user, 2, "dim", 0))
+            sizes = {int(part.shape[last]) for part in made}
+            return len(made) if dim % (last + 1) == last and len(sizes) == 1 else 1
+        if user.target is aten.glu.default and isinstance(given, Tensor):
+            return 2 if number(argument(user, 1, "dim", -1)) in (-1, given.dim() - 1) else 1
+        if user.target not in RESHAPES or not isinstance(made, Tensor) or not isinstance(given, Tensor):
+            return 1
+        if not made.dim() or made.shape[-1] != given.shape[-1]:
+            return 1
+        node = user
+    return 1

@@ -1,0 +1,326 @@
+"""Shards a forward over a group of devices: one pass over its operations, each by the rule of its kind.
+
+Whole values come in two kinds. A value whose readers all do the same work has the same gradient on every
+device. A value that sharded work reads gets a part of its gradient on each device, and these parts must be
+summed: it *varies*. A value goes from the first kind to the second through a collective that passes it on and
+sums its gradient. A parameter goes without one, because its bucket takes the sum.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from piper.capture.shard.axis_sharding import DRAWN, AxisSharding, NoRuleError, UnevenError
+from piper.capture.shard.collective import change
+from piper.capture.shard.layout import divides, local_shape
+from piper.capture.shard.local_graph import LocalGraph, RegionOf
+from piper.capture.shard.reshapes import REPLAYED, read_again, value_of
+from piper.capture.trace.effects import draws, name_of, writes
+from piper.capture.trace.markers import collective
+from piper.capture.trace.recording import FromParameter, Mode, Recording
+from piper.capture.trace_errors import reason
+from piper.errors import CaptureError
+from piper.ir.chunk import Tags
+from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
+
+aten = torch.ops.aten
+Rule = Callable[["Sharder", fx.Node], None]
+
+
+class Sharder(LocalGraph):
+    """Writes the forward of one device of a group."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        sharding: AxisSharding,
+        rules: Mapping[object, Rule],
+        fallback: Callable[[fx.Node], Rule | None],
+        region_of: RegionOf,
+        inside: Callable[[Tags], bool],
+        peers: Callable[[Tags, Tags], bool],
+        marked: frozenset[str] = frozenset(),
+    ) -> None:
+        super().__init__(recording, sharding, region_of)
+        self.rules, self.fallback = rules, fallback
+        self.inside, self.peers, self.marked = inside, peers, marked
+        self.summed: set[str] = set()  # parameters whose gradient is a sum over the group
+        self.same: set[str] = set()  # parameters whose gradient is the same on every device
+        self.moved: dict[tuple[object, ...], fx.Node] = {}
+        self.leaders: dict[Tags | None, fx.Node] = {}  # of each region one node, for all its readers
+
+    def plain(self, node: fx.Node) -> None:
+        """Write an operation as it stands, over whole operands."""
+        varies = self.varies(node.all_input_nodes)
+        local = {
+            source: self.local[source]
+            if isinstance(self.layouts[source], list)
+            else self.to(source, REPLICATE, varies=varies)
+            for source in node.all_input_nodes
+        }
+        try:
+            made = self.emit(
+                node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__)
+            )
+        except (RuntimeError, NotImplementedError) as error:
+            raise NoRuleError(f"its result is not known before it runs: {reason(error)}") from error
+        value = made.meta["example_value"]
+        self.done(node, made, [REPLICATE for _ in value] if isinstance(value, tuple | list) else REPLICATE)
+
+    def varies(self, sources: list[fx.Node]) -> bool:
+        """Return whether work on whole values is part of sharded work: one of them varies."""
+        return any(self.local[source] in self.varying for source in sources if self.is_whole(source))
+
+    def settle(self, node: fx.Node, like: Shard | None = None) -> Placement:
+        """Take a pending sum: into slices of `like` or of the activations between regions, else whole."""
+        have = self.layout(node)
+        if not isinstance(have, Partial):
+            return have
+        shape = self.shape(node)
+        want: Placement = REPLICATE
+        wish = like
+        if wish is None and self.sharding.between is not None and len(shape) > self.sharding.between + 1:
+            wish = Shard(self.sharding.between, zigzag=self.sharding.zigzag)
+        if have.op == "sum" and wish is not None and wish.dim < len(shape):
+            if divides(shape[wish.dim], wish, self.degree):
+                want = wish
+            elif like is None:
+                raise CaptureError(
+                    f"dimension {wish.dim} of size {shape[wish.dim]} does not divide by {self.degree}",
+                    by=self.sharding.by,
+                    facts=self.facts(),
+                    hint=f"choose another `between` or a size that divides: {list(shape)}",
+                )
+        local = self.to(node, want, varies=False)
+        self.local[node], self.layouts[node] = local, want
+        return want
+
+    def to(self, node: fx.Node, want: Placement, *, varies: bool) -> fx.Node:
+        """Return the local value of a node in a layout, through a collective where it has another."""
+        have, local = self.layout(node), self.local[node]
+        origin = self.recording.origins.get(node)
+        if (
+            isinstance(origin, FromParameter)
+            and have == want == REPLICATE
+            and not varies
+            and self.trains(local)
+        ):
+            self.same.add(origin.name)  # every device reads it for the same work
+        if have == want and not (isinstance(want, Replicate) and varies and self._must_vary(node, local)):
+            return local
+        key = (node, want, varies if isinstance(want, Replicate) else None, self._place(node, have))
+        if key not in self.moved:
+            with self.within(self._place(node, have)):
+                self.moved[key] = self._moved(node, have, want, varies)
+        return self.moved[key]
+
+    def _must_vary(self, node: fx.Node, local: fx.Node) -> bool:
+        """Return whether a whole value's gradient must be summed for sharded work to read it."""
+        if not self.trains(local) or local in self.varying:
+            return False
+        origin = self.recording.origins.get(node)
+        if isinstance(origin, FromParameter) and origin.name not in self.marked:
+            self.summed.add(origin.name)
+            return False
+        return True
+
+    def _moved(self, node: fx.Node, have: Placement, want: Placement, varies: bool) -> fx.Node:
+        local, shape = self.local[node], self.shape(node)
+        if isinstance(want, Shard):
+            if not divides(shape[want.dim], want, self.degree):
+                raise NoRuleError(f"dimension {want.dim} of {list(shape)} does not divide by {self.degree}")
+            if isinstance(have, Replicate) and not self._must_vary(node, local):
+                return self.take(local, want)
+        if isinstance(have, Shard) and isinstance(want, Replicate) and (base := self.base(node)) is not None:
+            given = self.to(base, want, varies=varies)
+            return self.emit(node.target, map_arg(node.args, lambda _: given), node.kwargs)
+        if isinstance(have, Partial) and isinstance(want, Replicate):
+            return self.collect(local, have, varies=varies)
+        return self._collect(local, have, want, varies)
+
+    def base(self, node: fx.Node) -> fx.Node | None:
+        """Return the source of a sharded reshape: gathered there, all its reshapes share one collective."""
+        if node.target not in REPLAYED or self.region_of(node) != self.region_of(node.all_input_nodes[0]):
+            return None
+        base = node.all_input_nodes[0]
+        return base if isinstance(self.layouts[base], Shard) else None
+
+    def collect(self, local: fx.Node, have: Partial, *, varies: bool = False) -> fx.Node:
+        """Write the sum or maximum of the terms that the devices hold; `varies`: sharded work reads it."""
+        whole = self._collect(local, have, REPLICATE, varies=False)
+        return (
+            self._collect(whole, REPLICATE, REPLICATE, varies=True)
+            if varies and self.trains(whole)
+            else whole
+        )
+
+    def _collect(self, local: fx.Node, have: Placement, want: Placement, varies: bool) -> fx.Node:
+        made = self.exchange(local, change(self.sharding.axis, self.degree, have, want, varies))
+        self.varying.discard(made)
+        if varies and isinstance(want, Replicate):
+            self.varying.add(made)
+        return made
+
+    def _place(self, node: fx.Node, have: Placement) -> fx.Node:
+        """Return the node in whose region a value changes its layout: a sum's maker, a slice's reader."""
+        assert self.node is not None
+        if isinstance(have, Partial):
+            return node
+        here, there = self.region_of(self.node), self.region_of(node)
+        reads_slices = here is not None and self.inside(here) and (there is None or self.peers(there, here))
+        if isinstance(have, Shard) and not reads_slices:
+            return node
+        return self.leaders.setdefault(here, self.node)
+
+    def run(self) -> None:
+        """Shard every operation in order."""
+        for node in self.recording.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "get_attr":
+                self._attribute(node)
+            elif node.op == "call_function":
+                self.node = node
+                written = [(source, self.local[source]) for source in writes(node)]
+                self._operation(node)
+                for source, local in written:
+                    self._check_write(node, source, local)
+        for result in self.recording.results:
+            self.node = result
+            self.settle(result)
+            local = self.to(result, REPLICATE, varies=False)
+            assert local not in self.varying, f"{result} has a different gradient on every device"
+            if local.target is collective:  # the chunk of the loss must be one that computes
+                local = self.emit(aten.clone.default, (local,))
+            self.local[result], self.layouts[result] = local, REPLICATE
+
+    def _placeholder(self, node: fx.Node) -> None:
+        origin = self.recording.origins[node]
+        given: Placement = REPLICATE
+        if isinstance(origin, FromParameter):
+            given = self.sharding.weights.get(origin.name, REPLICATE)
+        elif (name := getattr(origin, "field", None)) is not None:
+            given = self.sharding.batch.get(name, REPLICATE)
+        local = self.graph.placeholder(node.name)
+        value = node.meta["example_value"]
+        shape = local_shape(tuple(value.shape), given, self.degree)
+        with self.fakes:
+            local.meta["example_value"] = torch.empty(
+                shape, dtype=value.dtype, device=value.device
+            ).requires_grad_(value.requires_grad)
+        self.local[node], self.layouts[node] = local, given
+
+    def _attribute(self, node: fx.Node) -> None:
+        """Copy a tensor that the trace holds as an attribute."""
+        local = self.graph.node_copy(node)
+        held = getattr(self.recording.root, str(node.target))
+        with self.fakes:
+            local.meta["example_value"] = self.fakes.from_tensor(held) if isinstance(held, Tensor) else held
+        self.local[node], self.layouts[node] = local, REPLICATE
+        self.modes[local], self.tags[local] = Mode(), ()
+
+    def _operation(self, node: fx.Node) -> None:
+        tags = self.region_of(node)
+        sources = node.all_input_nodes
+        relaid = draws(node) and any(self.relaid(source) for source in sources)
+        rule: Rule | None = Sharder.gathered
+        sharded = relaid or not all(self.is_whole(source) for source in sources)
+        if sharded and (tags is None or self.inside(tags)):
+            self._check_draws(node)
+            rule = self.rules.get(node.target) or self.fallback(node)
+        try:
+            self._by_rule(node, rule)
+        except UnevenError as error:
+            ways = [n for n in range(1, error.size + 1) if error.size % n == 0]
+            hint = f"choose `ways` among the divisors of {error.size}: {', '.join(map(str, ways))}"
+            raise CaptureError(str(error), by=self.sharding.by, facts=self.facts(), hint=hint) from None
+        except NoRuleError as error:
+            what = name_of(node) if node.target is collective else node.target
+            raise CaptureError(
+                f"{what} cannot be sharded: {error}",
+                by=self.sharding.by,
+                facts=self.facts(),
+                hint=error.hint or HINT,
+            ) from None
+
+    def _by_rule(self, node: fx.Node, rule: Rule | None) -> None:
+        """Write an operation by its rule; one on integers alone that this refuses, on gathered operands."""
+        try:
+            (rule or Sharder._without_rule)(self, node)
+        except NoRuleError:
+            if rule is Sharder.gathered or not self._of_integers(node):
+                raise
+            self.gathered(node)
+
+    def relaid(self, node: fx.Node) -> bool:
+        """Return whether a whole value lies in memory in another order than in the undivided program.
+
+        What is drawn for its elements is drawn in that order.
+        """
+        local, value = self.local[node].meta["example_value"], value_of(node)
+        if not isinstance(local, Tensor) or not isinstance(value, Tensor) or not self.is_whole(node):
+            return False
+        return local.stride() != value.stride()
+
+    def _check_draws(self, node: fx.Node) -> None:
+        if draws(node) and node.target not in DRAWN:
+            raise CaptureError(
+                f"{node.target} draws random numbers for a sharded value",
+                by=self.sharding.by,
+                facts=self.facts(),
+                hint="leave it out of sharded regions; dropout, rand_like and randn_like have rules",
+            )
+
+    def gathered(self, node: fx.Node) -> None:
+        """Write an operation as it stands, on operands that are made whole."""
+        if not self.whole(node):
+            self.plain(node)
+
+    def _check_write(self, node: fx.Node, source: fx.Node, local: fx.Node) -> None:
+        """Refuse a write in place that went into a copy, where the value is read again under another name."""
+        if local not in self.local[node].all_input_nodes and read_again(source, node):
+            raise CaptureError(
+                f"{node.target} writes into a copy, because a layout changes, of what a view reads later",
+                by=self.sharding.by,
+                facts=self.facts(),
+                hint="write `x = f(x)` in place of `f_(x)`, or read the view after the write",
+            )
+
+    def _without_rule(self, node: fx.Node) -> None:
+        if self.whole(node):
+            return
+        if not self._of_integers(node):
+            raise CaptureError(
+                f"{node.target} has no rule for how it is sharded",
+                by=self.sharding.by,
+                facts=self.facts(),
+                hint=HINT,
+            )
+        self.plain(node)
+
+    def whole(self, node: fx.Node) -> bool:
+        """Take the sums among the operands of an operation, and write it if all operands are whole then."""
+        sources = node.all_input_nodes
+        for source in sources:
+            if isinstance(self.layouts[source], Partial):
+                self.settle(source)
+        found = all(self.is_whole(source) for source in sources)
+        if found:
+            self.plain(node)
+        return found
+
+    def _of_integers(self, node: fx.Node) -> bool:
+        """Return whether an operation reads only integers of the group: labels, masks, positions.
+
+        Labels of the next position are in part on the next device. Integers have no gradient and are few, so
+        the devices may gather them, and each does the whole operation.
+        """
+        read = [value_of(source) for source in node.all_input_nodes if not self.is_whole(source)]
+        return bool(read) and all(
+            isinstance(value, Tensor) and not value.is_floating_point() for value in read
+        )
+
+
+HINT = "do not shard that region, or register a rule for the operation with piper.sharding_rule"

@@ -1,0 +1,338 @@
+"""What a division along an axis refuses, each message whole."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from inspect import cleandoc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piper.capture.shard.compute_rules import pointwise
+from piper.capture.shard.rules import rules, sharding_rule
+from piper.capture.shard.sharder import Sharder
+from piper.check.check import check
+from piper.compiler import compile
+from piper.directives import replicate, shard
+from piper.errors import ConfigError, PiperError
+from piper.ir.select import at
+from piper.job import Job
+from piper.launchers.launch import launch_inline
+from piper.models.tensor_plan import tensor_plan
+
+
+class Net(nn.Module):
+    """Three heads of attention and a feed-forward."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(12, 36, bias=False)
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
+        self.inner = inner or nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + y.transpose(1, 2).flatten(2)
+        result: Tensor = x + self.down(self.inner(self.up(x)))
+        return result
+
+
+class Sorted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sort(-1).values
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.bernoulli(x)
+
+
+def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    result: Tensor = model(batch["x"]).pow(2).mean()
+    return result
+
+
+def job(inner: nn.Module | None = None, length: int = 6, ways: int = 2, **keys: Any) -> Job:  # noqa: ANN401
+    x = torch.randn(4, length, 12, generator=torch.Generator().manual_seed(0))
+    return Job(
+        model=lambda: Net(inner),
+        loss=loss,
+        data=lambda: [{"x": x}],
+        strategy=[shard(at(), list(range(ways)), **keys)],
+        precision="fp64",
+    )
+
+
+def refused(made: Job) -> str:
+    with pytest.raises(PiperError) as caught:
+        compile(made, device="cpu")
+    return re.sub(r"\w+\.py:\d+", "here", str(caught.value))
+
+
+FFN = {"up": 0, "down": 1}
+
+
+def test_heads_that_do_not_divide() -> None:
+    assert refused(job(axis="TP", weights={"qkv": 0})) == cleandoc("""
+        shard #0 (here): 3 heads do not divide by 2
+          operation: aten.unflatten.int (here)
+          operands:  getitem [4, 6, 12] sharded along 2
+          hint:      choose `ways` among the divisors of 3: 1, 3
+    """)
+
+
+def test_a_size_that_does_not_divide() -> None:
+    assert refused(job(axis="TP", ways=3, weights=FFN)) == cleandoc("""
+        shard #0 (here): dimension 0 of up.weight does not divide by 3
+          shape: [16, 12]
+          asked: ways=3
+          hint:  choose `ways` among the divisors of that size
+    """)
+
+
+def test_a_sequence_that_does_not_divide() -> None:
+    assert refused(job(axis="CP", batch={"x": 1}, balance="zigzag")) == cleandoc("""
+        shard #0 (here): the field 'x' cannot be sharded along dimension 1
+          shape:  [4, 6, 12]
+          slices: 4
+          hint:   dimension 0 is the samples; choose a later one whose size divides by the slices
+    """)
+
+
+def test_activations_that_do_not_divide() -> None:
+    assert refused(job(axis="TP", length=5, weights=FFN, between=1)) == cleandoc("""
+        shard #0 (here): dimension 1 of size 5 does not divide by 2
+          operation: aten.add.Tensor (here)
+          operands:  add [4, 5, 12] whole, linear_2 [4, 5, 12] a sum to be taken
+          hint:      choose another `between` or a size that divides: [4, 5, 12]
+    """)
+
+
+def test_a_pattern_that_matches_nothing() -> None:
+    assert refused(job(axis="TP", weights={"*.upp": 0})) == cleandoc("""
+        shard #0 (here): '*.upp' names no module with a weight and no parameter
+          parameters: qkv.weight, up.weight, up.bias, down.weight, down.bias
+          hint:       did you mean 'up'?
+    """)
+
+
+def test_a_dimension_that_does_not_exist() -> None:
+    assert refused(job(axis="TP", weights={"up": 2})) == cleandoc("""
+        shard #0 (here): up.weight has no dimension 2
+          shape: [16, 12]
+          hint:  choose a dimension from 0 to 1
+    """)
+
+
+def test_a_field_that_does_not_exist() -> None:
+    assert refused(job(axis="CP", batch={"tokens": 1})) == cleandoc("""
+        shard #0 (here): the batch has no field 'tokens'
+          fields: x
+          hint:   name the fields that hold one entry for each position of the sequence
+    """)
+
+
+def test_an_operation_along_the_sharded_dimension() -> None:
+    assert refused(job(Sorted(), axis="TP", weights=FFN)) == cleandoc("""
+        shard #0 (here): aten.sort.default cannot be sharded: it works along the sharded dimension
+          operation: aten.sort.default (here)
+          operands:  linear_1 [4, 6, 16] sharded along 2
+          hint:      do not shard that region, or register a rule for the operation with piper.sharding_rule
+    """)
+
+
+def test_random_numbers_for_a_divided_value() -> None:
+    assert refused(job(Noisy(), axis="TP", weights=FFN)) == cleandoc("""
+        shard #0 (here): aten.bernoulli.default draws random numbers for a sharded value
+          operation: aten.bernoulli.default (here)
+          operands:  linear_1 [4, 6, 16] sharded along 2
+          hint:      leave it out of sharded regions; dropout, rand_like and randn_like have rules
+    """)
+
+
+def test_groups_that_cannot_be_formed() -> None:
+    made = replace(
+        job(axis="TP", weights=FFN),
+        strategy=[
+            replicate(at(), [0, 1, 2, 3]),
+            shard(at(), [0, 1, 2], ways=2, axis="TP", weights=FFN),
+        ],
+    )
+    assert refused(made) == cleandoc("""
+        shard #1 (here): 3 devices cannot form groups of 2
+          asked: ways=2, devices=[0, 1, 2]
+          hint:  ways is the size of one group: a divisor of the number of devices
+    """)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (
+            {"axis": "two words", "weights": FFN},
+            """
+            shard #0 (here): axis='two words' is not a name
+              hint: name the axis in one word: axis="TP"
+            """,
+        ),
+        (
+            {"axis": "TP"},
+            """
+            shard #0 (here): axis='TP' shards nothing
+              hint: tensor parallelism needs weights={...}, context parallelism batch={...}
+            """,
+        ),
+        (
+            {"axis": "TP", "weights": FFN, "between": 0},
+            """
+            shard #0 (here): between=0 is not a dimension that can be sharded
+              hint: between=1 shards the sequence; 0 is the samples
+            """,
+        ),
+        (
+            {"axis": "CP", "batch": {"x": 1}, "attention": "round"},
+            """
+            shard #0 (here): attention='round' is not known
+              hint: choose one of gather, heads, ring
+            """,
+        ),
+        (
+            {"axis": "CP", "batch": {"x": 1}, "balance": "zag"},
+            """
+            shard #0 (here): balance='zag' is not known
+              hint: leave it out or write balance="zigzag"
+            """,
+        ),
+        (
+            {"axis": "CP", "batch": ["x"]},
+            """
+            shard (here): batch=['x'] is not a dict
+              hint: write batch={"name": dimension}
+            """,
+        ),
+        (
+            {"axis": "TP", "weights": {"up": -1}},
+            """
+            shard (here): weights has 'up': -1
+              hint: give each name a dimension from 0
+            """,
+        ),
+        (
+            {"axis": "TP", "weights": FFN, "between": "1"},
+            """
+            shard (here): between='1' is not a dimension
+              hint: between=1 shards the sequence
+            """,
+        ),
+        (
+            {"axis": 3, "weights": FFN},
+            """
+            shard (here): axis=3 is not a string
+              hint: write axis in quotes
+            """,
+        ),
+    ],
+)
+def test_words_that_are_not_known(keys: dict[str, Any], text: str) -> None:
+    with pytest.raises(PiperError) as caught:
+        compile(job(**keys), device="cpu")
+    assert re.sub(r"\w+\.py:\d+", "here", str(caught.value)) == cleandoc(text)
+
+
+def test_a_rule_of_the_user_divides_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = torch.ops.aten.sort.default
+    monkeypatch.delitem(rules(), op, raising=False)
+
+    def by_rows(sharder: Sharder, node: torch.fx.Node) -> None:
+        """Sort whole rows: what every device holds of them is gathered first."""
+        sharder.settle(node.all_input_nodes[0])
+        sharder.plain(node)
+
+    sharding_rule(op, by_rows)
+    try:
+        made = job(Sorted(), axis="TP", weights=FFN)
+        assert check(compile(made, device="cpu"), launch_inline, [*made.data()]).ok
+    finally:
+        rules().pop(op)  # type: ignore[attr-defined]
+
+
+def test_a_rule_needs_an_operation() -> None:
+    with pytest.raises(ConfigError) as caught:
+        sharding_rule("sort", pointwise)  # type: ignore[arg-type]
+    text = re.sub(r"<function pointwise at 0x\w+>", "pointwise", str(caught.value))
+    assert text == cleandoc("""
+        sharding_rule: 'sort' is not an operation with a rule
+          rule: pointwise
+          hint: name one overload and a function: piper.sharding_rule(torch.ops.aten.erf.default, rule)
+    """)
+
+
+def test_a_config_without_a_plan() -> None:
+    class Config:
+        pass
+
+    with pytest.raises(ConfigError) as caught:
+        tensor_plan(Config())
+    assert str(caught.value) == cleandoc("""
+        tensor_plan: Config ships no plan for tensor parallelism
+          hint: write the weights yourself: {"*.q_proj|*.k_proj|*.v_proj": 0, "*.o_proj": 1, ...}
+    """)
+
+
+def test_the_plan_of_a_llama() -> None:
+    from transformers import LlamaConfig
+
+    assert tensor_plan(LlamaConfig()) == {
+        "*layers.*.self_attn.q_proj": 0,
+        "*layers.*.self_attn.k_proj": 0,
+        "*layers.*.self_attn.v_proj": 0,
+        "*layers.*.self_attn.o_proj": 1,
+        "*layers.*.mlp.gate_proj": 0,
+        "*layers.*.mlp.up_proj": 0,
+        "*layers.*.mlp.down_proj": 1,
+        "*embed_tokens": 0,
+        "*lm_head": 0,
+    }
+
+
+class Crossed(nn.Module):
+    """Attention whose keys, or whose mask, a ring cannot pass on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.q, self.bias = kind, nn.Linear(12, 12), nn.Parameter(torch.zeros(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (3, 4)).transpose(1, 2)
+        if self.kind == "longer":
+            keys = torch.cat([q, q], 2)
+            y = nn.functional.scaled_dot_product_attention(q, keys, keys)
+        elif self.kind == "biased":
+            y = nn.functional.scaled_dot_product_attention(q, q, q, self.bias)
+        else:
+            y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.5)
+        return y.transpose(1, 2).flatten(2)
+
+
+def test_attention_that_a_ring_cannot_pass_on() -> None:
+    def found(kind: str) -> str:
+        made = job(axis="CP", batch={"x": 1}, attention="ring")
+        return refused(replace(made, model=lambda: Crossed(kind)))
+
+    assert found("biased") == cleandoc("""
+        shard #0 (here): aten.scaled_dot_product_attention.default cannot be sharded: its mask has a gradient, which a ring does not compute
+          operation: aten.scaled_dot_product_attention.default (here)
+          operands:  transpose [4, 3, 6, 4] sharded along 2, reshape_default [1, 1, 6, 6] whole
+          hint:      use attention="gather" there
+    """)
+    assert found("longer").startswith(
+        "shard #0 (here): aten.scaled_dot_product_attention.default cannot be sharded: "
+        "a ring passes on as many keys as there are queries, not 12 for 6"
+    )
+    assert found("dropped").startswith(
+        "shard #0 (here): aten.scaled_dot_product_attention.default cannot be sharded: "
+        "dropout inside attention does not go round a ring"
+    )
