@@ -78,7 +78,7 @@ def moe(
     head: int = 1,
     bucket_mb: float | None = None,
 ) -> list[Directive]:
-    """Divide the experts of each layer over groups of `ep` devices; do all else as `pipeline` and `fsdp` do.
+    """Shard the experts of each layer over groups of `ep` devices; do all else as `pipeline` and `fsdp` do.
 
     ep: all `dp` devices of a rank unless given. microbatches: 4 for each rank of a pipeline unless given, and
     1 without one (pp=1).
@@ -90,7 +90,7 @@ def moe(
         raise ScheduleError(
             f"dp={dp} devices cannot form groups of ep={ep}",
             by=by,
-            hint="ep is how many devices divide the experts: a divisor of dp",
+            hint="ep is how many devices shard the experts: a divisor of dp",
         )
     if microbatches is None:
         microbatches = 1 if pp == 1 else PER_RANK * pp
@@ -101,10 +101,10 @@ def moe(
         return [everything, shard(at(), range(dp), ways=ep), *others]
     stages = boundaries(layers, grid.stages, embedding=embedding, head=head)
 
-    def divided(stage: At, devices: range) -> Directive:
+    def sharded(stage: At, devices: range) -> Directive:
         return shard(stage, devices, ways=ep)
 
-    return over_ranks(stages, grid, dp, copies(dp, zero, bucket_mb), divided)
+    return over_ranks(stages, grid, dp, copies(dp, zero, bucket_mb), sharded)
 
 
 def tensor(
@@ -124,11 +124,11 @@ def tensor(
     head: int = 1,
     bucket_mb: float | None = None,
 ) -> list[Directive]:
-    """Divide the named weights of every layer over groups of `tp` neighbouring devices.
+    """Shard the named weights of every layer over groups of `tp` neighbouring devices.
 
     Each of `pp` ranks has `dp` such groups, which divide the samples; `zero` says what they shard.
-    weights: which parameters are divided along which dimension, as `shard` takes them; `piper.tensor_plan`
-    has those of a Hugging Face model. sequence: activations between layers are divided along dimension 1.
+    weights: which parameters are sharded along which dimension, as `shard` takes them; `piper.tensor_plan`
+    has those of a Hugging Face model. sequence: activations between layers are sharded along dimension 1.
     overlap: without a pipeline (pp=1), run two microbatches against each other, so that the collectives of
     one hide behind the compute of the other; 2 microbatches unless given, else 4 for each rank of a pipeline
     and 1 without one.
@@ -161,10 +161,10 @@ def tensor(
     grid = grid_for(schedule, pp, microbatches, stages_per_rank)
     stages = boundaries(layers, grid.stages, embedding=embedding, head=head)
 
-    def divided(stage: At, devices: range) -> Directive:
+    def sharded(stage: At, devices: range) -> Directive:
         return shard(stage, devices, ways=tp, axis="TP", weights=weights, between=between)
 
-    return over_ranks(stages, grid, tp * dp, *([copies(dp, zero, bucket_mb)] if dp > 1 else []), divided)
+    return over_ranks(stages, grid, tp * dp, *([copies(dp, zero, bucket_mb)] if dp > 1 else []), sharded)
 
 
 def boundaries(layers: int, stages: int, *, embedding: int = 1, head: int = 1) -> list[range]:

@@ -265,7 +265,7 @@ def test_divided_experts_are_parts_of_a_parameter(make: Make, fine: bool) -> Non
     if fine:
         probe_optimizer(make, {"w": (8, 3, 5)}, [experts])
         return
-    with pytest.raises(ConfigError, match="w divided 2 ways over 0,1"):
+    with pytest.raises(ConfigError, match="w sharded 2 ways over 0,1"):
         probe_optimizer(make, {"w": (8, 3, 5)}, [experts])
 
 
@@ -384,7 +384,7 @@ def test_the_message_of_one_that_looks_at_whole_tensors() -> None:
     line = line_of("class Lars")
     assert str(refused.value) == cleandoc(f"""
         optimizer (test_optimizer_probe.py:{line}): Lars cannot work on sharded parameters
-          asked: w divided 2 ways over 0,1
+          asked: w sharded 2 ways over 0,1
           but:   a slice of w is updated in another way than the whole parameter
           hint:  use an elementwise optimizer such as AdamW or SGD for these parameters, or do not divide them
     """)

@@ -210,7 +210,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
         lambda: strategies.moe(layers=4, dp=4, ep=3),
         """
         strategies.moe: dp=4 devices cannot form groups of ep=3
-          hint: ep is how many devices divide the experts: a divisor of dp
+          hint: ep is how many devices shard the experts: a divisor of dp
         """,
     ),
 ]

@@ -70,7 +70,7 @@ class Chunkwise:
             case Output(chunk=chunk, index=index):
                 return walk.outputs[chunk, index]
             case AxisPosition() | HostPlace():
-                raise AssertionError("divided models are not run chunk by chunk")
+                raise AssertionError("sharded models are not run chunk by chunk")
 
     def _forward(self, walk: Walk, chunk: Chunk) -> None:
         """Run a chunk; each input is a view of its own, so that it shows this chunk's gradient alone."""

@@ -1,4 +1,4 @@
-"""Finds the first collective inside a divided region whose result is wrong.
+"""Finds the first collective inside a sharded region whose result is wrong.
 
 Each result is worked out a second time here, from the values that the members of its group gave and from what
 the captured model says the collective is. No code is shared with `runtime/collect.py`, which workers run.

@@ -152,7 +152,7 @@ def first_of_a_group(
     tol: float,
     options: Options,
 ) -> str | None:
-    """Repeat the steps of a divided model, and name the first collective whose result is wrong."""
+    """Repeat the steps of a sharded model, and name the first collective whose result is wrong."""
     with launch(program, replace(options, keep_outputs=True)) as run:
         for number, batch in enumerate(batches):
             run.step(batch)

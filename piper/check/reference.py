@@ -38,7 +38,7 @@ class Reference:
     once per slice, a (sum, weight) by its weight. This is the meaning of a strategy for a model whose
     operations mix samples, such as BatchNorm.
     exact: cast nothing to float32 in a job of fp64, so that its numbers hold no rounding of that type. Always
-    so where the model is divided: its sums are added in another order.
+    so where the model is sharded: its sums are added in another order.
     """
 
     def __init__(self, program: ProgramLike, *, sliced: bool = False, exact: bool = False) -> None:

@@ -147,7 +147,7 @@ class Replay:
         return device_of(self.program.device)
 
     def ways(self, chunk: str) -> int:
-        """Return over how many devices the experts of a chunk are divided."""
+        """Return over how many devices the experts of a chunk are sharded."""
         buckets = self.program.plans.buckets.values()
         return max((len(bucket.groups) for bucket in buckets if chunk in bucket.chunks), default=1)
 

@@ -249,13 +249,13 @@ def directed(
 ) -> tuple[Traced, list[Request], Graph]:
     """Trace a model and apply a strategy to its graph. Return also what it shards over axes."""
     traced = capturing.traced(likely_rows(strategy, samples))
-    divides = any(isinstance(directive, ShardAxis) for directive in strategy)
-    graph = apply(start(traced.outline), strategy, orders=not divides)
+    shards = any(isinstance(directive, ShardAxis) for directive in strategy)
+    graph = apply(start(traced.outline), strategy, orders=not shards)
     requests = requests_of(graph, strategy)
     if requests:  # collectives are nodes that directives see
         check_axes(graph)
         traced = capturing.traced(traced.rows, requests)
-    if divides:
+    if shards:
         graph = apply(start(traced.outline), strategy)
     return traced, requests, graph
 

@@ -19,7 +19,7 @@ def reads_state_of(program: "Program", graph: Graph) -> Graph:
 
 
 def with_parameters_of(program: "Program", outline: CapturedModel) -> CapturedModel:
-    """Return an outline with the parameters of the trained program, divided as that program divides them.
+    """Return an outline with the parameters of the trained program, sharded as that program shards them.
 
     Raise a CaptureError where a forward in eval mode reads a parameter that training does not hold.
     """

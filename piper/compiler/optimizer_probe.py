@@ -380,7 +380,7 @@ def refused_optimizer(
     cut = part is not None and (part.run or part.rows)
     if part is not None and cut:
         bucket = next(b for b in buckets if any(piece.name == part.name for piece in b.pieces))
-        asked = f"zero={bucket.zero}" if part.run else f"{part.name} divided {len(bucket.groups)} ways"
+        asked = f"zero={bucket.zero}" if part.run else f"{part.name} sharded {len(bucket.groups)} ways"
         by = f", by {made_by[bucket.name]}" if bucket.name in made_by else ""
         return ConfigError(
             f"{name} cannot work on sharded parameters",

@@ -1,4 +1,4 @@
-"""Finds the regions of a captured model that its strategy divides along an axis."""
+"""Finds the regions of a captured model that its strategy shards along an axis."""
 
 from collections.abc import Sequence
 

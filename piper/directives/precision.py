@@ -67,13 +67,13 @@ class Precision(Directive):
         return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 
     def _check_undivided(self, graph: Graph, by: str) -> None:
-        """Refuse models with regions that are divided along an axis: a row's scale would be its slice's."""
-        divided = [chunk.name for chunk in graph.outline.chunks if graph.outline.degree(chunk) > 1]
-        if divided:
+        """Refuse models with regions that are sharded along an axis: a row's scale would be its slice's."""
+        sharded = [chunk.name for chunk in graph.outline.chunks if graph.outline.degree(chunk) > 1]
+        if sharded:
             raise ScheduleError(
                 f"products do not run in {self.products} in a model that is sharded along an axis",
                 by=by,
-                facts={"asked": str(self.at), "divided": ", ".join(divided[:3])},
+                facts={"asked": str(self.at), "sharded": ", ".join(sharded[:3])},
                 hint="leave precision out, or shard no region along an axis",
             )
 

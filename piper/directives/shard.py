@@ -1,4 +1,4 @@
-"""`shard`: experts divided over devices, rows sent to them."""
+"""`shard`: experts sharded over devices, rows sent to them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ ROUTED = ("route", "expert", "unroute")
 @registered(2)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Shard(Directive):
-    """Divide the experts of the selected regions over each group of `ways` devices.
+    """Shard the experts of the selected regions over each group of `ways` devices.
 
     route --> experts --> unroute
     -->
@@ -99,12 +99,12 @@ def shard(
     attention: str = "gather",
     balance: str | None = None,
 ) -> Directive:
-    """Divide the selected regions over each group of `ways` devices; what they exchange uses `stream`.
+    """Shard the selected regions over each group of `ways` devices; what they exchange uses `stream`.
 
-    Without `axis` it divides the experts. With it, `weights` (tensor parallelism) names parameters and the
-    dimension along which each is divided, and `batch` (context parallelism) names the fields that are divided
-    along the sequence. between: the dimension along which activations between regions are divided too.
-    attention: how a divided sequence attends, "gather" or "heads". balance: "zigzag" gives each device an
+    Without `axis` it shards the experts. With it, `weights` (tensor parallelism) names parameters and the
+    dimension along which each is sharded, and `batch` (context parallelism) names the fields that are sharded
+    along the sequence. between: the dimension along which activations between regions are sharded too.
+    attention: how a sharded sequence attends, "gather" or "heads". balance: "zigzag" gives each device an
     early and a late piece of the sequence.
     """
     if axis is not None or weights or batch:

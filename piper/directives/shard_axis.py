@@ -25,13 +25,13 @@ BALANCE = (None, "zigzag")
 @registered(2, key="axis")
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ShardAxis(Directive):
-    """Divide the work of the selected regions over each group of `ways` neighbouring devices.
+    """Shard the work of the selected regions over each group of `ways` neighbouring devices.
 
     F[PP=0] @0
     -->
     F[PP=0] @0,1, all-reduce, F[PP=0 #1] @0,1 ...      (each device holds a slice of the named parameters)
 
-    Groups of one device divide nothing: the directive then only places the regions.
+    Groups of one device shard nothing: the directive then only places the regions.
     """
 
     at: At
@@ -71,11 +71,11 @@ class ShardAxis(Directive):
             between=self.between is not None,
         )
 
-        def divided(_: str, policy: Policy) -> Policy:
+        def sharded(_: str, policy: Policy) -> Policy:
             others = tuple(held for held in policy.axes if held.axis != self.axis)
             return replace(policy, axes=(*others, own) if ways > 1 else others)
 
-        graph = graph.with_policies(nodes, divided)
+        graph = graph.with_policies(nodes, sharded)
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
     def _check_words(self, by: str) -> None:

@@ -81,7 +81,7 @@ class HostCopies:
 class CodeOptions:
     """The options that the code of a chunk depends on. Other strategies with the same ones use its code."""
 
-    ways: int = 1  # how many devices divide its experts among them
+    ways: int = 1  # over how many devices its experts are sharded
     budget: float | None = None  # the share of activations that it may save. None: all of them
     products: str | None = None  # the precision of its products. None: the job's
     flat: bool = False  # its compiled backward writes gradients into given memory

@@ -121,7 +121,7 @@ def check_groups(graph: Graph) -> None:
 
 
 def check_axes(graph: Graph) -> None:
-    """Refuse regions that are divided along different axes, or in another order: shards would not meet."""
+    """Refuse regions that are sharded along different axes, or in another order: shards would not meet."""
     first: Compute | None = None
     for node in graph.nodes.values():
         axes = graph.policy(node.chunk).axes

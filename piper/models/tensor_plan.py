@@ -1,4 +1,4 @@
-"""Finds the weights of a Hugging Face model to divide for tensor parallelism, from the plan it ships."""
+"""Finds the weights of a Hugging Face model to shard for tensor parallelism, from the plan it ships."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,7 @@ VOCABULARY = {"*embed_tokens": 0, "*lm_head": 0}  # a table and a head by rows: 
 def tensor_plan(model_or_config: Any) -> dict[str, int]:  # noqa: ANN401 (transformers' classes)
     """Return `weights` for `shard(..., axis="TP")` from a model's or a config's `base_model_tp_plan`.
 
-    The embedding and the head are divided by vocabulary. Experts are left to `shard` without an axis.
+    The embedding and the head are sharded by vocabulary. Experts are left to `shard` without an axis.
     """
     config = getattr(model_or_config, "config", model_or_config)
     plan = getattr(config, "base_model_tp_plan", None)
@@ -43,10 +43,10 @@ def tensor_plan(model_or_config: Any) -> dict[str, int]:  # noqa: ANN401 (transf
             continue
         if style not in STYLES:
             raise ConfigError(
-                f"{style!r} is not a way to divide a weight that is known here",
+                f"{style!r} is not a way to shard a weight that is known here",
                 by="tensor_plan",
                 facts={"module": pattern, "known": ", ".join(STYLES)},
-                hint="copy the plan and say by hand which dimension of this weight is divided",
+                hint="copy the plan and say by hand which dimension of this weight is sharded",
             )
         dim = STYLES[style]
         if dim is not None:

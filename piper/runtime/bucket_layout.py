@@ -83,7 +83,7 @@ class Layout:
         return dict(zip(self.index, owned, strict=True))
 
     def local(self, value: Tensor, index: int) -> Tensor:
-        """Return what this device holds of a full parameter: its own slice, where it is divided."""
+        """Return what this device holds of a full parameter: its own slice, where it is sharded."""
         for held in self.bucket.pieces[index].shardings:
             value = own_slice(value, held, self.position)
         return value

@@ -1,4 +1,4 @@
-"""Collectives inside divided regions: values joined, cut, summed and exchanged within a group."""
+"""Collectives inside sharded regions: values joined, cut, summed and exchanged within a group."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from piper.runtime.context import Bound, Env
 
 
 def collect(env: Env, ins: Instr) -> Bound:
-    """Bring a divided value into another layout."""
+    """Bring a sharded value into another layout."""
     slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
     how = ins.collects.how
     if how.op == "slice":
@@ -81,12 +81,12 @@ def maximum(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
 
 
 def all_to_all(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
-    """Return what divides a value along another dimension."""
-    whole, divided = how.joined, how.cut
-    assert whole is not None and divided is not None
+    """Return a function that shards a value along another dimension."""
+    whole, shard = how.joined, how.cut
+    assert whole is not None and shard is not None
 
     def work(value: Tensor) -> Tensor:
-        parts = apart(value, divided, group.size)
+        parts = apart(value, shard, group.size)
         length = parts[0].numel()
         given = group.swap(list(parts.view(group.size, -1)), [length] * group.size)
         return joined(torch.stack([part.view(parts.shape[1:]) for part in given]), whole)
@@ -148,7 +148,7 @@ def _pieces(value: Tensor, shard: Shard, degree: int) -> Tensor:
 def joined(parts: Tensor, shard: Shard) -> Tensor:
     """Return the value of which each member has a part, from [degree, *part].
 
-    This copies at most once, and not at all where nothing lies before the divided dimension.
+    This copies at most once, and not at all where nothing lies before the sharded dimension.
     """
     dim = shard.dim
     if not shard.zigzag:

@@ -220,7 +220,7 @@ def given_buckets(env: Env, chunk: Chunk, names: Sequence[str]) -> list[Layout]:
 def load(env: Env, ins: Instr) -> Bound:
     """Bring this device's rows of a batch field, for one microbatch, to the device."""
     slots, target, field = env.slots, env.at(ins.writes[0]), ins.loads.name
-    divided, place = ins.loads.slices, ins.loads.devices.index(env.device)
+    shardings, place = ins.loads.slices, ins.loads.devices.index(env.device)
     dtype, device = env.setup.dtype, env.setup.device
     known: dict[int, list[tuple[int, int]]] = {}  # by the samples of a batch: always one length, as compiled
 
@@ -236,7 +236,7 @@ def load(env: Env, ins: Instr) -> Bound:
             part, ours = value[low:high], False  # the batch is not ours to keep
         else:
             part, ours = torch.cat([value[low:high] for low, high in spans]), True
-        for held in divided:
+        for held in shardings:
             part, ours = own_slice(part, held, place).contiguous(), False
         if part.device.type == "cpu" and is_accelerator(device):
             # From pinned memory, so that the host need not wait until the stream gets to it.

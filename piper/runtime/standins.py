@@ -93,7 +93,7 @@ def cut(
 ) -> Iterator[ParameterPart]:
     """Yield what a device holds of a bucket whose parameters have these sizes.
 
-    shard, expert: the device's place and of how many, among the shards and among the divided experts.
+    shard, expert: the device's place and of how many, among the shards and among the sharded experts.
     """
     rows: dict[str, tuple[int, int]] = {}
     lengths: dict[str, int] = {}

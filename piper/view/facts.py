@@ -97,7 +97,7 @@ def facts_of(subject: Subject) -> Columns:
 
 
 def op_facts() -> Columns:
-    """Return the words for each operation, and for each collective of a divided region."""
+    """Return the words for each operation, and for each collective of a sharded region."""
     found: Columns = {
         op: {
             "label": known.label,

@@ -109,7 +109,7 @@ def test_a_divided_model() -> None:
     assert said(precision(at(PP=0), "fp8"), outline=divided) == cleandoc("""
         precision #0 (here): products do not run in fp8 in a model that is sharded along an axis
           asked:   at(PP=0)
-          divided: PP=1
+          sharded: PP=1
           hint:    leave precision out, or shard no region along an axis
     """)
 

@@ -204,12 +204,12 @@ def _spec(parameter: Parameter) -> TensorSpec:
 
 
 def _ways_by_chunk(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, int]:
-    """Return the degree by which the experts of each expert chunk and of its markers are divided."""
+    """Return the degree by which the experts of each expert chunk and of its markers are sharded."""
     found: dict[str, int] = {}
     for chunk in outline.chunks:
         if chunk.kind == "expert":
             found[chunk.name] = options[chunk.name].ways
-            _check_division(outline, chunk, found[chunk.name])
+            _check_experts(outline, chunk, found[chunk.name])
             for source in chunk.inputs:
                 assert isinstance(source, Output)
                 found[source.chunk] = found[chunk.name]
@@ -221,7 +221,7 @@ def _ways_by_chunk(outline: CapturedModel, options: Mapping[str, CodeOptions]) -
     return found
 
 
-def _check_division(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
+def _check_experts(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
     assert chunk.experts % ways == 0, f"{chunk.experts} experts do not divide by {ways}"
     shapes = {parameter.name: parameter.shape for parameter in outline.parameters}
     shapes |= {buffer.name: buffer.shape for buffer in outline.buffers}

@@ -171,7 +171,7 @@ def _fakes(
         return torch.empty(shape, dtype=like.dtype, device=where).requires_grad_(grad)
 
     def share(tensor: Tensor) -> Sequence[int]:
-        """Return the length of the first axis of a tensor divided by expert."""
+        """Return the length of the first axis of a tensor sharded by expert."""
         return () if rows is None else [tensor.shape[0] // ways]
 
     def routed(index: int) -> Sequence[int | torch.SymInt]:
