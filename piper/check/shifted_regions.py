@@ -7,7 +7,6 @@ it. The parameters that a region uses do.
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from piper.check.reference import Reference
 
-ANNOTATE = str(Path(__file__).parents[2] / "capture" / "trace" / "annotate.py")
+ANNOTATE = "piper.capture.trace.annotate"  # the module of `annotate`, which is not imported for it
 Region = tuple[str, int]
 
 
@@ -42,7 +41,7 @@ class _Used(TorchDispatchMode):
     def watch(self, frame: FrameType, event: str, _: object) -> None:
         """Note that `annotate` begins (the first call of its frame) or ends (the second)."""
         code = frame.f_code
-        if event != "call" or code.co_name != "annotate" or code.co_filename != ANNOTATE:
+        if event != "call" or code.co_name != "annotate" or frame.f_globals["__name__"] != ANNOTATE:
             return
         if frame in self.open:
             del self.open[frame]

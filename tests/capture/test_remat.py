@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from piper.capture.autodiff.code_cache import CodeCache
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.trace.annotate import annotate
 from piper.capture.trace.trace import trace
@@ -47,9 +48,12 @@ def test_gradients_are_the_same_bits_at_every_budget(name: str, budget: float) -
 
 
 def test_every_budget_uses_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    differentiate(traced("mlp"))
+    found = traced("mlp")
+    known = CodeCache(found.device, compiled=found.compiled)
+    differentiate(found, known=known)
     monkeypatch.setattr("piper.capture.autodiff.compose.trace_joint", None)
-    assert with_budget("mlp", 0.35).choices
+    options = {chunk.name: CodeOptions(budget=0.35) for chunk in found.outline.chunks}
+    assert differentiate(found, options, known=known).choices
 
 
 def test_bytes_follow_the_budget_and_work_moves_into_the_backward() -> None:
