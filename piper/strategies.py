@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 
 from piper.directives import Directive, place, replicate, shard, split
-from piper.directives.base import is_whole
-from piper.directives.replicate import ZERO_LEVELS
+from piper.directives.arguments import check_value, is_whole
+from piper.directives.replicate import ZERO, ZERO_LEVELS
 from piper.errors import ScheduleError
 from piper.ir.select import At, at
 from piper.schedules.grid import Grid, need_whole, orders
@@ -241,9 +241,4 @@ def copies(dp: int, zero: int, bucket_mb: float | None) -> Placing:
 def check_numbers(by: str, zero: int, **numbers: int) -> None:
     """Refuse numbers that are not whole or below 1, and a ZeRO level that does not exist."""
     need_whole(by, **numbers)
-    if not is_whole(zero) or zero not in ZERO_LEVELS:
-        raise ScheduleError(
-            f"there is no ZeRO level {zero!r}",
-            by=by,
-            hint="0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too",
-        )
+    check_value(by, "zero", zero, ZERO, ZERO_LEVELS)

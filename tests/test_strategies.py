@@ -136,22 +136,22 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (
         lambda: strategies.pipeline(layers=0, pp=2),
         """
-        strategies.pipeline: layers=0
-          hint: layers is a whole number from 1
+        strategies.pipeline: layers must be a whole number from 1, got 0
+          hint: layers=1 is the least
         """,
     ),
     (
         lambda: strategies.pipeline(layers=4, pp=2.0),  # type: ignore[arg-type]
         """
-        strategies.pipeline: pp=2.0
-          hint: pp is a whole number from 1
+        strategies.pipeline: pp must be a whole number from 1, got 2.0
+          hint: pp=1 is the least
         """,
     ),
     (
         lambda: strategies.pipeline(layers=4, pp=2, microbatches=0),
         """
-        strategies.pipeline: microbatches=0
-          hint: microbatches is a whole number from 1
+        strategies.pipeline: microbatches must be a whole number from 1, got 0
+          hint: microbatches=1 is the least
         """,
     ),
     (
@@ -187,15 +187,15 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (
         lambda: strategies.fsdp(dp=2, zero=4),
         """
-        strategies.fsdp: there is no ZeRO level 4
+        strategies.fsdp: zero must be 0, 1, 2 or 3, got 4
           hint: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too
         """,
     ),
     (
         lambda: strategies.ddp(dp=True),
         """
-        strategies.ddp: dp=True
-          hint: dp is a whole number from 1
+        strategies.ddp: dp must be a whole number from 1, got True
+          hint: dp=1 is the least
         """,
     ),
     (
@@ -298,8 +298,8 @@ def test_a_pipeline_of_groups() -> None:
         (
             {"tp": 0},
             """
-            strategies.tensor: tp=0
-              hint: tp is a whole number from 1
+            strategies.tensor: tp must be a whole number from 1, got 0
+              hint: tp=1 is the least
             """,
         ),
     ],

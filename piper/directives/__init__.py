@@ -53,6 +53,7 @@ def apply(graph: Graph, strategy: Sequence[Directive], *, orders: bool = True) -
                 by=f"strategy[{number}]",
                 hint="a strategy is a flat list of directives: add a schedule with +, not inside the list",
             )
+        directive.check_arguments(number)
         if orders or not isinstance(directive, Order):
             graph = directive.apply(graph, number)
         asked = AppliedDirective(verb=directive.verb, title=directive.title(number), places=directive.places)

@@ -3,11 +3,12 @@
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
+from piper.directives.arguments import check_value, is_whole
 from piper.errors import ScheduleError
 from piper.ir.devices import Devices
 from piper.ir.graph import Graph
@@ -57,9 +58,36 @@ class Directive:
         """Return the directive's name in messages: its number in the strategy and its source line."""
         return f"{self.verb} #{number} ({self.source})"
 
+    def check_arguments(self, number: int) -> None:
+        """Refuse arguments that are not of their domains."""
+        for one in fields(self):
+            domain, value = one.metadata.get("domain"), getattr(self, one.name)
+            if domain is not None and not (value is None and one.default is None):
+                check_value(self.title(number), one.name, value, domain, one.metadata["hint"])
+
     def apply(self, graph: Graph, number: int) -> Graph:
         """Return the graph after this directive. Raise ScheduleError when it cannot be applied."""
         raise AssertionError(f"{self.verb} does not say what it does")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ChunkDirective(Directive):
+    """A directive that decides an option of whole chunks, and places nothing."""
+
+    places: ClassVar[bool] = False
+
+    at: At
+
+    def apply(self, graph: Graph, number: int) -> Graph:
+        by = self.title(number)
+        nodes = selected(graph, self.at, by)
+        check_whole(graph, nodes, by)
+        graph = self.decide(graph, nodes, number)
+        return graph.update(node.changed(origin=touched(node, number)) for node in nodes)
+
+    def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
+        """Return the graph with the options of the chunks of selected nodes changed."""
+        raise AssertionError(f"{self.verb} does not say what it decides")
 
 
 def verb_of(kind: type[Directive]) -> str:
@@ -113,23 +141,6 @@ def form_of(verb: str, keys: Iterable[str]) -> type[Directive]:
     return found[0] if found else kind
 
 
-def spelt(
-    key: str,
-    wanted: str = "",
-    *,
-    flags: Mapping[str, int] | None = None,
-    default: object = MISSING,
-    needed: bool = False,
-) -> Any:  # noqa: ANN401  as `dataclasses.field` does
-    """Return a dataclass field that has another name in JSON.
-
-    wanted: what its value must be, in words. flags: the field is the highest of these whose key is true.
-    needed: JSON must have it, though Python need not.
-    """
-    about = {"key": key, "wanted": wanted, "flags": flags, "needed": needed or default is MISSING}
-    return field(metadata=about) if default is MISSING else field(default=default, metadata=about)
-
-
 def refused(verb: str, what: str, hint: str) -> ScheduleError:
     """Return the error for an argument of the wrong kind, with the line that wrote the directive."""
     return ScheduleError(what, by=f"{verb} ({source_line()})", hint=hint)
@@ -179,11 +190,6 @@ def group_size(ways: int | None, devices: Devices, by: str, kind: str = "group")
             hint=f"ways is the size of one {kind}: a divisor of the number of devices",
         )
     return size
-
-
-def is_whole(number: object) -> bool:
-    """Return whether a value is a whole number. True and False are not."""
-    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def selected(graph: Graph, at: At, by: str) -> list[Compute]:

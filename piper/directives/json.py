@@ -7,7 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol, cast
 
-from piper.directives.base import STREAM, Directive, form_of, is_whole, known_directives
+from piper.directives.arguments import is_number, is_whole
+from piper.directives.base import STREAM, Directive, form_of, known_directives
 from piper.errors import ConfigError
 from piper.ir.select import PASSES, Asked, At, Index, at
 
@@ -165,7 +166,8 @@ def keys_of(kind: type[Directive]) -> dict[str, Spelling]:
         read, key, wanted = FORMS[field.type]
         needed = field.metadata.get("needed", field.default is MISSING)
         key = field.metadata.get("key", key or field.name)
-        wanted = field.metadata.get("wanted") or wanted
+        domain = field.metadata.get("domain")
+        wanted = wanted if domain is None else domain.words
         flags: Mapping[str, int] | None = field.metadata.get("flags")
         if flags is None:
             found[key] = Spelling(field=field.name, read=read, wanted=wanted, needed=needed)
@@ -208,7 +210,7 @@ def read_filter(value: object, where: str, key: str, wanted: str) -> At:
 
 def is_index(value: object) -> bool:
     """Return whether a value is one index of a tag."""
-    return is_whole(value) and cast(int, value) >= 0
+    return is_whole(value) and value >= 0
 
 
 def read_range(value: object) -> range | None:
@@ -254,12 +256,12 @@ def read_whole(value: object, where: str, key: str, wanted: str) -> int:
     """Read a whole number."""
     if not is_whole(value):
         raise wrong(where, key, value, wanted)
-    return cast(int, value)
+    return value
 
 
 def read_number(value: object, where: str, key: str, wanted: str) -> float:
     """Read a number."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not is_number(value):
         raise wrong(where, key, value, wanted)
     return value
 

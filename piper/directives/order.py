@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from piper.directives.arguments import argument
 from piper.directives.base import (
     Directive,
     check_tags,
@@ -11,7 +12,6 @@ from piper.directives.base import (
     refused,
     registered,
     selected,
-    spelt,
     touched,
 )
 from piper.errors import ScheduleError
@@ -34,7 +34,7 @@ class Order(Directive):
 
     places: ClassVar[bool] = False
 
-    groups: tuple[tuple[At, ...], ...] = spelt("filters")
+    groups: tuple[tuple[At, ...], ...] = argument(key="filters")
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)

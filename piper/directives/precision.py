@@ -1,19 +1,12 @@
 """`precision`: run the products of regions in a narrower type than the job's."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from piper.directives.base import (
-    Directive,
-    check_whole,
-    given_filter,
-    registered,
-    selected,
-    spelt,
-    touched,
-)
+from piper.directives.arguments import argument, one_of
+from piper.directives.base import ChunkDirective, given_filter, registered
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
+from piper.ir.node import Compute
 from piper.ir.select import At
 
 FP8 = "fp8"
@@ -21,7 +14,7 @@ FP8 = "fp8"
 
 @registered(6)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Precision(Directive):
+class Precision(ChunkDirective):
     """Run the products of the selected regions' linear layers in fp8, forward and backward.
 
     F[PP=0]: x @ w.T in bf16
@@ -29,31 +22,16 @@ class Precision(Directive):
     F[PP=0]: x and w rounded to 8 bits, x @ w.T summed and returned as before
     """
 
-    places: ClassVar[bool] = False
+    products: str = argument(one_of(FP8), hint="Job(precision=...) is the precision of everything else")
+    gather: str | None = argument(  # under zero=3 their weights are gathered in it
+        one_of(FP8), default=None, hint="leave it out to gather weights in the job's precision"
+    )
 
-    at: At
-    products: str = spelt("products", 'the precision of products: "fp8"')
-    gather: str | None = None  # "fp8": under zero=3 their weights are gathered in it
-
-    def apply(self, graph: Graph, number: int) -> Graph:
+    def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
         by = self.title(number)
-        if self.products != FP8:
-            raise ScheduleError(
-                f"products={self.products!r} is no precision of products",
-                by=by,
-                hint='products run in "fp8"; Job(precision=...) is the precision of everything else',
-            )
-        if self.gather not in (None, FP8):
-            raise ScheduleError(
-                f"gather={self.gather!r} is no precision of gathers",
-                by=by,
-                hint='weights are gathered in "fp8", or with gather=None in the job\'s precision',
-            )
-        nodes = selected(graph, self.at, by)
-        check_whole(graph, nodes, by)
-        names = dict.fromkeys(node.chunk for node in nodes)
         self._check_undivided(graph, by)
-        chosen = [name for name in names if graph.chunks[name].products]
+        chunks = graph.chunks
+        chosen = [name for name in dict.fromkeys(node.chunk for node in nodes) if chunks[name].products]
         if not chosen:
             raise ScheduleError(
                 "nothing here multiplies by the weight of a linear layer",
@@ -61,10 +39,9 @@ class Precision(Directive):
                 facts={"asked": str(self.at), "left out": "attention, routers, grouped experts, the head"},
                 hint="select the regions of linear layers",
             )
-        graph = graph.with_options(
+        return graph.with_options(
             chosen, lambda _, options: replace(options, products=self.products, gather=self.gather)
         )
-        return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 
     def _check_undivided(self, graph: Graph, by: str) -> None:
         """Refuse models with regions that are sharded along an axis: a row's scale would be its slice's."""

@@ -1,22 +1,14 @@
 """`protect`: keep copies of the state in memory that outlives workers."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from typing import cast
 
-from piper.directives.base import (
-    Directive,
-    check_whole,
-    given_filter,
-    given_stream,
-    is_whole,
-    registered,
-    selected,
-    spelt,
-    touched,
-)
+from piper.directives.arguments import argument, one_of, whole
+from piper.directives.base import ChunkDirective, given_filter, given_stream, registered
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import StateCopies
 from piper.ir.graph import Graph
+from piper.ir.node import Compute
 from piper.ir.protection import APART, Apart, Protection
 from piper.ir.select import At
 
@@ -25,7 +17,7 @@ STREAM = "protect"
 
 @registered(8)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Protect(Directive):
+class Protect(ChunkDirective):
     """Copy the state of the selected chunks after a step, while the next step runs.
 
     F[PP=0]  B[PP=0]  update
@@ -33,20 +25,17 @@ class Protect(Directive):
     protect[PP=0/0], F[PP=0]  B[PP=0]  update      (the copy is over before the update overwrites it)
     """
 
-    places: ClassVar[bool] = False
-
-    at: At
-    copies: int = spelt("copies", "0 or 1", default=0)
-    apart: str = spelt("apart", '"machine" or "device"', default="machine")
-    every: int = spelt("every", "a whole number from 1", default=1)
-    devices_per_machine: int | None = None
+    copies: int = argument(one_of(0, 1), default=0, hint="1 sends a copy to another machine or device")
+    apart: str = argument(one_of(*APART), default="machine", hint="what a copy must survive the loss of")
+    every: int = argument(whole(1), default=1, hint="the state is copied once in so many steps")
+    devices_per_machine: int | None = argument(
+        whole(1), default=None, hint="so many neighbouring devices share a machine; leave it out if all do"
+    )
     stream: str | None = None
 
-    def apply(self, graph: Graph, number: int) -> Graph:
+    def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
         by = self.title(number)
-        self._check(by)
-        nodes = selected(graph, self.at, by)
-        check_whole(graph, nodes, by)
+        self._check_machines(by)
         asked = Protection(
             copies=self.copies,
             apart=cast(Apart, self.apart),
@@ -67,24 +56,10 @@ class Protect(Directive):
                 hint="a version is of one step: give both the same copies, apart, every, devices_per_machine",
             )
         copies = StateCopies(protection=asked, stream=self.stream or STREAM, by=number)
-        graph = graph.with_options(names, lambda _, options: replace(options, protect=copies))
-        return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
+        return graph.with_options(names, lambda _, options: replace(options, protect=copies))
 
-    def _check(self, by: str) -> None:
-        """Refuse numbers that mean nothing, and copies on other machines where machines are not known."""
-        given = {"copies": self.copies, "every": self.every, "devices_per_machine": self.devices_per_machine}
-        least = {"copies": 0, "every": 1, "devices_per_machine": 1}
-        bad = next(
-            (k for k, v in given.items() if v is not None and not (is_whole(v) and v >= least[k])), None
-        )
-        if bad is not None or self.copies > 1 or self.apart not in APART:
-            name = bad or ("copies" if self.copies > 1 else "apart")
-            raise ScheduleError(
-                f"{name}={getattr(self, name)!r} protects nothing",
-                by=by,
-                hint='copies is 0 or 1, apart is "machine" or "device", every and devices_per_machine are '
-                "whole numbers from 1",
-            )
+    def _check_machines(self, by: str) -> None:
+        """Refuse copies on other machines where machines are not known."""
         if self.copies and self.apart == "machine" and self.devices_per_machine is None:
             raise ScheduleError(
                 "it is not known which devices share a machine",

@@ -2,18 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from piper.directives.base import (
-    Directive,
-    check_whole,
-    given_filter,
-    given_tag,
-    registered,
-    selected,
-    spelt,
-    touched,
-)
+from piper.directives.arguments import FRACTION, argument
+from piper.directives.base import ChunkDirective, given_filter, given_tag, registered
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.ids import show_part
@@ -23,7 +14,7 @@ from piper.ir.select import At
 
 @registered(5)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Remat(Directive):
+class Remat(ChunkDirective):
     """Save at most a share of the selected chunks' activations; their backwards recompute the rest.
 
     F[PP=0] --480 MB--> B[PP=0]
@@ -34,24 +25,19 @@ class Remat(Directive):
     backwards, which read what the second run saved; the budget says how much that is.
     """
 
-    places: ClassVar[bool] = False
-
-    at: At
-    budget: float = spelt("budget", "a number from 0 to 1")
+    budget: float = argument(
+        FRACTION, hint="1 keeps all that is saved, 0.5 at most half of its bytes, 0 makes all of it again"
+    )
     across: str | None = None  # the tag of those regions
 
-    def apply(self, graph: Graph, number: int) -> Graph:
+    def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
         by = self.title(number)
-        self._check_budget(by)
-        nodes = selected(graph, self.at, by)
-        check_whole(graph, nodes, by)
         names = saving_chunks(graph, nodes, self.at, by)
         regions = self._regions(graph, names, by)
-        graph = graph.with_options(
+        return graph.with_options(
             names,
             lambda name, options: replace(options, budget=float(self.budget), rerun=regions.get(name)),
         )
-        return graph.update(node.changed(origin=touched(node, number)) for node in nodes)
 
     def _regions(self, graph: Graph, names: list[str], by: str) -> dict[str, str]:
         """Return, for each chunk, the region around it that is recomputed, by the tags down to `across`."""
@@ -74,15 +60,6 @@ class Remat(Directive):
                 )
             regions[name] = show_part(tags[: place + 1])[1:]
         return regions
-
-    def _check_budget(self, by: str) -> None:
-        given = self.budget
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
-            raise ScheduleError(
-                f"budget={given!r} is no part of the activations",
-                by=by,
-                hint="1 keeps all that is saved, 0.5 at most half of its bytes, 0 makes all of it again",
-            )
 
 
 def saving_chunks(graph: Graph, nodes: Sequence[Compute], at: At, by: str) -> list[str]:

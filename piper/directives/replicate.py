@@ -3,24 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from piper.directives.arguments import POSITIVE_SIZE, argument, one_of
 from piper.directives.base import (
     Directive,
     checked_devices,
     given_devices,
     given_filter,
     given_stream,
-    is_whole,
     registered,
     selected,
-    spelt,
     touched,
 )
-from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.select import At
 
-ZERO_LEVELS = (0, 1, 2, 3)
-REDUCED = ("fp32", "bf16")
+ZERO = one_of(0, 1, 2, 3)
+ZERO_LEVELS = "0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too"
 FLAGS = {"shard_optimizer": 1, "shard_grads": 2, "shard_params": 3}  # what JSON says for a level
 
 
@@ -36,16 +34,19 @@ class Replicate(Directive):
 
     at: At
     devices: tuple[int, ...]
-    zero: int = spelt("zero", flags=FLAGS, default=0)
-    bucket_mb: float | None = spelt("bucket_size", "a size in MB", default=None)
+    zero: int = argument(ZERO, default=0, hint=ZERO_LEVELS, flags=FLAGS)
+    bucket_mb: float | None = argument(
+        POSITIVE_SIZE, default=None, hint="leave it out for one bucket per chunk", key="bucket_size"
+    )
     reduce_stream: str | None = None
     gather_stream: str | None = None
-    reduce: str | None = spelt("reduce", 'the type gradients travel in: "fp32" or "bf16"', default=None)
+    reduce: str | None = argument(
+        one_of("fp32", "bf16"), default=None, hint='gradients travel in it; "bf16" is half the bytes'
+    )
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
         devices = checked_devices(self.devices, by)
-        self._check_levels(by)
         nodes = selected(graph, self.at, by)
         graph = graph.with_policies(
             nodes,
@@ -62,27 +63,6 @@ class Replicate(Directive):
             ),
         )
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
-
-    def _check_levels(self, by: str) -> None:
-        if not is_whole(self.zero) or self.zero not in ZERO_LEVELS:
-            raise ScheduleError(
-                f"there is no ZeRO level {self.zero!r}",
-                by=by,
-                hint="0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too",
-            )
-        if self.reduce is not None and self.reduce not in REDUCED:
-            raise ScheduleError(
-                f"reduce={self.reduce!r} is no type that gradients travel in",
-                by=by,
-                hint='give "fp32", or "bf16" for half the bytes between replicas',
-            )
-        size = self.bucket_mb
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int | float) or not size > 0):
-            raise ScheduleError(
-                f"bucket_mb={size!r} is not a size",
-                by=by,
-                hint="give bucket_mb a positive size, or leave it out for one bucket per chunk",
-            )
 
 
 def replicate(

@@ -14,7 +14,7 @@ from piper.directives.base import (
     selected,
     touched,
 )
-from piper.directives.shard_axis import shard_axis
+from piper.directives.shard_axis import ShardAxis, given_dims
 from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk
 from piper.ir.graph import Graph
@@ -108,17 +108,17 @@ def shard(
     early and a late piece of the sequence.
     """
     if axis is not None or weights or batch:
-        return shard_axis(
-            given_filter("shard", at),
-            given_devices("shard", devices),
-            ways,
-            given_stream("shard", "stream", stream),
+        return ShardAxis(
+            at=given_filter("shard", at),
+            devices=given_devices("shard", devices),
             axis=axis if axis is not None else ("TP" if weights else "CP"),
-            weights=weights,
-            batch=batch,
+            ways=ways,
+            weights=given_dims("weights", weights or {}),
+            batch=given_dims("batch", batch or {}),
             between=between,
             attention=attention,
             balance=balance,
+            stream=given_stream("shard", "stream", stream),
         )
     return Shard(
         at=given_filter("shard", at),

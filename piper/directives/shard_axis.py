@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from piper.directives.arguments import argument, is_whole, one_of, whole
 from piper.directives.base import (
     Directive,
     checked_devices,
     group_size,
-    is_whole,
     refused,
     registered,
     selected,
@@ -18,8 +18,7 @@ from piper.ir.chunk_options import AxisPolicy, Policy
 from piper.ir.graph import Graph
 from piper.ir.select import At
 
-ATTENTION = ("gather", "heads", "ring")
-BALANCE = (None, "zigzag")
+ATTENTION = one_of("gather", "heads", "ring")
 
 
 @registered(2, key="axis")
@@ -40,9 +39,11 @@ class ShardAxis(Directive):
     ways: int | None = None
     weights: tuple[tuple[str, int], ...] = ()
     batch: tuple[tuple[str, int], ...] = ()
-    between: int | None = None
-    attention: str = "gather"
-    balance: str | None = None
+    between: int | None = argument(
+        whole(1), default=None, hint="between=1 shards the sequence; 0 is the samples"
+    )
+    attention: str = argument(ATTENTION, default="gather", hint="each shards attention in another way")
+    balance: str | None = argument(one_of("zigzag"), default=None, hint="leave it out for slices in order")
     stream: str | None = None
 
     @property
@@ -80,7 +81,7 @@ class ShardAxis(Directive):
 
     def _check_words(self, by: str) -> None:
         """Refuse arguments that fit no model."""
-        if not self.axis.isidentifier() or self.axis == "PASS":
+        if not isinstance(self.axis, str) or not self.axis.isidentifier() or self.axis == "PASS":
             raise ScheduleError(
                 f"axis={self.axis!r} is not a name", by=by, hint='name the axis in one word: axis="TP"'
             )
@@ -89,24 +90,6 @@ class ShardAxis(Directive):
                 f"axis={self.axis!r} shards nothing",
                 by=by,
                 hint="tensor parallelism needs weights={...}, context parallelism batch={...}",
-            )
-        if self.between is not None and self.between < 1:
-            raise ScheduleError(
-                f"between={self.between!r} is not a dimension that can be sharded",
-                by=by,
-                hint="between=1 shards the sequence; 0 is the samples",
-            )
-        if self.attention not in ATTENTION:
-            raise ScheduleError(
-                f"attention={self.attention!r} is not known",
-                by=by,
-                hint=f"choose one of {', '.join(ATTENTION)}",
-            )
-        if self.balance not in BALANCE:
-            raise ScheduleError(
-                f"balance={self.balance!r} is not known",
-                by=by,
-                hint='leave it out or write balance="zigzag"',
             )
 
 
@@ -118,40 +101,3 @@ def given_dims(key: str, given: object) -> tuple[tuple[str, int], ...]:
         if not isinstance(name, str) or not is_whole(dim) or dim < 0:
             raise refused("shard", f"{key} has {name!r}: {dim!r}", "give each name a dimension from 0")
     return tuple(given.items())
-
-
-def given_word(key: str, word: object) -> str:
-    """Return an argument that is a string."""
-    if not isinstance(word, str):
-        raise refused("shard", f"{key}={word!r} is not a string", f"write {key} in quotes")
-    return word
-
-
-def shard_axis(
-    at: At,
-    devices: tuple[int, ...],
-    ways: int | None,
-    stream: str | None,
-    *,
-    axis: object,
-    weights: object,
-    batch: object,
-    between: object,
-    attention: object,
-    balance: object,
-) -> ShardAxis:
-    """Return the directive. Types are checked here, meanings where it is applied."""
-    if between is not None and not (isinstance(between, int) and is_whole(between)):
-        raise refused("shard", f"between={between!r} is not a dimension", "between=1 shards the sequence")
-    return ShardAxis(
-        at=at,
-        devices=devices,
-        axis=given_word("axis", axis),
-        ways=ways,
-        weights=given_dims("weights", weights or {}),
-        batch=given_dims("batch", batch or {}),
-        between=between,
-        attention=given_word("attention", attention),
-        balance=None if balance is None else given_word("balance", balance),
-        stream=stream,
-    )

@@ -3,14 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from piper.directives.arguments import argument, whole
 from piper.directives.base import (
     Directive,
     check_whole,
     given_filter,
-    is_whole,
     registered,
     selected,
-    spelt,
     touched,
 )
 from piper.errors import ScheduleError
@@ -33,15 +32,13 @@ class Split(Directive):
     places: ClassVar[bool] = False
 
     at: At
-    axis: str = spelt("dim_name", default="MB")
-    parts: int = spelt("num_microbatches", default=1, needed=True)
+    axis: str = argument(default="MB", key="dim_name")
+    parts: int = argument(
+        whole(1), default=1, hint="it is the number of microbatches", key="num_microbatches", needed=True
+    )
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
-        if not is_whole(self.parts) or self.parts < 1:
-            raise ScheduleError(
-                f"{self.parts!r} is not a number of parts", by=by, hint="parts is a whole number from 1"
-            )
         nodes = selected(graph, self.at, by)
         self._check_axis(graph, by)
         self._check_whole(graph, nodes, by)

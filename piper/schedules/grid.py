@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from piper.directives.arguments import check_value, whole
 from piper.directives.order import Order, order
 from piper.errors import ScheduleError
 from piper.ir.select import At, at
@@ -99,5 +100,4 @@ def check_filters(stages: Sequence[At], part: str) -> None:
 def need_whole(by: str, **numbers: int) -> None:
     """Refuse a number of ranks, stages or microbatches that is not a whole number from 1."""
     for name, number in numbers.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ScheduleError(f"{name}={number!r}", by=by, hint=f"{name} is a whole number from 1")
+        check_value(by, name, number, whole(1), f"{name}=1 is the least")

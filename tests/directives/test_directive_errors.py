@@ -116,23 +116,23 @@ def test_a_device_given_twice() -> None:
 @pytest.mark.parametrize("zero", [4, -1, "3", 1.0, True, None])
 def test_a_bad_zero_level(zero: int) -> None:
     assert said(DENSE, replicate(at(), [0], zero=zero)) == cleandoc(f"""
-        replicate #0 (here): there is no ZeRO level {zero!r}
+        replicate #0 (here): zero must be 0, 1, 2 or 3, got {zero!r}
           hint: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too
     """)
 
 
 def test_a_type_that_gradients_do_not_travel_in() -> None:
     assert said(DENSE, replicate(at(), [0], reduce="fp16")) == cleandoc("""
-        replicate #0 (here): reduce='fp16' is no type that gradients travel in
-          hint: give "fp32", or "bf16" for half the bytes between replicas
+        replicate #0 (here): reduce must be "fp32" or "bf16", got 'fp16'
+          hint: gradients travel in it; "bf16" is half the bytes
     """)
 
 
 @pytest.mark.parametrize("size", [0, -1.5, float("nan"), "25", True])
 def test_a_bad_bucket(size: float) -> None:
     assert said(DENSE, replicate(at(), [0], bucket_mb=size)) == cleandoc(f"""
-        replicate #0 (here): bucket_mb={size!r} is not a size
-          hint: give bucket_mb a positive size, or leave it out for one bucket per chunk
+        replicate #0 (here): bucket_mb must be a size in MiB above 0, got {size!r}
+          hint: leave it out for one bucket per chunk
     """)
 
 
@@ -166,8 +166,8 @@ def test_experts_that_do_not_divide() -> None:
 @pytest.mark.parametrize("parts", [0, -2, 1.5, "4", True, None])
 def test_a_bad_number_of_parts(parts: int) -> None:
     assert said(DENSE, split(at(), parts=parts)) == cleandoc(f"""
-        split #0 (here): {parts!r} is not a number of parts
-          hint: parts is a whole number from 1
+        split #0 (here): parts must be a whole number from 1, got {parts!r}
+          hint: it is the number of microbatches
     """)
 
 

@@ -172,14 +172,14 @@ def test_a_directive_knows_where_it_was_written() -> None:
             '[{"op": "replicate", "filter": {}, "devices": [0], "bucket_size": "25"}]',
             """
             strategy[0]: 'bucket_size' is "25"
-              hint: 'bucket_size' is a size in MB
+              hint: 'bucket_size' is a size in MiB above 0
             """,
         ),
         (
             '[{"op": "split", "filter": {}, "num_microbatches": 1.5}]',
             """
             strategy[0]: 'num_microbatches' is 1.5
-              hint: 'num_microbatches' is a whole number
+              hint: 'num_microbatches' is a whole number from 1
             """,
         ),
         (

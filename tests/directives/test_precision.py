@@ -60,15 +60,15 @@ def test_it_is_read_from_json() -> None:
 
 def test_another_precision() -> None:
     assert said(precision(at(), "fp4")) == cleandoc("""
-        precision #0 (here): products='fp4' is no precision of products
-          hint: products run in "fp8"; Job(precision=...) is the precision of everything else
+        precision #0 (here): products must be "fp8", got 'fp4'
+          hint: Job(precision=...) is the precision of everything else
     """)
 
 
 def test_another_precision_of_gathers() -> None:
     assert said(precision(at(), "fp8", gather="bf16")) == cleandoc("""
-        precision #0 (here): gather='bf16' is no precision of gathers
-          hint: weights are gathered in "fp8", or with gather=None in the job's precision
+        precision #0 (here): gather must be "fp8", got 'bf16'
+          hint: leave it out to gather weights in the job's precision
     """)
 
 

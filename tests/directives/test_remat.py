@@ -109,7 +109,7 @@ def test_the_json_form() -> None:
 @pytest.mark.parametrize("budget", [-0.1, 1.5, True, "half", float("nan")])
 def test_a_budget_out_of_range(budget: float) -> None:
     assert said(DENSE, remat(at(), budget)) == cleandoc(f"""
-        remat #0 (here): budget={budget!r} is no part of the activations
+        remat #0 (here): budget must be a number from 0 to 1, got {budget!r}
           hint: 1 keeps all that is saved, 0.5 at most half of its bytes, 0 makes all of it again
     """)
 

@@ -142,29 +142,29 @@ def test_values_that_share_a_storage_go_together_and_count_once() -> None:
         (
             [offload(at(), what="gradients")],
             """
-            offload #0 (test_offload_lines.py:…): what='gradients' cannot be offloaded
-              hint: what is "activations" or "optimizer"
+            offload #0 (test_offload_lines.py:…): what must be "activations" or "optimizer", got 'gradients'
+              hint: "optimizer" means its state
             """,
         ),
         (
             [offload(at(), to="disk")],
             """
-            offload #0 (test_offload_lines.py:…): to='disk' is no memory to offload to
-              hint: to is "host": its memory
+            offload #0 (test_offload_lines.py:…): to must be "host", got 'disk'
+              hint: there is no other memory to offload to
             """,
         ),
         (
             [offload(at(), ahead=0)],
             """
-            offload #0 (test_offload_lines.py:…): ahead=0 offloads nothing
-              hint: least_mb is a size in MiB from 0, ahead a whole number of compute nodes from 1
+            offload #0 (test_offload_lines.py:…): ahead must be a whole number from 1, got 0
+              hint: each copy may take so many compute nodes of the device
             """,
         ),
         (
             [offload(at(), least_mb=float("nan"))],
             """
-            offload #0 (test_offload_lines.py:…): least_mb=nan offloads nothing
-              hint: least_mb is a size in MiB from 0, ahead a whole number of compute nodes from 1
+            offload #0 (test_offload_lines.py:…): least_mb must be a size in MiB from 0, got nan
+              hint: values that are smaller stay on the device
             """,
         ),
         (

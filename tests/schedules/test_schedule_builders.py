@@ -199,19 +199,25 @@ def test_numbers_that_are_not_whole(bad: object) -> None:
     for name in ("gpipe", "1f1b", "zero-bubble"):
         builder = BUILDERS[name]
         by = builder.__name__
-        assert refusal(builder, bad, 4) == f"{by}: stages={bad!r}\n  hint: stages is a whole number from 1"
+        assert (
+            refusal(builder, bad, 4)
+            == f"{by}: stages must be a whole number from 1, got {bad!r}\n  hint: stages=1 is the least"
+        )
     for builder in BUILDERS.values():
         by = builder.__name__
         assert refusal(builder, 4, bad) == (
-            f"{by}: microbatches={bad!r}\n  hint: microbatches is a whole number from 1"
+            f"{by}: microbatches must be a whole number from 1, got {bad!r}\n  hint: microbatches=1 is the least"
         )
     for name in ("interleaved-1f1b", "interleaved-zero-bubble"):
         builder = BUILDERS[name]
         by = builder.__name__
         assert refusal(builder, 4, 8, bad) == (
-            f"{by}: stages_per_rank={bad!r}\n  hint: stages_per_rank is a whole number from 1"
+            f"{by}: stages_per_rank must be a whole number from 1, got {bad!r}\n  hint: stages_per_rank=1 is the least"
         )
-    assert refusal(schedules.zbv, bad, 4) == f"zbv: ranks={bad!r}\n  hint: ranks is a whole number from 1"
+    assert (
+        refusal(schedules.zbv, bad, 4)
+        == f"zbv: ranks must be a whole number from 1, got {bad!r}\n  hint: ranks=1 is the least"
+    )
 
 
 def test_too_few_microbatches_for_dualpipe() -> None:
@@ -252,7 +258,10 @@ def test_an_unknown_schedule(name: str, hint: str) -> None:
 
 
 def test_ranks_that_are_not_whole_by_name() -> None:
-    assert refusal(grid_for, "1f1b", 0, 4) == "1f1b: ranks=0\n  hint: ranks is a whole number from 1"
+    assert (
+        refusal(grid_for, "1f1b", 0, 4)
+        == "1f1b: ranks must be a whole number from 1, got 0\n  hint: ranks=1 is the least"
+    )
 
 
 @pytest.mark.parametrize(

@@ -266,11 +266,11 @@ HINT = "give one number for each stage, in order; for `hop` one for each boundar
     [
         (
             lambda: synthesise(EVEN, Placement.v(2), 0),
-            "synthesise: microbatches=0\n  hint: microbatches is a whole number from 1",
+            "synthesise: microbatches must be a whole number from 1, got 0\n  hint: microbatches=1 is the least",
         ),
         (
             lambda: synthesise(EVEN, Placement.v(2), 2, trials=0),
-            "synthesise: trials=0\n  hint: trials is a whole number from 1",
+            "synthesise: trials must be a whole number from 1, got 0\n  hint: trials=1 is the least",
         ),
         (
             lambda: synthesise(EVEN, [0, 1, 1, 0], 2),  # type: ignore[arg-type]

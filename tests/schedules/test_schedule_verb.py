@@ -103,7 +103,7 @@ def test_v_half_and_v_min_by_name(piper: Piper, name: str) -> None:
         ),
         (
             ("synthesised", "--ranks", "0", "--microbatches", "8"),
-            "synthesised: ranks=0\n  hint: ranks is a whole number from 1",
+            "synthesised: ranks must be a whole number from 1, got 0\n  hint: ranks=1 is the least",
         ),
     ],
 )

@@ -188,22 +188,22 @@ def test_groups_that_cannot_be_formed() -> None:
         (
             {"axis": "TP", "weights": FFN, "between": 0},
             """
-            shard #0 (here): between=0 is not a dimension that can be sharded
+            shard #0 (here): between must be a whole number from 1, got 0
               hint: between=1 shards the sequence; 0 is the samples
             """,
         ),
         (
             {"axis": "CP", "batch": {"x": 1}, "attention": "round"},
             """
-            shard #0 (here): attention='round' is not known
-              hint: choose one of gather, heads, ring
+            shard #0 (here): attention must be "gather", "heads" or "ring", got 'round'
+              hint: each shards attention in another way
             """,
         ),
         (
             {"axis": "CP", "batch": {"x": 1}, "balance": "zag"},
             """
-            shard #0 (here): balance='zag' is not known
-              hint: leave it out or write balance="zigzag"
+            shard #0 (here): balance must be "zigzag", got 'zag'
+              hint: leave it out for slices in order
             """,
         ),
         (
@@ -223,15 +223,15 @@ def test_groups_that_cannot_be_formed() -> None:
         (
             {"axis": "TP", "weights": FFN, "between": "1"},
             """
-            shard (here): between='1' is not a dimension
-              hint: between=1 shards the sequence
+            shard #0 (here): between must be a whole number from 1, got '1'
+              hint: between=1 shards the sequence; 0 is the samples
             """,
         ),
         (
             {"axis": 3, "weights": FFN},
             """
-            shard (here): axis=3 is not a string
-              hint: write axis in quotes
+            shard #0 (here): axis=3 is not a name
+              hint: name the axis in one word: axis="TP"
             """,
         ),
     ],
