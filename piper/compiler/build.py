@@ -145,9 +145,9 @@ class Program:
         recordings = next((one for one in known if one.fields == fresh.fields), fresh)
         settings = self.work.settings
         optimizer = OptimizerFacts(state_bytes=settings.state_bytes, whole=settings.whole)
-        found = build(self.job, capturing_with(batch, recordings, self.cache), optimizer=optimizer)
-        check_same_state(self, found, batch)
-        return found
+        program = build(self.job, capturing_with(batch, recordings, self.cache), optimizer=optimizer)
+        check_same_state(self, program, batch)
+        return program
 
     def _new_recordings(self, batch: Batch, loss: LossFn, *, forward_only: bool = False) -> Recordings:
         compiled = self.cache is not None

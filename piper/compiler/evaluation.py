@@ -23,21 +23,21 @@ def with_parameters_of(program: "Program", outline: CapturedModel) -> CapturedMo
 
     Raise a CaptureError where a forward in eval mode reads a parameter that training does not hold.
     """
-    held = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
+    trained_names = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
     for chunk in outline.chunks:
         for name in chunk.params:
-            if name not in held:
+            if name not in trained_names:
                 raise CaptureError(
                     f"the model uses {name} in eval mode only",
                     by="model",
                     facts={"but": "evaluation reads the parameters of the training program"},
                     hint="make it a buffer, or let the forward use it in both modes",
                 )
-    found = {parameter.name: parameter for parameter in outline.parameters}
+    parameters = {parameter.name: parameter for parameter in outline.parameters}
     trained = program.outline.parameters
     for parameter in trained:
-        if parameter.name in held:
-            assert layout_of(parameter) == layout_of(found[parameter.name]), parameter.name
+        if parameter.name in trained_names:
+            assert layout_of(parameter) == layout_of(parameters[parameter.name]), parameter.name
     return replace(outline, parameters=tuple(replace(p, trainable=False) for p in trained))
 
 
@@ -64,10 +64,10 @@ def check_buffers(program: "Program", graph: Graph) -> None:
 
 def devices_of_chunks(graph: Graph) -> dict[str, set[int]]:
     """Return the devices that run some microbatch of each chunk."""
-    found: dict[str, set[int]] = {}
+    devices: dict[str, set[int]] = {}
     for node in graph.nodes.values():
-        found.setdefault(node.chunk, set()).update(node.devices)
-    return found
+        devices.setdefault(node.chunk, set()).update(node.devices)
+    return devices
 
 
 def layout_of(parameter: Parameter) -> object:

@@ -20,11 +20,11 @@ def requests_of(graph: Graph, strategy: Sequence[Directive]) -> list[Request]:
         )
         for held in axes:
             regions.setdefault(held.origin, {})[chunk.tags] = mesh
-    found = []
+    requests = []
     for number, directive in enumerate(strategy):
         if isinstance(directive, ShardAxis) and number in regions:
             degree = directive.ways if directive.ways is not None else len(directive.devices)
-            found.append(
+            requests.append(
                 Request(
                     by=directive.title(number),
                     axis=directive.axis,
@@ -37,4 +37,4 @@ def requests_of(graph: Graph, strategy: Sequence[Directive]) -> list[Request]:
                     regions=regions[number],
                 )
             )
-    return found
+    return requests

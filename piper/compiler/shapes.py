@@ -11,28 +11,28 @@ if TYPE_CHECKING:
     from piper.compiler.build import Program
 
 
-def check_same_state(program: "Program", found: "Program", batch: Batch) -> None:
+def check_same_state(program: "Program", other: "Program", batch: Batch) -> None:
     """Refuse a program that needs other parameters or buffers on some device than the first one."""
-    check_parameters(program, found, batch)
-    check_buffers(program, found, batch)
+    check_parameters(program, other, batch)
+    check_buffers(program, other, batch)
 
 
-def check_parameters(program: "Program", found: "Program", batch: Batch) -> None:
+def check_parameters(program: "Program", other: "Program", batch: Batch) -> None:
     """Refuse a program that trains other parameters, or holds them in another way."""
-    here, there = program.outline.reached, found.outline.reached
-    if (here, program.plans.buckets) == (there, found.plans.buckets):
+    here, there = program.outline.reached, other.outline.reached
+    if (here, program.plans.buckets) == (there, other.plans.buckets):
         return
     apart = sorted(here ^ there)
     which = f"{apart[0]} is trained only for one of them" if apart else "their order or their chunks differ"
     raise another_model(batch, "parameters", which)
 
 
-def check_buffers(program: "Program", found: "Program", batch: Batch) -> None:
+def check_buffers(program: "Program", other: "Program", batch: Batch) -> None:
     """Refuse a program that writes a buffer on a device that does not hold it otherwise."""
-    written = {name for chunk in found.outline.chunks for name in chunk.mutated}
-    for device, names in buffers_by_device(found.plans).items():
-        held = buffers_by_device(program.plans)[device]
-        if missing := sorted((names - held) & written):
+    written = {name for chunk in other.outline.chunks for name in chunk.mutated}
+    for device, names in buffers_by_device(other.plans).items():
+        here = buffers_by_device(program.plans)[device]
+        if missing := sorted((names - here) & written):
             raise another_model(batch, "buffers", f"{missing[0]} is written only for one of them")
 
 

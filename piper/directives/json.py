@@ -159,7 +159,7 @@ class Spelling:
 
 def keys_of(kind: type[Directive]) -> dict[str, Spelling]:
     """Return the keys of a directive's JSON form, those that it needs first: its fields, by name and type."""
-    found: dict[str, Spelling] = {}
+    spellings: dict[str, Spelling] = {}
     for field in fields(kind):
         if field.name == "source":
             continue
@@ -170,13 +170,13 @@ def keys_of(kind: type[Directive]) -> dict[str, Spelling]:
         wanted = wanted if domain is None else domain.words
         flags: Mapping[str, int] | None = field.metadata.get("flags")
         if flags is None:
-            found[key] = Spelling(field=field.name, read=read, wanted=wanted, needed=needed)
+            spellings[key] = Spelling(field=field.name, read=read, wanted=wanted, needed=needed)
             continue
         for flag, level in flags.items():
-            found[flag] = Spelling(
+            spellings[flag] = Spelling(
                 field=field.name, read=read_flag, wanted="true or false", needed=False, level=level
             )
-    return dict(sorted(found.items(), key=lambda entry: not entry[1].needed))
+    return dict(sorted(spellings.items(), key=lambda entry: not entry[1].needed))
 
 
 def wrong(where: str, key: str, value: object, wanted: str) -> ConfigError:

@@ -24,12 +24,12 @@ def with_common_policies(graph: Graph) -> Graph:
 
 def common_policy(graph: Graph, chunk: str, asked: Mapping[Tags, Policy]) -> Policy:
     """Return the policy that all microbatches of a chunk ask for. Refuse two that ask for different ones."""
-    found = dict(by_part(graph, chunk, asked))
-    first, *others = found
+    policies = dict(by_part(graph, chunk, asked))
+    first, *others = policies
     for part in others:
-        if meaning(found[part]) != meaning(found[first]):
-            raise contradiction(graph, chunk, {each: found[each] for each in (first, part)})
-    return found[first]
+        if meaning(policies[part]) != meaning(policies[first]):
+            raise contradiction(graph, chunk, {each: policies[each] for each in (first, part)})
+    return policies[first]
 
 
 def by_part(graph: Graph, chunk: str, asked: Mapping[Tags, Policy]) -> Iterator[tuple[Tags, Policy]]:
@@ -46,18 +46,18 @@ def by_part(graph: Graph, chunk: str, asked: Mapping[Tags, Policy]) -> Iterator[
 
 def meaning(policy: Policy) -> Policy:
     """Return a policy without the directives that asked for it."""
-    return replace(policy, origin=None, axes=tuple(replace(held, origin=0) for held in policy.axes))
+    return replace(policy, origin=None, axes=tuple(replace(axis, origin=0) for axis in policy.axes))
 
 
-def contradiction(graph: Graph, chunk: str, found: Mapping[Tags, Policy]) -> ScheduleError:
+def contradiction(graph: Graph, chunk: str, policies: Mapping[Tags, Policy]) -> ScheduleError:
     """Return the error for two microbatches that ask for different policies."""
     facts, numbers = {}, []
-    for part, policy in found.items():
+    for part, policy in policies.items():
         asked = [f"zero={policy.zero}", f"ways={policy.ways}"]
-        asked += [f"{held.axis}={held.degree}" for held in policy.axes]
+        asked += [f"{axis.axis}={axis.degree}" for axis in policy.axes]
         asked += [] if policy.reduce == "fp32" else [f"reduce={policy.reduce}"]
         asked += [] if policy.bucket_mb is None else [f"bucket_mb={policy.bucket_mb:g}"]
-        number = max(n for n in (policy.origin, *(held.origin for held in policy.axes)) if n is not None)
+        number = max(n for n in (policy.origin, *(axis.origin for axis in policy.axes)) if n is not None)
         numbers.append(number)
         facts[f"{chunk}{show_part(part)}"] = f"{', '.join(asked)} by {graph.directives[number]}"
     return ScheduleError(

@@ -74,14 +74,14 @@ class Index:
             table = self._tables[exact] = {}
             for cell in self.cells:
                 table.setdefault(tuple(map(cell.tags.get, exact)), []).append(cell)
-        found = self._tables[exact].get(tuple(index for _, index in at.tags if isinstance(index, int)), [])
+        cells = self._tables[exact].get(tuple(index for _, index in at.tags if isinstance(index, int)), [])
         loose = [(tag, index == "*") for tag, index in at.tags if index is None or index == "*"]
         several = [(tag, frozenset(index)) for tag, index in at.tags if isinstance(index, tuple)]
         if several:
-            found = [cell for cell in found if all(cell.tags.get(tag) in wanted for tag, wanted in several)]
+            cells = [cell for cell in cells if all(cell.tags.get(tag) in wanted for tag, wanted in several)]
         if not loose:
-            return found
-        return [cell for cell in found if all((tag in cell.tags) == present for tag, present in loose)]
+            return cells
+        return [cell for cell in cells if all((tag in cell.tags) == present for tag, present in loose)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +119,8 @@ class Graph:
 
     def chosen(self, option: Callable[[ChunkOptions], Chosen | None]) -> dict[str, Chosen]:
         """Return one option by chunk, for the chunks that have it."""
-        found = ((chunk, option(options)) for chunk, options in self.options.items())
-        return {chunk: value for chunk, value in found if value is not None}
+        values = ((chunk, option(options)) for chunk, options in self.options.items())
+        return {chunk: value for chunk, value in values if value is not None}
 
     @property
     def protection(self) -> Protection | None:
@@ -156,14 +156,14 @@ class Graph:
 
     def select(self, at: At) -> list[Compute]:
         """Return the nodes that `at` selects. PASS="B" also selects both halves of a split backward."""
-        found = []
+        nodes = []
         phases = SELECTED[at.phase]
         for cell in self.index.find(at):
             for phase in phases:
                 node = self.nodes.get(compute_name(cell.chunk, phase, cell.part))
                 if node is not None:
-                    found.append(node)
-        return found
+                    nodes.append(node)
+        return nodes
 
     def update(self, nodes: Iterable[Compute]) -> "Graph":
         """Return the graph with some nodes replaced by others of the same name."""

@@ -27,7 +27,7 @@ class Protection:
 
     def domains(self, devices: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """Return the devices that are lost together, by machine or one by one."""
-        found: dict[int, list[int]] = {}
+        members_by_domain: dict[int, list[int]] = {}
         for device in sorted(devices):
-            found.setdefault(self.domain(device), []).append(device)
-        return {domain: tuple(members) for domain, members in found.items()}
+            members_by_domain.setdefault(self.domain(device), []).append(device)
+        return {domain: tuple(members) for domain, members in members_by_domain.items()}
