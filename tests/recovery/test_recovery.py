@@ -26,6 +26,7 @@ from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.agent_versions import ShortMachine
 from piper.launchers.agent_watch import WarmAgent
 from piper.launchers.base import Resumed, StepResult
+from piper.launchers.evaluating import Means
 from piper.launchers.launch import launch_inline
 from piper.launchers.local import LocalStarter, LocalWorkerGroup
 from piper.launchers.run import Run
@@ -126,6 +127,12 @@ class Counting:
             raise lost()
         return StepResult(loss=float(batch["x"]), grad_norm=1.0)
 
+    def evaluate(self, batch: Mapping[str, Tensor], means: Means) -> Means:
+        self.script.do(f"evaluate {float(batch['x']):g}")
+        return replace(
+            means, loss=means.loss + float(batch["x"]), weight=means.weight + 1, batches=means.batches + 1
+        )
+
     def protect(self) -> None:
         if self.script.kept:
             self.script.memory[self.done % 2] = self.done
@@ -202,6 +209,20 @@ def test_a_lost_worker_costs_one_restart_and_the_step() -> None:
     ]
     assert (events[1].version, events[1].replayed, events[1].source) == (2, 0, "memory")
     assert [*events[1].phases] == ["end", "start", "load", "replay"]
+
+
+def test_an_evaluation_goes_on_with_the_batch_that_was_lost() -> None:
+    """Batches are taken once, from an iterator that cannot begin again, and each counts once."""
+    script = Script(fails={"evaluate 2": [lost()]})
+    run, events = scripted(script)
+    train(run, 1, 1)
+    result = run.evaluate({"x": value} for value in torch.tensor([[1.0], [2.0], [6.0]]))
+    assert (result.loss, result.batches) == (3.0, 3)
+    assert script.log == [
+        "start", "step 1", "evaluate 1", "evaluate 2", "end",
+        "start blank", "forget", "restore 1", "evaluate 2", "evaluate 6",
+    ]  # fmt: skip
+    assert [event.event for event in events] == ["failure", "recovery"]
 
 
 def test_an_agent_that_becomes_warm_and_one_that_is_waited_for_are_in_the_events() -> None:
