@@ -1,14 +1,18 @@
-"""The results of steps, evaluations and loads, and values by their names."""
+"""The results of steps, evaluations and loads, as the answers of workers give them."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Plans
+from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Sums
+
+Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +80,59 @@ def state_by_name(outline: CapturedModel, values: Mapping[str, Tensor]) -> dict[
     for buffer in outline.buffers:
         state |= dict.fromkeys(buffer.saved_as, values[buffer.name]) if buffer.persistent else {}
     return state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleGroup:
+    """Samples of a batch that run together.
+
+    copies: how often each sample occurs in `batch`, where fewer samples are left than there are slices.
+    """
+
+    batch: Batch
+    samples: int
+    copies: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """The sums of an evaluation so far."""
+
+    names: tuple[str, ...] = ()  # of the metrics
+    loss: float = 0.0
+    weight: float = 0.0
+    metrics: tuple[float, ...] = ()  # the sum and the weight of each metric
+    samples: int = 0
+    batches: int = 0
+
+    def add(self, program: ProgramLike, piece: SampleGroup, sums: Sums) -> "Means":
+        """Return these sums with those of one piece. A mean loss counts by the samples of the piece."""
+        plans = program.plans
+        if plans.weighted:
+            loss, weight = sums.loss / piece.copies, sums.weight / piece.copies
+        else:
+            loss, weight = sums.loss * plans.seed * piece.samples, float(piece.samples)
+        metrics = [value / piece.copies for value in sums.metrics]
+        before = self.metrics or (0.0,) * len(metrics)
+        return replace(
+            self,
+            names=program.outline.metric_names,
+            loss=self.loss + loss,
+            weight=self.weight + weight,
+            metrics=tuple(a + b for a, b in zip(before, metrics, strict=True)),
+            samples=self.samples + piece.samples,
+        )
+
+    def result(self) -> EvaluationResult:
+        """Return the weighted means of the loss and of the metrics. Refuse those of no batch."""
+        if not self.batches:
+            raise ConfigError(
+                "there is no batch to evaluate on", by="evaluate", hint="give at least one batch"
+            )
+        pairs = zip(self.metrics[::2], self.metrics[1::2], strict=True)
+        return EvaluationResult(
+            loss=ratio(self.loss, self.weight),
+            metrics={name: ratio(*pair) for name, pair in zip(self.names, pairs, strict=True)},
+            samples=self.samples,
+            batches=self.batches,
+        )

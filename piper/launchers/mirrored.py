@@ -14,8 +14,7 @@ from piper import errors
 from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.errors import LaunchError, PiperError, WorkerError
-from piper.launchers.base import Resumed, StepResult
-from piper.launchers.evaluating import Batch
+from piper.launchers.base import Batch, Resumed, StepResult
 from piper.launchers.group import WorkerGroup
 from piper.launchers.rank_agent import RankZeroResult, ServedAgent
 from piper.launchers.rank_environment import RankEnvironment, check_size

@@ -19,8 +19,7 @@ from typing import cast
 import numpy as np
 
 from piper.errors import LaunchError
-from piper.launchers.base import EvaluationResult, Resumed, StepResult
-from piper.launchers.evaluating import Means
+from piper.launchers.base import EvaluationResult, Means, Resumed, StepResult
 from piper.launchers.machine_agent import MachineAgent
 from piper.launchers.processes import ProcessStatus, SharedFile, Termination, gone, stopped
 from piper.launchers.rank_environment import RankEnvironment

@@ -19,9 +19,9 @@ from piper.callbacks import Callback, Running, named_callbacks
 from piper.checkpoint.folder import step_path
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.data.feed import Feed, is_position
-from piper.launchers.base import EvaluationResult, Resumed, StepResult, state_by_name
+from piper.launchers.base import Batch, EvaluationResult, Means, Resumed, StepResult, state_by_name
 from piper.launchers.callback_states import states_of, with_states
-from piper.launchers.evaluating import Batch, Means, check_samples, evaluation_batches
+from piper.launchers.evaluating import check_samples, evaluation_batches
 from piper.launchers.nans import check_finite
 from piper.launchers.optimizer_groups import OptimizerGroups
 from piper.launchers.saves import checkpoints_at, checkpoints_of, load_newest, prepare_saves, run_folder

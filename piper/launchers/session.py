@@ -15,9 +15,9 @@ from torch import Tensor
 
 from piper.errors import WorkerError
 from piper.ir.format import size
-from piper.launchers.base import Resumed, StepResult, result_of
+from piper.launchers.base import Batch, Means, Resumed, StepResult, result_of
 from piper.launchers.checkpointing import Checkpoints
-from piper.launchers.evaluating import Batch, Means, pieces_of
+from piper.launchers.evaluating import pieces_of
 from piper.launchers.group import WorkerGroup
 from piper.launchers.messages import BatchSlicer, ProgramBatch
 from piper.launchers.worker_answers import WorkerAnswers

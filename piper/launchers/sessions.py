@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from piper.errors import ConfigError
-from piper.launchers.base import Resumed, StepResult
-from piper.launchers.evaluating import Batch
+from piper.launchers.base import Batch, Resumed, StepResult
 from piper.launchers.session import Session
 from piper.launchers.starter import Starter
 from piper.runtime.setup import ProgramLike

@@ -21,8 +21,7 @@ from typing import Any
 
 from piper.checkpoint.folder import step_path, whole
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
-from piper.launchers.base import StepResult
-from piper.launchers.evaluating import Batch
+from piper.launchers.base import Batch, StepResult
 from piper.recovery.flushing import copy_moved, write_version
 from piper.recovery.moving_states import MOVED, MovingStates
 from piper.recovery.recovery import REFILL, Recovery

@@ -18,9 +18,8 @@ from torch import Tensor
 from piper.checkpoint.folder import discard, step_path, whole
 from piper.checkpoint.target import UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
-from piper.launchers.base import Resumed, StepResult
+from piper.launchers.base import Batch, Resumed, StepResult
 from piper.launchers.callback_states import states_of, with_states
-from piper.launchers.evaluating import Batch
 from piper.launchers.launch import starter_of, versions_of
 from piper.launchers.run import Run, start_run
 from piper.launchers.session import Session, ended

@@ -6,8 +6,7 @@ from dataclasses import asdict
 from time import perf_counter
 
 from piper.callbacks import Numbers, Running, StepNumbers
-from piper.launchers.base import EvaluationResult
-from piper.launchers.evaluating import Batch
+from piper.launchers.base import Batch, EvaluationResult
 from piper.launchers.run import Run, Watch
 from piper.train.elastic_programs import SizeFile
 from piper.train.interrupt import Interrupts

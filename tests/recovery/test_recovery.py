@@ -25,8 +25,7 @@ from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.launchers.agent_versions import ShortMachine
 from piper.launchers.agent_watch import WarmAgent
-from piper.launchers.base import Resumed, StepResult
-from piper.launchers.evaluating import Means
+from piper.launchers.base import Means, Resumed, StepResult
 from piper.launchers.launch import launch_inline
 from piper.launchers.local import LocalStarter, LocalWorkerGroup
 from piper.launchers.run import Run
