@@ -24,11 +24,11 @@ import torch
 
 import piper
 from piper.compiler import Program
-from piper.launchers.single_rank_run import launch_single_rank
 from piper.lower import reductions
 from piper.models import decoder
 from piper.plan.memory_timeline import timeline
 from piper.process.attributes import replaced
+from piper.run.single_rank_run import launch_single_rank
 
 SIDES = ("added", "apart")
 ROUNDS, PARTS, REPLICAS = 15, 8, 2

@@ -30,8 +30,8 @@ from gpu_peer import LARGE, fused_adamw, master_step, peer_rank
 from torch import Tensor
 
 import piper
-from piper.launchers.single_rank_run import SingleRankRun, launch_single_rank
 from piper.models import decoder
+from piper.run.single_rank_run import SingleRankRun, launch_single_rank
 from piper.runtime.worker import Options
 
 DENSE = decoder.Config(

@@ -63,7 +63,7 @@ PARTS = {  # of our side: what is timed, and as what; time inside another part c
         "piper.capture.compile.inductor:_made_files",
     ],
     "initial values": ["piper.runtime.setup:build_model"],
-    "worker": ["piper.launchers.inline:Worker"],
+    "worker": ["piper.workers.inline:Worker"],
 }
 
 
@@ -181,7 +181,7 @@ def ours(asked: argparse.Namespace) -> dict[str, Any]:
 
     import piper
     from piper.capture.compile import inductor, phases  # noqa: F401  imports count as imports
-    from piper.launchers import inline  # noqa: F401
+    from piper.workers import inline  # noqa: F401
 
     cuda = asked.device == "cuda"
     if cuda:

@@ -34,9 +34,9 @@ from gpu import (
 
 import piper
 from piper.compiler import Program
-from piper.launchers.single_rank_run import launch_single_rank
 from piper.models import decoder
 from piper.plan.memory_timeline import host_peak, timeline
+from piper.run.single_rank_run import launch_single_rank
 from piper.runtime.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline

@@ -23,11 +23,11 @@ from torch import Tensor
 
 import piper
 from piper.compiler import Program
-from piper.launchers.single_rank_run import SingleRankRun, launch_single_rank
 from piper.models import moe
 from piper.plan.instr import Routing
 from piper.plan.ops import Op
 from piper.plan.plan import Plan
+from piper.run.single_rank_run import SingleRankRun, launch_single_rank
 from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
 from piper.simulate.timeline import Span

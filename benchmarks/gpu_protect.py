@@ -15,10 +15,10 @@ from pathlib import Path
 from gpu import DENSE, GIB, Batch, Line, Step, batch_of, built, heading, job_of, take_turns
 
 import piper
-from piper.launchers.launch import launch_inline
-from piper.launchers.run import Run
-from piper.launchers.transport.versions import Versions
+from piper.run.launch import launch_inline
+from piper.run.run import Run
 from piper.runtime.worker import Options
+from piper.workers.transport.versions import Versions
 
 LIMIT = 0.01  # of a step
 

@@ -43,8 +43,8 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import piper
-from piper.launchers.single_rank_run import launch_single_rank
 from piper.models import decoder
+from piper.run.single_rank_run import launch_single_rank
 
 WAYS = 8
 GIB = 2**30

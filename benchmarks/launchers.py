@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper.launchers.launch import On, launch
+from piper.run.launch import On, launch
 
 ROUNDS, STEPS = 9, 20
 LAUNCHERS: tuple[On, ...] = ("inline", "local", "ray")

@@ -20,12 +20,12 @@ from piper import at, protect
 from piper.compiler import Program, compile
 from piper.data.feed import Feed
 from piper.directives import Directive
-from piper.launchers.inline import InlineWorkerGroup
-from piper.launchers.launch import launch_inline
-from piper.launchers.run import Run
-from piper.launchers.transport.versions import Versions, WorkerVersions
 from piper.recipe import load_recipe
+from piper.run.launch import launch_inline
+from piper.run.run import Run
 from piper.runtime.worker import Options
+from piper.workers.inline import InlineWorkerGroup
+from piper.workers.transport.versions import Versions, WorkerVersions
 
 RECIPE = "recipes/moe_dualpipe.py:demo"
 ROUNDS = 40

@@ -25,11 +25,9 @@ import piper
 from piper.cli.machine import measure
 from piper.compiler import Program
 from piper.directives import Directive
-from piper.launchers.inline import InlineWorkerGroup
-from piper.launchers.launch import launch_inline, launch_local
-from piper.launchers.transport.fork_server import fork_server
 from piper.models import decoder
 from piper.plan.plan import Plans
+from piper.run.launch import launch_inline, launch_local
 from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import calibrate
@@ -37,6 +35,8 @@ from piper.simulate.measured import Measured
 from piper.simulate.profile import Profile
 from piper.simulate.simulate import simulate
 from piper.train.profiling import profile_of
+from piper.workers.inline import InlineWorkerGroup
+from piper.workers.transport.fork_server import fork_server
 
 CONFIG = decoder.Config(vocab=512, dim=192, layers=8, heads=6, kv_heads=6, head_dim=32, hidden=512, stages=4)
 BATCH, LENGTH, PARTS = 16, 64, 8

@@ -34,9 +34,8 @@ import piper
 from piper import strategies
 from piper.compiler import Program, compile
 from piper.directives import Directive
-from piper.launchers.launch import launch_local
-from piper.launchers.transport.fork_server import fork_server
 from piper.models import decoder
+from piper.run.launch import launch_local
 from piper.schedules.grid import orders
 from piper.schedules.names import grid_for
 from piper.simulate.cluster import load_cluster
@@ -47,6 +46,7 @@ from piper.simulate.simulate import simulate
 from piper.tuning.result import Tuned
 from piper.tuning.space import Space
 from piper.tuning.trial_runs import LOADED, ROUNDS, margin_of, stretch
+from piper.workers.transport.fork_server import fork_server
 
 LAYERS, SAMPLES, LENGTH = 8, 16, 64
 CONFIG = decoder.Config(

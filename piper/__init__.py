@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from piper.experts import grouped_mm as grouped_mm
     from piper.experts import route as route
     from piper.experts import unroute as unroute
-    from piper.launchers.launch import launch as launch
-    from piper.launchers.run import Run as Run
     from piper.models.tensor_plan import tensor_plan as tensor_plan
+    from piper.run.launch import launch as launch
+    from piper.run.run import Run as Run
     from piper.tuning.tune import tune as tune
 
 NEEDS_TORCH = {
@@ -50,9 +50,9 @@ NEEDS_TORCH = {
     "compile": "piper.compiler",
     "export_hf": "piper.checkpoint.huggingface",
     "import_hf": "piper.checkpoint.huggingface",
-    "Run": "piper.launchers.run",
+    "Run": "piper.run.run",
     "grouped_mm": "piper.experts",
-    "launch": "piper.launchers.launch",
+    "launch": "piper.run.launch",
     "route": "piper.experts",
     "sharding_rule": "piper.capture.shard.rules",
     "tensor_plan": "piper.models.tensor_plan",

@@ -12,7 +12,7 @@ import piper
 from piper.check.check import check
 from piper.checkpoint.huggingface import import_hf
 from piper.cli import main
-from piper.launchers.launch import launcher
+from piper.run.launch import launcher
 
 peft = pytest.importorskip("peft", reason="needs peft")
 RECIPE = """

@@ -29,9 +29,9 @@ from piper.callbacks import (
 )
 from piper.checkpoint.metadata import read_record
 from piper.errors import ConfigError
-from piper.launchers.base import StepResult
 from piper.train.train_command import train_recipe
 from piper.train.train_options import TrainOptions
+from piper.workers.results import StepResult
 from tests import plain
 
 PAIR = [piper.replicate(piper.at(), [0, 1], zero=3)]

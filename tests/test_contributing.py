@@ -42,6 +42,6 @@ def test_names_in_the_recipes_exist() -> None:
         ("piper/ir/sharding.py", "CollectiveOp"),
         ("piper/lower/instructions.py", "def moved("),
         ("piper/runtime/comm/base.py", "on_streams"),
-        ("piper/launchers/launch.py", "def starter_of("),
+        ("piper/run/launch.py", "def starter_of("),
     ]:
         assert name in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"

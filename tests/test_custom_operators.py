@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.compile.operators import mm_into
-from piper.launchers.transport.serialize import pack, unpack
 from piper.process.custom_operators import check_importable, modules_of
+from piper.workers.transport.serialize import pack, unpack
 from tests import warm
 from tests.capture import test_fallback
 

@@ -13,9 +13,9 @@ import piper
 from piper.compiler import Program
 from piper.directives import Directive
 from piper.errors import CaptureError, ConfigError
-from piper.launchers.evaluating import pieces_of
 from piper.models import decoder
 from piper.plan.memory_timeline import timeline
+from piper.run.evaluating import pieces_of
 from tests import plain, zoo
 from tests.runtime import divided
 

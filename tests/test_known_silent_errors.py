@@ -16,7 +16,7 @@ import piper
 from piper.compiler import compile
 from piper.errors import CaptureError
 from piper.job import Job
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
 from tests import plain
 

@@ -23,7 +23,7 @@ PACKAGES = {
     "experts",
     "ir",
     "job",
-    "launchers",
+    "run",
     "losses",
     "lower",
     "models",
@@ -31,7 +31,7 @@ PACKAGES = {
     "process",
     "proof",
     "recipe",
-    "recovery",
+    "workers",
     "runtime",
     "schedules",
     "simulate",
@@ -63,10 +63,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "check": {"errors", "ir", "plan", "process", "runtime", "torch"},
     "checkpoint": {"errors", "ir", "plan", "runtime", "torch"},
     "data": {"errors", "process", "torch"},
-    "launchers": {
-        "callbacks",
+    "workers": {
         "checkpoint",
-        "data",  # the batches of the training loop
         "errors",
         "experts",  # code calls its operators
         "ir",
@@ -77,7 +75,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         "simulate",  # how long a network takes
         "torch",
     },
-    "recovery": {"callbacks", "checkpoint", "data", "errors", "ir", "launchers", "plan", "runtime", "torch"},
+    "run": {
+        "callbacks",
+        "checkpoint",
+        "data",  # the batches of the training loop
+        "errors",
+        "ir",
+        "plan",
+        "process",
+        "runtime",
+        "torch",
+        "workers",
+    },
     "compiler": PACKAGES | {"torch"},
     "train": PACKAGES | {"compiler", "torch"},  # the run folder and the display around the loop
     "tuning": PACKAGES | {"compiler", "torch"},  # compiles candidates
@@ -100,7 +109,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "layers": {"autodiff", "recordings", "shard", "trace"},
     },
     "runtime": {"comm": {"."}, "cuda": {".", "comm"}, "debug": {"."}},
-    "launchers": {"transport": {"."}},
+    "workers": {"transport": {"."}},
 }
 PURE = (
     "ir",
@@ -112,7 +121,7 @@ PURE = (
     "view",
 )  # readable anywhere, in milliseconds
 WATCHED = {"torch", "ray"}  # third parties that only some packages may import
-RAY = {"launchers/ray.py"}  # may import ray
+RAY = {"workers/ray.py"}  # may import ray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from piper.check.check import check
 from piper.cli.plan_report import print_plan
 from piper.compiler import compile
 from piper.errors import CaptureError, ConfigError
-from piper.launchers.launch import launch_inline
 from piper.recipe import load_recipe
+from piper.run.launch import launch_inline
 from piper.train.train_command import train_recipe
 from piper.train.train_options import TrainOptions
 

@@ -18,10 +18,10 @@ from piper.directives import replicate, split
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
 from piper.models import causal, decoder, deepseek, huggingface, layers, moe
 from piper.models.layers import rotate
 from piper.plan.memory_timeline import timeline
+from piper.run.launch import launch_inline
 from tests import zoo
 
 

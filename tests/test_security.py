@@ -17,7 +17,7 @@ EXACT = {
 }
 ALLOWED = {
     (
-        "launchers/transport/serialize.py",
+        "workers/transport/serialize.py",
         "unpack",
         "pickle.loads",
     ),  # functions of the job, from the worker's own driver
@@ -33,7 +33,7 @@ ALLOWED = {
     ("tuning/forked_calls.py", "result", "pickle.loads"),  # from a process that this one forked
 }
 RUN = {
-    ("launchers/transport/serialize.py", "__init__", "exec"),  # captured code, of what `unpack` has read
+    ("workers/transport/serialize.py", "__init__", "exec"),  # captured code, of what `unpack` has read
 }
 
 
@@ -88,13 +88,13 @@ def test_no_name_of_a_reader_is_imported_by_itself() -> None:
 def test_unpickled_functions_come_from_a_setup_alone() -> None:
     """A setup is what a worker is given by its driver, over a channel that both have proved their key on."""
     users = {(where, inside) for where, inside, _ in found({"unpack"})}
-    assert users == {("launchers/messages.py", "unpack_setup")}
+    assert users == {("workers/messages.py", "unpack_setup")}
     builders = {(where, inside) for where, inside, _ in found({"unpack_setup"})}
     # the programs that train and that evaluate; and those of fewer devices, which a fork of this very process
     # compiles and writes into memory without a name
     assert builders == {
-        ("launchers/worker_server.py", "__init__"),
-        ("launchers/worker_server.py", "prepare"),
+        ("workers/serve.py", "__init__"),
+        ("workers/serve.py", "prepare"),
         ("train/elastic_programs.py", "program"),
     }
 

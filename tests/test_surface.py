@@ -58,9 +58,9 @@ def test_public_names() -> None:
 
 
 def test_launch_stays_a_function_when_its_room_is_imported() -> None:
-    import piper.launchers.launch
+    import piper.run.launch
 
-    assert piper.launch is piper.launchers.launch.launch
+    assert piper.launch is piper.run.launch.launch
 
 
 def test_losses() -> None:

@@ -10,7 +10,7 @@ import typer
 
 from piper.cli.exit_codes import NO, SUCCESS
 from piper.cli.options import AsJson, Compile, Device, Recipe, StrategyFile
-from piper.launchers.rank_zero import on_rank_zero
+from piper.workers.rank_zero import on_rank_zero
 
 
 @on_rank_zero
@@ -31,8 +31,8 @@ def check(
     from piper.cli.plan_report import check_report, check_text
     from piper.compiler import compile
     from piper.data.taking import batches_of
-    from piper.launchers.launch import check_launcher, launcher
     from piper.recipe import load_recipe
+    from piper.run.launch import check_launcher, launcher
 
     check_launcher(on, "piper check")
     job = replace(load_recipe(recipe, strategy), precision="fp64")

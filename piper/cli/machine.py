@@ -14,8 +14,8 @@ import piper
 from piper.capture.precision.fp8 import CAPABLE
 from piper.compiler import compile
 from piper.errors import ConfigError
-from piper.launchers.launch import launcher
 from piper.process.files import write_output
+from piper.run.launch import launcher
 from piper.runtime.accelerator import accelerators, device_kind, is_accelerator
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import samples_of

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from piper.cli.exit_codes import INTERRUPTED, PREEMPTED
 from piper.cli.options import Compile, Device, Recipe, StrategyFile
-from piper.launchers.rank_zero import on_rank_zero
 from piper.train.interrupt import GRACE
+from piper.workers.rank_zero import on_rank_zero
 
 if TYPE_CHECKING:
     from piper.train.train_options import TrainOptions

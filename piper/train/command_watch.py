@@ -6,12 +6,12 @@ from dataclasses import asdict
 from time import perf_counter
 
 from piper.callbacks import Numbers, Running, StepNumbers
-from piper.launchers.base import Batch, EvaluationResult
-from piper.launchers.run import Run, Watch
+from piper.run.run import Run, Watch
 from piper.train.elastic_programs import SizeFile
 from piper.train.interrupt import Interrupts
 from piper.train.measure import Measure, Rate, Reporter, counted
 from piper.train.run_folder import LinesFile
+from piper.workers.results import Batch, EvaluationResult
 
 
 class CommandWatch(Watch):

@@ -24,16 +24,16 @@ from piper.compiler import Program, compile
 from piper.errors import ConfigError, PiperError, ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.job import Job, directives_for
-from piper.launchers.messages import pack_setup, unpack_setup
-from piper.launchers.run import Run
-from piper.launchers.transport.fork_server import die_with
-from piper.launchers.transport.nameless_files import nameless_file
 from piper.plan.plan import Plans
-from piper.recovery.elastic import ElasticRange, ElasticRecovery
-from piper.recovery.recovery import Recovery
+from piper.run.elastic import ElasticRange, ElasticRecovery
+from piper.run.recovery import Recovery
+from piper.run.run import Run
 from piper.runtime.batch import as_run, read_shapes, wanted_batch
 from piper.runtime.setup import Code, ProgramLike, Setup, Shapes, setup_of
 from piper.train.interrupt import SIGNALS
+from piper.workers.messages import pack_setup, unpack_setup
+from piper.workers.transport.fork_server import die_with
+from piper.workers.transport.nameless_files import nameless_file
 
 PRIORITY = 19  # the lowest
 LENGTH = struct.Struct("=q")  # of a program, before it; 0: it is not complete

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import assert_never
 
-from piper.recovery.run_events import Event
+from piper.run.run_events import Event
 from piper.train.run_folder import EVENTS, LinesFile
 
 SHOWN = 0.1  # seconds of waiting for agents that the display shows

@@ -17,9 +17,9 @@ from piper.checkpoint.metadata import FILE, DamagedError
 from piper.compiler import compile
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.launchers.initial_weights import write_start
-from piper.launchers.saves import checkpoints_of, past_of, prepare_saves
 from piper.recipe import file_and_function
+from piper.run.initial_weights import write_start
+from piper.run.saves import checkpoints_of, past_of, prepare_saves
 from piper.runtime.setup import build_model
 from piper.train.lock import locked
 from piper.train.run_folder import ABOUT, choose, claim, prepare

@@ -8,8 +8,8 @@ from statistics import median
 from piper.compiler import compile
 from piper.data.taking import batches_of
 from piper.errors import ConfigError
-from piper.launchers.single_rank_run import SingleRankRun, launch_single_rank
 from piper.recipe import load_recipe
+from piper.run.single_rank_run import SingleRankRun, launch_single_rank
 from piper.runtime.worker import Options
 
 STEPS = 5  # that are run where none are asked for: the first ones take their memory and are left out

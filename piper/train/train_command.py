@@ -15,13 +15,13 @@ from piper.checkpoint.metadata import DamagedError, read_record
 from piper.compiler import Program, compile
 from piper.ir.format import count
 from piper.job import Job
-from piper.launchers.launch import check_launcher, launcher
-from piper.launchers.run import Run
-from piper.launchers.saves import checkpoints_of, past_of, prepare_saves
 from piper.plan.memory_timeline import timeline
-from piper.recovery.recovery import recovering
-from piper.recovery.retrying import disk_of
-from piper.recovery.run_events import Event
+from piper.run.launch import check_launcher, launcher
+from piper.run.recovery import recovering
+from piper.run.retrying import disk_of
+from piper.run.run import Run
+from piper.run.run_events import Event
+from piper.run.saves import checkpoints_of, past_of, prepare_saves
 from piper.runtime.worker import Options
 from piper.train.command_watch import CommandWatch
 from piper.train.display import Stages, display

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.launchers.launch import recovers
-from piper.launchers.rank_environment import rank_environment
 from piper.recipe import load_recipe
+from piper.run.launch import recovers
 from piper.train.interrupt import GRACE
+from piper.workers.rank_environment import rank_environment
 
 RESERVE = 10.0  # seconds of the grace in which a version is written, at most
 

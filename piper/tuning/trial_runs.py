@@ -18,11 +18,11 @@ from time import perf_counter
 
 from piper.errors import ConfigError, PiperError
 from piper.ir.format import count, percent
-from piper.launchers.rank_environment import rank_environment
-from piper.launchers.transport.fork_server import ForkServer, fork_server
 from piper.runtime.accelerator import accelerators
 from piper.simulate.cluster import Cluster
 from piper.tuning.evaluate import Evaluation
+from piper.workers.rank_environment import rank_environment
+from piper.workers.transport.fork_server import ForkServer, fork_server
 
 STARTS, FEWEST = 5, 3  # of each run: all, and those that are made however long they take
 ROUNDS = 3  # of turns in a start

@@ -14,9 +14,8 @@ from piper.compiler import compile as compile_job
 from piper.directives import Directive
 from piper.errors import ConfigError, PiperError
 from piper.job import Job
-from piper.launchers.launch import launch_local
-from piper.launchers.transport.fork_server import ForkServer
 from piper.process.gc_pause import no_collection
+from piper.run.launch import launch_local
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import MeasuredOn, read_costs
@@ -38,6 +37,7 @@ from piper.tuning.trial_runs import (
     fit_together,
     run_candidates,
 )
+from piper.workers.transport.fork_server import ForkServer
 
 TRIALS = 80
 GAP = 0.005

@@ -5,7 +5,7 @@ from torch import nn
 import piper
 from piper.check.check import check
 from piper.errors import PiperError
-from piper.launchers.launch import launcher
+from piper.run.launch import launcher
 from tests.architectures.table import Architecture
 
 STEPS, MICROBATCHES = 2, 2

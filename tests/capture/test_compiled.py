@@ -26,7 +26,7 @@ from piper.capture.trace.trace import trace
 from piper.errors import CaptureError
 from piper.experts import grouped_mm, route, unroute
 from piper.ir.chunk_options import CodeOptions
-from piper.launchers.transport.serialize import pack, unpack
+from piper.workers.transport.serialize import pack, unpack
 from tests import zoo
 from tests.capture.capturing import difference
 from tests.capture.machine import Backward
@@ -201,7 +201,7 @@ def test_a_compiled_phase_travels_as_bytes(made: Made, tmp_path: Path) -> None:
     (tmp_path / "sent").write_bytes(pack((expert_forward(made), given)))
     program = (
         "import sys\n"
-        "from piper.launchers.transport.serialize import pack, unpack\n"
+        "from piper.workers.transport.serialize import pack, unpack\n"
         "code, given = unpack(open(sys.argv[1], 'rb').read())\n"
         "open(sys.argv[1], 'wb').write(pack(code(*given)[0]))\n"
     )

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import piper
 from piper.check.check import check
-from piper.launchers.launch import launcher
+from piper.run.launch import launcher
 from tests import plain
 
 log = logging.getLogger("model")

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("ray")
 
 from piper.compiler import compile
-from piper.launchers.base import StepResult
-from piper.launchers.launch import launch_inline
-from piper.recovery.recovery import recovering
-from piper.recovery.run_events import Event
+from piper.run.launch import launch_inline
+from piper.run.recovery import recovering
+from piper.run.run_events import Event
 from piper.runtime.worker import Options
+from piper.workers.results import StepResult
 from tests.chaos.lost_hosts import lose_hosts
 from tests.chaos.parts import Asked, Seen, mismatches, recoveries
 from tests.hosts import test_ray as on_hosts

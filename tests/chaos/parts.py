@@ -17,13 +17,13 @@ import pytest
 
 from piper.checkpoint.folder import verify
 from piper.compiler import compile
-from piper.launchers.base import StepResult
-from piper.launchers.launch import launch_inline
-from piper.recovery.elastic import ElasticRange
-from piper.recovery.recovery import recovering
-from piper.recovery.run_events import Event
+from piper.run.elastic import ElasticRange
+from piper.run.launch import launch_inline
+from piper.run.recovery import recovering
+from piper.run.run_events import Event
 from piper.runtime.worker import Options
 from piper.train.elastic_programs import Programs
+from piper.workers.results import StepResult
 from tests.launchers.family import MARK, Family, family
 from tests.launchers.sabotage import Sabotaged, SleepOnce
 from tests.launchers.test_max_restarts import written

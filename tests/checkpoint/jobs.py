@@ -12,8 +12,8 @@ from piper.compiler import Program, compile
 from piper.directives import Directive, place, replicate, shard, split
 from piper.ir.dtypes import JobPrecision
 from piper.ir.select import at
-from piper.launchers.launch import launch_inline
 from piper.models import decoder
+from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
 from tests import zoo
 from tests.runtime.grid import Cell, job

@@ -15,8 +15,8 @@ from piper.checkpoint.metadata import seal
 from piper.checkpoint.reader import Values
 from piper.checkpoint.storage import write_file
 from piper.errors import ConfigError
-from piper.launchers.launch import launch_inline
-from piper.launchers.run import Run
+from piper.run.launch import launch_inline
+from piper.run.run import Run
 from tests.checkpoint.jobs import batches, equal_bits, program
 
 Edit = Callable[[Path], None]

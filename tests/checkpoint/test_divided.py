@@ -12,8 +12,8 @@ from piper.compiler import compile
 from piper.directives import place, shard, split
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
 from piper.models import decoder
+from piper.run.launch import launch_inline
 from tests.checkpoint.jobs import equal_bits
 from tests.runtime.divided import FIELDS, batches, job, tensor, zero
 from tests.runtime.divided import MODELS as DIVIDED

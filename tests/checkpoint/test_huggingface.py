@@ -14,8 +14,8 @@ from piper.compiler import compile
 from piper.directives import replicate, shard
 from piper.errors import ConfigError
 from piper.ir.select import at
-from piper.launchers.initial_weights import write_start
-from piper.launchers.launch import launch
+from piper.run.initial_weights import write_start
+from piper.run.launch import launch
 from tests import zoo
 from tests.checkpoint.jobs import equal_bits
 from tests.runtime.grid import Cell, job

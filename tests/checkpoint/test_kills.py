@@ -9,7 +9,7 @@ from time import sleep
 import pytest
 
 from piper.checkpoint.folder import latest
-from piper.launchers.launch import launch, launch_inline
+from piper.run.launch import launch, launch_inline
 from tests.checkpoint.jobs import batches, equal_bits, program
 
 KILLS = 10
@@ -17,7 +17,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from piper.checkpoint.folder import latest, step_path
-from piper.launchers.launch import launch
+from piper.run.launch import launch
 from tests.checkpoint.jobs import batches, program
 
 folder, on = Path(sys.argv[1]), sys.argv[2]

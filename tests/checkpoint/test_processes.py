@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from piper.checkpoint import folder
-from piper.launchers.launch import On, launch, launch_inline, launch_local
+from piper.run.launch import On, launch, launch_inline, launch_local
 from piper.runtime import setup
 from piper.runtime.worker import Options
 from tests.checkpoint.jobs import batches, equal_bits, program

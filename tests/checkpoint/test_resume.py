@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from piper.compiler import Program, compile
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
 from tests.checkpoint.jobs import (
     ROWS,

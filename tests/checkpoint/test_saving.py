@@ -21,8 +21,8 @@ from piper.checkpoint.storage import write_file
 from piper.checkpoint.verified_files import FileRecord
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
-from piper.launchers.launch import launch_inline
-from piper.launchers.run import Run
+from piper.run.launch import launch_inline
+from piper.run.run import Run
 from tests.checkpoint.jobs import batches, case, equal_bits, program, strategy
 from tests.runtime.grid import Cell, job
 

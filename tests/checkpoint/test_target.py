@@ -14,9 +14,9 @@ from piper.checkpoint.metadata import Record, Spec, read_record
 from piper.checkpoint.storage import TensorRange, index_of, write_parts
 from piper.checkpoint.target import MARK, UnwrittenError, remove, target_of
 from piper.errors import ConfigError
-from piper.launchers.initial_weights import write_start
-from piper.launchers.launch import launch_inline
-from piper.launchers.run import Run
+from piper.run.initial_weights import write_start
+from piper.run.launch import launch_inline
+from piper.run.run import Run
 from tests.checkpoint.jobs import program
 
 Place = Callable[[Path], Path | str]

@@ -19,15 +19,15 @@ from torch.optim import SGD, Optimizer
 
 from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
-from piper.launchers.launch import launch_local
-from piper.launchers.local import LocalWorkerGroup
-from piper.launchers.processes import StopWatch
-from piper.launchers.run import Run
-from piper.launchers.transport.channel import Listener, connect
-from piper.launchers.transport.fork_server import ForkServer, fork_server
-from piper.launchers.worker_answers import WorkerAnswers
+from piper.run.launch import launch_local
+from piper.run.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
+from piper.workers.answers import WorkerAnswers
+from piper.workers.local import LocalWorkerGroup
+from piper.workers.processes import StopWatch
+from piper.workers.transport.channel import Listener, connect
+from piper.workers.transport.fork_server import ForkServer, fork_server
 from tests import warm
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
@@ -311,8 +311,8 @@ def ended_soon(pids: list[int]) -> bool:
 
 SCRIPT = """
 import os, signal, socket, sys
-from piper.launchers.transport.channel import Listener, connect
-from piper.launchers.transport.fork_server import ForkServer
+from piper.workers.transport.channel import Listener, connect
+from piper.workers.transport.fork_server import ForkServer
 made = ForkServer("tests.launchers.idle", preload="socket")
 ends = [socket.socketpair() for _ in range(3)]
 pids = [made.fork([there.fileno()]) for _, there in ends]

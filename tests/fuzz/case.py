@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import piper
 from piper.compiler import compile
 from piper.errors import CompilerError, PiperError
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
 from tests.fuzz.models import Model, Spec, draw_batch, draw_spec, loss_of
 from tests.fuzz.strategies import Layout, directives, draw_layout

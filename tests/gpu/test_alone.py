@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from piper.compiler import compile
-from piper.launchers.single_rank_run import launch_single_rank
+from piper.run.single_rank_run import launch_single_rank
 from piper.runtime.debug.fake_network import CopyEngine
 from tests.launchers.test_alone import SLOW
 from tests.runtime.grid import Cell, batches, job

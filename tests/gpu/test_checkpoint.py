@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from piper.compiler import compile
-from piper.launchers.launch import launch_inline, launch_local
+from piper.run.launch import launch_inline, launch_local
 from tests.runtime.grid import Cell, batches, job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]

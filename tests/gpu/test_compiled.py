@@ -12,7 +12,7 @@ from piper.capture.compile.operators import embedding_grad
 from piper.capture.compile.tuning import milliseconds
 from piper.check.check import check
 from piper.compiler import compile
-from piper.launchers.launch import launcher
+from piper.run.launch import launcher
 from tests.runtime.grid import Cell, batches, job, strategy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # each kernel is compiled

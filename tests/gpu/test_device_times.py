@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.launchers.failures import Watcher, private_marks
 from piper.plan.instr import Instr
+from piper.workers.blame import Watcher, private_marks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 CYCLES = 200_000_000

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from piper.capture.precision.fp8 import CAPABLE, fp8_linear
 from piper.compiler import compile
-from piper.launchers.launch import launch_inline
 from piper.plan.plan import Piece
 from piper.plan.weight_rows import runs_of_rows
+from piper.run.launch import launch_inline
 from piper.runtime.fp8_gathers import E4M3, LARGEST, LEAST, RowsByOperations
 from piper.runtime.worker import Options
 from tests.plan.test_weight_rows import TWO

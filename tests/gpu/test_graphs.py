@@ -16,15 +16,15 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 import piper
 from piper.compiler import Program, compile
 from piper.errors import WorkerError
-from piper.launchers.base import StepResult
-from piper.launchers.launch import launch_inline, launch_local
-from piper.launchers.run import Run
-from piper.launchers.single_rank_run import SingleRankRun, launch_single_rank
 from piper.plan.plan import Comm, Plans
+from piper.run.launch import launch_inline, launch_local
+from piper.run.run import Run
+from piper.run.single_rank_run import SingleRankRun, launch_single_rank
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.cuda.graphs import WARM, GraphExecutor
 from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Worker
+from piper.workers.results import StepResult
 from tests.runtime.grid import Cell, batches, job
 from tests.runtime.inline_workers import workers_of
 

@@ -10,8 +10,8 @@ from piper.check.check import check
 from piper.compiler import compile
 from piper.directives import remat
 from piper.ir.select import at
-from piper.launchers.launch import launch_inline, launch_local
-from piper.launchers.run import Run
+from piper.run.launch import launch_inline, launch_local
+from piper.run.run import Run
 from piper.runtime.initial_draws import seeded_draws
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options

@@ -9,7 +9,7 @@ from torch import Tensor
 import piper
 from piper.check.check import check
 from piper.compiler import compile
-from piper.launchers.launch import launch_inline, launch_local
+from piper.run.launch import launch_inline, launch_local
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job
 

@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 
-from piper.launchers.timeouts import Timeouts
+from piper.workers.timeouts import Timeouts
 
 
 def set_timeouts(monkeypatch: pytest.MonkeyPatch, module: str, **seconds: float) -> None:

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import piper
 from piper.compiler import Program
 from piper.errors import PiperError
-from piper.launchers.rank_agent import Hear, ServedAgent
-from piper.launchers.rank_environment import RankEnvironment
-from piper.launchers.rendezvous import DriverAddress
+from piper.workers.rank_agent import Hear, ServedAgent
+from piper.workers.rank_environment import RankEnvironment
+from piper.workers.rendezvous import DriverAddress
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
@@ -47,7 +47,7 @@ def act(program: Program, folder: Path, what: str) -> dict[str, object]:
         with piper.launch(program, on="local", timeout=30, resume=folder / "saved") as run:
             seen["resumed"] = [r.loss for r in (run.step(batch) for batch in batches(CELL, 1))]
         with (
-            patch("piper.launchers.mirrored.ServedAgent", elsewhere),
+            patch("piper.run.mirrored.ServedAgent", elsewhere),
             piper.launch(program, on="local", timeout=30) as run,
         ):
             seen["far"] = [[r.loss, r.grad_norm] for r in (run.step(batch) for batch in batches(CELL, 2))]

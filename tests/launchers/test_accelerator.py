@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from piper.launchers.worker_server import crowded, take_one
+from piper.workers.serve import crowded, take_one
 
 
 @pytest.mark.parametrize(

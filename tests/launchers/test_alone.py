@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor
 
 from piper.errors import ConfigError, LaunchError
-from piper.launchers.launch import launch
-from piper.launchers.single_rank_run import SingleRankRun, launch_single_rank
 from piper.plan.memory_timeline import timeline
+from piper.run.launch import launch
+from piper.run.single_rank_run import SingleRankRun, launch_single_rank
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled
 

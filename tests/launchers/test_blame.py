@@ -2,10 +2,10 @@
 
 from inspect import cleandoc
 
-from piper.launchers.failures import Failure, JobSnapshot, blame
-from piper.launchers.processes import ProcessStatus
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
+from piper.workers.blame import Failure, JobSnapshot, blame
+from piper.workers.processes import ProcessStatus
 
 
 def instr(op: str, node: str, comm: str | None = None) -> Instr:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from piper.launchers.transport.channel import (
+from piper.workers.transport.channel import (
     ANSWER,
     GREETING,
     NONCE,

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, WorkerError
-from piper.launchers.base import StepResult
-from piper.launchers.launch import launch, launch_inline, launch_local
-from piper.launchers.launch import launcher as launch_on
-from piper.launchers.local import LocalWorkerGroup
-from piper.launchers.processes import gone
-from piper.launchers.run import Run
-from piper.launchers.transport.fork_server import fork_server
+from piper.run.launch import launch, launch_inline, launch_local
+from piper.run.launch import launcher as launch_on
+from piper.run.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
+from piper.workers.local import LocalWorkerGroup
+from piper.workers.processes import gone
+from piper.workers.results import StepResult
+from piper.workers.transport.fork_server import fork_server
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
@@ -56,7 +56,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
                 yield lambda program, options: launch_local(program, options, forks)
         case "ray":
             pytest.importorskip("ray")
-            from piper.launchers.ray import cluster
+            from piper.workers.ray import cluster
 
             with cluster(4):
                 yield lambda program, options: launch_on(program, "ray", options)

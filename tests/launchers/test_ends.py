@@ -3,8 +3,8 @@
 import pytest
 
 from piper.errors import ConfigError
-from piper.launchers.processes import how
-from piper.launchers.rank_environment import RankEnvironment, check_size
+from piper.workers.processes import how
+from piper.workers.rank_environment import RankEnvironment, check_size
 
 
 @pytest.mark.parametrize(

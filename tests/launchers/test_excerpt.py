@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from piper.launchers.messages import BatchSlice, joined
+from piper.workers.messages import BatchSlice, joined
 
 
 def test_ranges_are_joined_only_where_they_touch() -> None:

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 from piper.compiler import compile
-from piper.launchers.driver import SocketWorkerGroup
-from piper.launchers.launch import launch_local
+from piper.run.launch import launch_local
+from piper.workers.driver import SocketWorkerGroup
 from tests.runtime.grid import Cell, batches, job
 
 # Pipeline, experts, ZeRO and clipping on four devices: every kind of communicator.

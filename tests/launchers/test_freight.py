@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import fx, nn
 
-from piper.launchers.messages import BatchSlice, BatchSlicer
-from piper.launchers.transport.serialize import pack, unpack
 from piper.plan.instr import Field, Instr
 from piper.plan.plan import Plan, Plans
 from piper.process.custom_operators import importable
 from piper.recipe import import_file
+from piper.workers.messages import BatchSlice, BatchSlicer
+from piper.workers.transport.serialize import pack, unpack
 from tests import warm
 
 
@@ -54,7 +54,7 @@ def test_a_recipe_is_not_importable_and_the_package_is(tmp_path: Path) -> None:
     module = import_file(recipe)
     assert not importable(module.__name__)
     assert not importable("__main__")
-    assert importable("piper.launchers.worker_server")
+    assert importable("piper.workers.serve")
 
 
 RECIPE = """
@@ -85,7 +85,7 @@ def tiny():
 """
 RUN = """
 from piper.compiler import compile
-from piper.launchers.launch import launch
+from piper.run.launch import launch
 from piper.recipe import load_recipe
 program = compile(load_recipe("{path}:tiny"))
 for on in ("inline", "local"):

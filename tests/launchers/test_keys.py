@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from piper.errors import ConfigError, LaunchError
-from piper.launchers import rendezvous as keys
-from piper.launchers.rank_agent import ServedAgent
-from piper.launchers.rank_environment import RankEnvironment
-from piper.launchers.rendezvous import DriverAddress, read_address
-from piper.launchers.transport.channel import ANSWER, GREETING, NONCE
+from piper.workers import rendezvous as keys
+from piper.workers.rank_agent import ServedAgent
+from piper.workers.rank_environment import RankEnvironment
+from piper.workers.rendezvous import DriverAddress, read_address
+from piper.workers.transport.channel import ANSWER, GREETING, NONCE
 
 HERE = RankEnvironment(rank=1, size=2, local=1, nearby=2, address="here", port=29500)
 FAR = RankEnvironment(rank=1, size=2, local=0, nearby=1, address="here", port=29500)

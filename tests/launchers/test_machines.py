@@ -8,8 +8,8 @@ from piper.compiler import compile
 from piper.directives import protect, replicate
 from piper.errors import LaunchError
 from piper.ir.select import at
-from piper.launchers.machines import machines_of, packed_machines
 from piper.plan.plan import Plans
+from piper.workers.machines import machines_of, packed_machines
 from tests.recovery import test_elastic as elastic
 
 

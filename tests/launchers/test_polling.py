@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from piper.launchers.transport.fork_server import FORKED, NOTICE, ForkServer
+from piper.workers.transport.fork_server import FORKED, NOTICE, ForkServer
 
 MANY = 1100
 

@@ -14,10 +14,10 @@ from typing import cast
 
 import pytest
 
-from piper.launchers.messages import CODEC, Assignment, Heartbeat
-from piper.launchers.processes import Termination
-from piper.launchers.transport.channel import Channel
-from piper.launchers.worker_server import WorkerServer, serve
+from piper.workers.messages import CODEC, Assignment, Heartbeat
+from piper.workers.processes import Termination
+from piper.workers.serve import WorkerServer, serve
+from piper.workers.transport.channel import Channel
 from tests.launchers.family import Family, command_of, family
 from tests.launchers.test_torchrun import BOUND, ENVIRONMENT, command
 

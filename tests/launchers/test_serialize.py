@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from piper.checkpoint.background import Done
 from piper.checkpoint.save import RefusedError
 from piper.compiler import compile
-from piper.launchers import rank_agent
-from piper.launchers.failures import Failure
-from piper.launchers.messages import (
+from piper.plan.plan import Plans
+from piper.runtime.setup import setup_of
+from piper.workers import rank_agent
+from piper.workers.blame import Failure
+from piper.workers.messages import (
     CODEC,
     SHIPMENT,
     BatchSlice,
@@ -23,10 +25,8 @@ from piper.launchers.messages import (
     pack_setup,
     unpack_setup,
 )
-from piper.launchers.rank_agent import RankZeroResult
-from piper.launchers.transport.serialize import HEADER, Codec, MessageError
-from piper.plan.plan import Plans
-from piper.runtime.setup import setup_of
+from piper.workers.rank_agent import RankZeroResult
+from piper.workers.transport.serialize import HEADER, Codec, MessageError
 from tests.runtime.grid import Cell, job
 
 

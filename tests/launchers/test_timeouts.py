@@ -14,4 +14,4 @@ def test_no_other_module_has_a_constant_in_seconds() -> None:
     files = [path for folder in FOLDERS for path in (root / folder).rglob("*.py")]
     assert len(files) > 40
     texts = {path.name: CONSTANT.findall(path.read_text(encoding="utf-8")) for path in files}
-    assert {name: lines for name, lines in texts.items() if lines} == {}, "put it into launchers/timeouts.py"
+    assert {name: lines for name, lines in texts.items() if lines} == {}, "put it into workers/timeouts.py"

@@ -14,15 +14,15 @@ import pytest
 
 from piper.compiler import compile
 from piper.errors import ConfigError, LaunchError, WorkerError
-from piper.launchers.base import StepResult
-from piper.launchers.launch import launch_inline
-from piper.launchers.mirrored import FollowerSessions
-from piper.launchers.rank_agent import RankZeroResult
-from piper.launchers.rank_environment import RankEnvironment, rank_environment
-from piper.launchers.rendezvous import apart, prefix, ranks_absent
-from piper.launchers.run import Run
 from piper.recipe import load_recipe
+from piper.run.launch import launch_inline
+from piper.run.mirrored import FollowerSessions
+from piper.run.run import Run
 from piper.runtime.worker import Options
+from piper.workers.rank_agent import RankZeroResult
+from piper.workers.rank_environment import RankEnvironment, rank_environment
+from piper.workers.rendezvous import apart, prefix, ranks_absent
+from piper.workers.results import StepResult
 from tests.hosts.training import events
 from tests.launchers.family import family, free_port, wait_for
 from tests.launchers.ranks import CELL

@@ -19,14 +19,14 @@ import pytest
 
 from piper.compiler import Program
 from piper.errors import ConfigError, LaunchError
-from piper.launchers.agent_versions import AgentVersions
-from piper.launchers.processes import ProcessStatus
-from piper.launchers.rank_agent import CODEC, AgentPlace, ServedAgent, leave
-from piper.launchers.rank_environment import RankEnvironment, check_size
-from piper.launchers.rendezvous import DriverAddress
-from piper.launchers.torchrun import AgentLostError, RankCalls, RemoteAgent, TorchrunStarter, over
-from piper.launchers.transport.channel import Channel, ClosedError, Listener, connect
 from piper.train.train_options import TrainOptions, check_options
+from piper.workers.agent_versions import AgentVersions
+from piper.workers.processes import ProcessStatus
+from piper.workers.rank_agent import CODEC, AgentPlace, ServedAgent, leave
+from piper.workers.rank_environment import RankEnvironment, check_size
+from piper.workers.rendezvous import DriverAddress
+from piper.workers.torchrun import AgentLostError, RankCalls, RemoteAgent, TorchrunStarter, over
+from piper.workers.transport.channel import Channel, ClosedError, Listener, connect
 from tests.hosts.training import events
 from tests.launchers.bounds import set_timeouts
 from tests.launchers.family import family, free_port
@@ -106,7 +106,7 @@ def test_a_rank_whose_driver_stays_away(
     def unreachable(*_: object) -> Channel:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
-    monkeypatch.setattr("piper.launchers.rank_agent.connect", unreachable)
+    monkeypatch.setattr("piper.workers.rank_agent.connect", unreachable)
     with pytest.raises(LaunchError) as caught:
         ServedAgent(WORLD, DriverAddress(host="127.0.0.1", port=1, launch="", spares=True)).wait()
     assert caplog.messages == [
@@ -183,8 +183,8 @@ def starting(
         assert launch == 1
         ranks.extend(ServedAgent(one, address) for one in world[1:] if one.rank != absent)
 
-    monkeypatch.setattr("piper.launchers.torchrun.publish_address", publish)
-    monkeypatch.setattr("piper.launchers.torchrun.next_launch", lambda _: 1)
+    monkeypatch.setattr("piper.workers.torchrun.publish_address", publish)
+    monkeypatch.setattr("piper.workers.torchrun.next_launch", lambda _: 1)
     versions = AgentVersions(program.plans, RankCalls(world[0]))
     try:
         made = TorchrunStarter(program, world[0], versions, len(nodes) - 2)
@@ -210,7 +210,7 @@ def test_ranks_that_take_devices(monkeypatch: pytest.MonkeyPatch) -> None:
               has:   1
               hint:  start all ranks again with --resume, to go on from a checkpoint; claim more spares
         """)
-    monkeypatch.setattr("piper.launchers.agent_starter.machines_of", lambda plans: ([(0,), (1,)], True))
+    monkeypatch.setattr("piper.workers.agent_starter.machines_of", lambda plans: ([(0,), (1,)], True))
     with starting(monkeypatch, compiled(PAIR), [0, 1, 2]) as made:
         assert [*made._bundles()] == [0, 1, 2]
     with pytest.raises(LaunchError) as caught, starting(monkeypatch, compiled(PAIR), [0, 0, 2, 2]):
@@ -245,8 +245,8 @@ def test_a_rank_that_connects_and_says_nothing_holds_up_no_other(monkeypatch: py
 
 def test_fewer_devices_need_no_whole_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two machines of two ranks take a device each, or one of them takes both devices of a smaller layout."""
-    monkeypatch.setattr("piper.launchers.machine_agent.MachineAgent.warm", lambda _: None)
-    monkeypatch.setattr("piper.launchers.agent_starter.machines_of", lambda plans: ([(0, 1)], True))
+    monkeypatch.setattr("piper.workers.agent.MachineAgent.warm", lambda _: None)
+    monkeypatch.setattr("piper.workers.agent_starter.machines_of", lambda plans: ([(0, 1)], True))
     set_timeouts(monkeypatch, "agent_starter", agents_settle=0.0)
     program = compiled(PAIR)
     with starting(monkeypatch, program, [0, 0, 2, 2]) as made:

@@ -19,9 +19,9 @@ from piper.ir.ids import Pass
 from piper.ir.select import at
 from piper.ir.sharding import Collective, Shard
 from piper.job import Job
-from piper.launchers.launch import launch_inline
 from piper.plan.instr import Collecting, Instr
 from piper.plan.text import read_plans, show_plans
+from piper.run.launch import launch_inline
 from piper.simulate.cluster import load_cluster
 
 WEIGHTS = {"*.up": 0, "*.down": 1}

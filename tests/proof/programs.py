@@ -12,8 +12,8 @@ from piper.compiler import Program, compile
 from piper.directives import Directive, remat, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
 from piper.plan.plan import Plans
+from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
 from tests.proof import models
 from tests.runtime.as_compiled import as_compiled

@@ -21,13 +21,13 @@ from ray.cluster_utils import Cluster
 
 from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
-from piper.launchers import ray as launcher
-from piper.launchers.agent_workers import AgentWorkerGroup
-from piper.launchers.launch import launch_inline
-from piper.launchers.launch import launcher as launch_on
-from piper.launchers.run import Run
+from piper.run.launch import launch_inline
+from piper.run.launch import launcher as launch_on
+from piper.run.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
+from piper.workers import ray as launcher
+from piper.workers.agent_workers import AgentWorkerGroup
 from tests.launchers import sabotage
 from tests.launchers.bounds import set_timeouts
 from tests.launchers.family import family
@@ -136,8 +136,8 @@ DRIVER = """
 import sys, time
 import ray
 from piper.compiler import compile
-from piper.launchers.launch import launcher as launch_on
-from piper.launchers.ray import loopback
+from piper.run.launch import launcher as launch_on
+from piper.workers.ray import loopback
 from piper.runtime.worker import Options
 from tests.ray.test_cluster import PAIR
 from tests.runtime.grid import batches, job

@@ -15,8 +15,8 @@ pytest.importorskip("ray")
 import ray
 
 from piper.compiler import compile
-from piper.launchers import ray as launcher
-from piper.launchers.launch import launch
+from piper.run.launch import launch
+from piper.workers import ray as launcher
 from tests.launchers.bounds import set_timeouts
 from tests.launchers.family import command_of, family
 from tests.runtime.grid import Cell, batches, job
@@ -72,8 +72,8 @@ import os, sys, time
 from pathlib import Path
 import ray
 from piper.compiler import compile
-from piper.launchers import ray as launcher
-from piper.launchers.launch import launch
+from piper.workers import ray as launcher
+from piper.run.launch import launch
 from tests.ray.test_own import CELL
 from tests.runtime.grid import batches, job
 with launch(compile(job(CELL)), "ray") as run:

@@ -24,19 +24,19 @@ from piper.directives import Directive, protect, replicate
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers import ray as launcher
-from piper.launchers.agent_workers import AgentWorkerGroup
-from piper.launchers.base import StepResult
-from piper.launchers.launch import launch_inline
-from piper.launchers.processes import gone
-from piper.launchers.ray import RayStarter
-from piper.launchers.run import Run
-from piper.recovery.elastic import ElasticRange, ElasticRecovery
-from piper.recovery.recovery import recovering
-from piper.recovery.retrying import Disk
-from piper.recovery.run_events import Event
+from piper.run.elastic import ElasticRange, ElasticRecovery
+from piper.run.launch import launch_inline
+from piper.run.recovery import recovering
+from piper.run.retrying import Disk
+from piper.run.run import Run
+from piper.run.run_events import Event
 from piper.runtime.worker import Options
 from piper.train.elastic_programs import Programs
+from piper.workers import ray as launcher
+from piper.workers.agent_workers import AgentWorkerGroup
+from piper.workers.processes import gone
+from piper.workers.ray import RayStarter
+from piper.workers.results import StepResult
 from tests.launchers.bounds import set_timeouts
 from tests.recovery import test_elastic as elastic
 from tests.recovery.recoveries import elastic_of
@@ -246,7 +246,7 @@ def test_machines_that_are_not_there_are_missed_before_training(
         ):
             pass
         assert str(caught.value) == cleandoc(text)
-    monkeypatch.setattr("piper.launchers.agent_versions.version_bytes", lambda plans, device: 2**60)
+    monkeypatch.setattr("piper.workers.agent_versions.version_bytes", lambda plans, device: 2**60)
     with (
         pytest.raises(ConfigError, match="there is too little shared memory to keep versions") as refused,
         recovering(copied, "ray", Options(), retries=3),
@@ -271,7 +271,7 @@ def test_a_lost_node_without_a_spare_leaves_fewer_devices_until_one_comes(
     copies: bool, head: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state moves through a folder that all machines see, from the copy in memory or from a checkpoint."""
-    monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
+    monkeypatch.setattr("piper.run.elastic.REFILL", 4)
     monkeypatch.setattr(RayStarter, "near", False)
     set_timeouts(monkeypatch, "agent_starter", agents_settle=1.0)
     given, events, saved = elastic.batches(200), list[Event](), tmp_path / "step-3"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import piper
-from piper.launchers.launch import launch
 from piper.recipe import import_file, load_recipe
+from piper.run.launch import launch
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ALL = (

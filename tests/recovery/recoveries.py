@@ -1,8 +1,8 @@
 """The recovery behind a run, whose parts tests look at."""
 
-from piper.launchers.run import Run
-from piper.recovery.elastic import ElasticRecovery
-from piper.recovery.recovery import Recovery
+from piper.run.elastic import ElasticRecovery
+from piper.run.recovery import Recovery
+from piper.run.run import Run
 
 
 def recovery_of(run: Run) -> Recovery:

@@ -12,15 +12,15 @@ from piper.compiler import Program, compile
 from piper.directives import protect
 from piper.errors import LaunchError
 from piper.ir.select import at
-from piper.launchers.agent_calls import Agent
-from piper.launchers.agent_versions import AgentVersions
-from piper.launchers.agent_workers import AgentWorkerGroup
-from piper.launchers.launch import launch_inline
-from piper.launchers.rank_agent import RankAgent
-from piper.launchers.rank_environment import RankEnvironment
-from piper.launchers.torchrun import AgentLostError, RankCalls, RemoteAgent, RemoteMethod
-from piper.recovery.flushing import write_version
+from piper.run.flushing import write_version
+from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
+from piper.workers.agent_calls import Agent
+from piper.workers.agent_versions import AgentVersions
+from piper.workers.agent_workers import AgentWorkerGroup
+from piper.workers.rank_agent import RankAgent
+from piper.workers.rank_environment import RankEnvironment
+from piper.workers.torchrun import AgentLostError, RankCalls, RemoteAgent, RemoteMethod
 from tests.runtime.grid import Cell, batches, compiled, job, strategy
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)

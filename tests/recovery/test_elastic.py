@@ -23,23 +23,23 @@ from piper.checkpoint.json_state import decode
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.job import strategy_of
-from piper.launchers.group import A, R, WorkerGroup
-from piper.launchers.inline import InlineStarter
-from piper.launchers.launch import launch_inline
-from piper.launchers.run import Run
-from piper.launchers.session import Session
-from piper.launchers.starter import Starter
-from piper.launchers.transport.versions import too_little
-from piper.launchers.worker_answers import WorkerAnswers
-from piper.recovery.elastic import ElasticRange, ElasticRecovery
-from piper.recovery.flushing import write_version
-from piper.recovery.moving_states import MOVED, try_lock
-from piper.recovery.recovery import recovering
-from piper.recovery.retrying import Disk
-from piper.recovery.run_events import Event
+from piper.run.elastic import ElasticRange, ElasticRecovery
+from piper.run.flushing import write_version
+from piper.run.launch import launch_inline
+from piper.run.moving_states import MOVED, try_lock
+from piper.run.recovery import recovering
+from piper.run.retrying import Disk
+from piper.run.run import Run
+from piper.run.run_events import Event
+from piper.run.session import Session
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.train.elastic_programs import Programs, SentProgram, SizeFile
+from piper.workers.answers import WorkerAnswers
+from piper.workers.group import A, R, WorkerGroup
+from piper.workers.inline import InlineStarter
+from piper.workers.starter import Starter
+from piper.workers.transport.versions import too_little
 from tests import plain
 from tests.recovery.recoveries import elastic_of
 
@@ -189,7 +189,7 @@ def test_a_device_that_is_lost_for_good(
     program: Program, sizes: ElasticRange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No retry is left, and three devices have no program: two go on, and later all four are tried."""
-    monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
+    monkeypatch.setattr("piper.run.elastic.REFILL", 4)
     events: list[Event] = []
     with running(program, sizes, events) as run:
         broken = Broken(cast(InlineStarter, elastic_of(run).starter))
@@ -223,7 +223,7 @@ def test_a_device_that_has_not_come_back(
     A version that is lost while it moves is looked for again. What is repeated with other devices has other
     bits, which is no alarm.
     """
-    monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
+    monkeypatch.setattr("piper.run.elastic.REFILL", 4)
     lost = [LaunchError("the state after step 2 is lost", by="recovery", hint="none")]
 
     def once(*given: object, **more: object) -> None:
@@ -232,7 +232,7 @@ def test_a_device_that_has_not_come_back(
             raise lost.pop()
         write_version(*given, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("piper.recovery.elastic.write_version", once)
+    monkeypatch.setattr("piper.run.elastic.write_version", once)
     events, before = list[Event](), memory()
     with running(program, sizes, events, retries=1) as run:
         elastic_of(run).left = 0
@@ -261,7 +261,7 @@ def test_a_machine_that_is_lost_and_one_that_comes(
     program: Program, sizes: ElasticRange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run goes on with the devices that have room, and the state moves where all machines see it."""
-    monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
+    monkeypatch.setattr("piper.run.elastic.REFILL", 4)
     events: list[Event] = []
     with running(program, sizes, events) as run:
         narrow = Narrow(cast(InlineStarter, elastic_of(run).starter), rooms=[3, 3, 3, 4, 4])
@@ -287,7 +287,7 @@ def test_a_machine_that_is_lost_and_one_that_comes(
 @pytest.mark.parametrize("copies", [0, 1])
 def test_a_protected_job_changes_its_size(copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As asked, and when a device is lost for good: the plan of each size copies the state in its own layout."""
-    monkeypatch.setattr("piper.recovery.elastic.REFILL", 4)
+    monkeypatch.setattr("piper.run.elastic.REFILL", 4)
     asked = piper.protect(piper.at(), copies=copies, apart="device")
     made = job(strategy=lambda devices: [*strategy(devices), asked])
     whole = compile(made)
@@ -320,7 +320,7 @@ def test_a_size_for_which_there_is_too_little_memory(
             run.resize(size)
             losses.append(run.step(next(given)).loss)
             with monkeypatch.context() as patched:
-                patched.setattr("piper.launchers.transport.versions.check_memory", refuse)
+                patched.setattr("piper.workers.transport.versions.check_memory", refuse)
                 with pytest.raises(ConfigError):
                     run.resize(other)
                 assert len(elastic_of(run).places) == size

@@ -8,12 +8,12 @@ from typing import cast
 import pytest
 
 from piper.errors import LaunchError
-from piper.launchers.agent_calls import Agent
-from piper.launchers.agent_starter import AgentStarter
-from piper.launchers.agent_watch import AgentWatch
-from piper.launchers.rank_environment import RankEnvironment
-from piper.launchers.torchrun import AgentLostError, RankCalls
 from piper.plan.plan import Plans
+from piper.workers.agent_calls import Agent
+from piper.workers.agent_starter import AgentStarter
+from piper.workers.agent_watch import AgentWatch
+from piper.workers.rank_environment import RankEnvironment
+from piper.workers.torchrun import AgentLostError, RankCalls
 from tests.launchers.bounds import set_timeouts
 from tests.runtime.grid import Cell, compiled
 

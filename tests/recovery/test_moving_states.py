@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from piper.recovery import moving_states
-from piper.recovery.moving_states import MOVED, MovingStates, locked_folder, remove_left
+from piper.run import moving_states
+from piper.run.moving_states import MOVED, MovingStates, locked_folder, remove_left
 from tests.recovery import test_elastic as elastic
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ BOUND = 60.0  # seconds in which a process does what it is about to do
 PROGRAM = """
 import json, os, signal, sys
 from pathlib import Path
-from piper.recovery.moving_states import MovingStates
+from piper.run.moving_states import MovingStates
 states = MovingStates()
 (states.path / "moved").mkdir()
 (states.path / "moved" / "state").write_text("half")
@@ -124,7 +124,7 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
 RECIPE = (
     elastic.RECIPE
     + """
-from piper.recovery.elastic import ElasticRecovery
+from piper.run.elastic import ElasticRecovery
 move = ElasticRecovery._move
 def kill(self, state, *given):
     assert list(state.iterdir())

@@ -16,15 +16,15 @@ from piper.compiler import Program, compile
 from piper.directives import protect
 from piper.errors import ConfigError
 from piper.ir.select import at
-from piper.launchers.base import StepResult
-from piper.launchers.launch import launch_inline
-from piper.launchers.run import Run
-from piper.launchers.transport.version_sections import SPAN, held_in, step_in
-from piper.launchers.transport.versions import Versions, version_bytes
 from piper.plan.protected import survival
-from piper.recovery.recovery import recovering
-from piper.recovery.run_events import Event
+from piper.run.launch import launch_inline
+from piper.run.recovery import recovering
+from piper.run.run import Run
+from piper.run.run_events import Event
 from piper.runtime.worker import Options
+from piper.workers.results import StepResult
+from piper.workers.transport.version_sections import SPAN, held_in, step_in
+from piper.workers.transport.versions import Versions, version_bytes
 from tests.runtime.grid import Cell, batches, job, strategy
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)

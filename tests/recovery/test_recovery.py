@@ -23,26 +23,26 @@ from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import UnwrittenError
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, WorkerError
-from piper.launchers.agent_versions import ShortMachine
-from piper.launchers.agent_watch import WarmAgent
-from piper.launchers.base import Means, Resumed, StepResult
-from piper.launchers.launch import launch_inline
-from piper.launchers.local import LocalStarter, LocalWorkerGroup
-from piper.launchers.run import Run
-from piper.launchers.session import Session
-from piper.launchers.starter import Starter
-from piper.launchers.transport.versions import Versions
 from piper.plan.plan import Plans
-from piper.recovery.flushing import write_version
-from piper.recovery.moving_states import MOVED
-from piper.recovery.recovery import Recovery, recovering
-from piper.recovery.retrying import Disk
-from piper.recovery.run_events import Event
-from piper.recovery.stragglers import Stragglers
+from piper.run.flushing import write_version
+from piper.run.launch import launch_inline
+from piper.run.moving_states import MOVED
+from piper.run.recovery import Recovery, recovering
+from piper.run.retrying import Disk
+from piper.run.run import Run
+from piper.run.run_events import Event
+from piper.run.session import Session
+from piper.run.stragglers import Stragglers
 from piper.runtime.batch import FLOATING, BatchSpec
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.train.event_log import described
+from piper.workers.agent_versions import ShortMachine
+from piper.workers.agent_watch import WarmAgent
+from piper.workers.local import LocalStarter, LocalWorkerGroup
+from piper.workers.results import Means, Resumed, StepResult
+from piper.workers.starter import Starter
+from piper.workers.transport.versions import Versions
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
 from tests.recovery.recoveries import recovery_of
@@ -273,9 +273,7 @@ def test_a_step_whose_answer_is_lost_is_not_in_what_is_flushed(monkeypatch: pyte
     with pytest.raises(WorkerError):
         train(run, 1, 3)
     written: list[int] = []
-    monkeypatch.setattr(
-        "piper.recovery.recovery.write_version", lambda *given, **more: written.append(given[2])
-    )
+    monkeypatch.setattr("piper.run.recovery.write_version", lambda *given, **more: written.append(given[2]))
     assert run.flush(Path("none")) == 2 and written == [2]
 
 
@@ -570,7 +568,7 @@ def test_a_version_that_is_lost_while_it_is_flushed(
             raise LaunchError("the state after step 2 is lost", by="recovery", hint="none")
         write_version(*given, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("piper.recovery.recovery.write_version", lose)
+    monkeypatch.setattr("piper.run.recovery.write_version", lose)
     with recovering(programs[str(PAIR)], "inline", Options(), retries=1) as run:
         for given in batches(PAIR, 2):
             run.step(given)
@@ -647,7 +645,7 @@ def test_a_save_that_was_complete_is_not_lost(programs: dict[str, Program], tmp_
 
 def test_a_stall_is_judged_by_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(10**6))
-    monkeypatch.setattr("piper.recovery.recovery.monotonic", lambda: next(now))  # a step takes 1 s
+    monkeypatch.setattr("piper.run.recovery.monotonic", lambda: next(now))  # a step takes 1 s
     script = Script()
     run, _ = scripted(script)
     train(run, 1, 6)

@@ -14,17 +14,17 @@ from piper.compiler import Program, compile
 from piper.directives import Directive, protect
 from piper.ir.select import at
 from piper.job import strategy_of
-from piper.launchers.base import StepResult
-from piper.launchers.failures import Watcher
-from piper.launchers.launch import launch_inline
-from piper.launchers.transport.version_sections import HEAD, SectionWriter
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.plan.protected import survival
-from piper.recovery.recovery import recovering
-from piper.recovery.run_events import Event
+from piper.run.launch import launch_inline
+from piper.run.recovery import recovering
+from piper.run.run_events import Event
 from piper.runtime.context import Bound
 from piper.runtime.worker import Options
+from piper.workers.blame import Watcher
+from piper.workers.results import StepResult
+from piper.workers.transport.version_sections import HEAD, SectionWriter
 from tests.covering import Choices, covering, selected
 from tests.launchers.sabotage import BrokenError
 from tests.recovery.test_protect import held_bytes

@@ -8,18 +8,18 @@ from inspect import cleandoc
 import pytest
 
 from piper.errors import ConfigError
-from piper.launchers import agent_starter
-from piper.launchers.agent_calls import Agent
-from piper.launchers.agent_starter import AgentStarter
-from piper.launchers.agent_versions import AgentVersions, ShortMachine
-from piper.launchers.agent_workers import AgentWorkerGroup
-from piper.launchers.machines import machines_of
-from piper.launchers.processes import ProcessStatus
-from piper.launchers.rank_agent import RankAgent
-from piper.launchers.rank_environment import RankEnvironment
-from piper.launchers.torchrun import RankCalls, RemoteAgent
 from piper.plan.plan import Plans
 from piper.runtime.worker import Options
+from piper.workers import agent_starter
+from piper.workers.agent_calls import Agent
+from piper.workers.agent_starter import AgentStarter
+from piper.workers.agent_versions import AgentVersions, ShortMachine
+from piper.workers.agent_workers import AgentWorkerGroup
+from piper.workers.machines import machines_of
+from piper.workers.processes import ProcessStatus
+from piper.workers.rank_agent import RankAgent
+from piper.workers.rank_environment import RankEnvironment
+from piper.workers.torchrun import RankCalls, RemoteAgent
 from tests.launchers.bounds import set_timeouts
 from tests.runtime.grid import Cell, compiled
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from piper.plan.plan import Plans
-from piper.recovery.stragglers import Stragglers
+from piper.run.stragglers import Stragglers
 
 PLANS = cast(Plans, [SimpleNamespace(devices=(0, 1, 2)), SimpleNamespace(devices=(3,))])
 

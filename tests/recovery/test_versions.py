@@ -11,13 +11,13 @@ import torch
 
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
-from piper.launchers.failures import Failure
-from piper.launchers.launch import launch_inline
-from piper.launchers.run import Run
-from piper.launchers.transport.version_sections import HEAD, held_in, step_in
-from piper.launchers.transport.versions import Versions, WorkerVersions, check_memory, version_bytes
-from piper.launchers.worker_server import WorkerServer
+from piper.run.launch import launch_inline
+from piper.run.run import Run
 from piper.runtime.worker import Options, Sums
+from piper.workers.blame import Failure
+from piper.workers.serve import WorkerServer
+from piper.workers.transport.version_sections import HEAD, held_in, step_in
+from piper.workers.transport.versions import Versions, WorkerVersions, check_memory, version_bytes
 from tests.runtime.grid import Cell, batches, job
 
 CELLS = [

@@ -11,7 +11,7 @@ from piper.directives import Directive, replicate, split
 from piper.errors import PiperError
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
 from tests import plain
 

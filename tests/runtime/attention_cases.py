@@ -18,7 +18,7 @@ from piper.ir.graph import start
 from piper.ir.select import at
 from piper.ir.sharding import AxisPlacement, Shard
 from piper.job import Job
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from tests.capture.shard import lockstep
 from tests.plain import Trained, largest_difference, sgd, train
 from tests.runtime.sharing import one_core

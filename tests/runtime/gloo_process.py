@@ -7,11 +7,11 @@ from typing import cast
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from piper.launchers.transport.channel import Channel, ClosedError
-from piper.launchers.transport.serialize import pack, unpack
 from piper.plan.plan import Plans
 from piper.runtime.comm.base import Comms
 from piper.runtime.comm.gloo import GlooComms
+from piper.workers.transport.channel import Channel, ClosedError
+from piper.workers.transport.serialize import pack, unpack
 
 Work = Callable[[int, Comms], object]
 Task = tuple[

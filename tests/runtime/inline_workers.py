@@ -1,8 +1,8 @@
 """The workers of a run whose devices are threads of this process."""
 
-from piper.launchers.inline import InlineWorkerGroup
-from piper.launchers.run import Run
+from piper.run.run import Run
 from piper.runtime.worker import Worker
+from piper.workers.inline import InlineWorkerGroup
 
 
 def inline_group(run: Run) -> InlineWorkerGroup:

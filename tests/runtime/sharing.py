@@ -28,9 +28,9 @@ from piper.check.reference import Reference
 from piper.compiler import Program, optimizer_facts
 from piper.compiler.optimizer_probe import Probe, probe_optimizer
 from piper.ir.chunk_options import CodeOptions
-from piper.launchers.launch import launch_inline
 from piper.plan.plan import Bucket
 from piper.process.gc_pause import no_collection
+from piper.run.launch import launch_inline
 from piper.runtime.standins import Sizes
 from piper.runtime.trainers import MakeOptimizer
 from piper.runtime.worker import Options

@@ -15,7 +15,7 @@ from torch import Tensor
 from piper.check.check import numbers
 from piper.check.reference import Reference
 from piper.compiler import Program
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
 from tests import zoo
 from tests.runtime.grid import SHAPES, Cell, batches

@@ -9,8 +9,8 @@ from torch import Tensor
 from piper.check.check import check
 from piper.compiler import Program
 from piper.ir.chunk import CapturedModel, Chunk, Phase
-from piper.launchers.launch import launch_inline
 from piper.plan.plan import Plans
+from piper.run.launch import launch_inline
 from piper.runtime.setup import JobLike, ProgramLike, Shapes
 from tests.runtime.grid import Cell, batches, compiled
 

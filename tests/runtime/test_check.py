@@ -22,7 +22,7 @@ from piper.directives import Directive, place, replicate, split
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from tests import zoo
 
 Batch = Mapping[str, Tensor]

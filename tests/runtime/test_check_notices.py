@@ -25,9 +25,9 @@ from piper.directives import Directive, place, replicate, split
 from piper.directives import remat as remat_directive
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
-from piper.launchers.run import Run
 from piper.plan.plan import Plans
+from piper.run.launch import launch_inline
+from piper.run.run import Run
 from piper.runtime import compute
 from piper.runtime.context import Env
 from tests import zoo

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from piper.launchers.rendezvous import LOOPBACK, store_on
-from piper.launchers.transport.channel import Channel
-from piper.launchers.transport.fork_server import fork_server
-from piper.launchers.transport.serialize import pack, unpack
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.base import CommError, Comms, Form
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.inline import World
+from piper.workers.rendezvous import LOOPBACK, store_on
+from piper.workers.transport.channel import Channel
+from piper.workers.transport.fork_server import fork_server
+from piper.workers.transport.serialize import pack, unpack
 
 DEVICES = (0, 1, 2, 3)
 PLANS = Plans(

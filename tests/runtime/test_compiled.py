@@ -8,7 +8,7 @@ from piper.capture.compile.flat_gradients import FlatPhase
 from piper.capture.compile.inductor import Compiled
 from piper.check.check import check
 from piper.compiler import compile
-from piper.launchers.launch import launcher
+from piper.run.launch import launcher
 from tests.runtime.grid import Cell, batches, job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # a compiler for C++ is at work

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from piper.errors import CaptureError
-from piper.launchers.launch import launch_local
+from piper.run.launch import launch_local
 from tests.covering import Choices, covering_each, selected
 from tests.runtime.divided import AXES, MODELS, STRATEGIES, checked, job
 from tests.runtime.sharing import Shared

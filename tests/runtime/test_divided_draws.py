@@ -14,7 +14,7 @@ from piper.directives import Directive, remat, shard
 from piper.errors import CaptureError
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from tests.plain import sgd
 
 WIDTH, LENGTH, SAMPLES = 8, 8, 4

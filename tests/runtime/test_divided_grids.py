@@ -5,8 +5,8 @@ import torch
 
 import piper
 from piper.check.check import check
-from piper.launchers.launch import launch_inline
 from piper.models import decoder
+from piper.run.launch import launch_inline
 
 CONFIG = decoder.Config(vocab=96, dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=64, stages=2)
 WEIGHTS = {

@@ -15,9 +15,9 @@ from piper.directives import shard, split
 from piper.ir.ids import Pass
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
+from piper.run.launch import launch_inline
 from piper.runtime import kernels
 from piper.runtime.context import Bound, Env
 

@@ -14,7 +14,7 @@ from piper.check.check import check
 from piper.compiler import compile
 from piper.errors import ScheduleError
 from piper.job import Job
-from piper.launchers.launch import launch_inline, launch_local
+from piper.run.launch import launch_inline, launch_local
 from tests.runtime.inline_workers import workers_of
 
 EXPERTS, WIDTH, ROWS = 8, 16, 16

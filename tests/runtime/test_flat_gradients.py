@@ -11,9 +11,9 @@ from piper.compiler import compile
 from piper.directives import Directive, offload, precision, protect, remat, replicate, split
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
+from piper.run.launch import launch_inline
 from tests.proof import models
 from tests.runtime.as_compiled import as_compiled
 from tests.runtime.grid import Cell, batches, job, strategy

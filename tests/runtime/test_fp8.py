@@ -14,8 +14,8 @@ from piper.check.check import Report, check, numbers
 from piper.check.reference import Reference
 from piper.compiler import Program, compile
 from piper.ir.select import At
-from piper.launchers.launch import launcher
 from piper.models import decoder
+from piper.run.launch import launcher
 from piper.schedules import one_f_one_b, zero_bubble
 from tests import zoo
 from tests.runtime.grid import Cell, strategy

@@ -17,8 +17,8 @@ import piper
 from piper.compiler import Program, compile
 from piper.directives import Directive
 from piper.job import Job
-from piper.launchers.launch import launch_inline
 from piper.plan.plan import Plans
+from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
 from tests.runtime.as_compiled import as_compiled
 

@@ -17,9 +17,9 @@ from piper.errors import ConfigError
 from piper.ir.chunk import Chunk
 from piper.ir.ids import Pass
 from piper.ir.select import at
-from piper.launchers.launch import by_host, launch
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
+from piper.run.launch import by_host, launch
 from piper.runtime import compute
 from piper.runtime.comm.inline import World
 from piper.runtime.cuda.graph_checks import (

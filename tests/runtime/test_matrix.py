@@ -11,9 +11,9 @@ from functools import cache
 
 import pytest
 
-from piper.launchers.launch import launch_local
-from piper.launchers.transport.fork_server import ForkServer, fork_server
+from piper.run.launch import launch_local
 from piper.runtime.worker import Options
+from piper.workers.transport.fork_server import ForkServer, fork_server
 from tests import zoo
 from tests.covering import Choices, covering, selected
 from tests.runtime.grid import SHAPES, Cell, case_of

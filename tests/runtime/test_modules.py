@@ -16,7 +16,7 @@ from piper.directives import Directive, replicate, split
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from tests import plain, zoo
 from tests.runtime.against_plain import MICROBATCHES, PP2_DP2, difference, program, refusal
 

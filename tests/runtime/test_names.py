@@ -11,8 +11,8 @@ from piper.capture.trace.annotate import annotate
 from piper.check.check import check
 from piper.directives import Directive, replicate, split
 from piper.ir.select import at
-from piper.launchers.launch import launch_inline
 from piper.plan.text import read_plans, show_plans
+from piper.run.launch import launch_inline
 from tests import plain, zoo
 from tests.runtime.against_plain import PP2_DP2, difference, program
 

@@ -11,7 +11,7 @@ from piper.check.reference import Reference
 from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
 from piper.ir.select import at
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from tests import zoo
 from tests.runtime.grid import SHAPES, Cell, batches, job
 from tests.runtime.sharing import Shared

@@ -17,13 +17,13 @@ from piper.errors import ScheduleError
 from piper.ir.ids import SlotId
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
-from piper.launchers.transport.versions import Versions
 from piper.plan.memory_timeline import host_peak, timeline
+from piper.run.launch import launch_inline
 from piper.runtime.host_copies import HostCopy
 from piper.runtime.host_memory import HostMemory
 from piper.runtime.worker import Options, Worker
 from piper.schedules import gpipe, zbv
+from piper.workers.transport.versions import Versions
 from tests.runtime.grid import SHAPES, Cell, batches, job, strategy
 from tests.runtime.inline_workers import workers_of
 from tests.runtime.test_reruns import Noisy, Opaque, Run

@@ -6,7 +6,7 @@ import pytest
 
 from piper.check.check import check
 from piper.compiler import compile
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from tests.runtime.grid import Cell, case_of, job
 
 STRATEGY = """

@@ -14,7 +14,7 @@ from torch.autograd import profiler
 from torch.profiler import profile, supported_activities
 
 from piper.compiler import Program, compile
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from piper.runtime.debug.profiler_labels import labelled
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled, job

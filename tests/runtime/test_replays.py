@@ -18,9 +18,8 @@ from piper.compiler import Program, compile
 from piper.directives import split
 from piper.errors import ConfigError
 from piper.ir.select import at
-from piper.launchers.launch import launch_inline
-from piper.launchers.single_rank import synthetic_weights
 from piper.plan.ops import Op
+from piper.run.launch import launch_inline
 from piper.runtime.comm.synthetic import AloneComms, arriving
 from piper.runtime.cuda.graph_inputs import Intake, Kernel
 from piper.runtime.cuda.graphs import WARM, GraphExecutor
@@ -28,6 +27,7 @@ from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import setup_of
 from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Worker
+from piper.workers.single_rank import synthetic_weights
 from tests.runtime.grid import Cell, batches, job
 from tests.runtime.replaying import Graph, pretend
 

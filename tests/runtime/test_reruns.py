@@ -25,9 +25,9 @@ from piper.compiler import Program
 from piper.directives import Directive, remat, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
 from piper.models import decoder, moe
 from piper.plan.memory_timeline import timeline
+from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
 from tests import zoo
 from tests.capture.test_fallback import square

@@ -19,11 +19,11 @@ from piper.errors import ScheduleError
 from piper.ir.ids import Pass
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline, launch_local
 from piper.models import decoder
 from piper.models.layers import Attention
 from piper.plan.instr import Instr
 from piper.plan.text import read_plans, show_plans
+from piper.run.launch import launch_inline, launch_local
 from piper.runtime import kernels
 from piper.runtime.context import Bound, Env
 from piper.schedules import one_f_one_b, zbv

@@ -8,8 +8,8 @@ import piper
 from piper.compiler import compile
 from piper.ir.chunk import Tags
 from piper.job import Job
-from piper.launchers.launch import launch_inline
 from piper.plan.plan import Plans
+from piper.run.launch import launch_inline
 from piper.runtime.compute import slices
 
 Spans = list[tuple[int, int]]

@@ -10,7 +10,7 @@ from piper.check.check import check
 from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
 from piper.ir.select import at
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from tests.runtime import divided, grid
 from tests.runtime.grid import Cell
 

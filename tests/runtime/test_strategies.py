@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import piper
 from piper import at, place, replicate, schedules, split, strategies
 from piper.directives import Directive
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from tests import plain
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")

@@ -11,7 +11,7 @@ import piper
 from piper.compiler import compile
 from piper.ir.dtypes import JobPrecision
 from piper.job import Job
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from piper.runtime import device_state
 from piper.runtime.device_state import fuse
 from piper.runtime.worker import Options

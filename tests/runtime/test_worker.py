@@ -18,13 +18,13 @@ from piper.errors import ConfigError, WorkerError
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.ids import Pass, SlotId
 from piper.ir.select import at
-from piper.launchers.launch import launch_inline
-from piper.launchers.worker_answers import WorkerAnswers
 from piper.plan.memory_timeline import timeline
+from piper.run.launch import launch_inline
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.executor import Executor
 from piper.runtime.setup import initial_values, setup_of
 from piper.runtime.worker import Options, Worker
+from piper.workers.answers import WorkerAnswers
 from tests import zoo
 from tests.runtime.grid import Cell, batches, compiled, job
 from tests.runtime.inline_workers import inline_group, workers_of

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import piper
 from piper.check.check import check
-from piper.launchers.launch import launch_inline
 from piper.models import decoder, moe
 from piper.recipe import import_file
+from piper.run.launch import launch_inline
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 4096

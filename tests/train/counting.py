@@ -11,13 +11,13 @@ from torch import Tensor
 import piper
 from piper.callbacks import Callback, Running, StepNumbers
 from piper.errors import ConfigError
-from piper.launchers.base import Resumed, StepResult
-from piper.launchers.run import Run
-from piper.launchers.sessions import Sessions
-from piper.launchers.starter import Starter
+from piper.run.run import Run
+from piper.run.sessions import Sessions
 from piper.runtime.batch import FLOATING, BatchSpec
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
+from piper.workers.results import Resumed, StepResult
+from piper.workers.starter import Starter
 
 
 class Tells(Callback):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import piper
-from piper.launchers.launch import launch
 from piper.recipe import load_recipe
+from piper.run.launch import launch
 from tests.recipes.test_recipes import RECIPES
 
 TOLERANCE = 1e-4

@@ -17,9 +17,9 @@ import pytest
 from piper.checkpoint.folder import latest
 from piper.checkpoint.target import UndroppedError, unwritten
 from piper.errors import ConfigError
-from piper.launchers.base import StepResult
 from piper.train.interrupt import interrupts
 from piper.train.lock import locked
+from piper.workers.results import StepResult
 from tests.train.conftest import Piper
 from tests.train.counting import Counting
 

@@ -15,11 +15,11 @@ from piper.checkpoint.json_state import encode
 from piper.checkpoint.metadata import Trainer
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.launchers.base import StepResult
-from piper.launchers.run import Run
 from piper.plan.plan import Bucket, Piece
+from piper.run.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.train.measure import Measure, Rate, counted, unit_of
+from piper.workers.results import StepResult
 from tests.train.counting import Counting
 
 WEIGHT = Piece(name="w", shape=(2, 2), offset=0)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from piper.ir.ids import read_pass
-from piper.launchers.nans import Mark, first_bad, kind_of
+from piper.run.nans import Mark, first_bad, kind_of
 from tests.chain import chain
 from tests.slots import AXES, slot
 

@@ -9,7 +9,7 @@ import torch
 import piper
 from piper.check.check import check
 from piper.compiler import compile
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from piper.tuning.choice import Recompute
 from piper.tuning.space import Space
 from piper.tuning.tune import tune

@@ -18,8 +18,7 @@ import piper
 from piper import strategies
 from piper.compiler import Program
 from piper.errors import ConfigError, WorkerError
-from piper.launchers.run import Run
-from piper.launchers.transport.fork_server import ForkServer
+from piper.run.run import Run
 from piper.simulate.cluster import load_cluster
 from piper.tuning import trial_runs
 from piper.tuning.choice import StrategyChoice
@@ -37,6 +36,7 @@ from piper.tuning.trial_runs import (
     ordered,
     run_candidates,
 )
+from piper.workers.transport.fork_server import ForkServer
 from tests.tuning.models import JOB, tower
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from piper.launchers.transport import fork_server
+from piper.workers.transport import fork_server
 
 ROOT = Path(__file__).parents[2]
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)

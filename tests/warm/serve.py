@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from piper.launchers.transport.fork_server import die_with
+from piper.workers.transport.fork_server import die_with
 from tests.warm import popen
 
 MOST = 64  # descriptors that a program may be given
@@ -63,8 +63,9 @@ def preload() -> None:
     from torch.distributed import run
 
     from piper import cli, compiler
-    from piper.launchers import launch, worker_server
+    from piper.run import launch
     from piper.train import train_command
+    from piper.workers import serve as worker_server
     from tests.runtime import grid
 
     assert all((_dynamo, run, cli, compiler, launch, worker_server, train_command, grid))

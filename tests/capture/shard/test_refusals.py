@@ -19,8 +19,8 @@ from piper.directives import replicate, shard
 from piper.errors import ConfigError, PiperError
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
 from piper.models.tensor_plan import tensor_plan
+from piper.run.launch import launch_inline
 
 
 class Net(nn.Module):

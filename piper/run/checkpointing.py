@@ -1,0 +1,239 @@
+"""The driver's side of checkpoints: workers write and read their parts, the driver commits."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from piper.checkpoint.background import Done
+from piper.checkpoint.bucket_spans import buffers_of
+from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
+from piper.checkpoint.folder import begin, commit, discard, settled
+from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
+from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer, kept_by, read_record
+from piper.checkpoint.retention import Retention
+from piper.checkpoint.save import Copied, merged, name_of
+from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, index_of, write_parts
+from piper.checkpoint.target import target_of, unwritten
+from piper.checkpoint.verified_files import FileRecord, StorageError
+from piper.errors import ConfigError
+from piper.run.callback_states import split_states
+from piper.runtime.setup import JobLike, ProgramLike
+from piper.runtime.trainers import empty_optimizer
+from piper.workers.answers import WorkerAnswers
+from piper.workers.results import Resumed
+from piper.workers.timeouts import TIMEOUTS
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Ask(Protocol):
+    """Calls a method of workers, each with its argument, and returns their answers."""
+
+    def __call__(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A save that workers have not finished."""
+
+    path: Path
+    keep: int | None
+    data: Plain
+    unread: Written
+    done: dict[int, Done]
+
+
+class Checkpoints:
+    """Saves and loads the state of a run."""
+
+    def __init__(
+        self,
+        program: ProgramLike,
+        devices: Iterable[int],
+        ask: Ask,
+        unread: dict[str, Tensor],
+        give_up: Callable[[], None],
+    ) -> None:
+        """Keep what saves and loads need.
+
+        unread: the values that no device holds, which a load replaces. give_up: ends the run.
+        """
+        self.program, self.devices, self.ask, self.unread = program, [*devices], ask, unread
+        self.give_up = give_up
+        self.pending: Pending | None = None
+        self.error: ConfigError | None = None  # of a save whose end was not waited for
+        self.retention = Retention()
+
+    def save(self, path: Path | str, *, data: object, wait: bool, keep: int | None) -> None:
+        """Copy the state and let it be written; what was saved before is on the disk first."""
+        self.settle()
+        target = target_of(path)
+        plain = encode(data, "data")
+        partial = begin(target)
+        try:
+            unread = write_parts(partial, "driver", [*whole_parts(unread_kept(self.program, self.unread))])
+            self.ask(WorkerAnswers.save, dict.fromkeys(self.devices, str(partial)))
+        except StorageError as error:
+            discard(target)
+            raise unwritten(target, str(error)) from error
+        self.pending = Pending(path=target, keep=keep, data=plain, unread=unread, done={})
+        if wait:
+            self.settle()
+
+    def poll(self, wait: float = 0.0) -> None:
+        """Finish the save that is under way, if every worker has done its part."""
+        pending = self.pending
+        if pending is None:
+            return
+        waiting = [device for device in self.devices if device not in pending.done]
+        for device, answer in self.ask(WorkerAnswers.poll, dict.fromkeys(waiting, wait)).items():
+            if answer is not None:
+                pending.done[device] = answer
+        if len(pending.done) == len(self.devices):
+            self.pending = None
+            try:
+                self._complete(pending)
+            except ConfigError as error:
+                self.error = error
+
+    def settle(self) -> None:
+        """Wait until the save that is under way is complete; if it fails, the error comes here."""
+        while self.pending is not None:
+            self.poll(TIMEOUTS.save_poll)
+        self.error = self.retention.finish() or self.error
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def abandon(self) -> None:
+        """Discard the save that is under way: no worker is left to finish it."""
+        self.pending = None
+
+    def _complete(self, pending: Pending) -> None:
+        if refused := next((d.refused for d in pending.done.values() if d.refused is not None), None):
+            discard(pending.path)
+            raise refused.as_config_error("save", pending.path)
+        if trouble := next((d.trouble for d in pending.done.values() if d.trouble is not None), None):
+            discard(pending.path)
+            raise unwritten(pending.path, trouble)
+        written = [pending.unread, *(done.written for done in pending.done.values())]
+        copies = [cast(Copied, pending.done[device].copied) for device in self.devices]
+        files: dict[str, FileRecord] = {name: file for one in written for name, file in one.files.items()}
+        trainer = next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer())
+        moments, numbers = (
+            merged([copy.moments for copy in copies]),
+            merged([copy.numbers for copy in copies]),
+        )
+        record = Record(
+            step=copies[0].step,
+            seed=self.program.job.seed,
+            trainer=replace(trainer, kept=kept_by(moments, numbers)),
+            data=pending.data,
+            model=model_of(self.program, self.unread),
+            moments=moments,
+            numbers=numbers,
+            tensors=index_of(one.placed for one in written),
+            files=files,
+        )
+        commit(pending.path, record)
+        self.retention.trust(pending.path)
+        if pending.keep is not None:
+            self.retention.start(pending.path.parent, pending.keep)
+
+    def load(self, path: Path | str) -> Resumed:
+        """Take the state of a checkpoint, whatever strategy it was saved under.
+
+        Workers read and verify their parts first, and take them once all have: a load that is refused changes
+        nothing, and another may follow.
+        """
+        self.settle()
+        folder = settled(Path(path).absolute())
+        record = read_record(folder)
+        check_model(folder, record, wanted_model(self.program.plans, self.program.outline))
+        check_trainer(folder, record, trainer_names(self.program), self.program.job.seed)
+        try:
+            data = decode(record.data)
+        except (ValueError, TypeError, KeyError) as error:
+            raise DamagedError(folder, f"{FILE}: {error}") from error
+        try:
+            unread = read_unread(self.program, CheckpointReader(folder, record))
+        except StorageError as error:
+            raise DamagedError(folder, str(error)) from error
+        self.ask(WorkerAnswers.load, dict.fromkeys(self.devices, str(folder)))
+        waiting, done = set(self.devices), list[Done]()
+        while waiting:
+            asked = dict.fromkeys(waiting, TIMEOUTS.save_poll)
+            for device, answer in self.ask(WorkerAnswers.poll, asked).items():
+                if answer is not None:
+                    waiting.discard(device)
+                    done.append(answer)
+        if failed := next((d for d in done if d.refused is not None or d.trouble is not None), None):
+            self.ask(WorkerAnswers.adopt, dict.fromkeys(self.devices, False))
+            raise (
+                failed.refused.as_config_error("load", folder)
+                if failed.refused
+                else DamagedError(folder, str(failed.trouble))
+            )
+        try:
+            self.ask(WorkerAnswers.adopt, dict.fromkeys(self.devices, True))
+        except BaseException:
+            self.give_up()  # some workers may have the new state and some the old
+            raise
+        self.unread.update(unread)
+        self.retention.trust(folder)
+        data, callbacks = split_states(data)
+        return Resumed(step=record.step, data=data, callbacks=callbacks, path=str(path))
+
+
+def model_of(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Spec]:
+    """Return the specs of what a program's checkpoints hold; unread values keep their types."""
+    specs = wanted_model(program.plans, program.outline)
+    for name, value in unread_kept(program, unread).items():
+        specs[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
+    return specs
+
+
+def unread_kept(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the values that no device holds and a checkpoint does."""
+    wanted = wanted_model(program.plans, program.outline)
+    return {name: value for name, value in unread.items() if name in wanted}
+
+
+def whole_parts(values: Mapping[str, Tensor]) -> Iterable[TensorRange]:
+    """Yield full values as parts, each of which is all of its value."""
+    for name, value in values.items():
+        if value.numel():
+            flat = value.detach().to("cpu", copy=True).contiguous().view(-1)
+            yield TensorRange(key=f"model.{name}", size=value.numel(), start=0, tensor=flat)
+
+
+def read_unread(program: ProgramLike, reader: CheckpointReader) -> dict[str, Tensor]:
+    """Read the values that no device holds."""
+    plans = program.plans
+    on_devices = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
+    on_devices |= {name for plan in plans for name in buffers_of(plans, plan.devices[0])}
+    unread: dict[str, Tensor] = {}
+    for name, spec in reader.record.model.items():
+        if name not in on_devices:
+            unread[name] = torch.empty(spec.shape, dtype=dtype_named(spec.dtype or "float32"))
+    reader.read(
+        TensorRange(key=f"model.{name}", size=value.numel(), start=0, tensor=value.view(-1))
+        for name, value in unread.items()
+    )
+    return unread
+
+
+def trainer_names(program: ProgramLike) -> Trainer:
+    """Return which optimizer and scheduler a program's workers have."""
+    job: JobLike = program.job
+    sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
+    optimizer = empty_optimizer(job.optimizer, program.plans.buckets.values(), sizes)
+    if optimizer is None:
+        return Trainer()
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    return Trainer(optimizer=name_of(optimizer), scheduler=None if scheduler is None else name_of(scheduler))

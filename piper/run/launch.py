@@ -1,0 +1,192 @@
+"""Starting a program: on threads, on processes of this machine, or on Ray."""
+
+import logging
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal, get_args
+
+from piper.errors import ConfigError
+from piper.plan.plan import Plans
+from piper.run.run import Run, start_run
+from piper.run.saves import checkpoints_at
+from piper.run.sessions import Sessions
+from piper.runtime.accelerator import is_accelerator
+from piper.runtime.cuda.graph_checks import check_static
+from piper.runtime.setup import ProgramLike, setup_of
+from piper.runtime.worker import Options
+from piper.workers.agent_versions import AgentVersions
+from piper.workers.rank_environment import RankEnvironment, rank_environment
+from piper.workers.serve import crowded
+from piper.workers.starter import GivenGroup, Starter
+from piper.workers.transport.fork_server import ForkServer
+from piper.workers.transport.versions import Files, Versions
+
+On = Literal["inline", "local", "ray"]
+ALONE = "rank:"  # and the number of a device
+DEFAULT = Options()
+log = logging.getLogger("piper")
+
+
+def launch(
+    program: ProgramLike,
+    on: On | str = "inline",
+    *,
+    timeout: float = DEFAULT.timeout,
+    streams: bool = DEFAULT.streams,
+    threads: int = DEFAULT.threads,
+    keep_gradients: bool = DEFAULT.keep_gradients,
+    keep_outputs: bool = DEFAULT.keep_outputs,
+    profile: int = DEFAULT.profile,
+    graphs: bool = DEFAULT.graphs,
+    cluster: str | None = None,
+    resume: Path | str | None = None,
+) -> Run:
+    """Start a program's workers, and end them with the block.
+
+    Without a block they end with `run.close()`, when nothing refers to the run any more, or with the process.
+
+    on: threads of this process, processes of this machine, or Ray. Under torchrun, `local` has the worker of
+    one device in each rank: every rank runs the same script and gets the same results. Or `rank:N`: device N
+    of the plan alone, with real kernels and memory, and communication that moves nothing but takes its time.
+    timeout: seconds that any one wait may take before the step ends with an error.
+    streams: run streams side by side; otherwise a device does one thing at a time.
+    threads: how many threads one computation uses. Runs give the same bits if they use the same number.
+    keep_gradients, keep_outputs: keep each step's gradients, or what every chunk returned, to look at them.
+    profile: how many steps to time instruction by instruction, after the first few; `run.recordings()`.
+    graphs: on CUDA, issue each step as one graph after the first few, so that the host has next to nothing to
+    do. The learning rate is then single precision. Not for steps that need the host: experts, dropout.
+    cluster: the network whose times `rank:N` keeps: a known name, or a TOML file.
+    resume: the checkpoint to begin from, or the folder of a run or of checkpoints, of which the newest intact
+    one is taken. No process then builds the model: each reads what it needs. `run.train()` goes on as
+    `piper train --resume` does. A run that has saved nothing yet starts at its first step.
+    """
+    if not hasattr(program, "plans"):
+        raise ConfigError(
+            f"{type(program).__name__} is not a compiled program",
+            by="launch",
+            hint="compile the job first: piper.launch(piper.compile(job))",
+        )
+    begins = resume is not None and bool(checkpoints_at(Path(resume), program.job))
+    options = Options(
+        timeout=timeout,
+        streams=streams,
+        threads=threads,
+        keep_gradients=keep_gradients,
+        keep_outputs=keep_outputs,
+        profile=profile,
+        graphs=graphs,
+        blank=begins,
+    )
+    run = launcher(program, on, options, cluster=cluster)
+    try:
+        if resume is not None and begins:
+            run.load(resume)
+        elif resume is not None:
+            run.folder = Path(resume)
+            log.warning("%s has no complete checkpoint yet: starting at the first step", resume)
+    except BaseException as error:
+        run.__exit__(type(error), error, error.__traceback__)
+        raise
+    return run
+
+
+def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | None = None) -> Run:
+    """Start a program by the launcher of a name, without importing the others."""
+    check_launcher(on)
+    if options.graphs:
+        check_static(setup_of(program), program.plans, options, by_host=by_host(program, on))
+    if on.startswith(ALONE):
+        from piper.run.single_rank_run import launch_single_rank
+
+        return launch_single_rank(program, on, options, cluster=cluster)
+    world = ranks_of(on)
+    if world is None:
+        return start_run(Sessions(program, options, starter_of(program, on)))
+    from piper.run.mirrored import launch_on_ranks
+
+    return launch_on_ranks(program, options, world)
+
+
+def launch_inline(program: ProgramLike, options: Options = DEFAULT, versions: Files | None = None) -> Run:
+    """Start a program on threads of this process; `versions`: where copies of the state go, if anywhere."""
+    from piper.workers.inline import InlineWorkerGroup
+
+    group = InlineWorkerGroup(program, options, versions)
+    return start_run(Sessions(program, options, GivenGroup(group)))
+
+
+def launch_local(program: ProgramLike, options: Options = DEFAULT, forks: ForkServer | None = None) -> Run:
+    """Start a program on processes of this machine; `forks`: the fork server that several launches share."""
+    from piper.workers.local import LocalStarter
+
+    return start_run(Sessions(program, options, LocalStarter(program, forks=forks)))
+
+
+def ranks_of(on: str) -> RankEnvironment | None:
+    """Return the ranks of torchrun that `local` joins. None: there are none, or it is another launcher."""
+    return rank_environment() if on == "local" else None
+
+
+def starter_of(program: ProgramLike, on: str, versions: Versions | None = None, spares: int = 0) -> Starter:
+    """Return what starts the workers of a launcher, without importing the others.
+
+    versions: the memory for copies of the state. None: none are kept. spares: workers more than devices.
+    """
+    match on:
+        case "inline":
+            from piper.workers.inline import InlineStarter
+
+            return InlineStarter(program, versions)
+        case "local" if (world := ranks_of(on)) is not None:
+            from piper.workers.torchrun import TorchrunStarter
+
+            return TorchrunStarter(program, world, versions, spares)
+        case "local":
+            from piper.workers.local import LocalStarter
+
+            return LocalStarter(program, versions)
+        case "ray":
+            from piper.workers.ray import RayStarter
+
+            return RayStarter(program, versions, spares)
+    raise AssertionError(f"{on} is checked")
+
+
+def versions_of(plans: Plans, on: str) -> Versions:
+    """Return the memory for versions of a launcher: of this machine, or of all machines with agents."""
+    if on == "ray":
+        from piper.workers.ray import RayCalls
+
+        return AgentVersions(plans, RayCalls())
+    if (world := ranks_of(on)) is not None:
+        from piper.workers.torchrun import RankCalls
+
+        return AgentVersions(plans, RankCalls(world))
+    return Versions(plans)
+
+
+def check_launcher(on: str, by: str = "launch") -> None:
+    """Refuse a name that no launcher has."""
+    if on not in get_args(On) and not on.startswith(ALONE):
+        known = (*get_args(On), "rank:N")
+        close = get_close_matches(on, known, n=1)
+        raise ConfigError(
+            f"there is no launcher {on!r}",
+            by=by,
+            hint="on is one of " + ", ".join(known) + (f"; did you mean {close[0]!r}?" if close else ""),
+        )
+
+
+def by_host(program: ProgramLike, on: str) -> bool:
+    """Return whether the devices of a program on CUDA exchange values through the host."""
+    if not is_accelerator(program.device) or on.startswith(ALONE):
+        return False
+    if on == "local":
+        world = ranks_of(on)
+        return crowded(len(program.plans.devices) if world is None else world.nearby)
+    return on == "inline"
+
+
+def recovers(on: str) -> bool:
+    """Return whether lost workers of a launcher can be replaced."""
+    return on in get_args(On)

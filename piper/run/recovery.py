@@ -1,0 +1,395 @@
+"""Sessions of a run whose workers may be lost. Every failure takes one path: no step, sample or bit is lost.
+
+All workers are ended and started again, from a process that has torch imported and from the program as it
+was compiled and proven. They take the newest complete version of the state from memory, see [Note: versions],
+and repeat the steps since then, at most two, on the batches that are still held. A step is a function of the
+state, the batch and the step's number, so it gives the same bits again. That is compared.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from piper.checkpoint.folder import discard, step_path, whole
+from piper.checkpoint.target import UnwrittenError
+from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
+from piper.plan.protected import GENERATIONS
+from piper.run.callback_states import states_of, with_states
+from piper.run.flushing import write_version
+from piper.run.launch import starter_of, versions_of
+from piper.run.retrying import (
+    Disk,
+    Phases,
+    RepeatableFailure,
+    Saving,
+    StepTimes,
+    first_intact,
+    lost_save,
+    no_version,
+    repeatable,
+)
+from piper.run.run import Run, start_run
+from piper.run.run_events import Notify, failure_event, mismatch, recovery, skipped, warm
+from piper.run.session import Session, ended
+from piper.run.sessions import Sessions
+from piper.run.stragglers import Stragglers
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+from piper.workers.results import Batch, Resumed, StepResult
+from piper.workers.starter import Starter
+from piper.workers.transport.versions import Versions
+
+T = TypeVar("T")
+REFILL = 100  # good steps after which all retries are there again
+KEPT = 3  # batches that are held: those of steps that may be repeated, and of the next
+RESULTS = 10_000  # results that are held, to compare repeated steps with
+
+
+class Recovery(Sessions):
+    """Sessions that follow each other when workers are lost, as long as there are retries."""
+
+    closed = False
+
+    def __init__(
+        self,
+        program: ProgramLike,
+        options: Options,
+        starter: Starter,
+        versions: Versions,
+        *,
+        retries: int,
+        stall: float | None = None,
+        notify: Notify = lambda event: None,
+        disk: Disk | None = None,
+    ) -> None:
+        """Prepare the first session.
+
+        stall: seconds without progress that are a failure. None: as steps turn out to take.
+        disk: the checkpoints to go on from where memory is lost. None: there are none.
+        """
+        super().__init__(program, options, starter)
+        self.disk, self.source, self.versions = disk, "memory", versions
+        self.retries = self.left = retries
+        self.given_stall, self.notify = stall, notify
+        self.begun: tuple[Path | str | None, int] = (None, 0)  # the checkpoint that it began from, its step
+        self.unread: dict[str, Tensor] = {}
+        self.protected = False  # the state that it began with is in memory
+        self.at = 0  # the step under way
+        self.batches: dict[int, Batch] = {}
+        self.results: dict[int, StepResult] = {}
+        self.completed: dict[int, object] = {}  # what a checkpoint has besides tensors, by complete steps
+        self.complete(self._states)
+        self.saving: Saving | None = None
+        self.unsaved: ConfigError | None = None  # why a save failed, for the next call that waits for it
+        self.set_after: dict[int, list[tuple[int, str, float]]] = {}  # options of the optimizer, by step
+        self.last: RepeatableFailure | None = None
+        self.failed_at: float | None = None  # since when no worker runs
+        self.phases = Phases()
+        self.good = 0
+        self.times = StepTimes()
+        self.stragglers = Stragglers(program.plans)
+
+    def _states(self) -> object:
+        """Return the states of callbacks, where the position in the data is not known."""
+        return with_states(states_of(self.program.job.callbacks), None)
+
+    def step(self, batch: Batch) -> StepResult:
+        """Train on one global batch."""
+        if self.done not in self.completed:  # the loop is the user's own
+            self.completed[self.done] = self._states()
+        self.batches[self.done + 1] = batch
+        if self.times.begin(batch) and self.current is not None:
+            self.starter.expect(self.current.group, self.stall)
+
+        def act() -> StepResult:
+            self._protect()
+            began = monotonic()
+            result = self.session.step(batch)
+            self.times.add(monotonic() - began)
+            return result
+
+        result = self.call(act, self.done + 1)
+        self.done += 1
+        self.results[self.done] = result
+        self.batches.pop(self.done - self._kept, None)
+        self.results.pop(self.done - RESULTS, None)
+        self._passed()
+        return result
+
+    @property
+    def _kept(self) -> int:
+        """Return for how many steps everything is held that their repetition needs."""
+        return max(KEPT, self.versions.every + 2)
+
+    def complete(self, data: Callable[[], object]) -> None:
+        """Note that all of the last step is done: it is evaluated, and callbacks have run."""
+        self.completed[self.done] = data()
+        self.completed.pop(self.done - self._kept, None)
+
+    def _passed(self) -> None:
+        """Note a good step."""
+        self.last = None
+        self.good += 1
+        if self.good >= REFILL:
+            self.left = self.retries
+        if self.current is not None:
+            self.starter.expect(self.current.group, self.stall)
+            for event in self.stragglers.note(self.done, self.current.busy):
+                self.notify(event)
+        for agent in self.starter.warmed():
+            self.notify(warm(agent, self.done))
+
+    @property
+    def stall(self) -> float:
+        """Return the seconds without progress after which the job has stalled."""
+        return self.times.stall(self.options.timeout) if self.given_stall is None else self.given_stall
+
+    def call(self, act: Callable[[], T], step: int | None = None) -> T:
+        """Return what a function returns, over as many failures as there are retries. step: under way."""
+        while True:
+            if self.closed:
+                raise ended()
+            self.at = self.done if step is None else step
+            try:
+                if self.current is None:
+                    self._start()
+                return act()
+            except WorkerError as error:
+                self._fail(error)
+            except LaunchError as error:
+                if self.failed_at is None:
+                    raise  # it never ran
+                self._fail(error)
+
+    def begin(self) -> None:
+        """Start all workers."""
+        self.call(lambda: None)
+
+    def _start(self) -> None:
+        """Start all workers, let them take the newest state there is, and repeat the steps since then."""
+        version = self._newest()
+        path, first, options = self._origin()
+        fresh = version is None and self._unchanged(first)
+        if not fresh and (version is None or not self._has_batches(version)):
+            self._start_from_disk()
+            return
+        blank = not fresh and self.versions.whole
+        session = self.current = self._launch(replace(options, blank=True) if blank else options)
+        self.starter.expect(session.group, self.given_stall or self.options.timeout)
+        with self.phases.timed("load"):
+            if path is not None and not blank:
+                older = () if fresh else self._past()  # what no step writes is the same in all of them
+                first_intact(session.read, [Path(path), *older])
+            if version is None:
+                self.unread, version = dict(session.unread), first
+            else:
+                self.versions.forget(lambda step: step > version)  # half of one may be there
+                if not blank:
+                    session.protect()  # what no step writes, which was lost
+                session.restore(version, self.unread)
+                self.protected = True
+        self._replay(session, version, self.batches.__getitem__)
+        if self.failed_at is not None:
+            self._recovered(version)
+
+    def _start_from_disk(self) -> None:
+        """Start all workers from the newest checkpoint, and repeat all steps since then."""
+        past = self._past()
+        if self.disk is None or not past:
+            raise no_version(self.done)
+        session = self.current = self._launch(replace(self.options, blank=True))
+        with self.phases.timed("load"):
+            self.versions.forget(lambda step: True)  # also what new agents have held before
+            path, loaded = first_intact(session.read, past)
+            self.unread, self.protected = dict(session.unread), False
+        batches = self.disk.batches(loaded)
+        self._replay(session, loaded.step, lambda step: next(batches))
+        self.source = str(path)
+        self._recovered(loaded.step)
+
+    def _launch(self, options: Options) -> Session:
+        """Start all workers."""
+        try:
+            with self.phases.timed("start"):
+                session = self.open(options)
+        finally:
+            for machine in self.starter.passed_over():
+                self.notify(skipped(machine, self.at))
+        self.phases.part("start", "warm", self.starter.waited)
+        return session
+
+    def _origin(self) -> tuple[Path | str | None, int, Options]:
+        """Return what workers begin with where there is no version: a checkpoint, its step, and options."""
+        return *self.begun, self.options
+
+    def _past(self) -> Sequence[Path]:
+        """Return the checkpoints of steps whose results were returned, the newest first."""
+        return () if self.disk is None else self.disk.past(self.done)
+
+    def _newest(self) -> int | None:
+        """Return the newest complete version of a step whose result was returned. None: there is none."""
+        return self.versions.newest(self.done)
+
+    def _unchanged(self, first: int) -> bool:
+        """Return whether the state that the run began with, after step `first`, leads to the next step."""
+        return self.done == first
+
+    def _has_batches(self, version: int) -> bool:
+        """Return whether the batches of the steps after a version are all held."""
+        return all(step in self.batches for step in range(version + 1, self.done + 1))
+
+    def _replay(self, session: Session, version: int, batch: Callable[[int], Batch]) -> None:
+        """Repeat the steps after a version, and the save that was under way."""
+        under_way = self.at  # steps that are repeated are named by their own numbers
+        self._give_up_saving(version)
+        with self.phases.timed("replay"):
+            for step in range(version, self.done + 1):
+                if step > version:
+                    self._repeat(session, step, batch(step))
+                self._set_again(session, step)
+                saving = self.saving
+                if saving is not None and saving.step == step and not whole(saving.path):
+                    try:
+                        session.write(saving.path, saving.data, wait=False, keep=saving.keep)
+                    except UnwrittenError as error:
+                        self.unsaved = error
+        self.at = under_way
+
+    def _give_up_saving(self, version: int) -> None:
+        """Discard the save that was under way if its state is gone: only that of a later step is held."""
+        saving = self.saving
+        if saving is not None and saving.step < version:
+            self.saving = None
+            if not whole(saving.path):
+                discard(saving.path)
+                self.unsaved = lost_save(saving, version)
+
+    def _repeat(self, session: Session, step: int, batch: Batch) -> None:
+        """Repeat a step, and compare its result with the one that was reported."""
+        self.at = step
+        again, before = session.step(batch), self.results.get(step)
+        if before is not None and repr(again) != repr(before):  # NaN equals NaN
+            self.notify(mismatch(step, before, again))
+
+    def _fail(self, error: WorkerError | LaunchError) -> None:
+        """End all workers. Raise the error if it is not to be tried again."""
+        if self.failed_at is None:
+            self.failed_at, self.phases = monotonic(), Phases()
+        self.good = 0
+        with self.phases.timed("end"):
+            self._end()
+        now = repeatable(error, self.at)
+        if self.left < 1 or (now is not None and now == self.last):
+            raise error
+        self.last = now
+        self.left -= 1
+        self.notify(failure_event(error, self.at, self.left))
+
+    def _end(self) -> None:
+        if self.current is not None:
+            with suppress(PiperError):  # a save that was under way: the failure is what matters
+                self.current.close()
+            self.current = None
+
+    def _recovered(self, version: int) -> None:
+        assert self.failed_at is not None
+        seconds, self.failed_at = monotonic() - self.failed_at, None
+        source, self.source = self.source, "memory"
+        replayed = self.done - version
+        self.notify(recovery(self.at, version, source, replayed, seconds, self.phases, self.left))
+
+    def _protect(self) -> None:
+        """Copy the state that the run begins with."""
+        if not self.protected:
+            self.session.protect()
+            self.protected = True
+
+    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
+        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
+        self.settle()
+        self.saving = None if wait else Saving(step=self.done, path=Path(path), data=data, keep=keep)
+        self.call(lambda: self.session.write(path, data, wait=wait, keep=keep))
+
+    def read(self, path: Path | str) -> Resumed:
+        """Let workers go on from a checkpoint."""
+        resumed = self.call(lambda: self.session.read(path))
+        self.versions.forget(lambda step: True)
+        self.unread, self.protected = dict(self.session.unread), False
+        self.begun, self.saving = (path, resumed.step), None
+        self.done = resumed.step
+        for known in (self.batches, self.results, self.set_after, self.completed):
+            known.clear()
+        return resumed
+
+    def settle(self) -> None:
+        """Wait until the save that is under way is complete."""
+        try:
+            self.call(lambda: self.session.settle())
+        except ConfigError as error:
+            self.unsaved = error
+        unsaved, self.unsaved, self.saving = self.unsaved, None, None
+        if unsaved is not None:
+            raise unsaved
+
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of a group of the optimizer, from the next step on."""
+        self.call(lambda: self.session.set_optimizer_option(group, key, value))
+        self.set_after.setdefault(self.done, []).append((group, key, value))
+
+    def _set_again(self, session: Session, step: int) -> None:
+        """Set the options that were set after a step, because the version of that step is older."""
+        for group, key, value in self.set_after.get(step, ()):
+            session.set_optimizer_option(group, key, value)
+
+    def flush(self, folder: Path, data: Callable[[], object]) -> int | None:
+        """End all workers, and write the newest state of a complete step as a checkpoint. Return its step.
+
+        For a step that takes longer than there is time. None: there is no version in memory.
+        """
+        self._end()
+        for _ in range(GENERATIONS):
+            step = self.versions.newest(max(self.completed))
+            if step is None or whole(path := step_path(folder, step)):
+                return step
+            then, options = self.completed.get(step), self.set_after.get(step, ())
+            with suppress(LaunchError):  # a machine that held it was lost: is another version complete?
+                write_version(
+                    self.program, self.versions, step, path, unread=self.unread, data=then, options=options
+                )
+                return step
+        return None
+
+    def close(self) -> None:
+        """End every worker, what starts them, and the memory of versions. Idempotent."""
+        self.closed = True
+        with ExitStack() as ends:
+            ends.callback(self.versions.close)
+            ends.callback(super().close)
+
+
+def recovering(
+    program: ProgramLike,
+    on: str,
+    options: Options,
+    *,
+    spares: int = 0,
+    make: Callable[..., Recovery] = Recovery,
+    **asked: Any,  # noqa: ANN401  as the sessions have them: retries, stall, notify, disk
+) -> Run:
+    """Start a program on workers that are replaced when they are lost.
+
+    on: inline, local or ray. spares: workers more than devices, for which resources are claimed.
+    """
+    with ExitStack() as ends:
+        versions = versions_of(program.plans, on)
+        ends.callback(versions.close)
+        starter = starter_of(program, on, versions, spares)
+        ends.callback(starter.close)
+        sessions = make(program, options, starter, versions, **asked)
+        ends.pop_all()
+    return start_run(sessions)

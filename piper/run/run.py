@@ -1,0 +1,408 @@
+"""A running job and its training loop, which `run.train()`, a script's own loop and `piper train` share.
+
+A step of the loop: take the next batch of the job's data, train on it, refuse numbers that are not finite,
+call the callbacks, evaluate and save where that is due. The position in the data is saved with the state, so
+a run that goes on from a checkpoint is the run that was not stopped, to the last bit.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property, partial, wraps
+from pathlib import Path
+from types import TracebackType
+from typing import Concatenate, ParamSpec, Self, TypeVar, cast
+
+from torch import Tensor
+
+from piper.callbacks import Callback, Running, named_callbacks
+from piper.checkpoint.folder import step_path
+from piper.checkpoint.target import UndroppedError, UnwrittenError
+from piper.data.feed import Feed, is_position
+from piper.process.usercode import named
+from piper.run.callback_states import states_of, with_states
+from piper.run.evaluating import check_samples, evaluation_batches
+from piper.run.nans import check_finite
+from piper.run.optimizer_groups import OptimizerGroups
+from piper.run.saves import checkpoints_at, checkpoints_of, load_newest, prepare_saves, run_folder
+from piper.run.session import Session
+from piper.run.sessions import Sessions
+from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
+from piper.runtime.full_values import by_bucket, holders, whole_buffers, whole_parameters, whole_state
+from piper.runtime.setup import ProgramLike, setup_of
+from piper.runtime.worker import Options
+from piper.workers.answers import WorkerAnswers
+from piper.workers.results import Batch, EvaluationResult, Means, Resumed, StepResult, state_by_name
+
+P = ParamSpec("P")
+T = TypeVar("T")
+log = logging.getLogger("piper")
+
+
+class Watch(Callback):
+    """What `piper train` adds to the loop: a callback that runs before those of the job. This is empty."""
+
+    everywhere = True
+
+    def begin(self, step: int) -> None:
+        """Run before the batch of a step is taken."""
+
+    def end(self, batch: Batch) -> None:
+        """Run when a step is trained, before its result is looked at."""
+
+    def between(self, run: "Run") -> bool:
+        """Run after the callbacks, before the step is saved. Return whether the training ends here."""
+        return run.leaving()
+
+
+def asking(method: Callable[Concatenate["Run", P], T]) -> Callable[Concatenate["Run", P], T]:
+    """Do all of a method again if workers are lost meanwhile, where the run recovers."""
+
+    @wraps(method)
+    def act(self: "Run", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.sessions.call(partial(method, self, *args, **kwargs))
+
+    return act
+
+
+class Run:
+    """A running job. It ends with its `with` block, with `close`, or when nothing refers to it any more."""
+
+    stopping = False  # a callback has asked to stop
+    saves = True  # it has a state that can be saved
+    folder = Path()  # in which a relative folder of checkpoints lies
+    watch = Watch()
+    _feed: Feed | None = None  # made with the first batch that is taken
+    _loaded: Resumed | None = None  # the checkpoint that it goes on from
+    _from_newest = False  # and whether that was the newest of its folder
+    saves_to: Path | None = None  # the folder of checkpoints, once it is known to be free
+
+    def __init__(self, sessions: Sessions) -> None:
+        """Train with the workers of sessions, which must not refer to the run: they end when it is gone."""
+        self.sessions = sessions
+        self._end = weakref.finalize(self, sessions.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self.sessions.failed = error is not None
+        self.close()
+        return None
+
+    @property
+    def drives(self) -> bool:
+        """Return whether this process writes what callbacks write. Under torchrun rank 0 does."""
+        return self.sessions.drives
+
+    @property
+    def program(self) -> ProgramLike:
+        """Return the program: of an elastic job, that of the devices which it has now."""
+        return self.sessions.program
+
+    @property
+    def options(self) -> Options:
+        """Return how workers run it."""
+        return self.sessions.options
+
+    @property
+    def done(self) -> int:
+        """Return how many steps are trained, those before a loaded checkpoint included."""
+        return self.sessions.done
+
+    @property
+    def session(self) -> Session:
+        """Return the workers as they run now."""
+        return self.sessions.session
+
+    def step(self, batch: Batch) -> StepResult:
+        """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
+        return self.sessions.step(batch)
+
+    def train(self, steps: int | None = None) -> Iterator[StepResult]:
+        """Train so many more steps on the job's data, by default up to the job's `steps`.
+
+        Batches follow those that were taken before, in this run or before its checkpoint. Where the data
+        ends, the next epoch begins with a new call of `data`. After each step callbacks run, and the job is
+        evaluated and saved where that is due, and at the last step. The training ends early where a callback
+        calls `stop`, or the system asks a worker to end.
+        """
+        last = self._last(steps)
+        for batch in self.batches(steps):
+            result = self.step(batch)
+            self.watch.end(batch)
+            self.after_step(self.done, result, last)
+            yield result
+        self.after_training(self.done)
+
+    def batches(self, steps: int | None = None) -> Iterator[Batch]:
+        """Yield the batches of so many more steps, by default up to the job's `steps`: for your own loop."""
+        last = self._last(steps)
+        if steps is None and self.done >= last:
+            log.warning("The run is at step %d of %d already: run.train(n) trains n more", self.done, last)
+        self._prepare_saves()
+        try:
+            while self.done < last:
+                self.watch.begin(self.done + 1)
+                batch = next(self.feed)
+                by = f"{named('data', self.feed.make)}, step {self.feed.step}"
+                check_batch(batch, self.wanted, by=by)
+                yield batch
+                if self.stopping:
+                    break
+        finally:
+            self.stopping = False  # a second call goes on
+
+    @cached_property
+    def wanted(self) -> BatchSpec:
+        """Return the fields that a batch must have."""
+        return wanted_batch(setup_of(self.program))
+
+    def _last(self, steps: int | None) -> int:
+        return self.program.job.steps if steps is None else self.done + steps
+
+    @property
+    def feed(self) -> Feed:
+        """Return the job's data, from the batch that follows the last step on."""
+        if self._feed is None:
+            job = self.program.job
+            self._feed = Feed(job.data, job.seed)
+            self._feed.seek(self.done, None if self._loaded is None else self._loaded.data)
+        return self._feed
+
+    def position(self) -> object:
+        """Return the position in the data, for a checkpoint. None: no batch of it was taken by this run."""
+        if self._feed is not None:
+            return self._feed.state_dict()
+        loaded = None if self._loaded is None else self._loaded.data
+        return loaded if is_position(loaded) else None
+
+    def after_step(self, step: int, result: StepResult, last: int) -> EvaluationResult | None:
+        """Do what the job asks for after a step, in a loop of your own too. `train` does so by itself.
+
+        Refuse a loss that is not finite, call the callbacks, evaluate and save where that is due or the step
+        is the `last`. Return the result of an evaluation.
+        """
+        check_finite(self, step, result)
+        for callback in self._callbacks():
+            callback.on_step(cast(Running, self), step, result)
+        asked, evaluated = self.program.job.evaluate, None
+        if asked is not None and (step % asked.every == 0 or step == last):
+            evaluated = self.evaluate()
+            for callback in self._callbacks():
+                callback.on_evaluate(cast(Running, self), step, evaluated)
+        if self.watch.between(self):
+            self.stop()
+        ends = step == last or self.stopping
+        self._save_step(step, ends)
+        self.complete()
+        return evaluated
+
+    def after_training(self, step: int) -> None:
+        """Call the callbacks at the end of the training, in a loop of your own too."""
+        for callback in self._callbacks():
+            callback.on_end(cast(Running, self), step)
+
+    def _callbacks(self) -> Iterator[Callback]:
+        """Yield the callbacks that run in this process."""
+        for callback in (self.watch, *self.program.job.callbacks):
+            if self.drives or callback.everywhere:
+                yield callback
+
+    def _prepare_saves(self) -> None:
+        """Find out where checkpoints go, before the first step: not among those of another run."""
+        if self.saves_to is not None or not self.saves:
+            return
+        if self.drives:
+            self.saves_to = prepare_saves(self.folder, self.program.job, self._own)
+        else:  # rank 0 looks at the folder, and may have saved already
+            self.saves_to = checkpoints_of(self.folder, self.program.job)
+
+    def _own(self, path: Path) -> bool:
+        """Return whether the run goes on from a checkpoint, or from a later one of its folder."""
+        loaded = self._loaded
+        if loaded is None or Path(loaded.path).parent.absolute() != path.parent.absolute():
+            return False
+        return self._from_newest or path.absolute() <= Path(loaded.path).absolute()
+
+    def _save_step(self, step: int, last: bool) -> None:
+        """Save where it is due. That it fails is a warning, except at the end, for which it waits."""
+        wanted = self.program.job.checkpoint
+        if wanted is None or not self.saves or (step % wanted.every and not last):
+            return
+        self._prepare_saves()
+        assert self.saves_to is not None
+        path = step_path(self.saves_to, step)
+        try:
+            self.settle()  # the save before this one, which was left to finish by itself
+        except (UnwrittenError, UndroppedError) as error:
+            log.warning("warning: %s", error)
+        try:
+            self.save(path, wait=last, keep=wanted.keep)
+            for callback in self._callbacks():
+                callback.on_save(cast(Running, self), step, path)
+        except UndroppedError as error:
+            log.warning("warning: %s", error)
+        except UnwrittenError as error:
+            if last:
+                raise
+            log.warning("warning: %s", error)
+
+    def complete(self) -> None:
+        """Take note that all of a step is done: it is evaluated and saved, and callbacks have run."""
+        self.sessions.complete(self._data)
+
+    def stop(self) -> None:
+        """End the training after this step. For callbacks."""
+        self.stopping = True
+
+    def leaving(self) -> bool:
+        """Return whether the system has asked a worker to end, by SIGTERM."""
+        return self.sessions.leaving()
+
+    def resize(self, devices: int) -> None:
+        """Go on with so many devices, if the job is elastic. For callbacks."""
+        self.sessions.resize(devices)
+
+    def evaluate(self, batches: Iterable[Batch] | None = None) -> EvaluationResult:
+        """Evaluate on global batches, by default those of the job's `evaluate`; nothing is trained.
+
+        The model is in eval mode. A mean loss counts each batch by its samples, a (sum, weight) by its
+        weight, and so do metrics.
+        """
+        means = Means()
+        for batch in evaluation_batches(self.program.job) if batches is None else batches:
+            check_samples(batch)
+            means = self._evaluate(batch, means)
+        return means.result()
+
+    @asking
+    def _evaluate(self, batch: Batch, means: Means) -> Means:
+        return self.session.evaluate(batch, means)
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint: model, optimizer, scheduler, step, callbacks, and the position in the data.
+
+        data: what to save in place of the position in the job's data, for batches that come from elsewhere.
+        wait: False returns once the state is copied, and training goes on while it is written; an error then
+        comes with the next `save`, `settle` or `close`.
+        keep: how many of the newest `step-*` checkpoints in its folder stay once it is complete. None: all.
+        """
+        self.sessions.write(path, self._data(data), wait=wait, keep=keep)
+
+    def _data(self, position: object = None) -> object:
+        """Return what a checkpoint has besides tensors: the position in the data, and callbacks' states."""
+        states = states_of(self.program.job.callbacks)
+        return with_states(states, self.position() if position is None else position)
+
+    def flush(self, folder: Path) -> int | None:
+        """End all workers, and write the newest state in memory as a checkpoint. Return its step.
+
+        None: no state is kept in memory.
+        """
+        return self.sessions.flush(folder, self._data)
+
+    def load(self, path: Path | str) -> Resumed:
+        """Go on from a checkpoint, saved under any strategy, or from the newest of a run's folder."""
+        given, job = Path(path), self.program.job
+        past = checkpoints_at(given, job)
+        alone = past in ([], [given])
+        read = self.sessions.read
+        return self.resumed(read(given) if alone else load_newest(read, past), newest=not alone)
+
+    def resumed(self, resumed: Resumed, *, newest: bool) -> Resumed:
+        """Continue with the steps, the data and the states of callbacks that a checkpoint has.
+
+        newest: it was chosen as the newest of a folder.
+        """
+        self._loaded, self._from_newest = resumed, newest
+        self._feed = self.saves_to = None
+        self.folder = run_folder(Path(resumed.path), self.program.job) or self.folder
+        for name, callback in named_callbacks(self.program.job.callbacks).items():
+            if name in resumed.callbacks:
+                callback.load_state_dict(cast("Mapping[str, object]", resumed.callbacks[name]))
+        self.complete()
+        return resumed
+
+    def settle(self) -> None:
+        """Wait until the save that is under way is complete."""
+        self.sessions.settle()
+
+    @property
+    def optimizer(self) -> OptimizerGroups:
+        """Return the options of the optimizer's groups: `run.optimizer[0]["lr"] = 1e-4`."""
+        return OptimizerGroups(self)
+
+    @asking
+    def optimizer_groups(self) -> list[dict[str, object]]:
+        """Return the options of each group of parameters."""
+        answers = self.session.ask_all(WorkerAnswers.optimizer_options, None)
+        return next((groups for groups in answers.values() if groups is not None), [])
+
+    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of a group of parameters on all devices."""
+        self.sessions.set_optimizer_option(group, key, value)
+
+    @asking
+    def optimizer_state(self, key: str) -> dict[str, Tensor]:
+        """Return in full what the optimizer keeps for each parameter under a key, such as `exp_avg`."""
+        buckets = [bucket for bucket in self.program.plans.buckets.values() if bucket.trainable]
+        asked = {device: (key, names) for device, names in holders(buckets).items()}
+        return whole_state(buckets, by_bucket(self.session.ask(WorkerAnswers.optimizer_state, asked)))
+
+    @asking
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return every parameter and buffer in full, by fully qualified name."""
+        outline, buckets = self.program.outline, [*self.program.plans.buckets.values()]
+        owned = by_bucket(self.session.ask(WorkerAnswers.owned, holders(buckets)))
+        parameters = whole_parameters(buckets, lambda bucket, device: owned[bucket, device])
+        names = [buffer.name for buffer in outline.buffers if buffer.persistent]
+        buffers: dict[str, Tensor] = {}
+        if names:
+            buffers = whole_buffers(self.program.plans, self.session.ask_all(WorkerAnswers.buffers, names))
+        whole = state_by_name(outline, self.session.unread | parameters | buffers)
+        return {name: value.to("cpu", copy=True) for name, value in whole.items()}
+
+    @asking
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
+        buckets = [*self.program.plans.buckets.values()]
+        owned = by_bucket(self.session.ask(WorkerAnswers.gradients, holders(buckets)))
+        given = {place: value for place, value in owned.items() if value is not None}
+        with_gradients = [bucket for bucket in buckets if (bucket.name, bucket.groups[0][0]) in given]
+        whole = whole_parameters(with_gradients, lambda bucket, device: given[bucket, device])
+        first = self.session.devices[0]
+        reached = self.session.ask(WorkerAnswers.reached, {first: None})[first]
+        return {name: value for name, value in whole.items() if name in reached}
+
+    @asking
+    def trails(self) -> dict[int, dict[OutputKey, Tensor]]:
+        """Return what every chunk returned in the last step, by device; `keep_outputs` must be on."""
+        return self.session.ask_all(WorkerAnswers.trail, None)
+
+    @asking
+    def recordings(self) -> dict[int, tuple[DeviceProfile, ClockOffset]]:
+        """Return when the instructions of the recorded steps ran, by device; `profile` must be on."""
+        profiles, clock = self.session.ask_all(WorkerAnswers.record, None), self.session.group.clock
+        return {d: (profile, clock(d)) for d, profile in profiles.items() if profile is not None}
+
+    def close(self) -> None:
+        """End every worker. Idempotent."""
+        self._end()
+
+
+def start_run(sessions: Sessions) -> Run:
+    """Start the workers of a run."""
+    run = Run(sessions)
+    try:
+        sessions.begin()
+    except BaseException:
+        run.close()
+        raise
+    return run

@@ -1,0 +1,271 @@
+"""Starts the workers of a program on several machines, through agents that outlive workers."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from threading import RLock
+from time import monotonic, sleep
+from typing import Any, cast
+
+from piper.plan.plan import Plans
+from piper.runtime.setup import ProgramLike
+from piper.runtime.worker import Options
+from piper.workers.agent_calls import Agent, AgentCalls
+from piper.workers.agent_versions import AgentVersions, ShortMachine
+from piper.workers.agent_watch import AgentWatch, WarmAgent
+from piper.workers.agent_workers import AgentWorkerGroup
+from piper.workers.group import WorkerGroup
+from piper.workers.machines import machines_of, not_started
+from piper.workers.starter import Starter
+from piper.workers.timeouts import TIMEOUTS
+from piper.workers.transport.versions import Versions
+
+
+class AgentStarter(Starter):
+    """Starts the workers of a program again and again, through agents on the machines that are left.
+
+    A bundle has an agent for each device of a machine. Agents of spares import torch too, and so do those of
+    machines that join later: a thread looks for them once the first workers run. The driver and this thread
+    hold `lock` while they read or change the agents.
+    """
+
+    versions: AgentVersions | None
+
+    def __init__(self, program: ProgramLike, versions: Versions | None, calls: AgentCalls) -> None:
+        assert versions is None or isinstance(versions, AgentVersions)
+        super().__init__(program, versions)
+        self.calls = calls
+        self.machines, self.apart = machines_of(program.plans)
+        self.width = max(map(len, self.machines))
+        self.packed: bytes | None = None
+        self.group: AgentWorkerGroup | None = None
+        self.agents: dict[int, tuple[Agent, ...]] = {}  # by bundle
+        self.warm: dict[int, list[Any]] = {}  # calls that end when the agents of a bundle are warm
+        self.used: dict[int, int] = {}  # the bundle of each machine
+        self.lock = RLock()
+        self.taken: dict[int, float] = {}  # since when the agents of a spare bundle start
+        self.fresh: list[WarmAgent] = []  # those that have become warm and are not reported
+        self.unfit: dict[int, ShortMachine] = {}  # bundles on machines that are short of memory
+        self.skipped: list[ShortMachine] = []  # those that were passed over and are not reported
+        self.watch = AgentWatch(self._notice)
+
+    @abstractmethod
+    def _hire(self) -> None:
+        """Take agents into bundles that have none."""
+
+    def _take(self, bundle: int, agents: tuple[Agent, ...]) -> None:
+        """Take new agents into a bundle, as a spare: they hold nothing that the ones before them held."""
+        self.agents[bundle] = agents
+        self.warm[bundle] = [agent.actor.warm.remote() for agent in agents]
+        self.taken[bundle] = monotonic()
+        self.unfit.pop(bundle, None)
+        self.used = {machine: used for machine, used in self.used.items() if used != bundle}
+
+    def _notice(self) -> bool:
+        """Take agents of machines that have joined. Return whether agents still start."""
+        with self.lock:
+            try:
+                self._hire()
+            except self.calls.lost:
+                return True  # the cluster does not answer now; a start that needs agents asks it again
+            for bundle, since in [*self.taken.items()]:
+                if bundle not in self.agents:
+                    del self.taken[bundle]
+                elif self.calls.finished(self.warm[bundle]):
+                    del self.taken[bundle]
+                    self._report(bundle, monotonic() - since)
+            return bool(self.taken)
+
+    def _report(self, bundle: int, seconds: float) -> None:
+        """Note that the agents of a bundle are warm, unless they are lost."""
+        answered = self.calls.answers(dict(enumerate(self.warm[bundle])))
+        if len(answered) == len(self.warm[bundle]):
+            self.fresh.append(WarmAgent(address=self.agents[bundle][0].address, seconds=seconds))
+
+    def warmed(self) -> list[WarmAgent]:
+        """Return the spares that have become warm since the last call, one for each machine."""
+        with self.lock:
+            found, self.fresh = self.fresh, []
+        return found
+
+    def passed_over(self) -> list[ShortMachine]:
+        """Return the machines that were passed over since the last call, because they are short of memory."""
+        with self.lock:
+            found, self.skipped = self.skipped, []
+        return found
+
+    @abstractmethod
+    def _lacking(self) -> Exception:
+        """Return the error of too few machines."""
+
+    @property
+    def near(self) -> bool:
+        """Return whether all workers are on the driver's machine wherever they start, and see its memory."""
+        with self.lock:
+            with suppress(*self.calls.lost):  # the cluster does not answer now: those that are known count
+                self._hire()
+            return {agent.address for agents in self.agents.values() for agent in agents} <= {self.calls.own}
+
+    def start(self, options: Options) -> AgentWorkerGroup:
+        """Start a worker for each device."""
+        try:
+            agents = self._agents()
+            if self.versions is not None:
+                self.versions.place(agents)
+                self._empty(agents.values())
+            group = AgentWorkerGroup(self.program, options, agents, self.calls, self.versions)
+            self.group, group.packed = group, self.packed
+            group.begin()
+        except self.calls.lost as error:
+            raise not_started((str(error) or type(error).__name__).splitlines()[0]) from error
+        self.packed = group.packed
+        if self.versions is not None:
+            self.watch.begin()
+        return group
+
+    def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
+        """Start the workers of another program from now on, on any bundles that live."""
+        super().use(program, versions, places)
+        with self.lock:
+            self._arrange(program.plans)
+        self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
+
+    @abstractmethod
+    def _arrange(self, plans: Plans) -> None:
+        """Divide the devices of another program among machines."""
+
+    def _agents(self) -> dict[int, Agent]:
+        """Return an agent for each device, once they are warm. Those that still answer are used again."""
+        began, self.waited = monotonic(), 0.0
+        while True:
+            with self.lock:
+                self._hire()
+                ranks = self._ranks(len(self.machines))
+                chosen, late = self._chosen(ranks), monotonic() > began + TIMEOUTS.machines_come
+                starting = [call for bundle in chosen if ranks[bundle] for call in self.warm[bundle]]
+                enough = len(chosen) == len(self.machines)
+                if enough and (late or not starting):
+                    if self._pass_over(chosen):
+                        continue
+                    return self._use(chosen)
+                for bundle in chosen:
+                    self.taken.pop(bundle, None)  # no spare any more
+                if self.unfit and not enough and (late or self.group is None):
+                    assert self.versions is not None
+                    raise self.versions.refusal(max(self.unfit.values(), key=lambda machine: machine.has))
+            if late:
+                raise self._lacking()
+            waits = monotonic()
+            if enough:
+                self.calls.wait(starting, max(0.0, began + TIMEOUTS.machines_come - waits))
+            else:
+                sleep(TIMEOUTS.agent_poll)
+            self.waited += monotonic() - waits
+
+    def _chosen(self, ranks: Mapping[int, int]) -> list[int]:
+        """Return the bundles to use of those that live: first those in use, then warm ones."""
+        usable = sorted(ranks, key=lambda b: (b not in self.used.values(), ranks[b], b))
+        return usable[: len(self.machines)]
+
+    def _placed(self, chosen: Sequence[int]) -> dict[int, int]:
+        """Return the bundle of each machine. A machine stays in its bundle if that is chosen."""
+        kept = {m: b for m, b in self.used.items() if b in chosen and m < len(self.machines)}
+        free = iter(bundle for bundle in chosen if bundle not in kept.values())
+        return {m: kept[m] if m in kept else next(free) for m in range(len(self.machines))}
+
+    def _by_device(self, placed: Mapping[int, int]) -> dict[int, Agent]:
+        return {
+            device: agent
+            for machine, bundle in placed.items()
+            for device, agent in zip(self.machines[machine], self.agents[bundle], strict=False)
+        }
+
+    def _use(self, chosen: Sequence[int]) -> dict[int, Agent]:
+        """Return the agents of chosen bundles by device."""
+        self.used = self._placed(chosen)
+        self.taken = {b: since for b, since in self.taken.items() if b not in chosen}
+        return self._by_device(self.used)
+
+    def _pass_over(self, chosen: Sequence[int]) -> bool:
+        """Return whether chosen bundles are on machines that are short of memory, and note these."""
+        if self.versions is None:
+            return False
+        placed = self._placed(chosen)
+        agents = self._by_device(placed)
+        short = self.versions.short(agents, self._without(agents.values()))
+        for node, machine in short.items():
+            there = [b for b in placed.values() if self.agents[b][0].node == node]
+            new = [b for b in there if b not in self.used.values()] or there
+            self.unfit[new[-1]] = machine  # one at a time: the others may fit without it
+            self.skipped.append(machine)
+        return bool(short)
+
+    def _without(self, used: Iterable[Agent]) -> list[Agent]:
+        """Return the agents that have no device."""
+        busy = [*used]
+        return [agent for agents in self.agents.values() for agent in agents if agent not in busy]
+
+    def _empty(self, used: Iterable[Agent]) -> None:
+        """Free the memory of agents that no longer have a device."""
+        assert self.versions is not None
+        with self.lock:
+            for agent in self._without(used):
+                agent.actor.keep.remote(self.versions.owner, (), 0)
+
+    def room(self, *, warm: bool = False) -> int | None:
+        """Return for how many devices workers can start now. warm: only on agents with torch imported."""
+        until = monotonic() + (0.0 if warm else TIMEOUTS.agents_settle)
+        while True:
+            with self.lock:
+                with suppress(*self.calls.lost):
+                    self._hire()
+                found = self._ranks(len(self.agents))
+                chosen = self._chosen(found)
+                if not warm and len(chosen) == len(self.machines) and self._pass_over(chosen):
+                    continue
+            count = sum(not (warm and starting) for starting in found.values())
+            if count >= len(self.machines) or monotonic() > until:
+                return self.width * count
+            sleep(TIMEOUTS.agent_poll_soon)
+
+    def _ranks(self, wanted: int) -> dict[int, int]:
+        """Return the bundles whose agents live: 0 if they are warm and answer, 1 if they still start.
+
+        It takes long to see that a machine is lost, so agents are asked. wanted: answers that are enough.
+        """
+        finished = self.calls.finished
+        found = {bundle: 1 for bundle in self.agents if not finished(self.warm[bundle])}
+        asked = {
+            bundle: [agent.actor.look.remote() for agent in agents]
+            for bundle, agents in self.agents.items()
+            if bundle not in found
+        }
+        until = monotonic() + TIMEOUTS.agent_answers
+        while sum(map(finished, asked.values())) < min(wanted, len(asked)) and monotonic() < until:
+            finished([call for calls in asked.values() for call in calls], TIMEOUTS.agent_poll_soon)
+        for bundle, calls in asked.items():
+            try:
+                if finished(calls):
+                    for call in calls:
+                        self.calls.get(call, TIMEOUTS.agent_answers)
+                    found[bundle] = 0
+            except self.calls.lost:
+                del self.agents[bundle]  # others take their place, if the machine lives
+        return self._fit(found)
+
+    def _fit(self, ranks: dict[int, int]) -> dict[int, int]:
+        """Return the bundles of machines with enough memory. Ask those again that had too little."""
+        self.unfit = {b: machine for b, machine in self.unfit.items() if b in self.agents}
+        asked = {b: self.agents[b][0].actor.room.remote() for b in self.unfit if b in ranks}
+        for bundle, free in self.calls.answers(asked).items():
+            if free is None or cast(int, free) >= self.unfit[bundle].needs:
+                del self.unfit[bundle]
+        return {bundle: rank for bundle, rank in ranks.items() if bundle not in self.unfit}
+
+    def expect(self, group: WorkerGroup, stall: float) -> None:
+        """Let workers fail after `stall` seconds without progress, or later: all machines can answer."""
+        super().expect(group, max(stall, TIMEOUTS.agent_stall))
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the agents."""

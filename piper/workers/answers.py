@@ -1,0 +1,97 @@
+"""What a worker answers: steps, values, gradients, the optimizer, recordings, saves and loads."""
+
+from collections.abc import Sequence
+from time import monotonic
+
+from torch import Tensor
+
+from piper.checkpoint.background import BackgroundSaver, Done
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import DeviceProfile
+from piper.runtime.worker import Sums, Worker
+from piper.workers.messages import ProgramBatch
+from piper.workers.transport.versions import WorkerVersions
+
+
+class WorkerAnswers:
+    """Answers the calls of a driver. A call has the name of its method, and one argument."""
+
+    def __init__(self, worker: Worker, versions: WorkerVersions | None = None) -> None:
+        """Answer for a worker; `versions`: its memory for copies of the state. None: it keeps none."""
+        self.worker, self.versions, self.saver = worker, versions, BackgroundSaver(worker)
+
+    def step(self, given: ProgramBatch) -> Sums:
+        """Train on this device's rows of a batch."""
+        return self.worker.step(given.fields, given.number)
+
+    def evaluate(self, given: ProgramBatch) -> Sums:
+        """Evaluate on this device's rows of a batch."""
+        return self.worker.evaluate(given.number, given.fields)
+
+    def protect(self, _: object = None) -> None:
+        """Copy the state into memory that outlives this worker."""
+        assert self.versions is not None
+        self.versions.write()
+
+    def restore(self, step: int) -> None:
+        """Take the state after a step from memory."""
+        assert self.versions is not None
+        self.versions.restore(step)
+
+    def owned(self, buckets: Sequence[str]) -> dict[str, Tensor]:
+        """Return this device's part of some buckets."""
+        return {name: self.worker.owned(name) for name in buckets}
+
+    def gradients(self, buckets: Sequence[str]) -> dict[str, Tensor | None]:
+        """Return the last step's gradients of this device's part of some buckets."""
+        return {name: self.worker.gradient(name) for name in buckets}
+
+    def optimizer_options(self, _: object) -> list[dict[str, object]] | None:
+        """Return the options of the optimizer's groups. None: this device trains nothing."""
+        return self.worker.env.state.options()
+
+    def set_optimizer_option(self, given: tuple[int, str, float]) -> None:
+        """Set an option of one of the optimizer's groups."""
+        self.worker.env.state.set_option(*given)
+
+    def optimizer_state(self, asked: tuple[str, Sequence[str]]) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
+        """Return what the optimizer keeps under a key for this device's part of some buckets."""
+        key, buckets = asked
+        return {name: self.worker.env.state.kept(name, key) for name in buckets}
+
+    def reached(self, _: object) -> set[str]:
+        """Return the parameters that have gradients."""
+        return self.worker.env.state.reached
+
+    def buffers(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return what this device holds of the named buffers that it uses."""
+        return self.worker.buffers(names)
+
+    def trail(self, _: object) -> dict[OutputKey, Tensor]:
+        """Return what every chunk returned in the last step."""
+        trail = self.worker.latest.trail
+        return {} if trail is None else trail.kept
+
+    def record(self, _: object) -> DeviceProfile | None:
+        """Return when the instructions of the recorded steps ran, on this worker's clock."""
+        return None if self.worker.recorder is None else self.worker.recorder.take()
+
+    def clock(self, _: object) -> float:
+        """Return the time of this worker's clock."""
+        return monotonic()
+
+    def save(self, folder: str) -> None:
+        """Begin to write this device's part of a checkpoint."""
+        self.saver.save(folder)
+
+    def load(self, folder: str) -> None:
+        """Begin to read this device's part of a checkpoint."""
+        self.saver.load(folder)
+
+    def adopt(self, wanted: bool) -> None:
+        """Go on with the state that was read, if it is wanted."""
+        self.saver.adopt(wanted)
+
+    def poll(self, wait: float) -> Done | None:
+        """Wait up to `wait` seconds for a save or load. Return its outcome. None: it is still running."""
+        return self.saver.poll(wait)

@@ -1,0 +1,89 @@
+"""The workers of a program from their start to their end, and how a driver asks them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from piper.plan.plan import Plans
+from piper.runtime.debug.profiler import ClockOffset, compare
+from piper.runtime.setup import ProgramLike, Setup
+from piper.runtime.worker import Options
+from piper.workers.answers import WorkerAnswers
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Readable(Protocol):
+    """An object that can be waited for."""
+
+    def fileno(self) -> int: ...
+
+
+class WorkerGroup(ABC):
+    """The workers of a program, one for each device."""
+
+    leaving = False  # whether the system has asked a worker to end
+    protects = False  # workers keep versions of their state in memory
+    in_order = False  # a call that fails leaves no answers behind, so the next call gets its own
+    unread: dict[str, Tensor]  # the initial parameters and buffers that no worker holds
+
+    def __init__(self, program: ProgramLike, options: Options) -> None:
+        self.program, self.options = program, options
+        self.devices: Sequence[int] = program.plans.devices
+        self.stall = options.timeout  # seconds without any progress after which the job has stalled
+
+    def begin(self) -> None:
+        """Start all workers, or none."""
+        try:
+            self.unread = self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def start(self) -> dict[str, Tensor]:
+        """Start all workers. Return the initial parameters and buffers that no worker holds."""
+
+    @abstractmethod
+    def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
+        """Call a method of workers, each with its argument, and return their answers.
+
+        An error of one worker is a WorkerError, after which no worker can be asked.
+        """
+
+    @abstractmethod
+    def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
+        """Give all workers another program, and the values of buffers that only this program reads."""
+
+    def running(self, program: ProgramLike) -> AbstractContextManager[None]:
+        """Take note inside the block that workers run another program than the one they train with."""
+        return nullcontext()
+
+    def sharing(self, step: int) -> AbstractContextManager[None]:
+        """Let all workers reach the versions of a step inside the block, wherever they lie."""
+        return nullcontext()
+
+    def clock(self, device: int) -> ClockOffset:
+        """Compare the clock of a worker with that of the driver."""
+        return compare(lambda: self.ask(WorkerAnswers.clock, {device: None})[device])
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every worker. Idempotent."""
+
+
+def streams_of(plans: Plans) -> int:
+    """Return the largest number of streams of any device."""
+    return max(len({ins.stream for ins in plan.instrs}) for plan in plans)
+
+
+def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the initial values of parameters and buffers that no device holds. They never change."""
+    on_devices = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
+    residents = (slot for plan in program.plans for slot in plan.residents)
+    on_devices |= {slot.owner for slot in residents if slot.kind == "buffer"}
+    return {name: value.clone() for name, value in values.items() if name not in on_devices}

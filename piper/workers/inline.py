@@ -1,0 +1,158 @@
+"""`inline`: every device is a thread of this process."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from piper.checkpoint.load import blank_values
+from piper.errors import WorkerError
+from piper.runtime.accelerator import is_accelerator
+from piper.runtime.comm.base import speaks_in
+from piper.runtime.comm.inline import World
+from piper.runtime.context import Dice
+from piper.runtime.debug.profiler import ClockOffset
+from piper.runtime.setup import Initial, ProgramLike, Setup, initial_values, setup_of
+from piper.runtime.worker import Options, Worker
+from piper.workers.answers import WorkerAnswers
+from piper.workers.blame import Failure, JobSnapshot, Watcher, blame, private_marks
+from piper.workers.group import WorkerGroup, streams_of
+from piper.workers.processes import ProcessStatus, running
+from piper.workers.starter import Starter
+from piper.workers.transport.versions import Files, WorkerVersions
+
+A = TypeVar("A")
+R = TypeVar("R")
+TOGETHER = ("step", "evaluate", "protect")  # calls that devices answer in their threads
+
+
+class InlineWorkerGroup(WorkerGroup):
+    """Workers that are threads of this process."""
+
+    in_order = True
+
+    def __init__(self, program: ProgramLike, options: Options, versions: Files | None = None) -> None:
+        super().__init__(program, options)
+        self.versions, self.protects = versions, versions is not None
+        self.current = program  # what workers run now
+        self.world = World(program.plans, options.timeout)
+        self.worlds = [self.world]  # and those of programs that have other communicators
+        self.failures: list[Failure] = []
+        self.watchers = {
+            device: Watcher(device, private_marks(streams_of(program.plans)), self.failures.append)
+            for device in self.devices
+        }
+        self.workers: dict[int, Worker] = {}
+        self.answers: dict[int, WorkerAnswers] = {}
+        self.threads = ThreadPoolExecutor(len(self.devices), "device")
+        self.threads_before: int | None = None  # of a computation; None: as they were
+
+    def start(self) -> dict[str, Tensor]:
+        self.threads_before = torch.get_num_threads()
+        torch.set_num_threads(self.options.threads)  # for each thread that begins to compute from now on
+        program, options, setup = self.program, self.options, setup_of(self.program)
+        if is_accelerator(setup.device) and len(self.devices) > 1:
+            # They share one accelerator: on one stream, what a device hands another is in order by itself.
+            options = replace(options, streams=False)
+        initial = setup.build_code(
+            setup.plans,
+            lambda: blank_values(setup.outline) if options.blank else initial_values(program),
+        )
+        dice = Dice(setup.device)
+        for device, watcher in self.watchers.items():
+            comms, stop = self.world.member(device), self.world.stop
+            worker = Worker(setup, device, comms, initial, options, dice, stop, watcher.watch)
+            versions = None if self.versions is None else WorkerVersions(worker, self.versions)
+            self.workers[device], self.answers[device] = worker, WorkerAnswers(worker, versions)
+        return self._unread(initial)
+
+    def _unread(self, initial: Initial) -> dict[str, Tensor]:
+        """Return the values that no chunk reads and so no worker holds. They never change."""
+        plans, outline = self.program.plans, self.program.outline
+        on_workers = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
+        on_workers |= {name for chunk in outline.chunks for name in chunk.buffers}
+        names = (*(p.name for p in outline.parameters), *(b.name for b in outline.buffers if b.persistent))
+        return {name: initial(name) for name in names if name not in on_workers}
+
+    @contextmanager
+    def running(self, program: ProgramLike) -> Iterator[None]:
+        self.current = program
+        try:
+            yield
+        finally:
+            self.current = self.program
+
+    def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
+        name = call.__name__
+        if name not in TOGETHER:
+            return {device: call(self.answers[device], value) for device, value in arguments.items()}
+        answers = self._together(call, arguments)
+        if name == "step" and self.protects and self.program.plans.protection is None:
+            self._together(WorkerAnswers.protect, dict.fromkeys(self.devices))
+        return answers
+
+    def _together(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
+        """Let every device answer in its thread. An error of any is one that names the cause."""
+        futures = {d: self.threads.submit(call, self.answers[d], value) for d, value in arguments.items()}
+        wait(futures.values())
+        for device, future in futures.items():
+            if isinstance(error := future.exception(), Exception):
+                self.watchers[device].fail(error)
+        if self.failures:
+            cause = next(w.first for w in self.watchers.values() if w.first is not None)
+            raise self._blamed() from cause
+        return {device: future.result() for device, future in futures.items()}
+
+    def _blamed(self) -> WorkerError:
+        """Return the error that names the cause."""
+        statuses = {
+            device: ProcessStatus(process=os.getpid(), running=running(watcher.marks))
+            for device, watcher in self.watchers.items()
+        }
+        return blame(
+            JobSnapshot(
+                plans=self.current.plans,
+                origins=self.current.origins,
+                timeout=self.options.timeout,
+                statuses=statuses,
+                failures=self.failures,
+            )
+        )
+
+    def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
+        world = self.world
+        if not speaks_in(setup.plans, self.program.plans):
+            world = World(setup.plans, self.options.timeout)
+            self.worlds.append(world)
+        for device, worker in self.workers.items():
+            member = world.member(device)
+            worker.prepare(number, setup, member, buffers.__getitem__, world.stop, trains=trains)
+
+    def clock(self, device: int) -> ClockOffset:
+        return ClockOffset(offset=0.0, error=0.0)
+
+    def close(self) -> None:
+        if self.threads_before is not None:
+            torch.set_num_threads(self.threads_before)
+            self.threads_before = None
+        for world in self.worlds:
+            world.stop()
+        self.threads.shutdown()
+        for worker in self.workers.values():
+            worker.close()
+
+
+class InlineStarter(Starter):
+    """Starts workers as threads. What hangs in a thread cannot be ended."""
+
+    def start(self, options: Options) -> InlineWorkerGroup:
+        group = InlineWorkerGroup(
+            self.program, options, None if self.versions is None else self.versions.files
+        )
+        group.begin()
+        return group

@@ -1,0 +1,125 @@
+"""The state of processes of this machine, and the files and signals that they share.
+
+Nothing heavy is imported: some of this runs where a worker no longer answers.
+"""
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+
+from piper.workers.timeouts import TIMEOUTS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStatus:
+    """What is known of one device's process from outside."""
+
+    process: int
+    running: tuple[int, ...] = ()  # places in its plan, one for each stream that is at work
+    ended: str | None = None  # how the process ended. None: it lives
+    stopped: bool = False
+
+
+def stopped(process: int) -> bool:
+    """Return whether a process of this machine is stopped by a signal. False where that cannot be seen."""
+    return state(process) in ("T", "t")
+
+
+def gone(process: int) -> bool:
+    """Return whether a process of this machine has ended, even if its parent has not reaped it."""
+    return state(process) in ("", "Z", "X")
+
+
+def state(process: int) -> str:
+    """Return the system's letter for the state of a process. Empty: there is no such process."""
+    return stat_field(process, 0)
+
+
+def started(process: int) -> str:
+    """Return when a process of this machine started. Empty: there is no such process."""
+    return stat_field(process, 19)
+
+
+def stat_field(process: int, place: int) -> str:
+    """Return a field of /proc/PID/stat, counted from the one after the command."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    return text.rpartition(")")[2].split()[place]
+
+
+def how(status: int) -> str:
+    """Return how a process ended, in words."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    return f"was killed by {signal.Signals(-status).name}"
+
+
+def running(marks: Sequence[int]) -> tuple[int, ...]:
+    """Return the instructions that run, by the marks of a device."""
+    return tuple(number - 1 for number in marks if number)
+
+
+class Termination:
+    """Notes SIGTERM instead of ending the process: a worker ends with its driver, which saves first."""
+
+    def __init__(self) -> None:
+        self.asked = self.reported = False
+
+    def install(self) -> None:
+        """Handle the signal from now on. Needs the main thread."""
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+    def news(self) -> bool:
+        """Return whether the signal has come since the last call."""
+        new, self.reported = self.asked and not self.reported, self.asked
+        return new
+
+
+class StopWatch:
+    """Decides which processes have been stopped by a signal for so long that they count as lost."""
+
+    def __init__(self, bound: float = TIMEOUTS.stopped) -> None:
+        self.bound = bound
+        self.since: dict[int, float] = {}
+
+    def lasting(self, process: int, is_stopped: bool) -> bool:
+        """Note whether a process is stopped now. Return whether it has been for longer than the bound."""
+        if not is_stopped:
+            self.since.pop(process, None)
+            return False
+        return monotonic() - self.since.setdefault(process, monotonic()) > self.bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFile:
+    """A file without a name, as another process of the machine finds it."""
+
+    path: str
+    stamp: tuple[int, int]  # device and inode: what tells a file from all others of a machine
+
+    @staticmethod
+    def of(descriptor: int) -> "SharedFile":
+        """Return where other processes find a file of this process."""
+        about = os.fstat(descriptor)
+        return SharedFile(path=f"/proc/{os.getpid()}/fd/{descriptor}", stamp=(about.st_dev, about.st_ino))
+
+    def open(self) -> int | None:
+        """Open the file. None: it is not a file of this machine."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR)
+        except OSError:
+            return None
+        about = os.fstat(descriptor)
+        if (about.st_dev, about.st_ino) == self.stamp:
+            return descriptor
+        os.close(descriptor)  # a process of another machine has the same number
+        return None

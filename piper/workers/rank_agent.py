@@ -1,0 +1,288 @@
+"""The agent of a rank of a torchrun job: it forks the worker of a device, or waits as a spare.
+
+Rank 0 drives and has an agent too. torchrun sees the ranks only, so a worker that is lost does not end them.
+When a machine is lost its ranks are gone. A rank whose link was down connects again, as a spare.
+"""
+
+import atexit
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic, sleep
+from typing import cast
+
+import numpy as np
+
+from piper.errors import LaunchError
+from piper.runtime.debug.output_recorder import OutputKey
+from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
+from piper.workers.agent import MachineAgent
+from piper.workers.processes import ProcessStatus, SharedFile, Termination, gone, stopped
+from piper.workers.rank_environment import RankEnvironment
+from piper.workers.rendezvous import (
+    HOW,
+    DriverAddress,
+    addresses,
+    check_key,
+    ending,
+    key_of,
+    lost_leader,
+    own_address,
+)
+from piper.workers.results import EvaluationResult, Means, Resumed, StepResult
+from piper.workers.timeouts import TIMEOUTS
+from piper.workers.transport.channel import Channel, ClosedError, connect
+from piper.workers.transport.fork_server import ForkServer
+from piper.workers.transport.serialize import Codec
+
+log = logging.getLogger("piper")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentPlace:
+    """The first message of an agent: where it runs."""
+
+    address: str
+    local: int
+    follows: bool = False  # the script of its rank wants the results of the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentFailure:
+    """An answer of an agent that could not do what it was asked for."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankZeroResult:
+    """What a call of the run returned or raised on rank 0, so that it does the same on the other ranks."""
+
+    call: str
+    value: object = None
+    error: str | None = None  # the class of what it raised instead, its text and its notes
+    text: str = ""
+    notes: tuple[str, ...] = ()
+
+
+Hear = Callable[[RankZeroResult | None], None]  # None: the run has ended
+RESULTS = (StepResult, EvaluationResult, Means, Resumed, OutputKey, DeviceProfile, ClockOffset)
+CODEC = Codec((AgentPlace, AgentFailure, ProcessStatus, SharedFile, RankZeroResult, *RESULTS))
+
+
+def sent(value: object) -> object:
+    """Return a value as a message holds it. Arrays are bytes there."""
+    return value.tobytes() if isinstance(value, np.ndarray) else value
+
+
+def received(value: object) -> object:
+    """Return a value of a message."""
+    return np.frombuffer(value, dtype=np.uint8) if isinstance(value, bytes) else value
+
+
+class RankAgent(MachineAgent):
+    """The agent of a rank. Its workers prove that they know the key of the job, which is never sent."""
+
+    warm_servers: list[ForkServer] = []  # noqa: RUF012  of agents that have ended: the next need not import torch
+
+    def __init__(self, key: bytes, hear: Hear | None = None) -> None:
+        super().__init__()
+        self.key, self.hear_result = key, hear
+
+    def warm(self) -> None:
+        """Start the fork server, or take that of an agent that has ended."""
+        if self.forks is None:
+            with suppress(IndexError):
+                self.forks = self.warm_servers.pop()
+        super().warm()
+
+    def start(self, device: int, driver: tuple[str, int], key: bytes, width: int, values: SharedFile) -> int:
+        """Fork the worker of a device, which connects to its driver. Return its process id."""
+        return super().start(device, driver, self.key, width, values)
+
+    def hear(self, result: RankZeroResult) -> None:
+        """Pass a result of rank 0 on to the script of this rank."""
+        assert self.hear_result is not None, "it has said that its script wants none"
+        self.hear_result(result)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the worker, which reports it to the driver: the system ends this rank."""
+        if self.process:
+            with suppress(ProcessLookupError):
+                os.kill(self.process, signal.SIGTERM)
+
+    def answer(self, name: str, arguments: Sequence[object]) -> object:
+        """Return what a method returns, or why it failed."""
+        try:
+            assert name in METHODS, f"agents do not {name}"
+            return getattr(self, name)(*arguments)
+        except Exception as error:  # noqa: BLE001  it is raised in the driver
+            return AgentFailure(why=f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """End the worker and give the memory back. The fork server stays for the next agent of the rank."""
+        self.end()
+        if self.forks is not None and not (gone(self.forks.server) or stopped(self.forks.server)):
+            self.warm_servers.append(self.forks)
+            self.forks = None
+        super().close()
+
+
+# What a driver may call.
+METHODS = frozenset([*(name for name in vars(MachineAgent) if not name.startswith("_")), "hear"])
+
+
+class ServedAgent:
+    """The agent of this rank for one launch, which a thread serves until the driver has ended."""
+
+    def __init__(self, world: RankEnvironment, address: DriverAddress, hear: Hear | None = None) -> None:
+        """Start the thread; `hear`: is called with the results of rank 0. None: its script wants none."""
+        self.world, self.address, self.hear = world, address, hear
+        self.key = key_of(world, address)
+        self.agent: RankAgent | None = None
+        self.channel: Channel | None = None
+        self.leaving = False
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._run, name="agent", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001  it is raised in the thread that waits
+            self.error = error
+        finally:
+            if self.hear is not None:
+                self.hear(None)
+
+    def _serve(self) -> None:
+        """Connect and answer calls until the driver does not listen. Connect again after a link was down."""
+        until, known, said = monotonic() + TIMEOUTS.rank_away, False, False
+        while monotonic() < until and not self.leaving:
+            try:
+                channel = self._connect()
+            except ConnectionRefusedError:
+                return  # the driver does not listen any more
+            except ClosedError as error:
+                if known:
+                    return
+                raise other_key(self.world, self.address, str(error)) from error
+            except OSError as error:
+                if not said:
+                    away = TIMEOUTS.rank_away
+                    text = "rank %d cannot reach rank 0, and tries for %g s: %s"
+                    log.warning(text, self.world.rank, away, error)
+                    said = True
+                sleep(TIMEOUTS.rank_retry)
+                continue
+            self._answer(channel)
+            until, known, said = monotonic() + TIMEOUTS.rank_away, True, False
+        if not self.leaving:
+            raise lost_leader(self.world)
+
+    def _connect(self) -> Channel:
+        host, port = self.address.host, self.address.port
+        channel = connect((host, port), self.key, self.world.rank, TIMEOUTS.meeting, CODEC)
+        place = AgentPlace(
+            address=own_address(self.world), local=self.world.local, follows=self.hear is not None
+        )
+        channel.send(place)
+        return channel
+
+    def _answer(self, channel: Channel) -> None:
+        """Answer the calls of the driver until the channel is closed."""
+        agent = RankAgent(self.key, self.hear)
+        self.agent, self.channel = agent, channel
+        try:
+            while True:
+                name, arguments = cast("tuple[str, list[object]]", channel.recv())
+                channel.send(sent(agent.answer(name, [*map(received, arguments)])))
+        except (ClosedError, OSError):
+            return
+        finally:
+            self.agent = self.channel = None
+            channel.close()
+            agent.close()
+
+    def busy(self) -> bool:
+        """Return whether the driver is still there. Raise what has ended the thread instead."""
+        if self.error is not None:
+            raise self.error
+        return self.thread.is_alive()
+
+    def terminate(self) -> None:
+        """Pass on that the system has asked this rank to end, unless a spare replaces it then."""
+        if (agent := self.agent) is not None and not self.address.spares:
+            agent.terminate()
+
+    def wait(self) -> None:
+        """Wait until the driver has ended."""
+        self.thread.join()
+        self.busy()
+
+    def leave(self) -> None:
+        """End the agent and its worker, whatever the driver does."""
+        self.leaving = True
+        if (channel := self.channel) is not None:
+            leave(channel)
+        self.thread.join(TIMEOUTS.ranks_leave)
+
+
+def other_key(world: RankEnvironment, address: DriverAddress, why: str) -> LaunchError:
+    """Return the error of a rank that has another key than rank 0."""
+    return LaunchError(
+        "this rank and rank 0 do not know the same key",
+        by=f"rank {world.rank}",
+        facts={"at": f"{address.host}:{address.port}", "why": why},
+        hint=HOW,
+    )
+
+
+def leave(channel: Channel) -> None:
+    """Close a channel. A thread that waits for a message ends."""
+    with suppress(OSError):
+        channel.end.shutdown(socket.SHUT_RDWR)
+    channel.close()
+
+
+@atexit.register
+def close_warm_servers() -> None:
+    """End the fork servers that no agent uses."""
+    while RankAgent.warm_servers:
+        RankAgent.warm_servers.pop().close()
+
+
+def prepare_fork_server() -> None:
+    """Start the fork server of this rank's first agent, which then imports torch while rank 0 compiles."""
+    RankAgent.warm_servers.append(ForkServer())
+
+
+def attend(world: RankEnvironment) -> int:
+    """Have an agent for everything that rank 0 launches, until it is done. Return this rank's exit code.
+
+    torchrun passes SIGTERM and Ctrl-C on to every rank. Rank 0 acts on them: it saves, and needs this rank.
+    """
+    termination = Termination()
+    termination.install()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    check_key(world)
+    prepare_fork_server()
+    agents: list[ServedAgent] = []
+
+    def leaves() -> bool:
+        busy = [agent for agent in agents if agent.busy()]
+        if termination.asked:
+            for agent in busy:
+                agent.terminate()
+        return termination.asked and not busy
+
+    for address in addresses(world, leaves):
+        agents.append(ServedAgent(world, address))
+    for agent in agents:
+        agent.wait()
+    return ending(world)

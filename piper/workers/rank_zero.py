@@ -1,0 +1,31 @@
+"""Runs a verb of the command line on rank 0 of a job that torchrun has started."""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+from piper.workers.rank_environment import rank_environment
+
+P = ParamSpec("P")
+
+
+def on_rank_zero(verb: Callable[P, None]) -> Callable[P, None]:
+    """Run a verb of the command line on rank 0 only under torchrun, with agents in the other ranks."""
+
+    @wraps(verb)
+    def act(*args: P.args, **kwargs: P.kwargs) -> None:
+        world = rank_environment() if kwargs["on"] == "local" else None
+        if world is None:
+            verb(*args, **kwargs)
+        elif world.leads:
+            from piper.workers.rendezvous import leading  # torch is paid for only where it is used
+
+            with leading(world):
+                verb(*args, **kwargs)
+        else:
+            from piper.workers.rank_agent import attend
+
+            sys.exit(attend(world))
+
+    return act

@@ -1,0 +1,214 @@
+"""`ray`: every device is a worker on a node of a Ray cluster, started by an agent that is an actor."""
+
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from piper.plan.plan import Plans
+from piper.process.attributes import replaced
+from piper.runtime.accelerator import is_accelerator
+from piper.runtime.setup import ProgramLike
+from piper.workers.agent import AgentProcess
+from piper.workers.agent_calls import Agent, AgentCalls
+from piper.workers.agent_starter import AgentStarter
+from piper.workers.machines import no_room, packed_machines
+from piper.workers.timeouts import TIMEOUTS
+from piper.workers.transport.versions import Versions
+
+REMOVER = """
+import os, shutil, signal, sys, time
+from pathlib import Path
+folder, word = Path(sys.argv[1]), sys.stdin.read()
+def of_ray(process):  # Ray writes new titles over command lines and environments; its logs stay open
+    program = os.readlink(process / "exe")
+    files = [os.readlink(file) for file in (process / "fd").iterdir()]
+    ours = program == os.path.realpath(sys.executable) or "/ray/core/" in program
+    return ours and any(file.startswith(f"{folder}/") for file in files)
+until, absent = time.monotonic() + 60, 0
+while time.monotonic() < until and absent < (1 if word else 8):
+    if not word:  # the driver was killed: some processes of its Ray may still run, and write
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if of_ray(process):
+                    os.kill(int(process.name), signal.SIGKILL)
+            except OSError:
+                continue
+    shutil.rmtree(folder, ignore_errors=True)
+    absent = 0 if folder.exists() else absent + 1
+    time.sleep(0 if word else 0.5)
+"""
+
+
+@contextmanager
+def cluster(devices: int) -> Iterator[None]:
+    """Use a Ray that is initialised or named, or start one on this machine that ends with the block."""
+    if ray.is_initialized():
+        yield
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    with ExitStack() as held:
+        if address:
+            ray.init(address=address, logging_level=logging.ERROR)
+        else:
+            folder = held.enter_context(folder_of_ray())
+            with loopback():
+                ray.init(
+                    address="local",
+                    num_cpus=max(devices, os.cpu_count() or 1),
+                    include_dashboard=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=folder,
+                )
+        held.callback(ray.shutdown)
+        yield
+
+
+@contextmanager
+def folder_of_ray() -> Iterator[str]:
+    """Make a folder that another process removes after the block, or when this process is killed."""
+    folder = tempfile.mkdtemp(prefix="piper-ray-")
+    words = [sys.executable, "-I", "-S", "-c", REMOVER, folder]
+    remover = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield folder
+    finally:
+        with suppress(subprocess.TimeoutExpired):  # then it goes on by itself
+            remover.communicate("now", timeout=TIMEOUTS.ray_folder_removed)
+
+
+@contextmanager
+def loopback() -> Iterator[None]:
+    """Let a Ray that is started inside listen on this machine only.
+
+    Ray does so by itself where it supports no clusters; given a loopback address it takes another instead.
+    """
+    with replaced(ray_constants, "ENABLE_RAY_CLUSTER", False):
+        yield
+
+
+@contextmanager
+def resources(bundles: int, bundle: Mapping[str, float], *, apart: bool) -> Iterator[PlacementGroup]:
+    """Claim resources for agents, spares included. apart: each bundle on a node of its own."""
+    strategy = "STRICT_SPREAD" if apart else "PACK"
+    group = placement_group([dict(bundle) for _ in range(bundles)], strategy=strategy)
+    try:
+        if not group.wait(TIMEOUTS.machines_come):
+            raise lacking(bundles, bundle, apart=apart)
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def lacking(bundles: int, bundle: Mapping[str, float], *, apart: bool) -> Exception:
+    """Return the error of a cluster that has no room for these bundles."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    fitting = sum(all(has.get(name, 0) >= amount for name, amount in bundle.items()) for has in nodes)
+    has = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return no_room(bundles, bundle, has, (bundles, fitting) if apart else None)
+
+
+class RayCalls(AgentCalls):
+    """Waits for calls of actors."""
+
+    lost = (RayError, GetTimeoutError)
+
+    @property
+    def own(self) -> str:
+        """Return the address of the driver's machine."""
+        found: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return found
+
+    def get(self, call: Any, timeout: float = TIMEOUTS.meeting) -> Any:  # noqa: ANN401  Ray's references have no type
+        """Return the answer to a call."""
+        return ray.get(call, timeout=timeout)
+
+    def wait(self, calls: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        """Wait until all calls have ended, at most `timeout` seconds. Return those, and the others."""
+        done, waiting = ray.wait([*calls], num_returns=len(calls), timeout=timeout) if calls else ([], [])
+        return done, waiting
+
+    def put(self, value: Any) -> Any:  # noqa: ANN401
+        """Return a value as an argument of several calls."""
+        return ray.put(value)
+
+    def keys(self) -> tuple[bytes, bytes]:
+        """Return a new key, which goes to agents as it is: Ray protects its messages, or does not."""
+        key = secrets.token_bytes(32)
+        return key, key
+
+
+class RayStarter(AgentStarter):
+    """Starts workers through agents that are actors, on the nodes that are left.
+
+    A Ray that is initialised already is used, with all its nodes. Otherwise one is started, which listens on
+    this machine only, and is stopped again. Bundles are claimed when the job starts, and Ray gives those of a
+    lost node to another one.
+    """
+
+    def __init__(self, program: ProgramLike, versions: Versions | None, spares: int) -> None:
+        """Claim resources for every device and for spares; a cluster without room for all is refused."""
+        super().__init__(program, versions, RayCalls())
+        self.gpus = int(is_accelerator(program.device))
+        room = float(self.width)
+        self.bundle = {"CPU": room, "GPU": room} if self.gpus else {"CPU": room}
+        self.held = ExitStack()
+        count = len(self.machines) + -(-spares // self.width)
+        try:
+            self.held.enter_context(cluster(count * self.width))
+            self.placed = self.held.enter_context(resources(count, self.bundle, apart=self.apart))
+            self.held.callback(self._dismiss)
+        except BaseException:
+            self.held.close()
+            raise
+
+    def _hire(self) -> None:
+        """Start agents in bundles that have none, or whose node Ray has replaced."""
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        alive = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+        where = placement_group_table(self.placed)["bundles_to_node_id"]
+        for bundle, node in ((int(index), node) for index, node in where.items()):
+            known = self.agents.get(bundle)
+            if known is not None and known[0].node == node and node in alive:
+                continue
+            self.agents.pop(bundle, None)
+            if node in alive:
+                place = PlacementGroupSchedulingStrategy(self.placed, placement_group_bundle_index=bundle)
+                made = ray.remote(AgentProcess).options(
+                    num_cpus=1, num_gpus=self.gpus, scheduling_strategy=place, max_restarts=0
+                )
+                agents = [
+                    Agent(actor=made.remote(), node=node, address=alive[node]) for _ in range(self.width)
+                ]
+                self._take(bundle, tuple(agents))
+
+    def _arrange(self, plans: Plans) -> None:
+        self.machines, self.apart = packed_machines(plans, self.width)  # bundles stay as they were claimed
+
+    def _lacking(self) -> Exception:
+        return lacking(len(self.machines), self.bundle, apart=self.apart)
+
+    def _dismiss(self) -> None:
+        for agent in (agent for agents in self.agents.values() for agent in agents):
+            ray.kill(agent.actor)
+
+    def close(self) -> None:
+        """End the agents, give the resources back, and end a Ray of our own."""
+        self.watch.close()
+        self.held.close()

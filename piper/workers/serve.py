@@ -1,0 +1,215 @@
+"""A worker's side of a launch: one device that runs its plan, answers calls and reports failures."""
+
+import json
+import os
+import queue
+import socket
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import cast
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+import piper.experts  # noqa: F401  captured code calls its operators
+from piper.checkpoint.load import blank_values
+from piper.runtime.accelerator import KINDS, accelerators, is_accelerator
+from piper.runtime.comm.base import Comms, speaks_in
+from piper.runtime.comm.gloo import GlooComms, GlooTransport
+from piper.runtime.comm.nccl import NcclComms
+from piper.runtime.comm.staged import StagedComms
+from piper.runtime.setup import Initial, Setup
+from piper.runtime.worker import Sums, Worker
+from piper.workers.answers import WorkerAnswers
+from piper.workers.blame import Failure, ReportedError, Watcher, failure_of
+from piper.workers.messages import (
+    CODEC,
+    Assignment,
+    Heartbeat,
+    Preparation,
+    ProgramBatch,
+    unpack_setup,
+)
+from piper.workers.processes import Termination
+from piper.workers.timeouts import TIMEOUTS
+from piper.workers.transport.channel import Channel, ClosedError, connect
+from piper.workers.transport.nameless_files import map_marks
+from piper.workers.transport.shared_memory import SharedValues
+from piper.workers.transport.versions import WorkerVersions
+
+
+class WorkerServer(WorkerAnswers):
+    """A worker that answers calls. Its first failure is its answer, even while other streams still wait."""
+
+    def __init__(self, given: Assignment, initial: Initial, marks: memoryview) -> None:
+        """Build the worker of a device; `marks`: the progress of each stream, for the driver to read."""
+        self.device, self.given = given.device, given
+        torch.set_num_threads(given.options.threads)
+        setup = unpack_setup(given.setup)
+        if is_accelerator(setup.device):
+            take_one(setup.device.type, given.local)
+        self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
+        accelerator = setup.device if is_accelerator(setup.device) else None
+        self.watcher = Watcher(self.device, marks, self.answers.put, accelerator)
+        self.transport: GlooTransport | None = None  # of all programs, where gloo is used
+        comms = self._comms(setup, "")
+        worker = Worker(
+            setup,
+            self.device,
+            comms,
+            blank_values(setup.outline) if given.options.blank else initial,
+            given.options,
+            on_failure=comms.abort,
+            watch=self.watcher.watch,
+        )
+        super().__init__(worker, None if given.versions is None else WorkerVersions(worker, given.versions))
+        self.trouble: Failure | None = None  # of what was done between two calls
+        self.failed = False  # the last call
+        self.thread = ThreadPoolExecutor(1, "step")
+
+    def _comms(self, setup: Setup, prefix: str) -> Comms:
+        """Return NCCL between accelerators, and gloo on hosts or where an accelerator is shared.
+
+        prefix: of the keys by which the workers of one program meet in the store that all programs share.
+        """
+        given = self.given
+        at, patience = given.store, timedelta(seconds=max(given.options.timeout, TIMEOUTS.meeting))
+        met = TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=patience)
+        store = PrefixStore(prefix, met) if prefix else met
+        timeout = given.options.timeout
+        if is_accelerator(setup.device) and not given.shares:
+            return NcclComms(setup.plans, self.device, store, setup.device, timeout)
+        self.transport = self.transport or GlooTransport(at.own)
+        gloo = GlooComms(setup.plans, self.device, store, self.transport, timeout, patience=patience)
+        return StagedComms(gloo, setup.device) if is_accelerator(setup.device) else gloo
+
+    def step(self, given: ProgramBatch) -> Sums:
+        """Train on this device's rows of a batch."""
+        sums = self._watched(lambda: super(WorkerServer, self).step(given))
+        return replace(sums, busy=self.watcher.take_busy())
+
+    def prepare(self, given: Preparation) -> None:
+        """Take another program. Meet the other workers for it if it has other communicators."""
+        setup, comms = unpack_setup(given.setup), self.worker.env.comms
+        if not speaks_in(setup.plans, self.worker.setup.plans):
+            comms = self._comms(setup, f"program-{given.number}")
+        initial = given.buffers.__getitem__
+        self.worker.prepare(given.number, setup, comms, initial, comms.abort, trains=given.trains)
+
+    def evaluate(self, given: ProgramBatch) -> Sums:
+        """Evaluate on this device's rows of a batch."""
+        return self._watched(lambda: super(WorkerServer, self).evaluate(given))
+
+    def _watched(self, act: Callable[[], Sums]) -> Sums:
+        """Run a plan in the thread of steps. A failure of any stream is raised, while others wait."""
+
+        def run() -> None:
+            try:
+                self.answers.put(act())
+            except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+                self.watcher.fail(error)
+
+        self.thread.submit(run)
+        answer = self.answers.get()
+        if isinstance(answer, Failure):
+            raise ReportedError(answer)
+        return answer
+
+    def between(self, call: str) -> None:
+        """Do what is due after a call was answered, while the driver makes the next one."""
+        if self.versions is None or self.versions.holders.state is not None:
+            return  # there is no memory for it, or instructions copy the state
+        if call == "step" and self.trouble is None and not self.failed:
+            try:
+                self.protect()
+            except Exception as error:  # noqa: BLE001  it is the answer to the next call
+                self.trouble = failure_of(self.device, error)
+
+    def answer(self, call: str, argument: object) -> object:
+        """Answer a call. A failure is an answer too."""
+        if self.trouble is not None:
+            return self.trouble
+        try:
+            answer: object = getattr(self, call)(argument)
+        except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+            answer = failure_of(self.device, error)
+        self.failed = isinstance(answer, Failure)  # a step that ends half-way leaves no state to keep
+        return answer
+
+    def close(self) -> None:
+        """End this worker's threads, where its process continues."""
+        self.thread.shutdown()
+        self.worker.close()
+
+
+def main(descriptors: Sequence[int]) -> int:
+    """Be a worker: receive an assignment, then answer the calls of the driver until it is gone.
+
+    descriptors: the way to the driver, the marks of progress, and the file of the initial values.
+    """
+    way, marks, values = descriptors
+    termination = Termination()
+    termination.install()
+    channel = channel_to_driver(way)
+    with suppress(ClosedError):
+        given = cast(Assignment, channel.recv())
+        sys.path[:] = given.path or sys.path
+        serve(
+            channel,
+            given,
+            lambda: WorkerServer(given, SharedValues(values, given.values), map_marks(marks)),
+            termination,
+        )
+    return 0
+
+
+def channel_to_driver(way: int) -> Channel:
+    """Return the channel over a pair of sockets, or to the address that a ticket names, with its key."""
+    if stat.S_ISSOCK(os.fstat(way).st_mode):
+        return Channel(socket.socket(fileno=way), codec=CODEC)
+    host, port, key, device = json.loads(os.pread(way, os.fstat(way).st_size, 0))
+    return connect((host, port), bytes.fromhex(key), device, TIMEOUTS.meeting, CODEC)
+
+
+def serve(
+    channel: Channel, given: Assignment, build: Callable[[], WorkerServer], termination: Termination
+) -> None:
+    """Build a worker, report that it is ready or why it is not, and answer calls until the driver is gone."""
+    try:
+        server = build()
+    except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
+        channel.send(failure_of(given.device, error))
+        return
+    channel.send(None)
+    try:
+        while True:
+            call, argument = cast("tuple[str, object]", channel.recv())
+            answer = server.answer(call, argument)
+            if termination.news():
+                channel.send(Heartbeat(leaving=True))
+            channel.send(answer)
+            server.between(call)
+    except ClosedError:
+        return
+
+
+def crowded(workers: int) -> bool:
+    """Return whether workers of this machine have to share its accelerators."""
+    return workers > accelerators()
+
+
+def take_one(kind: str, local: int) -> None:
+    """Let this process see one accelerator only, as the first: the one that captured code names.
+
+    It must not have looked for accelerators yet. Only those that are visible to it are counted.
+    """
+    visible = KINDS[kind].visible
+    listed = os.environ.get(visible)
+    numbers = listed.split(",") if listed else [str(i) for i in range(accelerators())]
+    os.environ[visible] = numbers[local % len(numbers)]

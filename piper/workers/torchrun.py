@@ -1,0 +1,273 @@
+"""`local` under torchrun: rank 0 drives, and starts workers through the agents of all ranks."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import Any, cast
+
+from piper.errors import LaunchError
+from piper.plan.plan import Plans
+from piper.runtime.setup import ProgramLike
+from piper.workers.agent_calls import Agent, AgentCalls
+from piper.workers.agent_starter import AgentStarter
+from piper.workers.agent_versions import AgentVersions
+from piper.workers.machines import machines_of, no_room
+from piper.workers.rank_agent import (
+    CODEC,
+    AgentFailure,
+    AgentPlace,
+    RankAgent,
+    RankZeroResult,
+    leave,
+    received,
+    sent,
+)
+from piper.workers.rank_environment import RankEnvironment, check_size
+from piper.workers.rendezvous import (
+    DriverAddress,
+    check_key,
+    given_key,
+    new_launch,
+    next_launch,
+    offered_key,
+    own_address,
+    publish_address,
+    ranks_absent,
+)
+from piper.workers.serve import crowded
+from piper.workers.timeouts import TIMEOUTS
+from piper.workers.transport.channel import Channel, ClosedError, Listener
+from piper.workers.transport.versions import Versions
+
+
+class AgentLostError(ConnectionError):
+    """An agent cannot be reached any more, or could not do what it was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteMethod:
+    """A method of an agent that can be called."""
+
+    begin: Callable[..., "Future[object]"]
+
+    def remote(self, *arguments: object) -> "Future[object]":
+        """Begin a call. Arguments that are calls are replaced by their answers."""
+        return self.begin(arguments)
+
+
+class RemoteAgent:
+    """The driver's side of an agent. Calls are made one after the other, by a thread."""
+
+    def __init__(self, ask: Callable[[str, list[object]], object], close: Callable[[], None]) -> None:
+        self.ask, self.end_of = ask, close
+        self.gone = False  # it will never answer again
+        self.calls = ThreadPoolExecutor(1, thread_name_prefix="agent")
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        return RemoteMethod(begin=partial(self._begin, name))
+
+    def _begin(self, name: str, arguments: Sequence[object]) -> "Future[object]":
+        try:
+            return self.calls.submit(self._call, name, arguments)
+        except RuntimeError:  # it is closed
+            lost: Future[object] = Future()
+            lost.set_exception(AgentLostError("the agent has ended"))
+            return lost
+
+    def _call(self, name: str, arguments: Sequence[object]) -> object:
+        given = [arg.result(TIMEOUTS.meeting) if isinstance(arg, Future) else arg for arg in arguments]
+        try:
+            answer = self.ask(name, given)
+        except (ClosedError, OSError) as error:
+            self.gone = True
+            raise AgentLostError(str(error)) from error
+        if isinstance(answer, AgentFailure):
+            raise AgentLostError(answer.why)
+        return answer
+
+    def close(self) -> None:
+        """End the agent. What it was asked for is not answered any more."""
+        self.calls.shutdown(wait=False, cancel_futures=True)
+        self.end_of()
+
+
+def over(channel: Channel, name: str, arguments: list[object]) -> object:
+    """Return what the agent at the other end of a channel answers."""
+    channel.send((name, [*map(sent, arguments)]))
+    return received(channel.recv())
+
+
+class RankCalls(AgentCalls):
+    """Waits for calls of the agents of ranks."""
+
+    lost = (AgentLostError, TimeoutError, CancelledError)
+
+    def __init__(self, world: RankEnvironment) -> None:
+        self.world, self.key = world, b""
+
+    @property
+    def own(self) -> str:
+        """Return the address of the driver's machine."""
+        return own_address(self.world)
+
+    @property
+    def crowded(self) -> bool:  # type: ignore[override]
+        """Return whether workers have to share accelerators."""
+        return crowded(self.world.nearby)
+
+    def get(self, call: Any, timeout: float = TIMEOUTS.meeting) -> Any:  # noqa: ANN401  answers have no type in common
+        """Return the answer to a call."""
+        return call.result(timeout)
+
+    def wait(self, calls: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        """Wait until all calls have ended, at most `timeout` seconds. Return those, and the others."""
+        done, waiting = wait(calls, timeout)
+        return [*done], [*waiting]
+
+    def put(self, value: Any) -> Any:  # noqa: ANN401
+        """Return a value as an argument of several calls."""
+        return value
+
+    def keys(self) -> tuple[bytes, bytes]:
+        """Return the key of the job. Agents know it."""
+        return self.key, b""
+
+
+class TorchrunStarter(AgentStarter):
+    """Starts workers through the agents of ranks, of which this process is rank 0."""
+
+    def __init__(
+        self, program: ProgramLike, world: RankEnvironment, versions: Versions | None = None, spares: int = 0
+    ) -> None:
+        """Wait for all ranks. Refuse to train if one does not come, or if copies cannot be kept apart."""
+        check_size(world, len(program.plans.devices), spares)
+        check_key(world)
+        calls = cast(RankCalls, versions.calls) if isinstance(versions, AgentVersions) else RankCalls(world)
+        super().__init__(program, versions, calls)
+        self.world, self.spares = world, spares
+        self.ranks: dict[int, Agent] = {}
+        self.followers: set[int] = set()  # ranks whose scripts want results
+        self.unsent: dict[int, Future[object]] = {}  # the last result that was sent to each of them
+        self.held = ExitStack()
+        try:
+            with ExitStack() as until_all_came:
+                self._listen(calls, until_all_came)
+                self._await_ranks()
+            needed, bundles = len(self.machines) + -(-spares // self.width), len(self._bundles())
+            if bundles < needed:
+                raise no_room(needed, {"rank": float(self.width)}, {}, (needed, bundles))
+        except BaseException:
+            self.held.close()
+            raise
+
+    def _listen(self, calls: RankCalls, until_all_came: ExitStack) -> None:
+        """Publish where agents connect to, and be the first agent. Offer a key until all came."""
+        given = given_key()
+        launch = "" if given is not None else new_launch()
+        calls.key = given if given is not None else until_all_came.enter_context(offered_key(launch))
+        self.held.callback(self._dismiss)  # when it no longer listens, so that no agent connects again
+        self.listener = self.held.enter_context(Listener(calls.own, calls.key, TIMEOUTS.rank_place, CODEC))
+        host, port = self.listener.address
+        address = DriverAddress(host=host, port=port, launch=launch, spares=self.spares > 0)
+        publish_address(self.world, next_launch(self.world), address)
+        mine = RankAgent(calls.key)
+        self._admit(0, AgentPlace(address=calls.own, local=self.world.local), mine.answer, mine.close)
+
+    def _await_ranks(self) -> None:
+        until = monotonic() + TIMEOUTS.meeting
+        while missing := [rank for rank in range(self.world.size) if rank not in self.ranks]:
+            self._accept(TIMEOUTS.accept)
+            if monotonic() > until:
+                raise ranks_absent(missing)
+
+    def _accept(self, timeout: float) -> bool:
+        """Take the next rank that has connected. Return whether there was one."""
+        arrived = self.listener.accept(timeout)
+        if arrived is None:
+            return False
+        rank, channel = arrived
+        try:
+            place = channel.recv()
+        except (ClosedError, TimeoutError):
+            place = None
+        if isinstance(place, AgentPlace) and 0 < rank < self.world.size:
+            channel.limit(None)  # calls may take long, and each has a timeout of its own
+            self.followers |= {rank} if place.follows else set()
+            self._admit(rank, place, partial(over, channel), partial(leave, channel))
+        else:
+            channel.close()
+        return True
+
+    def _admit(
+        self,
+        rank: int,
+        place: AgentPlace,
+        ask: Callable[[str, list[object]], object],
+        close: Callable[[], None],
+    ) -> None:
+        if rank in self.ranks:
+            self.ranks[rank].actor.close()  # of a link that was down
+        self.ranks[rank] = Agent(
+            actor=RemoteAgent(ask, close),
+            node=str(rank - place.local),  # the first rank of its machine
+            address=place.address,
+            local=place.local,
+        )
+
+    def _bundles(self) -> dict[int, tuple[Agent, ...]]:
+        """Return the agents that can take the devices of a machine, by the rank of the first."""
+        alive = {rank: agent for rank, agent in sorted(self.ranks.items()) if not agent.actor.gone}
+        if not self.apart:
+            return {rank: (agent,) for rank, agent in alive.items()}
+        nodes: dict[str, dict[int, Agent]] = {}
+        for rank, agent in alive.items():
+            nodes.setdefault(agent.node, {})[rank] = agent
+        return {
+            min(ranks): tuple(ranks.values())[: self.width]
+            for ranks in nodes.values()
+            if len(ranks) >= self.width
+        }
+
+    def _hire(self) -> None:
+        while self._accept(0.0):
+            continue
+        bundles = self._bundles()
+        self.agents = {bundle: agents for bundle, agents in self.agents.items() if bundle in bundles}
+        for bundle, agents in bundles.items():
+            if self.agents.get(bundle) != agents:
+                self._take(bundle, agents)
+
+    def _arrange(self, plans: Plans) -> None:
+        self.machines, self.apart = machines_of(plans)
+        self.width = max(map(len, self.machines))
+
+    def _lacking(self) -> Exception:
+        return LaunchError(
+            "too few ranks are left",
+            by="launch",
+            facts={
+                "needs": f"{len(self.machines)} machines with {self.width} ranks each"
+                if self.apart
+                else f"{len(self.machines)} ranks",
+                "has": f"{len(self._bundles())}",
+            },
+            hint="start all ranks again with --resume, to go on from a checkpoint; claim more spares",
+        )
+
+    def publish(self, result: RankZeroResult) -> None:
+        """Send the result of a call to the scripts of the other ranks."""
+        for rank in self.followers:
+            self.unsent[rank] = self.ranks[rank].actor.hear.remote(result)
+
+    def _dismiss(self) -> None:
+        for agent in self.ranks.values():
+            agent.actor.close()
+
+    def close(self) -> None:
+        """End the agents, once the other ranks have all results. Idempotent."""
+        wait(self.unsent.values(), TIMEOUTS.results_sent)
+        self.watch.close()
+        self.held.close()

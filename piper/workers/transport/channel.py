@@ -1,0 +1,365 @@
+"""Messages between two processes over a socket, after both have proved that they know one key.
+
+[Note: handshake] The listener sends a random number. The worker answers with its name, a random number of
+its own and an HMAC over all three under the key. The listener proves the same, under another label, and only
+then does either side read a message. Both derive a key for each direction from the exchange. Every frame ends
+with an HMAC over its number, its length and its content under that key, so frames cannot be added, changed,
+repeated or left out.
+"""
+
+import errno
+import hashlib
+import hmac
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic, sleep
+from types import TracebackType
+from typing import Self
+
+from piper.workers.timeouts import TIMEOUTS
+from piper.workers.transport.serialize import Codec, MessageError
+
+LENGTH = struct.Struct("!Q")
+NAME = struct.Struct("!I")
+NONCE = 32  # bytes
+PROOF = hashlib.sha256().digest_size
+ANSWER = NAME.size + NONCE + PROOF  # what a worker sends during the handshake
+GREETING = b"piper/1\n"
+PENDING = 256  # connections that may be in their handshake at a time; the oldest gives way to a new one
+TRIES = 5  # times that a worker connects: a crowded listener may drop one connection, but not all of them
+PROBES = 3  # times that a silent machine is asked before its connections end
+UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+PLAIN = Codec()
+
+
+class ClosedError(ConnectionError):
+    """The other process has closed its end, or sends what is not a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameKeys:
+    """The keys of the frames that one end of a channel sends and receives."""
+
+    sent: bytes
+    received: bytes
+
+
+def keep_alive(end: socket.socket) -> None:
+    """Let waits on a connection end when the other machine is lost: it cannot close the connection."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": TIMEOUTS.link_idle,
+        "TCP_KEEPINTVL": TIMEOUTS.link_probe,
+        "TCP_KEEPCNT": PROBES,
+        "TCP_USER_TIMEOUT": TIMEOUTS.unread * 1000,
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):  # not every system has all of them
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class Channel:
+    """One end of a socket that carries typed messages."""
+
+    def __init__(
+        self,
+        end: socket.socket,
+        timeout: float | None = None,
+        *,
+        codec: Codec = PLAIN,
+        keys: FrameKeys | None = None,
+    ) -> None:
+        """Wrap one end of a connection.
+
+        timeout: seconds that one call may wait. None: without limit, for a process that only waits for calls.
+
+        keys: the keys of a channel over a network. None: a pair of sockets that only the two processes have.
+        """
+        self.end, self.codec, self.keys = end, codec, keys
+        self.sent = self.received = 0  # frames
+        self.sending = threading.Lock()
+        self.lost: Callable[[], bool] = lambda: False  # whether to give up before the timeout
+        self.limit(timeout)
+
+    def limit(self, timeout: float | None) -> None:
+        """Let one call wait for so many seconds from now on. None: without limit."""
+        self.timeout = timeout
+        self.end.settimeout(None if timeout is None else min(timeout, TIMEOUTS.channel_poll))
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self.end.fileno()
+
+    def send(self, value: object) -> None:
+        """Send one message. Several threads may send."""
+        self.send_encoded(self.codec.encode(value))
+
+    def send_encoded(self, message: bytes) -> None:
+        """Send one message that is encoded already."""
+        length = LENGTH.pack(len(message))
+        with self.sending:
+            tag = b"" if self.keys is None else frame_tag(self.keys.sent, self.sent, length, message)
+            left = memoryview(b"".join((length, message, tag)))
+            while left:
+                left = left[self._patiently(self.end.send, left) :]
+            self.sent += 1
+
+    def recv(self) -> object:
+        """Return the next message."""
+        head = self._read(LENGTH.size)
+        (length,) = LENGTH.unpack(head)
+        try:
+            message = self._read(length)
+        except (MemoryError, OverflowError) as error:
+            raise ClosedError(f"a frame claims to hold {length} bytes") from error
+        if self.keys is not None:
+            wanted = frame_tag(self.keys.received, self.received, bytes(head), message)
+            if not hmac.compare_digest(wanted, self._read(PROOF)):
+                raise ClosedError("a frame does not carry the digest of this channel's key")
+        self.received += 1
+        try:
+            return self.codec.decode(message)
+        except MessageError as error:
+            raise ClosedError(str(error)) from error
+
+    def _read(self, length: int) -> bytearray:
+        data = bytearray(length)
+        view, got = memoryview(data), 0
+        while got < length:
+            count = self._patiently(self.end.recv_into, view[got:])
+            if not count:
+                raise ClosedError("the other process is gone")
+            got += count
+        return data
+
+    def _patiently(self, move: Callable[[memoryview], int], data: memoryview) -> int:
+        """Send or receive some bytes. Give up after the timeout, or when the other process is lost."""
+        began = monotonic()
+        while True:
+            try:
+                return move(data)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise ClosedError("the other process is gone") from error
+            except OSError as error:
+                if error.errno in UNREACHABLE:
+                    raise ClosedError("the other machine cannot be reached") from error
+                if not isinstance(error, TimeoutError):
+                    raise
+                if self.lost() or monotonic() - began >= (self.timeout or 0.0):
+                    raise
+
+    def close(self) -> None:
+        """Close this end."""
+        self.end.close()
+
+
+def frame_tag(key: bytes, number: int, length: bytes, message: bytes | bytearray) -> bytes:
+    """Return the digest that ends a frame."""
+    made = hmac.new(key, LENGTH.pack(number), "sha256")
+    made.update(length)
+    made.update(message)
+    return made.digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handshake:
+    """What both sides of a new connection know once it is made; see [Note: handshake]."""
+
+    key: bytes
+    listener: bytes  # the random number of the side that listens
+    worker: bytes  # and of the side that connects
+    name: int  # of the worker
+
+    def digest(self, label: str) -> bytes:
+        """Return the digest that only a process that knows the key can make, for one purpose."""
+        said = GREETING + label.encode() + b"\0" + self.listener + self.worker + NAME.pack(self.name)
+        return hmac.digest(self.key, said, "sha256")
+
+    @property
+    def worker_proof(self) -> bytes:
+        return self.digest("worker knows the key")
+
+    @property
+    def listener_proof(self) -> bytes:
+        return self.digest("listener knows the key")
+
+    def frame_keys(self, *, listens: bool) -> FrameKeys:
+        """Return the keys for the frames of one side."""
+        down, up = self.digest("frames to worker"), self.digest("frames to listener")
+        return FrameKeys(sent=down, received=up) if listens else FrameKeys(sent=up, received=down)
+
+
+def connect(address: tuple[str, int], key: bytes, name: int, timeout: float, codec: Codec = PLAIN) -> Channel:
+    """Connect to a listener under a name. Raise ClosedError if the listener does not prove its key."""
+    for _ in range(TRIES - 1):
+        try:
+            return _connect(address, key, name, timeout, codec)
+        except (ClosedError, ConnectionResetError):
+            sleep(TIMEOUTS.connect_pause)
+    return _connect(address, key, name, timeout, codec)
+
+
+def _connect(address: tuple[str, int], key: bytes, name: int, timeout: float, codec: Codec) -> Channel:
+    end = socket.create_connection(address, timeout)
+    try:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(end)
+        greeting = _exactly(end, len(GREETING) + NONCE)
+        if not greeting.startswith(GREETING):
+            raise ClosedError("what listens there is not a driver of this version")
+        shake = Handshake(
+            key=key, listener=greeting[len(GREETING) :], worker=secrets.token_bytes(NONCE), name=name
+        )
+        end.sendall(NAME.pack(name) + shake.worker + shake.worker_proof)
+        if not hmac.compare_digest(_exactly(end, PROOF), shake.listener_proof):
+            raise ClosedError("what listens there does not know the key")
+    except BaseException:
+        end.close()
+        raise
+    return Channel(end, codec=codec, keys=shake.frame_keys(listens=False))
+
+
+def _exactly(end: socket.socket, size: int) -> bytes:
+    """Read this many bytes within the socket's timeout."""
+    data = b""
+    while len(data) < size:
+        got = end.recv(size - len(data))
+        if not got:
+            raise ClosedError("the other process is gone")
+        data += got
+    return data
+
+
+class _Visitor:
+    """A connection that has not yet proved that it knows the key."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end, self.nonce, self.until = end, secrets.token_bytes(NONCE), monotonic() + TIMEOUTS.handshake
+        self.answer = b""
+        end.setblocking(False)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(end)
+        end.send(GREETING + self.nonce)  # it fits into any send buffer
+
+    def read(self) -> bool:
+        """Read what has come. Return whether the answer is complete."""
+        got = self.end.recv(ANSWER - len(self.answer))
+        if not got:
+            raise ClosedError("it has left")
+        self.answer += got
+        return len(self.answer) == ANSWER
+
+    def handshake(self, key: bytes) -> Handshake | None:
+        """Return the handshake, if the answer proves that the worker knows the key."""
+        name, nonce = self.answer[: NAME.size], self.answer[NAME.size : NAME.size + NONCE]
+        shake = Handshake(key=key, listener=self.nonce, worker=nonce, name=NAME.unpack(name)[0])
+        known = hmac.compare_digest(self.answer[NAME.size + NONCE :], shake.worker_proof)
+        return shake if known else None
+
+
+class Listener:
+    """A socket at which workers arrive. Connections that reset, stay idle or send garbage delay no other."""
+
+    def __init__(self, address: str, key: bytes, timeout: float | None, codec: Codec = PLAIN) -> None:
+        """Listen on a free port of an address; `timeout`: of the channels to the workers."""
+        self.key, self.timeout, self.codec = key, timeout, codec
+        self.socket = socket.create_server((address, 0), backlog=1024)
+        self.socket.setblocking(False)
+        self.visitors: OrderedDict[int, _Visitor] = OrderedDict()
+        self.arrived: list[tuple[int, Channel]] = []
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.socket, selectors.EVENT_READ)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Return the host and port to connect to."""
+        host, port = self.socket.getsockname()[:2]
+        return host, port
+
+    def accept(self, timeout: float) -> tuple[int, Channel] | None:
+        """Return the name and channel of the next worker, or None if none arrives in time."""
+        until = monotonic() + timeout
+        while not self.arrived:
+            left = until - monotonic()
+            if left < 0:
+                return None
+            oldest = next(iter(self.visitors.values()), None)
+            if oldest is not None:
+                left = min(left, max(0.0, oldest.until - monotonic()))
+            for ready, _ in self.selector.select(left):
+                if ready.fileobj is self.socket:
+                    self._admit()
+                else:
+                    self._hear(ready.fd)
+            self._expire()
+        return self.arrived.pop(0)
+
+    def _admit(self) -> None:
+        try:
+            end, _ = self.socket.accept()
+        except OSError:
+            return  # it was reset before it was accepted
+        try:
+            visitor = _Visitor(end)
+        except OSError:
+            end.close()
+            return
+        if len(self.visitors) >= PENDING:
+            self._drop(next(iter(self.visitors)))
+        self.visitors[end.fileno()] = visitor
+        self.selector.register(end, selectors.EVENT_READ)
+
+    def _hear(self, descriptor: int) -> None:
+        visitor = self.visitors.get(descriptor)
+        if visitor is None:
+            return  # it gave way to another one a moment ago
+        try:
+            if not visitor.read():
+                return
+            shake = visitor.handshake(self.key)
+            if shake is not None:
+                visitor.end.send(shake.listener_proof)
+        except BlockingIOError:
+            return
+        except OSError:
+            shake = None
+        if shake is None:
+            self._drop(descriptor)
+            return
+        del self.visitors[descriptor]
+        self.selector.unregister(visitor.end)
+        channel = Channel(visitor.end, self.timeout, codec=self.codec, keys=shake.frame_keys(listens=True))
+        self.arrived.append((shake.name, channel))
+
+    def _expire(self) -> None:
+        now = monotonic()
+        for descriptor in [found for found, visitor in self.visitors.items() if visitor.until <= now]:
+            self._drop(descriptor)
+
+    def _drop(self, descriptor: int) -> None:
+        visitor = self.visitors.pop(descriptor)
+        self.selector.unregister(visitor.end)
+        visitor.end.close()
+
+    def close(self) -> None:
+        """Stop listening, and close what has not become a channel of the caller's."""
+        for descriptor in list(self.visitors):
+            self._drop(descriptor)
+        for _, channel in self.arrived:
+            channel.close()
+        self.selector.close()
+        self.socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,225 @@
+"""The sections that versions of a job's state consist of: written, found and read in shared memory."""
+
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from piper.checkpoint.json_state import dtype_named
+from piper.checkpoint.metadata import Record, SavedPiece, Trainer, kept_by
+from piper.checkpoint.save import Copied, Shapes, merged
+from piper.checkpoint.storage import CheckpointReader, StoredRange, TensorRange, index_of
+from piper.runtime.accelerator import is_accelerator, pin, unpin
+from piper.workers.transport.serialize import Codec
+from piper.workers.transport.shared_memory import ALIGNMENT
+
+HEAD = struct.Struct("=qqqqq")  # the step plus one, or 0 while it is written; bytes: text, layout, begin, end
+ROOM = 256  # bytes by which the text may grow before the tensors behind it move
+SPAN = 2**36  # bytes from one section to the next. What is not written takes no memory
+REST = 0  # the section of what no instruction copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionLayout:
+    """What lies where in a section."""
+
+    placed: tuple[StoredRange, ...]
+    offsets: tuple[int, ...]  # of each placed part, in bytes
+    moments: dict[str, Shapes]  # the optimizer's tensors
+
+
+CODEC = Codec((Copied, VersionLayout))
+
+
+def same(value: Tensor) -> Tensor:
+    """Return a tensor's elements, copied only if they do not lie one after another."""
+    return value.detach().contiguous()
+
+
+def rounded(nbytes: int) -> int:
+    """Return bytes rounded up, so that any type can begin there."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class SectionWriter:
+    """Writes one section of the memory of a device, see [Note: versions]."""
+
+    def __init__(self, device: int, descriptors: Sequence[int], number: int) -> None:
+        self.device, self.descriptors, self.number = device, descriptors, number
+        self.memories: dict[int, mmap.mmap] = {}
+        self.parts: list[TensorRange] | None = None  # those that were copied last, with their layout as bytes
+        self.layout, self.begin, self.end = b"", 0, 0  # and where they begin and end
+        self.targets: dict[int, list[Tensor]] = {}  # the places of these parts in memory, by generation
+        self.last = 0  # the generation that was written last
+
+    def write(self, copied: Copied, text: bytes | None = None) -> None:
+        """Copy a part of the state. Its tensors may be those that the worker trains.
+
+        text: the rest of the copy as bytes, where it is known. The parts of the last call may be given again.
+        """
+        text = encoded(copied) if text is None else text
+        if copied.parts is not self.parts or HEAD.size + len(text) + len(self.layout) > self.begin:
+            self.targets.clear()
+            self.parts, self.layout = (
+                copied.parts,
+                CODEC.encode(layout_of(copied, f"device-{self.device:05}")),
+            )
+            self.begin = rounded(HEAD.size + len(text) + ROOM + len(self.layout))
+            self.end = self.begin + sum(rounded(part.tensor.nbytes) for part in copied.parts)
+        index, device = text + self.layout, device_of(copied)
+        memory = self._memory(self.end, pinned=device is not None)
+        HEAD.pack_into(memory, 0, 0, len(text), len(self.layout), self.begin, self.end)
+        memory[HEAD.size : HEAD.size + len(index)] = index
+        if self.last not in self.targets:
+            self.targets[self.last] = [*places(memory, self.begin, copied.parts)]
+        if copied.parts:
+            torch._foreach_copy_(
+                self.targets[self.last], [part.tensor.reshape(-1) for part in copied.parts], non_blocking=True
+            )
+        # The number comes last on the stream that copies, which the host does not wait for.
+        head = torch.frombuffer(memory, dtype=torch.int64, count=1)
+        head.copy_(torch.full((1,), copied.step + 1, device=device), non_blocking=True)
+        del head  # before the memory closes under it
+
+    def image(self) -> Tensor:
+        """Return the bytes that were written last."""
+        memory = self.memories[self.last]
+        return torch.frombuffer(memory, dtype=torch.uint8, count=HEAD.unpack_from(memory)[-1])
+
+    def take(self, image: Tensor) -> None:
+        """Write a section as another device has written it."""
+        about = HEAD.unpack(bytes(image[: HEAD.size].numpy()))
+        memory = self._memory(len(image))
+        HEAD.pack_into(memory, 0, 0, *about[1:])
+        place = torch.frombuffer(memory, dtype=torch.uint8, count=len(image))
+        place[HEAD.size :].copy_(image[HEAD.size :])
+        del place  # before the memory closes under it
+        HEAD.pack_into(memory, 0, *about)
+
+    def _memory(self, nbytes: int, *, pinned: bool = False) -> mmap.mmap:
+        """Return the memory of the older generation, at least this large."""
+        steps = [step_in(descriptor, self.number) for descriptor in self.descriptors]
+        self.last = min(range(len(steps)), key=lambda i: -1 if (step := steps[i]) is None else step)
+        found = self.memories.get(self.last)
+        if found is None or len(found) < nbytes:
+            if found is not None:
+                self.targets.pop(self.last, None)
+                if pinned:
+                    unpin(torch.frombuffer(found, dtype=torch.uint8))
+                found.close()
+            descriptor, begin = self.descriptors[self.last], self.number * SPAN
+            # Memory that is missing is an error here. Where it is written to, it would be a killed process.
+            os.posix_fallocate(descriptor, begin, nbytes)
+            found = self.memories[self.last] = mmap.mmap(descriptor, nbytes, offset=begin)
+            if pinned:
+                pin(torch.frombuffer(found, dtype=torch.uint8))
+        return found
+
+
+def encoded(copied: Copied) -> bytes:
+    """Return a copy without its tensors and their layout as bytes."""
+    return CODEC.encode(replace(copied, parts=[], moments={}))
+
+
+def device_of(copied: Copied) -> torch.device | None:
+    """Return the accelerator that the tensors of a copy are on. None: they are on the host."""
+    return next((part.tensor.device for part in copied.parts if is_accelerator(part.tensor.device)), None)
+
+
+def places(memory: mmap.mmap, begin: int, parts: Iterable[TensorRange]) -> Iterator[Tensor]:
+    """Yield the place of each part in memory."""
+    for part in parts:
+        count, dtype = part.tensor.numel(), part.tensor.dtype
+        yield torch.frombuffer(memory, dtype=dtype, count=count, offset=begin) if count else part.tensor
+        begin += rounded(part.tensor.nbytes)
+
+
+def image_bytes(image: Tensor) -> int:
+    """Return how many bytes a section takes whose bytes come first in a tensor."""
+    return int(HEAD.unpack(bytes(image[: HEAD.size].numpy()))[-1])
+
+
+def layout_of(copied: Copied, file: str) -> VersionLayout:
+    """Return what lies where in a version. Offsets count from the first tensor."""
+    offsets, at = [], 0
+    for part in copied.parts:
+        offsets.append(at)
+        at += rounded(part.tensor.nbytes)
+    placed = tuple(
+        StoredRange(
+            key=part.key,
+            dtype=str(part.tensor.dtype).removeprefix("torch."),
+            size=part.size,
+            piece=part.lies(file),
+        )
+        for part in copied.parts
+    )
+    return VersionLayout(placed=placed, offsets=tuple(offsets), moments=copied.moments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldVersion:
+    """A version of one device in memory."""
+
+    copied: Copied  # without tensors
+    layout: VersionLayout
+    memory: mmap.mmap
+    begin: int  # where its tensors begin
+
+    def part(self, number: int) -> Tensor:
+        """Return the elements of a part."""
+        placed, at = self.layout.placed[number], self.begin + self.layout.offsets[number]
+        count = placed.piece.elements
+        return torch.frombuffer(self.memory, dtype=dtype_named(placed.dtype), count=count, offset=at)
+
+
+def step_in(descriptor: int, number: int = REST) -> int | None:
+    """Return the step of a section in a file. None: there is none, or it was not completed."""
+    head = os.pread(descriptor, HEAD.size, number * SPAN)
+    if len(head) < HEAD.size:
+        return None
+    found = int(HEAD.unpack(head)[0])
+    return found - 1 if found else None
+
+
+def held_in(descriptor: int, number: int = REST) -> HeldVersion:
+    """Return a section of a file."""
+    _, first, second, begin, nbytes = HEAD.unpack(os.pread(descriptor, HEAD.size, number * SPAN))
+    memory = mmap.mmap(descriptor, nbytes, offset=number * SPAN)
+    middle, end = HEAD.size + first, HEAD.size + first + second
+    copied, layout = CODEC.decode(memory[HEAD.size : middle]), CODEC.decode(memory[middle:end])
+    assert isinstance(copied, Copied) and isinstance(layout, VersionLayout)
+    copied = replace(copied, moments=layout.moments)
+    return HeldVersion(copied=copied, layout=layout, memory=memory, begin=begin)
+
+
+class VersionReader(CheckpointReader):
+    """The tensors of a version. A worker reads what it needs, from the memory of any device."""
+
+    def __init__(self, held: Iterable[HeldVersion], seed: int) -> None:
+        found = [*held]
+        self.located = {
+            (placed.piece.file, placed.key, placed.piece.offset): (one, number)
+            for one in found
+            for number, placed in enumerate(one.layout.placed)
+        }
+        copies = [one.copied for one in found]
+        moments, numbers = merged([c.moments for c in copies]), merged([c.numbers for c in copies])
+        trainer = next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer())
+        self.record = Record(
+            step=copies[0].step,
+            seed=seed,
+            trainer=replace(trainer, kept=kept_by(moments, numbers)),
+            moments=moments,
+            numbers=numbers,
+            tensors=index_of(one.layout.placed for one in found),
+        )
+
+    def values(self, key: str, piece: SavedPiece, first: int, length: int) -> Tensor:
+        """Return elements of a stored piece: `length` of them from its element `first` on."""
+        held, number = self.located[piece.file, key, piece.offset]
+        return held.part(number)[first : first + length]
