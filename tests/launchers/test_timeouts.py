@@ -5,7 +5,7 @@ from pathlib import Path
 
 import piper
 
-FOLDERS = ("launchers", "recovery", "runtime/comm")
+FOLDERS = ("workers", "run", "runtime/comm")
 CONSTANT = re.compile(r"^[A-Z][A-Z_]* = [\d.]+  # .*\bseconds\b", re.MULTILINE)
 
 
