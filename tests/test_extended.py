@@ -11,6 +11,7 @@ pytest_plugins = ["pytester"]
 
 def test_the_list_names_tests_that_exist() -> None:
     for file, tests in listed().items():
+        assert (ROOT / file).exists(), f"tests/extended.toml names {file}, which is not there"
         text = (ROOT / file).read_text(encoding="utf-8")
         assert [name for name in tests if f"def {name}(" not in text] == [], file
 
