@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from piper.capture.autodiff.code import PhaseCode, Shape, Signature
 from piper.capture.cost.section import Kind
 from piper.capture.trace.piece import CapturedChunk
+from piper.capture.trace.upstream import upstream
 from piper.ir.chunk import Phase, TensorSpec
 
 _OPAQUE = TensorSpec(shape=(), dtype="object", nbytes=0)
@@ -131,12 +132,6 @@ class _Forward:
 def _reached(graph: fx.Graph, tangents: Sequence[int]) -> set[int]:
     """Return the positions of the placeholders that the differentiated outputs depend on."""
     results = next(iter(reversed(graph.nodes))).args[0]
-    stack = [results[index] for index in tangents]
-    seen: set[object] = set()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
+    reached = upstream(results[index] for index in tangents)
     places = [node for node in graph.nodes if node.op == "placeholder"]
-    return {position for position, node in enumerate(places) if node in seen}
+    return {position for position, node in enumerate(places) if node in reached}

@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import fx
 
 from piper.capture.cost.aliases import cheap, memory_readers, read_from_memory, recomputable
+from piper.capture.trace.upstream import upstream
 
 
-def put_off(
+def order_recomputed(
     body: Sequence[fx.Node], writers: Mapping[fx.Node, fx.Node]
 ) -> tuple[list[fx.Node], dict[fx.Node, fx.Node]]:
     """Return a body with each value that is written again next to its writer, and its readers behind.
@@ -48,18 +49,14 @@ def _awaited(body: Sequence[fx.Node], writers: Mapping[fx.Node, fx.Node]) -> dic
 def _kernel(result: fx.Node, writers: Mapping[fx.Node, fx.Node], inside: Collection[fx.Node]) -> set[fx.Node]:
     """Return the nodes that are fused into the kernel that writes a result."""
 
-    def joined(node: fx.Node) -> bool:
-        if writers.get(node) is result or recomputable(node):
+    def fused(node: fx.Node) -> bool:
+        if node is result:
             return True
-        return cheap(node) and not read_from_memory(node, inside.__contains__)
+        if node in inside and (writers.get(node) is result or recomputable(node)):
+            return True
+        return node in inside and cheap(node) and not read_from_memory(node, inside.__contains__)
 
-    stack, found = [result], {result}
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source in inside and source not in found and joined(source):
-                found.add(source)
-                stack.append(source)
-    return found
+    return upstream([result], fused)
 
 
 def _in_awaited_order(body: Sequence[fx.Node], awaited: Mapping[fx.Node, set[fx.Node]]) -> list[fx.Node]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.joint import Joint
-from piper.capture.autodiff.kernel_order import put_off
+from piper.capture.autodiff.kernel_order import order_recomputed
 from piper.capture.cost.aliases import (
     cheap,
     is_view,
@@ -24,6 +24,7 @@ from piper.capture.cost.aliases import (
     tensors_in,
 )
 from piper.capture.cost.section import KINDS, Kind, Section, Write
+from piper.capture.trace.upstream import upstream
 from piper.ir.chunk import Phase
 
 _aten = torch.ops.aten
@@ -107,15 +108,9 @@ class _Partitioner:
         """Return a backward's nodes in order, with each value recomputed right before its first read."""
         placed: dict[fx.Node, None] = {}
         for node in self._sorted(body):
-            if node not in self.backward:
-                continue
-            stack, missing = [node], {node}
-            while stack:
-                for source in stack.pop().all_input_nodes:
-                    if source in body and source not in placed and source not in missing:
-                        missing.add(source)
-                        stack.append(source)
-            placed |= dict.fromkeys(self._sorted(missing))
+            if node in self.backward:
+                missing = upstream([node], lambda source: source in body and source not in placed)
+                placed.update(dict.fromkeys(self._sorted(missing)))
         return [*placed, *(node for node in self._sorted(body) if node not in placed)]
 
     def _within(self, body: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -138,12 +133,7 @@ class _Partitioner:
 
         Where a node returns a tuple, include all its items, because phases exchange tensors.
         """
-        stack, reached = list(roots), set()
-        while stack:
-            node = stack.pop()
-            if node in self.backward and node not in reached:
-                reached.add(node)
-                stack += node.all_input_nodes
+        reached = upstream(roots, self.backward.__contains__)
         tuples = [node for node in reached if isinstance(node.meta.get("val"), tuple | list)]
         return reached.union(user for node in tuples for user in node.users if user in self.backward)
 
@@ -228,7 +218,7 @@ class _Partitioner:
             else:
                 kind, position = self.given[node]
                 reads[kind][position] = node
-        body, writers = put_off(self._late(needs.body), self._within(needs.body))
+        body, writers = order_recomputed(self._late(needs.body), self._within(needs.body))
         return Section(
             reads=_in_order(reads),
             body=body,
@@ -258,17 +248,12 @@ class _Partitioner:
 
     def _forward(self, outputs: Sequence[fx.Node], saved: Sequence[fx.Node]) -> Section:
         mutated = [self.joint.mutated[position] for position in sorted(self.joint.mutated)]
-        body: set[fx.Node] = set()
+        reached = upstream([*outputs, *saved, *mutated])
+        body = {node for node in reached if node.op != "placeholder"}
         reads: dict[Kind, dict[int, fx.Node]] = {kind: {} for kind in KINDS}
-        stack = [*outputs, *saved, *mutated]
-        while stack:
-            node = stack.pop()
-            if node.op == "placeholder":
-                kind, position = self.given[node]
-                reads[kind][position] = node
-            elif node not in body:
-                body.add(node)
-                stack += node.all_input_nodes
+        for node in reached - body:
+            kind, position = self.given[node]
+            reads[kind][position] = node
         kept = {memory_of(node) for node in [*outputs, *saved, *self.given]}
         return Section(
             reads=_in_order(reads),

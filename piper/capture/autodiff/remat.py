@@ -25,6 +25,7 @@ from piper.capture.cost.aliases import (
     tensors_in,
 )
 from piper.capture.cost.estimate import flops_of, traffic_of
+from piper.capture.trace.upstream import upstream
 
 _FLOPS_PER_BYTE = 200  # computed while one byte moves; only the ranking of costs depends on it
 
@@ -89,14 +90,13 @@ class _Chooser:
 
     def _region(self) -> list[fx.Node]:
         """Return the nodes that the saved values depend on, and buffers that the forward overwrites."""
-        stack, found = list(self.plain.saved), set[fx.Node]()
-        while stack:
-            node = stack.pop()
+
+        def within(node: fx.Node) -> bool:
             given = node.op == "placeholder" and node not in self.overwritten
-            if node not in found and not given and tensors_in(node):  # sizes are read off any tensor
-                found.add(node)
-                stack += node.all_input_nodes
-        return [node for node in self.plain.joint.graph.nodes if node in found]
+            return not given and bool(tensors_in(node))  # sizes are read off any tensor
+
+        region = upstream(self.plain.saved, within)
+        return [node for node in self.plain.joint.graph.nodes if node in region]
 
     def _bytes(self, nodes: Iterable[fx.Node]) -> int:
         """Return the bytes that values hold, with each storage counted once."""

@@ -12,11 +12,10 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
-from piper.capture.compile.inductor import Source, is_traced
+from piper.capture.compile.inductor import Boxed, CompiledPhase, Source
 from piper.capture.compile.operators import EMBEDDING_GRAD, embedding_grad_into, mm_into
 
 _aten = torch.ops.aten
-Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
 def source_in_place(source: Source) -> Source:
@@ -115,7 +114,7 @@ def _rows(matrix: fx.Node) -> fx.Node:
     return value
 
 
-class FlatPhase:
+class FlatPhase(CompiledPhase):
     """A compiled phase that writes or adds gradients to given memory, called as its `PhaseSpec` says."""
 
     def __init__(
@@ -126,7 +125,7 @@ class FlatPhase:
         device: torch.device,
         plain: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> None:
-        """Keep compiled code. results: those that it writes. like: their shapes. plain: not compiled."""
+        """Keep compiled code. results: those that it writes. like: their shapes."""
         self.code, self.results, self.like = code, tuple(results), tuple(like)
         self.device, self.plain = device, plain
         self.inner: Boxed = code.boxed  # type: ignore[attr-defined]
@@ -149,11 +148,6 @@ class FlatPhase:
         """Call the code with arguments in a list, which it empties, and give it memory for each gradient."""
         made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.like]
         return self.boxed_into(arguments, made)
-
-    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        if self.plain is not None and torch.is_grad_enabled() and any(map(is_traced, arguments)):
-            return self.plain(*arguments)  # compiled code cannot be differentiated
-        return tuple(self.boxed(list(arguments)))
 
     def __reduce__(self) -> tuple[type["FlatPhase"], tuple[object, ...]]:
         return FlatPhase, (self.code, self.results, self.like, self.device)

@@ -51,12 +51,26 @@ _BROKEN = (AssertionError, RuntimeError, ValueError, KeyError, TypeError, OSErro
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
-class Compiled:
-    """A compiled phase, called as its `PhaseSpec` says. It is sent between processes as bytes.
+class CompiledPhase:
+    """A compiled phase, called as its `PhaseSpec` says.
 
     `boxed` takes the arguments in a list and empties it, so that memory with no other reference is
-    free for reuse while the phase still runs.
+    free for reuse while the phase still runs. `plain` is the same code, not compiled, which stays in the
+    process that compiled it.
     """
+
+    boxed: Boxed
+    plain: Callable[..., tuple[Tensor, ...]] | None
+
+    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        traced = torch.is_grad_enabled() and any(argument.requires_grad for argument in arguments)
+        if self.plain is not None and traced:
+            return self.plain(*arguments)  # compiled code cannot be differentiated
+        return tuple(self.boxed(list(arguments)))
+
+
+class Compiled(CompiledPhase):
+    """A phase that is compiled as one graph. It is sent between processes as bytes."""
 
     def __init__(
         self,
@@ -69,15 +83,14 @@ class Compiled:
     ) -> None:
         """Load a compiled phase.
 
-        `name`: the name of its entry in the cache. `plain`: the same code, not compiled, which stays in this
-        process. `entry`: what the cache has under that name. None: it is looked up.
+        `name`: the name of its entry in the cache. `entry`: what the cache has under that name. None: it is
+        looked up.
         """
         self.name, self.artifact, self.cache = name, artifact, cache
         self.modules, self.plain = tuple(modules), plain
         entry = entry or cache.find(name)
         if entry is not None and entry.artifact == artifact:
             cache.restore(entry)  # else its kernels are compiled again from the artifact
-        self.boxed: Boxed
         self.boxed, unmeasured = _load(artifact, cache, modules)
         if unmeasured:
             self.boxed = self._measuring(self.boxed, unmeasured)
@@ -94,11 +107,6 @@ class Compiled:
             return results
 
         return measuring
-
-    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        if self.plain is not None and torch.is_grad_enabled() and any(map(is_traced, arguments)):
-            return self.plain(*arguments)  # compiled code cannot be differentiated
-        return tuple(self.boxed(list(arguments)))
 
     def __reduce__(self) -> tuple[type["Compiled"], tuple[str, bytes, Cache, tuple[str, ...]]]:
         check_importable(self.modules)
@@ -243,11 +251,6 @@ def _machine(device: str) -> str:
     if device == "cpu":
         return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return f"{device} {CacheBase.get_system()}"
-
-
-def is_traced(value: Tensor) -> bool:
-    """Return whether autograd follows a value."""
-    return value.requires_grad
 
 
 def _stand_ins(values: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:

@@ -5,12 +5,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, fx
 
 from piper.capture.compile.cache import Cache
-from piper.capture.compile.flat_gradients import FlatPhase, flat_phase, source_in_place
-from piper.capture.compile.inductor import Compiled, Source, compiled, is_traced, loaded, name_of
+from piper.capture.compile.flat_gradients import flat_phase, source_in_place
+from piper.capture.compile.inductor import Compiled, CompiledPhase, Source, compiled, loaded, name_of
 from piper.capture.compile.repeats import PhasePiece, pieces_of
 from piper.capture.compile.servers import CompileServers, start_kernel_compilers
 from piper.ir.chunk import Phase
@@ -29,7 +28,7 @@ class PieceCall:
     writes: tuple[int, ...]
 
 
-class CompiledPieces:
+class CompiledPieces(CompiledPhase):
     """A phase whose repeated layers are compiled once, and called as a `Compiled` one is."""
 
     def __init__(
@@ -39,7 +38,7 @@ class CompiledPieces:
         results: Sequence[int],
         plain: Callable[..., tuple[Tensor, ...]] | None = None,
     ) -> None:
-        """Keep compiled pieces and the order of their calls. `plain`: the same code, not compiled."""
+        """Keep compiled pieces and the order of their calls."""
         self.pieces, self.calls, self.results = tuple(pieces), tuple(calls), tuple(results)
         self.plain = plain
 
@@ -54,11 +53,6 @@ class CompiledPieces:
             ]
             values.update(zip(call.writes, self.pieces[call.piece].boxed(given), strict=True))
         return [values[number] for number in self.results]
-
-    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        if self.plain is not None and torch.is_grad_enabled() and any(map(is_traced, arguments)):
-            return self.plain(*arguments)  # compiled code cannot be differentiated
-        return tuple(self.boxed(list(arguments)))
 
     def __reduce__(self) -> tuple[type["CompiledPieces"], tuple[object, ...]]:
         return CompiledPieces, (self.pieces, self.calls, self.results)
@@ -78,7 +72,7 @@ def compile_phases(
     cache: Cache,
     servers: CompileServers,
     meanwhile: Callable[[], None],
-) -> dict[PhaseKey, Compiled | CompiledPieces | FlatPhase]:
+) -> dict[PhaseKey, CompiledPhase]:
     """Return the compiled forms of phases. Compile what is not in the cache yet, equal graphs once.
 
     meanwhile: is called while servers compile, or before anything is compiled here.
@@ -135,7 +129,7 @@ def _compile_all(
     return made
 
 
-def _joined(cut: PhaseCut, made: Mapping[str, Compiled]) -> Compiled | CompiledPieces:
+def _joined(cut: PhaseCut, made: Mapping[str, Compiled]) -> CompiledPhase:
     """Return a phase's code, made of the code of its pieces."""
     plain = cut.source.module
     if not cut.pieces:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from piper.capture.compile.hashing import digest_of, node_lines
 from piper.capture.compile.operators import mm_into
+from piper.capture.trace.repeated_runs import Run, repeated_runs
 
 FEWEST = 3  # layers that are equal
 SMALLEST = 8  # operations of a layer
@@ -97,10 +98,10 @@ def described(value: object) -> str:
 
 def cuts_of(body: Sequence[fx.Node], labels: Sequence[str], offset: int = 0) -> Iterator[int]:
     """Yield the places between layers, of the longest run of equal layers and then of what lies around it."""
-    found = longest_run(labels)
-    if found is None:
+    run = longest_run(labels)
+    if run is None:
         return
-    start, stop, period = found
+    start, stop, period = run.start, run.stop, run.period
     crossing = Crossing(body)
 
     def cost(place: int) -> tuple[bool, bool, bool, int]:
@@ -117,20 +118,12 @@ def cuts_of(body: Sequence[fx.Node], labels: Sequence[str], offset: int = 0) -> 
     yield from cuts_of(body[places[-1] :], labels[places[-1] :], offset + places[-1])
 
 
-def longest_run(labels: Sequence[str]) -> tuple[int, int, int] | None:
-    """Return the first place, the end and the period of the longest run that repeats itself."""
-    best: tuple[int, int, int] | None = None
-    for period in likely_periods(labels):
-        start = 0
-        for place in range(len(labels) - period + 1):
-            if place < len(labels) - period and labels[place] == labels[place + period]:
-                continue
-            stop = place + period  # labels[start:stop] repeats itself
-            if stop - start >= FEWEST * period and (
-                best is None or stop - start > best[1] - best[0] + period
-            ):
-                best = (start, stop, period)
-            start = place + 1
+def longest_run(labels: Sequence[str]) -> Run | None:
+    """Return the longest run of labels; of nearly equal ones that of the shortest period."""
+    best: Run | None = None
+    for run in repeated_runs(labels, likely_periods(labels)):
+        if run.times >= FEWEST and (best is None or run.length > best.length + run.period):
+            best = run
     return best
 
 

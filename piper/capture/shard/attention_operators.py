@@ -45,9 +45,7 @@ def attend_prefix(
 
 
 @attend_prefix.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, place: Tensor, scale: float, ways: int, zigzag: bool
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     out = query.new_empty([*query.shape[:3], value.shape[3]])
     return out, query.new_empty(query.shape[:3], dtype=width(query))
 
@@ -68,22 +66,6 @@ def attend_prefix_grad(
     """Return the gradients of `attend_prefix`."""
     blocks = prefix_blocks(int(place), ways, zigzag, query.shape[SEQUENCE])
     return _grads(grad, query, key, value, out, total, None, scale, blocks)
-
-
-@attend_prefix_grad.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    total: Tensor,
-    place: Tensor,
-    scale: float,
-    ways: int,
-    zigzag: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _grads(
@@ -157,17 +139,8 @@ def ring_attend(
 
 
 @ring_attend.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    before: Sequence[Tensor],
-    place: Tensor,
-    scale: float,
-    turn: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    how = Turn.of(turn)
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+    how = Turn.of(rest[-1])
     dtype = query.dtype if how.step == how.ways - 1 else width(query)
     out = query.new_empty([*query.shape[:3], value.shape[3]], dtype=dtype)
     return out, query.new_empty(query.shape[:3], dtype=width(query))
@@ -191,18 +164,7 @@ def ring_pass(
 
 
 @ring_pass.register_fake
-def _(
-    passed: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    total: Tensor,
-    place: Tensor,
-    scale: float,
-    turn: Sequence[int],
-) -> Tensor:
+def _(passed: Tensor, *_: object) -> Tensor:
     return passed.new_empty(passed.shape)
 
 
@@ -225,19 +187,9 @@ def ring_grad(
     return _grads(grad, query, key, value, out, total, how.columns(mask, here), scale, blocks)
 
 
+@attend_prefix_grad.register_fake
 @ring_grad.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    total: Tensor,
-    place: Tensor,
-    scale: float,
-    turn: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
@@ -265,24 +217,24 @@ def _products(query: Shape, value: Shape, pairs: int, *, backward: bool) -> int:
 
 def _of_prefix(query: Shape, value: Shape, ways: int, zigzag: bool, *, backward: bool) -> int:
     """Count for the device that has most to do."""
-    rows = query[SEQUENCE]
-    pairs = max(sum(b.pairs for b in prefix_blocks(i, ways, zigzag, rows)) for i in range(ways))
-    return _products(query, value, pairs, backward=backward)
+    blocks = [prefix_blocks(place, ways, zigzag, query[SEQUENCE]) for place in range(ways)]
+    return _products(query, value, _most_pairs(blocks), backward=backward)
 
 
 def _of_turn(query: Shape, key: Shape, value: Shape, turn: Sequence[int], *, backward: bool) -> int:
     """Count for the device that has most to do."""
     how = Turn.of(turn)
-    sizes = query[SEQUENCE], key[SEQUENCE]
-    pairs = max(sum(block.pairs for block in how.blocks(i, *sizes)) for i in range(how.ways))
-    return _products(query, value, pairs, backward=backward)
+    blocks = [how.blocks(place, query[SEQUENCE], key[SEQUENCE]) for place in range(how.ways)]
+    return _products(query, value, _most_pairs(blocks), backward=backward)
+
+
+def _most_pairs(blocks: Sequence[Sequence[AttentionBlock]]) -> int:
+    return max(sum(block.pairs for block in of_device) for of_device in blocks)
 
 
 @register_flop_formula(torch.ops.piper.attend_prefix)
-def _(
-    query: Shape, key: Shape, value: Shape, place: Shape, scale: float, ways: int, zigzag: bool, **_: object
-) -> int:
-    return _of_prefix(query, value, ways, zigzag, backward=False)
+def _(query: Shape, key: Shape, value: Shape, *rest: Any, **_: object) -> int:  # noqa: ANN401
+    return _of_prefix(query, value, *rest[-2:], backward=False)
 
 
 @register_flop_formula(torch.ops.piper.attend_prefix_grad)

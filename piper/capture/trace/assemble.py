@@ -15,6 +15,7 @@ from piper.capture.trace.recording import FromBuffer, FromParameter, Recording
 from piper.capture.trace.regions import Regions
 from piper.capture.trace.segments import split_nodes
 from piper.capture.trace.sizes import SymbolicSizes
+from piper.capture.trace.upstream import upstream
 from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import Chunk, Output, Source, TensorSpec
@@ -177,12 +178,8 @@ class Assembler:
     def _with_copies(self, cut: Cut) -> list[fx.Node]:
         """Return the chunk's nodes and those it runs its own copy of, in program order."""
         extra = self.regions.copied | (self.regions.weights if cut.kind == "expert" else frozenset())
-        nodes, stack = set(cut.nodes), list(cut.nodes)
-        while stack:
-            for source in stack.pop().all_input_nodes:
-                if source in extra and source not in nodes:
-                    nodes.add(source)
-                    stack.append(source)
+        own = set(cut.nodes)
+        nodes = upstream(own, lambda node: node in own or node in extra)
         return sorted(nodes, key=self.regions.order.__getitem__)
 
     def _reads(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:

@@ -7,6 +7,7 @@ from torch import Tensor, fx, nn
 
 from piper.capture.trace.annotate import PREFIX, Mark, Region
 from piper.capture.trace.effects import writes
+from piper.capture.trace.upstream import upstream
 from piper.errors import CaptureError
 from piper.ir.chunk import AxisPosition, Batch, Constant, HostPlace, Tags
 
@@ -115,11 +116,4 @@ def _check_tag(tag: str) -> None:
 
 def live(graph: fx.Graph, results: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes that the results, or writes in place, depend on."""
-    stack = [*results, *(node for node in graph.nodes if writes(node) or node.op == "output")]
-    reached: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in reached:
-            reached.add(node)
-            stack += node.all_input_nodes
-    return reached
+    return upstream([*results, *(node for node in graph.nodes if writes(node) or node.op == "output")])

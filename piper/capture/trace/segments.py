@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from torch import Tensor, fx
 
 from piper.capture.trace.functionalize import memory_of, value, written_memory
+from piper.capture.trace.repeated_runs import repeated_runs
 
 LEAST = 24  # nodes of a segment: shorter ones cost more to begin than they save
 LONGEST = 64  # places at which a layer could be cut: one with more is not looked for
@@ -35,17 +36,11 @@ def _starts(bounds: Sequence[int], parts: Sequence[int]) -> list[int]:
     all of them. There, and where nothing repeats, segments are as short as is worth it.
     """
     saved, layers = 0, range(0)  # nodes that need not be traced, and the parts that layers begin with
-    for period in range(1, min(LONGEST, len(parts) // 2) + 1):
-        first = 0
-        while first + 2 * period <= len(parts):
-            last = first
-            while last + period < len(parts) and parts[last] == parts[last + period]:
-                last += 1
-            times = (last - first) // period + 1
-            size = bounds[first + period] - bounds[first]
-            if size >= LEAST and (times - 1) * size > saved:
-                saved, layers = (times - 1) * size, range(first, first + times * period, period)
-            first = last + 1
+    for run in repeated_runs(parts, range(1, min(LONGEST, len(parts) // 2) + 1)):
+        size = bounds[run.start + run.period] - bounds[run.start]
+        if size >= LEAST and (run.times - 1) * size > saved:
+            saved = (run.times - 1) * size
+            layers = range(run.start, run.start + run.times * run.period, run.period)
     if not layers:
         return _long(bounds)
     before, after = layers.start, layers.stop

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from piper.capture.trace.effects import argument, name_of
 from piper.capture.trace.functionalize import value
 from piper.capture.trace.recording import Recording, live
+from piper.capture.trace.upstream import upstream
 from piper.capture.trace_errors import node_line
 from piper.ir.chunk import Batch
 
@@ -57,16 +58,5 @@ def _dynamic(tensor: object) -> bool:
 
 def _counts_batch(recording: Recording, node: fx.Node) -> bool:
     """Return whether a number depends on the batch and constants alone."""
-    stack, reached, fields = [node], set[fx.Node](), 0
-    while stack:
-        current = stack.pop()
-        if current in reached:
-            continue
-        reached.add(current)
-        if current.op == "placeholder":
-            origin = recording.origins[current]
-            if not isinstance(origin, Batch):
-                return False
-            fields += 1
-        stack += current.all_input_nodes
-    return fields > 0
+    origins = [recording.origins[read] for read in upstream([node]) if read.op == "placeholder"]
+    return bool(origins) and all(isinstance(origin, Batch) for origin in origins)
