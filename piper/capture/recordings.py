@@ -230,8 +230,8 @@ class Capturing:
         if key not in self.recordings.differentiated:
             log.debug("Tracing its backward")
             traced, code = self.traced(rows, requests), self.recordings.code
-            found = differentiate(traced, options, self.cache, code)
-            self.recordings.differentiated[key] = replace(found, servers=self.servers)
+            captured = differentiate(traced, options, self.cache, code)
+            self.recordings.differentiated[key] = replace(captured, servers=self.servers)
         return self.recordings.differentiated[key]
 
     def _start_compilers(self, model: nn.Module) -> None:

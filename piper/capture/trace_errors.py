@@ -59,7 +59,7 @@ def refused(
 def loss_failed(error: Exception, fields: Iterable[str]) -> CaptureError:
     """Return the error for a loss that raised an exception, or that torch could not trace."""
     raised = [
-        found.group(1) for pattern in RAISED for found in re.finditer(pattern, str(error), re.MULTILINE)
+        match.group(1) for pattern in RAISED for match in re.finditer(pattern, str(error), re.MULTILINE)
     ]
     if not raised:
         return refused("the model and its loss cannot be captured", error, kind=LossError)
@@ -95,9 +95,9 @@ def reason(error: Exception) -> str:
     """Return the reason for an error, in one line."""
     text = str(error)
     for pattern in (r"raised exception (.+)", r"got (\w+\(.+\))\s*$", r"Explanation: (.+)"):
-        if found := re.search(pattern, text, re.MULTILINE):
-            raised = re.sub(r"\[ConstantVariable\(\w+: (.*?)\)\]", r"\1", found.group(1))
-            return _one_line(_FAILED_LOOKUP.sub(lambda found: found["key"].replace("\\'", "'"), raised))
+        if match := re.search(pattern, text, re.MULTILINE):
+            raised = re.sub(r"\[ConstantVariable\(\w+: (.*?)\)\]", r"\1", match.group(1))
+            return _one_line(_FAILED_LOOKUP.sub(lambda match: match["key"].replace("\\'", "'"), raised))
     return _one_line(f"{type(error).__name__}: {text}")
 
 

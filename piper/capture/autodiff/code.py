@@ -62,14 +62,14 @@ class Code(Protocol):
 class GraphCode:
     """Code as explicit graphs, one for each phase."""
 
-    def __init__(self, partition: Partition, *, joined: bool = False, flat: bool = False) -> None:
+    def __init__(self, partition: Partition, *, compiled: bool = False, flat: bool = False) -> None:
         """Build the code of a chunk.
 
-        joined: it will be compiled, so it costs what compiled code does. flat: its backward writes parameter
+        compiled: it will be, so it costs what compiled code does. flat: its backward writes parameter
         gradients into memory that the caller gives, where it can.
         """
-        self.partition, self.joined = partition, joined
-        self._shape = _shape_of(partition, joined, flat)
+        self.partition, self.compiled = partition, compiled
+        self._shape = _shape_of(partition, compiled, flat)
 
     @property
     def shape(self) -> Shape:
@@ -91,7 +91,7 @@ class GraphCode:
             copies[node].meta = (
                 {"val": node.meta["val"]} if "val" in node.meta else {}
             )  # not the stacks: large
-            if node.target is torch.ops.aten.view.default and not self.joined:
+            if node.target is torch.ops.aten.view.default and not self.compiled:
                 # Some kernels lay their results out otherwise than a trace says: such a view needs a copy.
                 copies[node].target = torch.ops.aten.reshape.default
         results = []
@@ -109,8 +109,8 @@ class GraphCode:
 
     def in_place(self, phase: Phase) -> tuple[int, ...]:
         """Return the results of a phase that compiled code writes into given memory, by position."""
-        found = self.shape.phases[phase]
-        return tuple(len(found.grad_inputs) + place for place in found.in_place)
+        signature = self.shape.phases[phase]
+        return tuple(len(signature.grad_inputs) + place for place in signature.in_place)
 
     def examples(self, phase: Phase) -> list[Tensor]:
         """Return the fake tensors that a phase was traced with."""
@@ -125,13 +125,13 @@ def _written_in_place(section: Section, sizes: SymbolicSizes) -> tuple[int, ...]
     """
     writes = section.writes[len(section.grad_inputs) :][: len(section.grad_params)]
     taken = [write.node for write in section.writes]
-    found = [
+    in_place = [
         place
         for place, write in enumerate(writes)
         if taken.count(write.node) == 1 and _can_be_given_memory(write, section)
     ]
     nbytes = [sizes.nbytes(write.node.meta["val"]) for write in writes]
-    return tuple(found) if 2 * sum(nbytes[place] for place in found) > sum(nbytes) else ()
+    return tuple(in_place) if 2 * sum(nbytes[place] for place in in_place) > sum(nbytes) else ()
 
 
 def _can_be_given_memory(write: Write, section: Section) -> bool:
@@ -141,15 +141,15 @@ def _can_be_given_memory(write: Write, section: Section) -> bool:
     while node in body and all(user is seen or user not in body for user in node.users):
         by_count = node.target is EMBEDDING_GRAD and bool(node.args[4])  # of all reads
         if node.target in (_aten.mm.default, EMBEDDING_GRAD) and not by_count:
-            made, wanted = node.meta["val"], write.node.meta["val"]
-            return made.shape == wanted.shape and made.is_contiguous() and not write.copy
+            gradient, wanted = node.meta["val"], write.node.meta["val"]
+            return gradient.shape == wanted.shape and gradient.is_contiguous() and not write.copy
         if not is_view(node):
             return False
         seen, node = node, node.all_input_nodes[0]
     return False
 
 
-def _shape_of(partition: Partition, joined: bool, flat: bool) -> Shape:
+def _shape_of(partition: Partition, compiled: bool, flat: bool) -> Shape:
     joint, sizes = partition.joint, partition.joint.sizes
     kept = [*partition.outputs, *partition.saved]
     index, storages = _storages(partition, kept)
@@ -159,11 +159,11 @@ def _shape_of(partition: Partition, joined: bool, flat: bool) -> Shape:
     )
     forward = partition.sections["F"]
     phases: dict[Phase, Signature] = {
-        name: _signature(name, partition, joined, flat) for name in partition.sections if name != "BW"
+        name: _signature(name, partition, compiled, flat) for name in partition.sections if name != "BW"
     }
     if "BW" in partition.sections:
         alone = partition.sections["BW"] == partition.sections["B"]  # as no input has a gradient
-        phases["BW"] = phases["B"] if alone else _signature("BW", partition, joined, flat)
+        phases["BW"] = phases["B"] if alone else _signature("BW", partition, compiled, flat)
     return Shape(
         outputs=specs[: len(partition.outputs)],
         saved=specs[len(partition.outputs) :],
@@ -192,15 +192,15 @@ def _storages(partition: Partition, kept: Sequence[fx.Node]) -> tuple[dict[int, 
     return index, tuple(bytes_of)
 
 
-def _signature(phase: Phase, partition: Partition, joined: bool, flat: bool) -> Signature:
+def _signature(phase: Phase, partition: Partition, compiled: bool, flat: bool) -> Signature:
     section, sizes = partition.sections[phase], partition.joint.sizes
     lasting = partition.sections["BW"].read_nodes if phase == "BI" else []
-    in_place = _written_in_place(section, sizes) if joined and flat else ()
+    in_place = _written_in_place(section, sizes) if compiled and flat else ()
     given = [section.writes[len(section.grad_inputs) + place].node for place in in_place]
     return Signature(
         reads={kind: tuple(section.reads.get(kind, {})) for kind in KINDS},
         grad_inputs=section.grad_inputs,
         grad_params=section.grad_params,
         in_place=in_place,
-        cost=cost_of(section, sizes, joined=joined, lasting=lasting, given=given),
+        cost=cost_of(section, sizes, compiled=compiled, lasting=lasting, given=given),
     )

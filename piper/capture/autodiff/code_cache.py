@@ -33,7 +33,7 @@ class CodeCache:
     def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
         self.device, self.compiled = device, compiled
         self.joints = Joints(device, decompose=compiled)
-        self.volumes: dict[str, CompiledChunk] = {}
+        self.codes: dict[str, CompiledChunk] = {}
 
     def find(
         self,
@@ -54,20 +54,20 @@ class CodeCache:
         variant = f"compiled {self.compiled} budget {budget}" if self.compiled or budget is not None else ""
         variant += " flat" if options.flat and self.compiled else ""
         key = structural_key(piece.body, trained, tangents, ways, self.device, variant)
-        if key not in self.volumes:
+        if key not in self.codes:
             try:
                 joint = self.joints.of_piece(piece, trained, tangents, ways)
-                self.volumes[key] = self._volume(key, joint, options)
+                self.codes[key] = self._code_of(key, joint, options)
             except UntraceableError as error:
                 code = EagerCode(piece, trained, tangents, params)
-                self.volumes[key] = CompiledChunk(key=key, code=code, fallback=str(error))
-        return self.volumes[key]
+                self.codes[key] = CompiledChunk(key=key, code=code, fallback=str(error))
+        return self.codes[key]
 
-    def _volume(self, key: str, joint: Joint, options: CodeOptions) -> CompiledChunk:
+    def _code_of(self, key: str, joint: Joint, options: CodeOptions) -> CompiledChunk:
         plain = partition(joint)
         if not self.compiled and options.budget is None:
             return CompiledChunk(key=key, code=GraphCode(plain))
-        choice = choose(plain, options.budget, joined=self.compiled)
+        choice = choose(plain, options.budget, compiled=self.compiled)
         cut = partition(joint, choice.keep, choice.writers)
-        code = GraphCode(cut, joined=self.compiled, flat=options.flat)
+        code = GraphCode(cut, compiled=self.compiled, flat=options.flat)
         return CompiledChunk(key=key, code=code, choice=choice)

@@ -16,7 +16,7 @@ from piper.capture.autodiff.joint import Joint, trace_joint
 from piper.capture.autodiff.partition import backward_nodes
 from piper.capture.compile.hashing import structural_key
 from piper.capture.cost.aliases import memories, move_to
-from piper.capture.trace.piece import Body, CapturedChunk, Made, Segment
+from piper.capture.trace.piece import Body, CapturedChunk, Segment, SegmentOutput
 from piper.capture.trace.sizes import SymbolicSizes
 
 _aten = torch.ops.aten
@@ -37,29 +37,28 @@ class Joints:
         assert piece.body is not None
         if not piece.segments:
             return self._of_body(piece.body, trained, tangents, ways)
-        parts: list[Joint] = []
-        wanted: dict[Made, None] = {}
+        joints: list[Joint] = []
+        wanted: dict[SegmentOutput, None] = {}
         for number, segment in reversed(list(enumerate(piece.segments))):
             asked = {output for result, output in segment.returns.items() if result in tangents}
-            asked |= {made.output for made in wanted if made.segment == number}
+            asked |= {value.output for value in wanted if value.segment == number}
             own = [trained[position] for position in segment.params]
             joint = self._of_body(segment.body, own, sorted(asked))
-            wanted |= {
-                source: None for i in joint.grad_inputs if isinstance(source := segment.inputs[i], Made)
-            }
-            parts.append(joint)
-        return _Composer(piece, parts[::-1], tangents).run()
+            read = (segment.inputs[i] for i in joint.grad_inputs)
+            wanted |= {source: None for source in read if isinstance(source, SegmentOutput)}
+            joints.append(joint)
+        return _Composer(piece, joints[::-1], tangents).run()
 
     def _of_body(self, body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int = 1) -> Joint:
         experts = body.experts
-        alike = body if experts is None else replace(body, experts=replace(experts, rows=0))
-        key = structural_key(alike, trained, tangents, ways, self.device)
+        any_rows = body if experts is None else replace(body, experts=replace(experts, rows=0))
+        key = structural_key(any_rows, trained, tangents, ways, self.device)
         if key not in self.traced:
             self.traced[key] = trace_joint(
                 body, trained, tangents, ways, self.device, decompose=self.decompose
             )
-        found = self.traced[key]  # of an expert region it serves any number of rows
-        return found if experts is None else replace(found, sizes=found.sizes.for_rows(experts.rows))
+        joint = self.traced[key]  # of an expert region it serves any number of rows
+        return joint if experts is None else replace(joint, sizes=joint.sizes.for_rows(experts.rows))
 
 
 class _Composer:
@@ -72,10 +71,10 @@ class _Composer:
         self.fresh = itertools.count()  # memory that nothing else uses
         self.copies: list[dict[fx.Node, fx.Node]] = [{} for _ in joints]  # of each segment's nodes
         self.moves: list[dict[int, int]] = [{} for _ in joints]  # of each segment's memory
-        self.made: dict[Made, fx.Node] = {}
+        self.between: dict[SegmentOutput, fx.Node] = {}
         self.outputs: dict[int, fx.Node] = {}
         self.mutated: dict[int, fx.Node] = {}
-        self.grads: dict[Made, fx.Node] = {}
+        self.grads: dict[SegmentOutput, fx.Node] = {}
         self.grad_inputs: dict[int, fx.Node] = {}
         self.grad_params: dict[int, fx.Node] = {}
         assert piece.body is not None
@@ -135,7 +134,11 @@ class _Composer:
     def _forward(self, number: int, segment: Segment, joint: Joint, backward: set[fx.Node]) -> None:
         for position, node in joint.inputs.items():
             source = segment.inputs[position]
-            self._bind(number, node, self.made[source] if isinstance(source, Made) else self.inputs[source])
+            self._bind(
+                number,
+                node,
+                self.between[source] if isinstance(source, SegmentOutput) else self.inputs[source],
+            )
         for position, node in joint.params.items():
             self._bind(number, node, self.params[segment.params[position]])
         for position, node in joint.buffers.items():
@@ -144,7 +147,9 @@ class _Composer:
             if node.op in ("call_function", "get_attr") and node not in backward:
                 self._copy(number, node)
         for index, node in enumerate(joint.outputs):
-            self.made[Made(segment=number, output=index)] = self.copies[number][_without_copy(node)]
+            self.between[SegmentOutput(segment=number, output=index)] = self.copies[number][
+                _without_copy(node)
+            ]
         for result, index in segment.returns.items():
             self.outputs[result] = self.copies[number][joint.outputs[index]]
         for position, node in joint.mutated.items():
@@ -152,24 +157,24 @@ class _Composer:
 
     def _backward(self, number: int, segment: Segment, joint: Joint, backward: set[fx.Node]) -> None:
         for index, node in joint.tangents.items():
-            made = Made(segment=number, output=index)
+            value = SegmentOutput(segment=number, output=index)
             for result, output in segment.returns.items():
                 if output == index and result in self.tangents:
                     tangent = self.tangents[result]
                     tangent.meta = tangent.meta or {"val": node.meta["val"]}
                     move_to(tangent, (next(self.fresh),))
-                    later = self.grads.pop(made, None)
-                    self._add(self.grads, made, tangent)
+                    later = self.grads.pop(value, None)
+                    self._add(self.grads, value, tangent)
                     if later is not None:
-                        self._add(self.grads, made, later)
-            self._bind(number, node, self.grads[made])
+                        self._add(self.grads, value, later)
+            self._bind(number, node, self.grads[value])
         for node in joint.graph.nodes:
             if node.op in ("call_function", "get_attr") and node in backward:
                 self._copy(number, node)
         for position, node in joint.grad_inputs.items():
             source = segment.inputs[position]
             grad = self._dense(self.copies[number][node])
-            if isinstance(source, Made):
+            if isinstance(source, SegmentOutput):
                 self._add(self.grads, source, grad)
             else:
                 self._add(self.grad_inputs, source, grad)

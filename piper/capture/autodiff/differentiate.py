@@ -50,19 +50,19 @@ class Captured:
         """
         with self.building, no_collection():
             missing = [each for each in dict.fromkeys(wanted) if each not in self.built]
-            made = {(key, phase): self.codes[key].build(phase) for key, phase in missing}
-            if self.cache is None or not made:
+            phases = {(key, phase): self.codes[key].build(phase) for key, phase in missing}
+            if self.cache is None or not phases:
                 meanwhile()
             else:
-                made = self._compiled(made, self.cache, meanwhile)
-            self.built.update(made)
+                phases = self._compiled(phases, self.cache, meanwhile)
+            self.built.update(phases)
 
     def reasons(self) -> list[str]:
         """Return lines on chunks that fall back to eager autograd, products in fp8, and recomputation."""
-        found = [
+        lines = [
             f"{chunk}: runs under eager autograd, because {why}" for chunk, why in self.fallbacks.items()
         ]
-        found += [
+        lines += [
             f"{chunk.name}: the products of {len(chunk.products)} weights run in {chunk.precision}"
             for chunk in self.outline.chunks
             if chunk.precision
@@ -71,13 +71,13 @@ class Captured:
             assert choice.budget is not None
             kept = f"{chunk}: keeps {choice.kept_bytes} of {choice.all_bytes} bytes from F to its backward"
             if choice.kept_bytes <= choice.budget * choice.all_bytes:
-                found.append(f"{kept} (budget {choice.budget:g})")
+                lines.append(f"{kept} (budget {choice.budget:g})")
             else:
-                found.append(f"{kept}, not {choice.budget:g} of them: the rest may not be made again")
-        return found
+                lines.append(f"{kept}, not {choice.budget:g} of them: the rest may not be made again")
+        return lines
 
     def _compiled(
-        self, made: Mapping[tuple[str, Phase], PhaseCode], cache: Cache, meanwhile: Callable[[], None]
+        self, phases: Mapping[tuple[str, Phase], PhaseCode], cache: Cache, meanwhile: Callable[[], None]
     ) -> dict[tuple[str, Phase], PhaseCode]:
         """Return the compiled form of phases, except of those that are no graph or compute nothing."""
         from piper.capture.compile.inductor import Source  # it takes a second to import
@@ -85,7 +85,7 @@ class Captured:
 
         chunks = {chunk.key: chunk.name for chunk in reversed(self.outline.chunks)}
         sources: dict[tuple[str, Phase], Source] = {}
-        for (key, phase), built in made.items():
+        for (key, phase), built in phases.items():
             code = self.codes[key]
             if isinstance(code, GraphCode) and isinstance(built, fx.GraphModule) and _computes(built):
                 sources[key, phase] = Source(
@@ -95,7 +95,7 @@ class Captured:
                     phase=phase,
                     in_place=code.in_place(phase),
                 )
-        return {**made, **compile_phases(sources, cache, self.servers, meanwhile)}
+        return {**phases, **compile_phases(sources, cache, self.servers, meanwhile)}
 
 
 def _computes(module: fx.GraphModule) -> bool:
@@ -182,19 +182,19 @@ class _Differentiator:
         ways, options = self.ways.get(chunk.name, 1), self.options[chunk.name]
         if options.products is not None:
             piece, chunk = in_fp8(piece), replace(chunk, precision=options.products)
-        volume = self.known.find(
+        compiled = self.known.find(
             piece,
             trained=[self.parameters[name].trainable for name in chunk.params],
             tangents=sorted(self.wanted[chunk.name]),
             params=[_fewer(_spec(self.parameters[name]), ways) for name in chunk.params],
             options=replace(options, ways=ways),
         )
-        self.codes[volume.key] = volume.code
-        if volume.fallback is not None:
-            self.fallbacks[chunk.name] = volume.fallback
-        if volume.choice is not None and volume.choice.budget is not None:
-            self.choices[chunk.name] = volume.choice
-        return _finished(chunk, volume.key, volume.code.shape)
+        self.codes[compiled.key] = compiled.code
+        if compiled.fallback is not None:
+            self.fallbacks[chunk.name] = compiled.fallback
+        if compiled.choice is not None and compiled.choice.budget is not None:
+            self.choices[chunk.name] = compiled.choice
+        return _finished(chunk, compiled.key, compiled.code.shape)
 
 
 def _spec(parameter: Parameter) -> TensorSpec:
@@ -205,20 +205,20 @@ def _spec(parameter: Parameter) -> TensorSpec:
 
 def _ways_by_chunk(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, int]:
     """Return the degree by which the experts of each expert chunk and of its markers are sharded."""
-    found: dict[str, int] = {}
+    degrees: dict[str, int] = {}
     for chunk in outline.chunks:
         if chunk.kind == "expert":
-            found[chunk.name] = options[chunk.name].ways
-            _check_experts(outline, chunk, found[chunk.name])
+            degrees[chunk.name] = options[chunk.name].ways
+            _check_experts(outline, chunk, degrees[chunk.name])
             for source in chunk.inputs:
                 assert isinstance(source, Output)
-                found[source.chunk] = found[chunk.name]
+                degrees[source.chunk] = degrees[chunk.name]
     for chunk in outline.chunks:
         if chunk.kind == "unroute":
             route = chunk.inputs[1]
             assert isinstance(route, Output)
-            found[chunk.name] = found.get(route.chunk, 1)
-    return found
+            degrees[chunk.name] = degrees.get(route.chunk, 1)
+    return degrees
 
 
 def _check_experts(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
@@ -246,22 +246,22 @@ def _finished(chunk: Chunk, key: str, shape: Shape) -> Chunk:
     """Return the chunk, completed with the phases and shapes of its code."""
     phases = {
         phase: PhaseSpec(
-            inputs=found.reads.get("inputs", ()),
-            params=tuple(chunk.params[i] for i in found.reads.get("params", ())),
-            buffers=tuple(chunk.buffers[i] for i in found.reads.get("buffers", ())),
-            saved=found.reads.get("saved", ()),
-            carried=found.reads.get("carried", ()),
-            tangents=found.reads.get("tangents", ()),
-            grad_inputs=found.grad_inputs,
-            grad_params=tuple(chunk.params[i] for i in found.grad_params),
-            in_place=tuple(chunk.params[found.grad_params[i]] for i in found.in_place),
-            flops=found.cost.flops,
-            bytes_moved=found.cost.bytes_moved,
-            workspace=found.cost.workspace,
-            kernels=found.cost.kernels,
+            inputs=signature.reads.get("inputs", ()),
+            params=tuple(chunk.params[i] for i in signature.reads.get("params", ())),
+            buffers=tuple(chunk.buffers[i] for i in signature.reads.get("buffers", ())),
+            saved=signature.reads.get("saved", ()),
+            carried=signature.reads.get("carried", ()),
+            tangents=signature.reads.get("tangents", ()),
+            grad_inputs=signature.grad_inputs,
+            grad_params=tuple(chunk.params[i] for i in signature.grad_params),
+            in_place=tuple(chunk.params[signature.grad_params[i]] for i in signature.in_place),
+            flops=signature.cost.flops,
+            bytes_moved=signature.cost.bytes_moved,
+            workspace=signature.cost.workspace,
+            kernels=signature.cost.kernels,
         )
         for phase in PHASES
-        if (found := shape.phases.get(phase)) is not None
+        if (signature := shape.phases.get(phase)) is not None
     }
     kept = tuple(range(len(chunk.inputs))) if shape.keeps_inputs else ()
     mutated = tuple(chunk.buffers[i] for i in shape.mutated)

@@ -197,21 +197,21 @@ def _described(traced: fx.GraphModule, body: Body, sizes: SymbolicSizes) -> Join
     if any(index < first_buffer for index in mutated):
         raise UntraceableError("it changes an input in place")
 
-    def part(nodes: Mapping[int, fx.Node], begin: int, end: int | None = None) -> dict[int, fx.Node]:
+    def between(nodes: Mapping[int, fx.Node], begin: int, end: int | None = None) -> dict[int, fx.Node]:
         inside = (index for index in sorted(nodes) if begin <= index and (end is None or index < end))
         return {index - begin: nodes[index] for index in inside}
 
     return Joint(
         graph=traced.graph,
         root=traced,
-        inputs=part(plain, 0, first_param),
-        params=part(plain, first_param, first_buffer),
-        buffers=part(plain, first_buffer),
+        inputs=between(plain, 0, first_param),
+        params=between(plain, first_param, first_buffer),
+        buffers=between(plain, first_buffer),
         tangents=tangents,
         outputs=[outputs[index] for index in range(len(outputs))],
-        mutated=part(mutated, first_buffer),
-        grad_inputs=part(grads, 0, first_param),
-        grad_params=part(grads, first_param),
+        mutated=between(mutated, first_buffer),
+        grad_inputs=between(grads, 0, first_param),
+        grad_params=between(grads, first_param),
         sizes=sizes,
     )
 

@@ -22,10 +22,10 @@ def order_recomputed(
     used = dict(writers)
     while used:
         awaited = _awaited(body, used)
-        found = _in_awaited_order(body, awaited)
-        if len(found) == len(body):
-            return found, used
-        stuck = awaited.keys() - set(found)
+        ordered = _in_awaited_order(body, awaited)
+        if len(ordered) == len(body):
+            return ordered, used
+        stuck = awaited.keys() - set(ordered)
         del used[next(v for v in body if v in used and _awaits_itself({v, used[v]}, awaited, stuck))]
     return list(body), {}
 
@@ -68,15 +68,15 @@ def _in_awaited_order(body: Sequence[fx.Node], awaited: Mapping[fx.Node, set[fx.
             users[source].append(node)
     missing = {node: len(sources) for node, sources in awaited.items()}
     ready = [place[node] for node in body if not missing[node]]
-    found: list[fx.Node] = []
+    ordered: list[fx.Node] = []
     while ready:
         node = body[heapq.heappop(ready)]
-        found.append(node)
+        ordered.append(node)
         for user in users[node]:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, place[user])
-    return found
+    return ordered
 
 
 def _awaits_itself(
@@ -86,9 +86,9 @@ def _awaits_itself(
     for node in nodes:
         stack, seen = [node], set[fx.Node]()
         while stack:
-            found = (awaited[stack.pop()] & stuck) - seen
-            if node in found:
+            waits = (awaited[stack.pop()] & stuck) - seen
+            if node in waits:
                 return True
-            seen |= found
-            stack += found
+            seen |= waits
+            stack += waits
     return False

@@ -86,7 +86,7 @@ class _Partitioner:
         joint = self.joint
         inner, weight = list(joint.grad_inputs.values()), list(joint.grad_params.values())
         whole = self._needs([*inner, *weight])
-        second = self._needs(weight, made=self._made(inner))
+        second = self._needs(weight, computed=self._computed_by_inner(inner))
         carried = self._sorted(node for node in second.reads if self._carried(node))
         half = self._needs([*inner, *carried])
         reads = [node for needs in (whole, half, second) for node in needs.reads]
@@ -137,17 +137,17 @@ class _Partitioner:
         tuples = [node for node in reached if isinstance(node.meta.get("val"), tuple | list)]
         return reached.union(user for node in tuples for user in node.users if user in self.backward)
 
-    def _made(self, inner: Sequence[fx.Node]) -> set[fx.Node]:
+    def _computed_by_inner(self, inner: Sequence[fx.Node]) -> set[fx.Node]:
         """Return the values that BI computes and BW need not compute again.
 
         These are BI's own values, those it recomputes at some cost, and those that its kernels write again.
         """
-        made = self._closure(inner)
+        computed = self._closure(inner)
         if self.keep is None:
-            return made
-        made |= {value for value, result in self.writers.items() if result in made}
+            return computed
+        computed |= {value for value, result in self.writers.items() if result in computed}
         again = {node for node in self._needs(inner).body if node not in self.backward and not cheap(node)}
-        return made | again | {user for node in again for user in node.users if takes_one(user)}
+        return computed | again | {user for node in again for user in node.users if takes_one(user)}
 
     def _saved(self, node: fx.Node) -> bool:
         """Return whether a value that a backward phase reads is saved by F."""
@@ -159,15 +159,15 @@ class _Partitioner:
         """Return whether a value that BW reads is handed on by BI."""
         return node.op != "placeholder" and not self._saved(node)
 
-    def _needs(self, roots: Sequence[fx.Node], made: Collection[fx.Node] = ()) -> _Needs:
-        """Return what a backward phase reads and runs for the roots. `made`: computed by another phase."""
+    def _needs(self, roots: Sequence[fx.Node], computed: Collection[fx.Node] = ()) -> _Needs:
+        """Return what a backward phase reads and runs for the roots. `computed`: by another phase."""
         needs = _Needs(set(), set(), {})
         stack, lengths = list(roots), dict[fx.Node, None]()
         while stack or lengths:
             if not stack:  # now that the reads are known, take sizes off one of them
                 size, _ = lengths.popitem()
-                if found := _axis_with(size, needs.reads):
-                    needs.lengths[size] = found
+                if axis := _axis_with(size, needs.reads):
+                    needs.lengths[size] = axis
                 else:
                     needs.body.add(size)
                     stack += size.all_input_nodes
@@ -177,20 +177,20 @@ class _Partitioner:
                 continue
             if node.target is _aten.sym_size.int:
                 lengths[node] = None
-            elif node.op != "placeholder" and self._runs(node, made):
+            elif node.op != "placeholder" and self._runs(node, computed):
                 needs.body.add(node)
                 stack += node.all_input_nodes
             else:
                 needs.reads.add(node)
         return needs
 
-    def _runs(self, node: fx.Node, made: Collection[fx.Node]) -> bool:
+    def _runs(self, node: fx.Node, computed: Collection[fx.Node]) -> bool:
         """Return whether a backward phase computes a value itself, rather than reads it."""
         if not isinstance(node.meta.get("val"), Tensor | tuple | list):
             return True  # a number
         if recomputable(node) or node in self.casts:
             return True
-        return node not in made and not self._saved(node)
+        return node not in computed and not self._saved(node)
 
     def _result(self, node: fx.Node) -> fx.Node:
         """Return an output without the copy around it, where the copy is not needed."""
@@ -268,7 +268,7 @@ class _Partitioner:
 
 
 def _in_order(reads: Mapping[Kind, Mapping[int, fx.Node]]) -> dict[Kind, dict[int, fx.Node]]:
-    return {kind: dict(sorted(found.items())) for kind, found in reads.items()}
+    return {kind: dict(sorted(nodes.items())) for kind, nodes in reads.items()}
 
 
 def _fills_memory(node: fx.Node) -> bool:
@@ -284,24 +284,24 @@ def casts(joint: Joint, backward: Collection[fx.Node]) -> set[fx.Node]:
     If they were saved, each microbatch would hold a copy of the weights.
     """
     params = set(joint.params.values())
-    found: set[fx.Node] = set()
+    copied: set[fx.Node] = set()
     for node in joint.graph.nodes:
         sources = node.all_input_nodes
-        if node.op == "call_function" and sources and all(s in params or s in found for s in sources):
+        if node.op == "call_function" and sources and all(s in params or s in copied for s in sources):
             copies = node.target in (_aten._to_copy.default, _aten.clone.default) or is_view(node)
             if copies and node not in backward:
-                found.add(node)
-    return found
+                copied.add(node)
+    return copied
 
 
 def backward_nodes(joint: Joint) -> set[fx.Node]:
     """Return the nodes of the backward: those torch marks so, and all that depend on a gradient."""
-    found = set(joint.tangents.values())
+    nodes = set(joint.tangents.values())
     for node in joint.graph.nodes:
         marked = node.op == "call_function" and node.meta.get("partitioner_tag") == "is_backward"
-        if marked or any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
+        if marked or any(source in nodes for source in node.all_input_nodes):
+            nodes.add(node)
+    return nodes
 
 
 def _axis_with(size: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:

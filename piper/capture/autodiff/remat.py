@@ -42,19 +42,19 @@ class Choice:
     # ^ recomputed factors of products, each with the result of the backward that it is written with
 
 
-def choose(plain: Partition, budget: float | None, *, joined: bool) -> Choice:
+def choose(plain: Partition, budget: float | None, *, compiled: bool) -> Choice:
     """Choose the saved values of a chunk whose partition without recomputation is `plain`.
 
     budget: the fraction of the bytes that may be saved. None: those that free recomputation leaves.
-    joined: a compiler fuses cheap operations with their readers.
+    compiled: a compiler fuses cheap operations with their readers.
     """
-    return _Chooser(plain, joined).run(budget)
+    return _Chooser(plain, compiled).run(budget)
 
 
 class _Chooser:
     """Weighs the bytes of the values of one joint graph against the cost of recomputing them."""
 
-    def __init__(self, plain: Partition, joined: bool) -> None:
+    def __init__(self, plain: Partition, compiled: bool) -> None:
         joint = plain.joint
         self.plain, self.sizes = plain, joint.sizes
         self.backward = backward_nodes(joint)
@@ -62,8 +62,8 @@ class _Chooser:
         self.overwritten = {joint.buffers[position] for position in joint.mutated}
         self.region = self._region()
         candidates = [node for node in self.region if tensors_in(node) and not self._fixed(node)]
-        free = {node for node in candidates if joined and cheap(node) and not self._in_memory(node)}
-        factors = [node for node in candidates if joined and cheap(node) and node not in free]
+        free = {node for node in candidates if compiled and cheap(node) and not self._in_memory(node)}
+        factors = [node for node in candidates if compiled and cheap(node) and node not in free]
         self.writers = writers(joint, self.backward, factors)
         self.free = free | self.writers.keys() | {node for node in self.region if self._passes(node)}
         self.costly = sorted((node for node in candidates if node not in self.free), key=self._density)
@@ -125,9 +125,9 @@ class _Chooser:
 
     def _density(self, node: fx.Node) -> float:
         """Return the cost of recomputing a value, per byte that it holds."""
-        held = sum(self.sizes.nbytes(tensor) for tensor in tensors_in(node))
+        nbytes = sum(self.sizes.nbytes(tensor) for tensor in tensors_in(node))
         cost = flops_of(node, self.sizes) + _FLOPS_PER_BYTE * traffic_of(node, self.sizes)
-        return cost / max(held, 1)
+        return cost / max(nbytes, 1)
 
     def _cut(self, allowed: int) -> list[fx.Node]:
         """Return the values to save if the first `allowed` of the costly operations may be recomputed."""

@@ -52,7 +52,7 @@ class _Finder:
         self.written: dict[fx.Node, list[fx.Node]] = {}  # by result: the values found so far
 
     def run(self, values: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-        found: dict[fx.Node, fx.Node] = {}
+        writers: dict[fx.Node, fx.Node] = {}
         for value in values:
             wanted = {root for root, length in self.roots[value].items() if length >= self.length[value]}
             fitting = [
@@ -62,22 +62,22 @@ class _Finder:
             ]
             # The last of them is that of the value's own layer: others only see it through later layers.
             if wanted and fitting and fitting[-1] not in self._behind(value):
-                found[value] = fitting[-1]
+                writers[value] = fitting[-1]
                 self.written.setdefault(fitting[-1], []).append(value)
-        return found
+        return writers
 
     def _roots(self) -> dict[fx.Node, dict[int, int]]:
         """Return the memory that a kernel reads to compute each value, with the lengths found there."""
-        found: dict[fx.Node, dict[int, int]] = {}
+        roots: dict[fx.Node, dict[int, int]] = {}
         for node in self.graph.nodes:
-            found[node] = {}
+            roots[node] = {}
             if cheap(node) or (node.all_input_nodes and recomputable(node)):
                 for source in node.all_input_nodes:
                     stored = source in self.results
-                    found[node] |= {memory_of(source): self.length[source]} if stored else found[source]
+                    roots[node] |= {memory_of(source): self.length[source]} if stored else roots[source]
             elif node in self.length:
-                found[node] = {memory_of(node): self.length[node]}
-        return found
+                roots[node] = {memory_of(node): self.length[node]}
+        return roots
 
     def _behind(self, value: fx.Node) -> set[fx.Node]:
         """Return what can only run once a value is in memory, given where earlier values are written."""

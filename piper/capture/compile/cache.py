@@ -51,10 +51,10 @@ class Cache:
         """Return an entry. None: there is none, or it is not as this user wrote it."""
         folder = self._root()
         try:
-            found = (folder / "chunks" / name[:2] / name).read_bytes()
+            stored = (folder / "chunks" / name[:2] / name).read_bytes()
         except OSError:
             return None
-        digest, manifest = found[:_DIGEST], found[_DIGEST:]
+        digest, manifest = stored[:_DIGEST], stored[_DIGEST:]
         if not hmac.compare_digest(digest, self._sign(name, manifest)):
             self._warn_damaged(name)
             return None
@@ -123,13 +123,13 @@ def _write(path: Path, content: bytes) -> None:
     """Write a file that is either whole or as it was before."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, draft = tempfile.mkstemp(dir=path.parent)
+        handle, unnamed = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
-            Path(draft).replace(path)
+            Path(unnamed).replace(path)
         except OSError:
-            Path(draft).unlink(missing_ok=True)
+            Path(unnamed).unlink(missing_ok=True)
             raise
     except OSError as error:
         raise ConfigError(
@@ -178,6 +178,6 @@ def usable_cache(folder: Path) -> Cache:
             "name another folder with compile(job, compile=True, cache=...)",
             stacklevel=3,
         )
-        made = Path(tempfile.mkdtemp(prefix="piper-cache-"))
-        atexit.register(shutil.rmtree, made, ignore_errors=True)
-        return Cache(folder=made, key=made / "key")
+        own = Path(tempfile.mkdtemp(prefix="piper-cache-"))
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        return Cache(folder=own, key=own / "key")

@@ -83,9 +83,9 @@ def _summed(gradient: fx.Node) -> Tensor:
 
 
 def _outputs(module: fx.GraphModule) -> tuple[fx.Node, ...]:
-    found = module.graph.output_node().args[0]
-    assert isinstance(found, tuple) and all(isinstance(node, fx.Node) for node in found)
-    return cast(tuple[fx.Node, ...], found)
+    outputs = module.graph.output_node().args[0]
+    assert isinstance(outputs, tuple) and all(isinstance(node, fx.Node) for node in outputs)
+    return cast(tuple[fx.Node, ...], outputs)
 
 
 def _product(result: fx.Node) -> fx.Node:
@@ -139,15 +139,15 @@ class FlatPhase(CompiledPhase):
         add: the targets hold sums, to which gradients are added. Else they are overwritten.
         """
         arguments += (*targets, self.flags[add])
-        found = list(self.inner(arguments))
+        results = list(self.inner(arguments))
         for place, target in zip(self.results, targets, strict=True):
-            found.insert(place, target)
-        return found
+            results.insert(place, target)
+        return results
 
     def boxed(self, arguments: list[Tensor]) -> list[Tensor]:
         """Call the code with arguments in a list, which it empties, and give it memory for each gradient."""
-        made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.like]
-        return self.boxed_into(arguments, made)
+        targets = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.like]
+        return self.boxed_into(arguments, targets)
 
     def __reduce__(self) -> tuple[type["FlatPhase"], tuple[object, ...]]:
         return FlatPhase, (self.code, self.results, self.like, self.device)

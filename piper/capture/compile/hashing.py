@@ -69,16 +69,16 @@ def _target(node: fx.Node, root: nn.Module) -> str:
     if node.op == "placeholder":
         return ""
     if node.op == "get_attr":  # the body of a higher-order operation
-        held: object = root
-        for part in str(node.target).split("."):
-            held = getattr(held, part)
-        match held:
+        value: object = root
+        for attribute in str(node.target).split("."):
+            value = getattr(value, attribute)
+        match value:
             case fx.GraphModule():
-                return str(held.graph)
-            case Tensor() if not isinstance(held, FakeTensor):
-                return f"{held.dtype} {list(held.shape)} {held.tolist()}"
+                return str(value.graph)
+            case Tensor() if not isinstance(value, FakeTensor):
+                return f"{value.dtype} {list(value.shape)} {value.tolist()}"
             case _:
-                return f"{type(held)} {id(held)}"
+                return f"{type(value)} {id(value)}"
     target = node.target
     if isinstance(target, str):
         return target
@@ -91,9 +91,9 @@ def _text(argument: object, numbers: Mapping[fx.Node, int]) -> str:
         case fx.Node():
             return f"%{numbers[argument]}"
         case tuple() | list():
-            return "[" + " ".join(_text(part, numbers) for part in argument) + "]"
+            return "[" + " ".join(_text(item, numbers) for item in argument) + "]"
         case dict():
-            return "{" + " ".join(f"{key}:{_text(part, numbers)}" for key, part in argument.items()) + "}"
+            return "{" + " ".join(f"{key}:{_text(item, numbers)}" for key, item in argument.items()) + "}"
         case slice():
             return f"slice{_text((argument.start, argument.stop, argument.step), numbers)}"
         case _:

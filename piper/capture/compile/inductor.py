@@ -126,12 +126,12 @@ class Source:
 
 def loaded(name: str, source: Source, cache: Cache) -> Compiled | None:
     """Return the compiled form of a graph from the cache. None: it has none that this torch can load."""
-    found = cache.find(name)
-    if found is None:
+    entry = cache.find(name)
+    if entry is None:
         return None
     try:
         modules = sorted(modules_of(source.module.graph))
-        return Compiled(name, found.artifact, cache, modules, source.module, found)
+        return Compiled(name, entry.artifact, cache, modules, source.module, entry)
     except PiperError:
         raise
     except _BROKEN as error:
@@ -148,7 +148,7 @@ def compiled(name: str, source: Source, cache: Cache) -> Compiled:
     """Compile a graph, and store it in the cache under its name."""
     try:
         artifact = _compile(source, cache)
-        made = Compiled(name, artifact, cache, sorted(modules_of(source.module.graph)), source.module)
+        code = Compiled(name, artifact, cache, sorted(modules_of(source.module.graph)), source.module)
         cache.keep(name, CacheEntry(artifact=artifact, files=_made_files(cache)))
     except PiperError:
         raise
@@ -159,7 +159,7 @@ def compiled(name: str, source: Source, cache: Cache) -> Compiled:
             facts={"why": reason(error)},
             hint="leave compile=True out; the chunk then runs operation by operation",
         ) from error
-    return made
+    return code
 
 
 @contextmanager
@@ -173,13 +173,13 @@ def _working(cache: Cache) -> Iterator[None]:
 
 def _made_files(cache: Cache) -> dict[str, bytes]:
     """Return the libraries and sources that the compiler has made, by path within the working folder."""
-    folder, found = cache.working_folder(), dict[str, bytes]()
+    folder, files = cache.working_folder(), dict[str, bytes]()
     for path in sorted(folder.rglob("*")):
         inner = path.relative_to(folder)
         if path.is_file() and not _IN_ARTIFACT & set(inner.parts):
             with suppress(FileNotFoundError):  # a draft that the compiler has renamed since
-                found[inner.as_posix()] = path.read_bytes()
-    return found
+                files[inner.as_posix()] = path.read_bytes()
+    return files
 
 
 def _compile(source: Source, cache: Cache) -> bytes:
@@ -271,9 +271,9 @@ def _stand_ins(values: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
         expression = given.node.expr
         fresh = expression.subs({symbol: unknown(symbol) for symbol in expression.free_symbols})
         hint = int(fresh.subs({symbol: _HINT for symbol in fresh.free_symbols}))
-        made = shapes.create_symintnode(fresh, hint=hint)
-        assert isinstance(made, torch.SymInt)
-        return made
+        symbolic = shapes.create_symintnode(fresh, hint=hint)
+        assert isinstance(symbolic, torch.SymInt)
+        return symbolic
 
     with mode:
         return [

@@ -19,8 +19,8 @@ def embedding_grad(grad: Tensor, rows: Tensor, length: int, padding: int, by_cou
     small = length < SPARSE * rows.numel() and grad.dtype is not torch.float64 and not by_count
     if small and grad.is_cuda and not torch.are_deterministic_algorithms_enabled():
         return through_table(grad, rows, length, padding)
-    made: Tensor = torch.ops.aten.embedding_dense_backward.default(grad, rows, length, padding, by_count)
-    return made
+    table: Tensor = torch.ops.aten.embedding_dense_backward.default(grad, rows, length, padding, by_count)
+    return table
 
 
 EMBEDDING_GRAD = torch.ops.piper.embedding_grad.default

@@ -86,17 +86,17 @@ def compile_phases(
             node.meta.pop("val", None)  # fakes, which are large
         known: dict[str, str] = {}  # the names of pieces by their keys: a name takes longer to find
         sources = [replace(source, module=piece.module, arguments=piece.arguments) for piece in pieces]
-        for piece, part in zip(pieces, sources, strict=True):
+        for piece, own in zip(pieces, sources, strict=True):
             if piece.key not in known:
-                known[piece.key] = name_of(part)
-                graphs.setdefault(known[piece.key], part)
+                known[piece.key] = name_of(own)
+                graphs.setdefault(known[piece.key], own)
         names = [known[piece.key] for piece in pieces] or [name_of(source)]
         if not pieces:
             graphs.setdefault(names[0], source)
         cuts[key] = PhaseCut(source=source, pieces=pieces, names=names)
-    made = _compile_all(graphs, cache, servers, meanwhile)
-    joined = {key: _joined(cut, made) for key, cut in cuts.items()}
-    return {**joined, **{key: flat_phase(joined[key], asked[key], flat[key]) for key in flat}}
+    codes = _compile_all(graphs, cache, servers, meanwhile)
+    phases = {key: _phase_of(cut, codes) for key, cut in cuts.items()}
+    return {**phases, **{key: flat_phase(phases[key], asked[key], flat[key]) for key in flat}}
 
 
 def _compile_all(
@@ -104,8 +104,8 @@ def _compile_all(
 ) -> dict[str, Compiled]:
     """Return the compiled forms of graphs by their names. Servers, if there are any, compile some of them."""
     log.debug("Loading compiled code")
-    made = {name: found for name, source in graphs.items() if (found := loaded(name, source, cache))}
-    missing = {name: source for name, source in graphs.items() if name not in made}
+    codes = {name: code for name, source in graphs.items() if (code := loaded(name, source, cache))}
+    missing = {name: source for name, source in graphs.items() if name not in codes}
     numbers = itertools.count(1)
     if any(argument.is_cuda for source in missing.values() for argument in source.arguments):
         start_kernel_compilers()
@@ -119,24 +119,24 @@ def _compile_all(
         compilation = servers.compile(missing, cache, report)
         meanwhile()
         for name in compilation.take():
-            made[name] = compiled(name, missing[name], cache)
+            codes[name] = compiled(name, missing[name], cache)
         compilation.wait()
     finally:
         servers.close()
     for name, source in missing.items():
-        if name not in made:  # a server has it, or failed: then the error is found here
-            made[name] = loaded(name, source, cache) or compiled(name, source, cache)
-    return made
+        if name not in codes:  # a server has it, or failed: then the error is found here
+            codes[name] = loaded(name, source, cache) or compiled(name, source, cache)
+    return codes
 
 
-def _joined(cut: PhaseCut, made: Mapping[str, Compiled]) -> CompiledPhase:
+def _phase_of(cut: PhaseCut, codes: Mapping[str, Compiled]) -> CompiledPhase:
     """Return a phase's code, made of the code of its pieces."""
     plain = cut.source.module
     if not cut.pieces:
-        return made[cut.names[0]]
+        return codes[cut.names[0]]
     used = list(dict.fromkeys(cut.names))
     calls, results = _calls(plain.graph, cut.pieces, [used.index(name) for name in cut.names])
-    return CompiledPieces([made[name] for name in used], calls, results, plain)
+    return CompiledPieces([codes[name] for name in used], calls, results, plain)
 
 
 def _calls(

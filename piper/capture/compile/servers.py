@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("piper")
 CORES = 4  # of this machine, for each server
-MOST = 4  # servers
+MOST_SERVERS = 4
 IDLE = 120.0  # seconds after which a server that has nothing to do ends
 GRACE = 10.0  # seconds that a server has to end
 _START = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({device!r}, {threads})"
@@ -62,11 +62,11 @@ class Operator:
     name: str
     overload: str
 
-    def found(self) -> Callable[..., object]:
+    def resolve(self) -> Callable[..., object]:
         """Return the operator."""
         namespace, _, name = self.name.partition("::")
-        found: Callable[..., object] = getattr(getattr(getattr(torch.ops, namespace), name), self.overload)
-        return found
+        operator: Callable[..., object] = getattr(getattr(getattr(torch.ops, namespace), name), self.overload)
+        return operator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +129,11 @@ def written(graph: fx.Graph) -> Iterator[tuple[object, ...]]:
 
 def read(nodes: Sequence[tuple[str, object, tuple[object, ...], dict[str, object]]]) -> fx.GraphModule:
     """Return the graph whose nodes were written."""
-    graph, made = fx.Graph(), list[fx.Node]()
+    graph, results = fx.Graph(), list[fx.Node]()
     for op, target, args, kwargs in nodes:
-        given = pytree.tree_map_only(NodeResult, lambda used: made[used.node], (args, kwargs))
-        called = target.found() if isinstance(target, Operator) else target
-        made.append(graph.create_node(op, called, *given))  # type: ignore[arg-type]
+        given = pytree.tree_map_only(NodeResult, lambda used: results[used.node], (args, kwargs))
+        called = target.resolve() if isinstance(target, Operator) else target
+        results.append(graph.create_node(op, called, *given))  # type: ignore[arg-type]
     return fx.GraphModule({}, graph)
 
 
@@ -153,7 +153,7 @@ class CompileServers:
     def start(self, device: str, count: int | None = None) -> None:
         """Start servers, unless they run. count: how many. None: as many as this machine has cores for."""
         cores = len(os.sched_getaffinity(0))
-        count = min(MOST, cores // CORES) if count is None else count
+        count = min(MOST_SERVERS, cores // CORES) if count is None else count
         if self.processes or not count:
             return
         threads = max(1, cores // (count + 1))

@@ -46,11 +46,11 @@ def tuning_in(folder: Path) -> Iterator[list[Path]]:
             # The fastest form was measured beside those that Inductor adds while it loads: not again.
             kernel.inductor_meta = {**kernel.inductor_meta, "dynamic_scale_rblock": False}
         elif len(forms) > 1:
-            _, found, _ = check_autotune_cache(forms, kernel.filename, kernel.inductor_meta)
-            if found is not None and found.local_cache is not None:
-                file = Path(found.local_cache[1])
+            _, cached, _ = check_autotune_cache(forms, kernel.filename, kernel.inductor_meta)
+            if cached is not None and cached.local_cache is not None:
+                file = Path(cached.local_cache[1])
                 file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                kernel.save_cache_hook = found.save
+                kernel.save_cache_hook = cached.save
                 unmeasured.append(file)
 
     with replaced(CachingAutotuner, "recheck_autotune_cache", recheck_here):
@@ -60,11 +60,11 @@ def tuning_in(folder: Path) -> Iterator[list[Path]]:
 def keep_measured(name: str, cache: Cache, files: list[Path]) -> None:
     """Add the files of kernels that have been measured since to an entry of the cache."""
     entry, folder = cache.find(name), cache.working_folder()
-    found = {file.relative_to(folder).as_posix(): file.read_bytes() for file in files if file.exists()}
-    if entry is None or not found:
+    measured = {file.relative_to(folder).as_posix(): file.read_bytes() for file in files if file.exists()}
+    if entry is None or not measured:
         return
     try:
-        cache.keep(name, replace(entry, files={**entry.files, **found}))
+        cache.keep(name, replace(entry, files={**entry.files, **measured}))
     except ConfigError as error:  # the step that measured them goes on
         log.warning("Which kernels are the fastest is not kept for the next run: %s", error.what)
 

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 _aten = torch.ops.aten
 _MEMORY = "memory"
-_JOINED = (_aten.cat.default, _aten._to_copy.default, _aten.constant_pad_nd.default)
+_FUSED = (_aten.cat.default, _aten._to_copy.default, _aten.constant_pad_nd.default)
 _SUMS = (
     _aten.sum.default,
     _aten.sum.dim_IntList,
@@ -25,7 +25,7 @@ def tensors_in(node: fx.Node) -> Sequence[Tensor]:
     if isinstance(value, Tensor):
         return (value,)
     if isinstance(value, tuple | list):
-        return [part for part in value if isinstance(part, Tensor)]
+        return [item for item in value if isinstance(item, Tensor)]
     return ()
 
 
@@ -37,8 +37,8 @@ def label_memory(graph: fx.Graph) -> None:
 
 def memories(node: fx.Node) -> tuple[int, ...]:
     """Return the storage id of each tensor that a node makes."""
-    found: tuple[int, ...] = node.meta[_MEMORY]
-    return found
+    storage_ids: tuple[int, ...] = node.meta[_MEMORY]
+    return storage_ids
 
 
 def storages(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, Tensor]]:
@@ -54,16 +54,16 @@ def move_to(node: fx.Node, memory: tuple[int, ...]) -> None:
 
 def memory_of(node: fx.Node) -> int:
     """Return the storage id of a node that makes one tensor."""
-    (found,) = memories(node)
-    return found
+    (storage_id,) = memories(node)
+    return storage_id
 
 
 def is_view(node: fx.Node) -> bool:
     """Return whether a node makes only views of its arguments."""
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0])
-    made = set(memories(node))
-    return bool(made) and made <= {memory for source in node.all_input_nodes for memory in memories(source)}
+    own = set(memories(node))
+    return bool(own) and own <= {memory for source in node.all_input_nodes for memory in memories(source)}
 
 
 def recomputable(node: fx.Node) -> bool:
@@ -89,10 +89,10 @@ def cheap(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or draws_random(node):
         return False
-    return _is_tagged(target, torch.Tag.pointwise) or target in _JOINED
+    return _is_tagged(target, torch.Tag.pointwise) or target in _FUSED
 
 
-def takes_joined(node: fx.Node) -> bool:
+def fuses_arguments(node: fx.Node) -> bool:
     """Return whether a compiler can fuse the producers of an operation's arguments into it."""
     return cheap(node) or node.target in _SUMS
 
@@ -107,7 +107,7 @@ def memory_readers(node: fx.Node, readers: Callable[[fx.Node], bool]) -> Iterato
         for user in stack.pop().users:
             if tensors_in(user) and (recomputable(user) or takes_one(user)):
                 stack.append(user)
-            elif readers(user) and not takes_joined(user):
+            elif readers(user) and not fuses_arguments(user):
                 yield user
 
 

@@ -33,16 +33,16 @@ def cost_of(
     section: Section,
     sizes: SymbolicSizes,
     *,
-    joined: bool = False,
+    compiled: bool = False,
     lasting: Collection[fx.Node] = (),
     given: Collection[fx.Node] = (),
 ) -> Cost:
     """Add up the operations of a phase.
 
-    joined: a compiler fuses cheap operations with their readers, so the values between them need no memory.
+    compiled: a compiler fuses cheap operations with their readers, so the values between them need no memory.
     lasting: values that a later phase reads again. given: results whose memory is there from the start.
     """
-    fleeting = _fleeting(section) if joined else None
+    fleeting = _fleeting(section) if compiled else None
     groups: list[Sequence[fx.Node]] = [[node] for node in operations(section.body)]
     if fleeting is not None:
         groups = fused(section.body, fleeting, section.writers)
@@ -63,7 +63,7 @@ def _fleeting(section: Section) -> set[int]:
     """Return the storages that a compiled phase never allocates, because their producers are fused."""
     body = set(section.body)
     written = {memory for write in section.writes for memory in memories(write.node)}
-    found: set[int] = set()
+    storage_ids: set[int] = set()
 
     def in_memory(reader: fx.Node) -> bool:
         return reader in body and reader.target is not _aten.gather.default and not _one_hot(reader)
@@ -71,8 +71,8 @@ def _fleeting(section: Section) -> set[int]:
     for node in section.body:
         fusible = cheap(node) or _one_hot(node) or any(map(_one_hot, node.users))
         if fusible and not read_from_memory(node, in_memory):
-            found |= set(memories(node)) - written
-    return found
+            storage_ids |= set(memories(node)) - written
+    return storage_ids
 
 
 def _one_hot(node: fx.Node) -> bool:
@@ -130,9 +130,9 @@ def _grouped_flops(node: fx.Node, sizes: SymbolicSizes) -> int:
     Each row meets one expert: rows x d x f, for any number of experts.
     """
     first, second = (sizes.shape(source.meta["val"]) for source in node.all_input_nodes[:2])
-    made = sizes.shape(node.meta["val"])
+    result = sizes.shape(node.meta["val"])
     rows, width = first
-    return 2 * rows * width * (second[-1] if len(made) == 3 else made[1])
+    return 2 * rows * width * (second[-1] if len(result) == 3 else result[1])
 
 
 def _attention_flops(node: fx.Node, sizes: SymbolicSizes, *, backward: bool) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from piper.capture.cost.aliases import cheap, is_view, memories, storages, takes_joined, tensors_in
+from piper.capture.cost.aliases import cheap, fuses_arguments, is_view, memories, storages, tensors_in
 from piper.capture.precision.fp8 import fp8_mm
 from piper.capture.trace.sizes import SymbolicSizes, dtype_name
 from piper.ir.chunk import Kernel
@@ -54,9 +54,9 @@ def fused(
         leader[node] = node
         for source in node.all_input_nodes if _mixes(node) else ():
             for memory in memories(source):
-                made = maker.get(memory)
-                if made is not None and _mixes(made) and depth[made] == depth[node]:
-                    leader[lead(node)] = lead(made)
+                producer = maker.get(memory)
+                if producer is not None and _mixes(producer) and depth[producer] == depth[node]:
+                    leader[lead(node)] = lead(producer)
         for memory in memories(node):
             maker.setdefault(memory, node)
     for value, writer in writers.items():
@@ -82,7 +82,7 @@ def _mixes(node: fx.Node) -> bool:
     """Return whether an operation is fused with those that it reads and with those that read it."""
     if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
         return True
-    return takes_joined(node) and not _over_rows(node)
+    return fuses_arguments(node) and not _over_rows(node)
 
 
 def _over_rows(node: fx.Node) -> bool:
@@ -120,10 +120,10 @@ class Traffic:
             node = stack.pop()
             for memory, tensor in storages(node.all_input_nodes):
                 if memory in self.fleeting:
-                    made = self.maker.get(memory)
-                    if made is not None and made not in seen:
-                        seen.add(made)
-                        stack.append(made)
+                    producer = self.maker.get(memory)
+                    if producer is not None and producer not in seen:
+                        seen.add(producer)
+                        stack.append(producer)
                 elif memory not in inside:
                     moved[memory] = max(moved.get(memory, 0), self._bytes(tensor))
         for memory, tensor in storages(group):

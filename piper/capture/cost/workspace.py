@@ -60,12 +60,12 @@ def workspace_of(
     until = _until(section.body, set(fleeting or ()))
     together = {} if fleeting is None else _together(section.body, sizes, set(fleeting))
     for position, node in enumerate(section.body):
-        for made, tensor in storages([node, *node.all_input_nodes]):
-            storage = reused.get(made, made)
+        for memory, tensor in storages([node, *node.all_input_nodes]):
+            storage = reused.get(memory, memory)
             if storage not in outside:
                 bytes_of[storage] = max(sizes.storage_bytes(tensor), bytes_of.get(storage, 0))
                 first.setdefault(storage, 0 if storage in early else position)
-                last[storage] = max(until[node], together.get(made, 0), last.get(storage, 0))
+                last[storage] = max(until[node], together.get(memory, 0), last.get(storage, 0))
                 if storage in results:
                     last[storage] = len(section.body) - 1
     boundary = sum(nbytes for storage, nbytes in bytes_of.items() if storage in kept or storage in results)
@@ -77,13 +77,13 @@ def _until(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[fx.Node, int]:
 
     An operation whose result has no memory is fused into its readers, and reads its arguments there.
     """
-    found: dict[fx.Node, int] = {}
+    last_reads: dict[fx.Node, int] = {}
     for position in reversed(range(len(body))):
         node = body[position]
-        readers = [found[user] for user in node.users if user in found]
-        joined = bool(tensors_in(node)) and fleeting >= set(memories(node))
-        found[node] = max(readers, default=position) if joined else position
-    return found
+        readers = [last_reads[user] for user in node.users if user in last_reads]
+        is_fused = bool(tensors_in(node)) and fleeting >= set(memories(node))
+        last_reads[node] = max(readers, default=position) if is_fused else position
+    return last_reads
 
 
 def _together(body: Sequence[fx.Node], sizes: SymbolicSizes, fleeting: Set[int]) -> dict[int, int]:
@@ -93,26 +93,26 @@ def _together(body: Sequence[fx.Node], sizes: SymbolicSizes, fleeting: Set[int])
     depends on the other through an operation that cannot be fused. Readers of the first wait for the last.
     """
     place = {node: position for position, node in enumerate(body)}
-    readers = _joined_readers(body, fleeting)
+    readers = _fused_readers(body, fleeting)
     results = dict.fromkeys(node for nodes in readers.values() for node in nodes)
     apart = _apart(body, results)
-    found: dict[int, int] = {}
+    last_results: dict[int, int] = {}
     for nodes in readers.values():
         for first, later in itertools.combinations(nodes, 2):
             same = _length(first, sizes) == _length(later, sizes)
             if same and not apart(first, later):
-                found[memory_of(first)] = max(place[later], found.get(memory_of(first), 0))
-    return found
+                last_results[memory_of(first)] = max(place[later], last_results.get(memory_of(first), 0))
+    return last_results
 
 
 def _length(node: fx.Node, sizes: SymbolicSizes) -> int:
     return math.prod(sizes.shape(node.meta["val"]))
 
 
-def _joined_readers(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[int, list[fx.Node]]:
+def _fused_readers(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[int, list[fx.Node]]:
     """Return, for each storage, the fusible operations that read it directly or through fused operations."""
     sources: dict[fx.Node, set[int]] = {}  # the storages that a value without its own is computed from
-    found: dict[int, list[fx.Node]] = {}
+    readers: dict[int, list[fx.Node]] = {}
     for node in body:
         made_of: set[int] = set()
         for source in node.all_input_nodes:
@@ -122,8 +122,8 @@ def _joined_readers(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[int, li
             sources[node] = made_of
         elif cheap(node):
             for memory in made_of:
-                found.setdefault(memory, []).append(node)
-    return found
+                readers.setdefault(memory, []).append(node)
+    return readers
 
 
 def _apart(body: Sequence[fx.Node], results: Collection[fx.Node]) -> Callable[[fx.Node, fx.Node], bool]:
@@ -149,13 +149,13 @@ def _kept(section: Section, lasting: Collection[fx.Node]) -> set[int]:
 
 def _reused(section: Section) -> dict[int, int]:
     """Return, for results that compiled code writes in place, the storage that each one reuses."""
-    body, found = set(section.body), dict[int, int]()
+    body, reused = set(section.body), dict[int, int]()
     for node in section.body:
         if node.target in _WRITES_INTO:
             start = node.all_input_nodes[0]
             if start in body and len(start.users) == 1:
-                found[memory_of(node)] = found.get(memory_of(start), memory_of(start))
-    return found
+                reused[memory_of(node)] = reused.get(memory_of(start), memory_of(start))
+    return reused
 
 
 def peak(length: int, size: Mapping[int, int], first: Mapping[int, int], last: Mapping[int, int]) -> int:

@@ -1,7 +1,7 @@
 """Proves that the blocks of a model all do the same, by running the model once on fakes.
 
-A run on fakes takes a fraction of a trace. It is cut behind each block. Two parts are equal if they run the
-same operations on values of the same shapes, which come from the same places: from the same part, from the
+A run on fakes takes a fraction of a trace. It is cut behind each block. Two blocks are equal if they run the
+same operations on values of the same shapes, which come from the same places: from the same block, from the
 result of the block before, or from one of the first blocks.
 """
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from piper.capture.trace.record import LossFn
 
-EARLY = 2  # parts that all later ones may read
+EARLY = 2  # blocks that all later ones may read
 Place = tuple[object, ...]
 
 
@@ -25,12 +25,12 @@ class _Journal(TorchDispatchMode):
     def __init__(self, tensors: Mapping[str, Tensor], blocks: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.blocks = blocks
-        self.parts: list[list[Place]] = [[]]
+        self.operations: list[list[Place]] = [[]]
         self.results: list[Place] = []  # of each block
         self.plain = True  # blocks give a tensor like the one they are given, and only that is read later
-        self.held: list[object] = list(tensors.values())  # so that no id is used twice
+        self.kept: list[object] = list(tensors.values())  # so that no id is used twice
         self.names = {id(tensor): name for name, tensor in tensors.items()}
-        self.made: dict[int, tuple[int, int, int]] = {}  # part, operation and number of a result
+        self.origins: dict[int, tuple[int, int, int]] = {}  # block, operation and number of a result
 
     def __torch_dispatch__(
         self,
@@ -41,43 +41,43 @@ class _Journal(TorchDispatchMode):
     ) -> object:
         out = func(*args, **(kwargs or {}))
         read = tree_map(self._read, (args, kwargs or {}))
-        part = self.parts[-1]
+        block = self.operations[-1]
         results = tree_leaves(out)
         for number, result in enumerate(results):
             if isinstance(result, Tensor):
-                self.made[id(result)] = (len(self.parts) - 1, len(part), number)
-                self.held.append(result)
-        part.append((str(func), str(read), str([_described(result) for result in results])))
+                self.origins[id(result)] = (len(self.operations) - 1, len(block), number)
+                self.kept.append(result)
+        block.append((str(func), str(read), str([_described(result) for result in results])))
         return out
 
     def _read(self, value: object) -> object:
-        """Return where an argument comes from, as seen from the present part."""
+        """Return where an argument comes from, as seen from the present block."""
         if not isinstance(value, Tensor):
             return _described(value)
-        here = len(self.parts) - 1
-        if id(value) not in self.made:
+        here = len(self.operations) - 1
+        if id(value) not in self.origins:
             return self._named(self.names.get(id(value), ""), here), _described(value)
-        part, operation, number = self.made[id(value)]
-        if part == here:
+        block, operation, number = self.origins[id(value)]
+        if block == here:
             return "here", operation, number
-        if part == here - 1 and self.results and (operation, number) == self.results[-1]:
+        if block == here - 1 and self.results and (operation, number) == self.results[-1]:
             return "block before"
-        self.plain = self.plain and part < EARLY
-        return part, operation, number
+        self.plain = self.plain and block < EARLY
+        return block, operation, number
 
     def _named(self, name: str, here: int) -> str:
-        """Return the name of a parameter, relative to the block that this part ends with."""
+        """Return the name of a parameter, relative to the present block."""
         block = self.blocks[here] if here < len(self.blocks) else ""
         return f"*{name.removeprefix(block)}" if block and name.startswith(f"{block}.") else name
 
     def ends(self, module: nn.Module, args: tuple[object, ...], out: object) -> None:
         """Note the end of a block: a hook of its forward."""
         first = args[0] if args else None
-        alike = isinstance(out, Tensor) and isinstance(first, Tensor) and _described(out) == _described(first)
-        part, *place = self.made.get(id(out), (-1, -1, -1))
-        self.plain = self.plain and alike and part == len(self.parts) - 1
+        same = isinstance(out, Tensor) and isinstance(first, Tensor) and _described(out) == _described(first)
+        block, *place = self.origins.get(id(out), (-1, -1, -1))
+        self.plain = self.plain and same and block == len(self.operations) - 1
         self.results.append(tuple(place))
-        self.parts.append([])
+        self.operations.append([])
 
 
 def _described(value: object) -> object:
@@ -106,5 +106,5 @@ def equal_blocks(
             loss(model, dict(batch))
     except Exception:  # noqa: BLE001  the model's own code, which a fake cannot run; a trace says what fails
         return False
-    parts = journal.parts[EARLY : len(blocks)]
-    return called == list(blocks) and journal.plain and all(part == parts[0] for part in parts)
+    operations = journal.operations[EARLY : len(blocks)]
+    return called == list(blocks) and journal.plain and all(each == operations[0] for each in operations)

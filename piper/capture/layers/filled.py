@@ -68,20 +68,20 @@ class _Filler:
         # A region may end with operations of the block that runs after its own.
         if [own.chunk(chunk, 1, {third: fourth, fourth: last_block}) for chunk in self.before] != self.block:
             return None
-        made = {chunk.name: (chunk, chunk) for chunk in self.begin}
+        copies = {chunk.name: (chunk, chunk) for chunk in self.begin}
         for shift in range(self.skipped + 1):
             here, after = self.blocks[FIRST - 1 + shift], self.blocks[FIRST + shift]
             for chunk in self.block:
                 copy = own.chunk(chunk, shift, {fourth: here, last_block: after})
-                made[copy.name] = (copy, chunk)
+                copies[copy.name] = (copy, chunk)
         last = _Copier(self, ends, source=own)
         for chunk in self.end:
             if any(isinstance(one, Output) and self._within(one, self.before) for one in chunk.inputs):
                 return None
             copy = last.chunk(chunk, 1, {})
-            made[copy.name] = (copy, chunk)
-        return self._whole({name: pair[0] for name, pair in made.items()},
-                           {name: pair[1] for name, pair in made.items()}, last)  # fmt: skip
+            copies[copy.name] = (copy, chunk)
+        return self._whole({name: pair[0] for name, pair in copies.items()},
+                           {name: pair[1] for name, pair in copies.items()}, last)  # fmt: skip
 
     def _whole(
         self, chunks: Mapping[str, Chunk], origins: Mapping[str, Chunk], last: "_Copier"
@@ -94,12 +94,12 @@ class _Filler:
             if likeness is None or (likeness.shape, likeness.dtype) != (parameter.shape, parameter.dtype):
                 return None
             parameters.append(replace(likeness, name=parameter.name, aliases=parameter.aliases))
-        held = {pair for chunk in chunks.values() for pair in chunk.tags}
+        tagged = {pair for chunk in chunks.values() for pair in chunk.tags}
         degrees = dict(outline.degrees)
         for name, chunk in chunks.items():
             if origins[name].tags in outline.degrees:
                 degrees[chunk.tags] = outline.degrees[origins[name].tags]
-        made = replace(
+        whole = replace(
             outline,
             chunks=tuple(chunks.values()),
             loss=last.output(outline.loss, 1, self.gap),
@@ -107,9 +107,9 @@ class _Filler:
             metrics=outline.metrics and last.output(outline.metrics, 1, self.gap),
             parameters=tuple(parameters),
             degrees=degrees,
-            empty={pair: place for pair, place in outline.empty.items() if pair not in held},
+            empty={pair: place for pair, place in outline.empty.items() if pair not in tagged},
         )
-        return Filled(outline=made, origins=origins)
+        return Filled(outline=whole, origins=origins)
 
     def _likeness(self, name: str) -> str:
         """Return the parameter of the copied block that a parameter of a skipped block is like."""

@@ -36,7 +36,7 @@ class ShortCapturing(Capturing):
     blocks: tuple[str, ...]
     short: Capturing  # of the shorter model
     whole: Capturing  # of all blocks, for what cannot be filled in
-    made: dict[tuple[object, ...], Filled | None] = field(default_factory=dict, repr=False)
+    filled_models: dict[tuple[object, ...], Filled | None] = field(default_factory=dict, repr=False)
 
     @property
     def complete(self) -> Recordings:
@@ -49,9 +49,9 @@ class ShortCapturing(Capturing):
         asked = self._shorter_requests(rows, requests)
         if asked is not None:
             short = self.short.traced(rows, asked)
-            found = self._filled(key, short.outline)
-            if found is not None:
-                return replace(short, outline=found.outline)
+            whole = self._filled(key, short.outline)
+            if whole is not None:
+                return replace(short, outline=whole.outline)
         return self.whole.traced(rows, requests)
 
     def differentiated(
@@ -60,9 +60,9 @@ class ShortCapturing(Capturing):
         """Return the outline of the model for slices of `rows` samples. options: by chunk."""
         self.traced(rows, requests)
         asked_key = (rows, request_key(merged(requests)))
-        asked, found = self._shorter_requests(rows, requests), self.made.get(asked_key)
-        if asked is not None and found is not None:
-            origins = {name: chunk.name for name, chunk in found.origins.items()}
+        asked, undifferentiated = self._shorter_requests(rows, requests), self.filled_models.get(asked_key)
+        if asked is not None and undifferentiated is not None:
+            origins = {name: chunk.name for name, chunk in undifferentiated.origins.items()}
             fewer = shorter(options, origins)
             if fewer is not None:
                 short = self.short.differentiated(rows, asked, fewer)
@@ -72,26 +72,26 @@ class ShortCapturing(Capturing):
         return self.whole.differentiated(rows, requests, options)
 
     def _filled(self, key: tuple[object, ...], outline: CapturedModel) -> Filled | None:
-        if key not in self.made:
-            self.made[key] = filled(outline, self.blocks)
-        return self.made[key]
+        if key not in self.filled_models:
+            self.filled_models[key] = filled(outline, self.blocks)
+        return self.filled_models[key]
 
     def _shorter_requests(self, rows: int, requests: Sequence[Request]) -> list[Request] | None:
         """Return what requests ask of the shorter model. None: equal blocks are not sharded alike."""
         if not requests:
             return []
         self.traced(rows)
-        found = self.made[rows, ()]
-        if found is None:
+        whole = self.filled_models[rows, ()]
+        if whole is None:
             return None
-        origins = {chunk.tags: found.origins[chunk.name].tags for chunk in found.outline.chunks}
-        made = []
+        origins = {chunk.tags: whole.origins[chunk.name].tags for chunk in whole.outline.chunks}
+        asked = []
         for request in merged(requests):
             regions = shorter(request.regions, origins)
             if regions is None:
                 return None
-            made.append(replace(request, regions=regions))
-        return made
+            asked.append(replace(request, regions=regions))
+        return asked
 
 
 def shorter(values: Mapping[K, V], origins: Mapping[K, K]) -> dict[K, V] | None:
@@ -99,9 +99,9 @@ def shorter(values: Mapping[K, V], origins: Mapping[K, K]) -> dict[K, V] | None:
 
     origins: for each key of the whole model that of the shorter one.
     """
-    found = {origins[key]: value for key, value in values.items()}
-    same = all(values.get(key) == found.get(origin) for key, origin in origins.items())
-    return found if same else None
+    fewer = {origins[key]: value for key, value in values.items()}
+    same = all(values.get(key) == fewer.get(origin) for key, origin in origins.items())
+    return fewer if same else None
 
 
 def short_capturing(capturing: Capturing, rows: int) -> Capturing:

@@ -113,7 +113,7 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
     across = scale_b.t() if by_row else scale_b
     aligned = not any(side % ALIGNED for side in (*a.shape[1:], *b.shape))
     if a.is_cuda and aligned and dtype is not torch.float64:
-        made = torch._scaled_mm(
+        rows = torch._scaled_mm(
             a,
             b.t(),
             scale_a,
@@ -121,7 +121,7 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
             out_dtype=torch.bfloat16,
             use_fast_accum=by_row,  # kernels with scales of rows are slow otherwise
         )
-        return made.to(dtype)
+        return rows.to(dtype)
     emulated: Tensor = fp8_mm(a, b.t(), scale_a, across, dtype)
     return emulated
 
@@ -141,11 +141,11 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype
 def check_machine(device: str, by: str) -> None:
     """Refuse products in fp8 on a GPU that has none."""
     if device == "cuda" and torch.cuda.get_device_capability() < CAPABLE:
-        found = ".".join(map(str, torch.cuda.get_device_capability()))
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
         raise ScheduleError(
             "this GPU has no products in fp8",
             by=by,
-            facts={"here": f"{torch.cuda.get_device_name()}, compute capability {found}"},
+            facts={"here": f"{torch.cuda.get_device_name()}, compute capability {capability}"},
             hint="fp8 needs compute capability 8.9 (Ada, Hopper or later): leave precision out, "
             "or use --device cpu, where fp8 is emulated",
         )
@@ -168,15 +168,15 @@ def _rewritten(body: Body) -> Body:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in body.graph.nodes:
-        found = factors_of(node) if WEIGHT in node.meta else None
-        if found is None:
+        factors = factors_of(node) if WEIGHT in node.meta else None
+        if factors is None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
-        weight = copies[found.weight]
-        if found.transposed:
+        weight = copies[factors.weight]
+        if factors.transposed:
             weight = graph.call_method("t", (weight,))
-        bias = copies[found.bias] if isinstance(found.bias, fx.Node) else None
-        copies[node] = graph.call_function(fp8_linear, (copies[found.x], weight, bias))
+        bias = copies[factors.bias] if isinstance(factors.bias, fx.Node) else None
+        copies[node] = graph.call_function(fp8_linear, (copies[factors.x], weight, bias))
         copies[node].meta = dict(node.meta)
     return replace(body, graph=graph)
 
@@ -188,10 +188,10 @@ def merge_rounding(graph: fx.Graph) -> None:
     """
     known: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
-        made = node.meta.get("val")
-        if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(made, Tensor):
+        value = node.meta.get("val")
+        if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(value, Tensor):
             continue
-        copies = node.target is torch.ops.aten.clone.default and made.dtype not in LARGEST
+        copies = node.target is torch.ops.aten.clone.default and value.dtype not in LARGEST
         if copies or torch.Tag.nondeterministic_seeded in node.target.tags:
             continue  # a copy is there because its memory is its own
         side = node.meta.get("partitioner_tag")

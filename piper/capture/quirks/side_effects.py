@@ -77,15 +77,15 @@ def noting_changes() -> Iterator[dict[Place, Left]]:
 
     Dynamo reads its record when it has traced everything.
     """
-    found: dict[Place, Left] = {}
+    changes: dict[Place, Left] = {}
     reading = SideEffects.codegen_update_mutated
 
     def read(effects: Any, *args: Any, **kwargs: Any) -> object:  # noqa: ANN401  Dynamo's own protocol
-        found.update({(id(left.holder), left.name): left for left in _changes(effects) if not left.same})
+        changes.update({(id(left.holder), left.name): left for left in _changes(effects) if not left.same})
         return reading(effects, *args, **kwargs)
 
     with replaced(SideEffects, "codegen_update_mutated", read):
-        yield found
+        yield changes
 
 
 def _changes(effects: Any) -> Iterator[Left]:  # noqa: ANN401
@@ -129,8 +129,8 @@ def _plain(variable: Any, computed: set[int]) -> object:  # noqa: ANN401  variab
         pairs = {key.vt.as_python_constant(): _plain(value, computed) for key, value in items.items()}
         return set(pairs) if issubclass(variable.python_type(), set) else pairs
     if isinstance(items, Sequence | deque):
-        found = [_plain(item, computed) for item in items]
-        return tuple(found) if issubclass(variable.python_type(), tuple) else found
+        values = [_plain(item, computed) for item in items]
+        return tuple(values) if issubclass(variable.python_type(), tuple) else values
     return getattr(variable, "value", None)
 
 

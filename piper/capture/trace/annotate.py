@@ -128,7 +128,7 @@ def _regions(tag: str, entries: Sequence[Entry], paths: Sequence[str]) -> Iterat
             matches = _matches(tag, entry, paths)
             yield from ([path] for path in matches)
         else:
-            yield [path for part in entry for path in _matches(tag, part, paths)]
+            yield [path for pattern in entry for path in _matches(tag, pattern, paths)]
 
 
 def _name_once(
@@ -138,7 +138,9 @@ def _name_once(
     first = {id(module): path for path, module in modules.items()}
     for path, module in model.named_modules(remove_duplicate=False):
         for tag, entries in regions.items():
-            named = [part for entry in entries for part in ([entry] if isinstance(entry, str) else entry)]
+            named = [
+                pattern for entry in entries for pattern in ([entry] if isinstance(entry, str) else entry)
+            ]
             if path not in modules and path in named:
                 name = first[id(module)]
                 raise ConfigError(
@@ -151,9 +153,9 @@ def _name_once(
 
 def _matches(tag: str, pattern: str, paths: Sequence[str]) -> list[str]:
     """Return the module paths that match a pattern, in the model's order. A star is one path component."""
-    parts = pattern.split(".")
-    found = [path for path in paths if _fits(path.split("."), parts)]
-    if not found:
+    patterns = pattern.split(".")
+    matches = [path for path in paths if _fits(path.split("."), patterns)]
+    if not matches:
         close = get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.5)
         raise ConfigError(
             f"the model has no module {pattern!r}",
@@ -161,10 +163,10 @@ def _matches(tag: str, pattern: str, paths: Sequence[str]) -> list[str]:
             facts={"close": ", ".join(close) or "nothing"},
             hint="name modules as model.named_modules() does; * stands for one part of a path",
         )
-    return found
+    return matches
 
 
-def _fits(path: Sequence[str], parts: Sequence[str]) -> bool:
-    return len(path) == len(parts) and all(
-        fnmatchcase(name, part) for name, part in zip(path, parts, strict=True)
+def _fits(path: Sequence[str], patterns: Sequence[str]) -> bool:
+    return len(path) == len(patterns) and all(
+        fnmatchcase(name, pattern) for name, pattern in zip(path, patterns, strict=True)
     )

@@ -10,7 +10,7 @@ from piper.capture.trace.effects import draws
 from piper.capture.trace.functionalize import memory_of, value, written_memory
 from piper.capture.trace.linear_layers import weights_of
 from piper.capture.trace.markers import how_of, marker
-from piper.capture.trace.piece import Body, CapturedChunk, Experts, Made, Segment
+from piper.capture.trace.piece import Body, CapturedChunk, Experts, Segment, SegmentOutput
 from piper.capture.trace.recording import FromBuffer, FromParameter, Recording
 from piper.capture.trace.regions import Regions
 from piper.capture.trace.segments import split_nodes
@@ -80,8 +80,8 @@ class Assembler:
         """Return a `route`, `unroute` or collective: inputs and outputs, no code."""
         node = next(node for node in cut.nodes if marker(node))
         reads = [source for source in node.args[:2] if isinstance(source, fx.Node)]
-        made = value(node)
-        results = made if isinstance(made, tuple | list) else [made]
+        marked = value(node)
+        results = marked if isinstance(marked, tuple | list) else [marked]
         chunk = Chunk(
             name=cut.name,
             tags=cut.tags,
@@ -117,9 +117,9 @@ class Assembler:
             rowwise=() if cut.kind == "expert" else weights_of(nodes, rowwise=True),
         )
         body = self._body(nodes, results, _experts(chunk))
-        parts = split_nodes(nodes, {*params, *buffers}, self.recording.bundles)
-        whole = cut.kind == "expert" or len(parts) == 1
-        segments = () if whole else self._segments(parts, reads, results)
+        runs = split_nodes(nodes, {*params, *buffers}, self.recording.bundles)
+        whole = cut.kind == "expert" or len(runs) == 1
+        segments = () if whole else self._segments(runs, reads, results)
         return CapturedChunk(chunk=chunk, inputs=body.inputs, body=body, segments=segments)
 
     def _body(
@@ -150,24 +150,24 @@ class Assembler:
         )
 
     def _segments(
-        self, parts: Sequence[Sequence[fx.Node]], reads: Sequence[list[fx.Node]], results: Sequence[fx.Node]
+        self, runs: Sequence[Sequence[fx.Node]], reads: Sequence[list[fx.Node]], results: Sequence[fx.Node]
     ) -> tuple[Segment, ...]:
         inputs, params, buffers = reads
-        part_of = {node: number for number, part in enumerate(parts) for node in part}
-        made: dict[fx.Node, Made] = {}
+        run_of = {node: number for number, run in enumerate(runs) for node in run}
+        outputs: dict[fx.Node, SegmentOutput] = {}
         segments = []
-        for number, part in enumerate(parts):
+        for number, run in enumerate(runs):
             going = [
                 node
-                for node in part
-                if node in results or any(part_of.get(user, number) > number for user in node.users)
+                for node in run
+                if node in results or any(run_of.get(user, number) > number for user in node.users)
             ]
-            made.update({node: Made(segment=number, output=i) for i, node in enumerate(going)})
-            own = self._reads(part)
+            outputs.update({node: SegmentOutput(segment=number, output=i) for i, node in enumerate(going)})
+            own = self._reads(run)
             segments.append(
                 Segment(
-                    body=self._body(part, going),
-                    inputs=tuple(made[node] if node in made else inputs.index(node) for node in own[0]),
+                    body=self._body(run, going),
+                    inputs=tuple(outputs[node] if node in outputs else inputs.index(node) for node in own[0]),
                     params=tuple(params.index(node) for node in own[1]),
                     buffers=tuple(buffers.index(node) for node in own[2]),
                     returns={results.index(node): i for i, node in enumerate(going) if node in results},
@@ -185,13 +185,13 @@ class Assembler:
     def _reads(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
         """Return the inputs, parameters and buffers that the nodes read, each in the order of first use."""
         inside = set(nodes)
-        found = dict.fromkeys(
+        read = dict.fromkeys(
             source for node in nodes for source in node.all_input_nodes if source not in inside
         )
-        params = [node for node in found if isinstance(self.recording.origins.get(node), FromParameter)]
-        buffers = [node for node in found if isinstance(self.recording.origins.get(node), FromBuffer)]
+        params = [node for node in read if isinstance(self.recording.origins.get(node), FromParameter)]
+        buffers = [node for node in read if isinstance(self.recording.origins.get(node), FromBuffer)]
         state = {*params, *buffers}
-        return [node for node in found if node not in state], params, buffers
+        return [node for node in read if node not in state], params, buffers
 
     def _name(self, node: fx.Node) -> str:
         origin = self.recording.origins[node]

@@ -122,7 +122,7 @@ def buffers_of(model: nn.Module) -> tuple[Buffer, ...]:
     names: dict[int, list[str]] = {}
     for name, tensor in model.named_buffers(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
-    saved = {key: [name for name in found if name not in passing] for key, found in names.items()}
+    saved = {key: [name for name in tied if name not in passing] for key, tied in names.items()}
     return tuple(
         Buffer(
             name=name,

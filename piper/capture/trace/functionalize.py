@@ -54,17 +54,17 @@ def _fill_by_size(recording: Recording) -> None:
     Otherwise x would travel to another chunk for its shape alone.
     """
     for node in list(recording.graph.nodes):
-        made = value(node)
+        filled = value(node)
         if (
             node.op in ("call_function", "call_method")
             and name_of(node) in _FILLS
-            and isinstance(made, Tensor)
-            and all(isinstance(size, int) for size in made.shape)
-            and not made.requires_grad
+            and isinstance(filled, Tensor)
+            and all(isinstance(size, int) for size in filled.shape)
+            and not filled.requires_grad
         ):
             node.op, node.target = "call_function", _FILLS[name_of(node)]
-            node.args = (tuple(made.shape),)
-            node.kwargs = {"dtype": made.dtype, "device": made.device}
+            node.args = (tuple(filled.shape),)
+            node.kwargs = {"dtype": filled.dtype, "device": filled.device}
 
 
 def _merge_results(recording: Recording) -> None:
@@ -130,10 +130,10 @@ def _replace_later(node: fx.Node, by: fx.Node, order: Mapping[fx.Node, int]) -> 
 
 def memory_of(node: fx.Node) -> int | None:
     """Return the storage id of a node's value. None: it is no tensor, or a tensor inside vmap."""
-    made = value(node)
-    if not isinstance(made, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(made):
+    tensor = value(node)
+    if not isinstance(tensor, Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return None  # inside vmap a tensor has no memory of its own to ask for
-    memory: int = made.untyped_storage()._cdata
+    memory: int = tensor.untyped_storage()._cdata
     return memory
 
 

@@ -50,11 +50,11 @@ def _check_modules(what: str, root: nn.Module) -> None:
 
 
 def _check_tensor(where: str, tensor: torch.Tensor) -> None:
-    found: tuple[tuple[str, Mapping[int, Callable[..., object]] | None], ...] = (
+    registered: tuple[tuple[str, Mapping[int, Callable[..., object]] | None], ...] = (
         ("register_hook", tensor._backward_hooks),
         ("register_post_accumulate_grad_hook", tensor._post_accumulate_grad_hooks),
     )
-    for kind, hooks in found:
+    for kind, hooks in registered:
         for hook in (hooks or {}).values():
             raise _refused(where, kind, hook)
 

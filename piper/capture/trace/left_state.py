@@ -67,9 +67,9 @@ def same_calls(
     if str(first) == str(second) and list(map(id, before)) == list(map(id, after)):
         return True
     inputs = {id(tensor) for tensor in after}
-    found = [left for left in changes if inputs & {id(leaf) for leaf in tree_leaves(left.value)}]
-    blamed = [left for left in found if inputs & left.computed]
-    if found and not blamed:
+    reread = [left for left in changes if inputs & {id(leaf) for leaf in tree_leaves(left.value)}]
+    blamed = [left for left in reread if inputs & left.computed]
+    if reread and not blamed:
         return False
     raise left_behind(blamed or changes, step)
 
@@ -98,11 +98,11 @@ def _named(left: Left, step: nn.Module) -> str:
         names = {id(module): path for path, module in step.named_modules()}
         path = names.get(id(left.holder), "model").removeprefix("model.")
         return f"{kind.__name__ if path == 'model' else path}.{left.name}"
-    if found := re.fullmatch(r"(.+)\.__closure__\[(\d+)\](\.cell_contents)?", left.source):
-        function = _found(found[1], step)
-        return f"{function.__code__.co_freevars[int(found[2])]} of {function.__name__}"
+    if cell := re.fullmatch(r"(.+)\.__closure__\[(\d+)\](\.cell_contents)?", left.source):
+        function = _found(cell[1], step)
+        return f"{function.__code__.co_freevars[int(cell[2])]} of {function.__name__}"
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", left.source)
-    path = re.sub(_IMPORTED, lambda found: found[1].replace("_dot_", "."), path)
+    path = re.sub(_IMPORTED, lambda cell: cell[1].replace("_dot_", "."), path)
     return re.sub(r"^L\['self'\]\.(model\.|(loss)\[0\])", r"\2", path)
 
 

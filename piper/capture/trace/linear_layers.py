@@ -75,9 +75,9 @@ def mark_products(recording: Recording) -> None:
     others: set[str] = set()  # parameters that something else reads too
     for node in recording.graph.nodes:
         read = {name for each in node.all_input_nodes if (name := owners.get(memory_of(each))) is not None}
-        found = factors_of(node)
-        name = None if found is None else owners.get(memory_of(found.weight))
-        fits = found is not None and _fits(found) and not recording.modes[node].autocast
+        product = factors_of(node)
+        name = None if product is None else owners.get(memory_of(product.weight))
+        fits = product is not None and _fits(product) and not recording.modes[node].autocast
         if name is not None and fits and node not in scores:
             products.setdefault(name, []).append(node)
             read.discard(name)
@@ -95,9 +95,9 @@ def multiplies(node: fx.Node) -> bool:
     return _MULTIPLIES.fullmatch(name_of(node).partition(".")[0]) is not None
 
 
-def _fits(found: LinearProduct) -> bool:
+def _fits(product: LinearProduct) -> bool:
     """Return whether the factors are rows and one matrix, of one type."""
-    x, weight = value(found.x), value(found.weight)
+    x, weight = value(product.x), value(product.weight)
     if not isinstance(x, Tensor) or not isinstance(weight, Tensor):
         return False
     return x.dim() > 1 and weight.dim() == 2 and x.dtype == weight.dtype
@@ -105,13 +105,13 @@ def _fits(found: LinearProduct) -> bool:
 
 def _scores(graph: fx.Graph, results: Collection[fx.Node]) -> set[fx.Node]:
     """Return the nodes whose values reach a choice or a result of the loss without a further product."""
-    found: set[fx.Node] = set()
+    scores: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node in results or any(
-            name_of(user) in _CHOICES or (user in found and not multiplies(user)) for user in node.users
+            name_of(user) in _CHOICES or (user in scores and not multiplies(user)) for user in node.users
         ):
-            found.add(node)
-    return found
+            scores.add(node)
+    return scores
 
 
 def weights_of(nodes: Sequence[fx.Node], *, rowwise: bool = False) -> tuple[str, ...]:
@@ -125,5 +125,5 @@ def weights_of(nodes: Sequence[fx.Node], *, rowwise: bool = False) -> tuple[str,
 
 
 def _as_stored(node: fx.Node) -> bool:
-    found = factors_of(node)
-    return found is not None and not found.transposed and found.weight.op == "placeholder"
+    product = factors_of(node)
+    return product is not None and not product.transposed and product.weight.op == "placeholder"

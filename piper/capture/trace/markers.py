@@ -21,8 +21,8 @@ def collective(value: Tensor, how: Collective) -> Tensor:
         shape[how.joined.dim] *= how.degree
     if how.cut is not None:
         shape[how.cut.dim] //= how.degree
-    made = value.new_empty(shape)
-    return made.requires_grad_(value.requires_grad and how.op != "max")
+    result = value.new_empty(shape)
+    return result.requires_grad_(value.requires_grad and how.op != "max")
 
 
 def is_collective(node: fx.Node) -> bool:

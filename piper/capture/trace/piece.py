@@ -31,7 +31,7 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class SegmentOutput:
     """A value that an earlier segment made."""
 
     segment: int
@@ -43,7 +43,7 @@ class Segment:
     """A part of a chunk. Its inputs are the chunk's, by position, or what earlier segments made."""
 
     body: Body
-    inputs: tuple[int | Made, ...]
+    inputs: tuple[int | SegmentOutput, ...]
     params: tuple[int, ...]  # positions among the chunk's
     buffers: tuple[int, ...]
     returns: Mapping[int, int]  # the chunk's outputs that are made here, and which of the body's they are

@@ -145,8 +145,8 @@ def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> 
         return None
     try:
         step(batch)
-    except PiperError as found:
-        return found
+    except PiperError as own:
+        return own
     return None
 
 
@@ -154,8 +154,8 @@ def _check_side_effects(model: nn.Module, warnings: Iterable[str]) -> None:
     """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for text in warnings:
-        if found := re.search(r"((?:\._modules\['[^']+'\])+)\._(?:buffers|parameters)\b", text):
-            path = re.findall(r"'([^']+)'", found.group(1))[1:]
+        if named := re.search(r"((?:\._modules\['[^']+'\])+)\._(?:buffers|parameters)\b", text):
+            path = re.findall(r"'([^']+)'", named.group(1))[1:]
             if isinstance(modules.get(".".join(path)), _SpectralNorm):
                 continue  # it writes into its buffers through `out=`, and assigns each to itself
             raise CaptureError(
@@ -172,12 +172,12 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]:
     """Return where each tensor comes from, by identity. A tied parameter goes by its first name."""
-    found: dict[int, Origin] = {}
+    sources: dict[int, Origin] = {}
     for name, parameter in model.named_parameters():
-        found.setdefault(id(parameter), FromParameter(name=name))
+        sources.setdefault(id(parameter), FromParameter(name=name))
     for name, buffer in model.named_buffers():
-        found.setdefault(id(buffer), FromBuffer(name=name))
-    return {**found, **{id(tensor): Batch(field=name) for name, tensor in batch.items()}}
+        sources.setdefault(id(buffer), FromBuffer(name=name))
+    return {**sources, **{id(tensor): Batch(field=name) for name, tensor in batch.items()}}
 
 
 def _structure(captured: fx.GraphModule) -> Returned:
@@ -267,15 +267,15 @@ class _GraphCopier:
 
     def _attribute(self, node: fx.Node) -> None:
         """Read a tensor as a constant; keep the graph that a higher-order operation runs."""
-        held: object = self.captured
-        for part in str(node.target).split("."):
-            held = getattr(held, part)
-        if isinstance(held, Tensor):
-            self._input(node, held)
+        attribute: object = self.captured
+        for name in str(node.target).split("."):
+            attribute = getattr(attribute, name)
+        if isinstance(attribute, Tensor):
+            self._input(node, attribute)
         else:
             self._copy(node)
             self.copies[node].target = node.name
-            setattr(self.root, node.name, held)
+            setattr(self.root, node.name, attribute)
 
     def _copy(self, node: fx.Node) -> None:
         copy = self.graph.node_copy(node, lambda used: self.copies[used])
@@ -312,14 +312,14 @@ class _GraphCopier:
     def _packed(self, metrics: Mapping[str, tuple[object, object]], loss: FakeTensor) -> fx.Node:
         """Add nodes that put the sum and the weight of every metric into one tensor of float64."""
         with loss.fake_mode:
-            numbers = [self._number(name, part, loss) for name, pair in metrics.items() for part in pair]
+            numbers = [self._number(name, number, loss) for name, pair in metrics.items() for number in pair]
             return self._call(torch.stack, numbers)
 
-    def _number(self, name: str, part: object, loss: FakeTensor) -> fx.Node:
+    def _number(self, name: str, number: object, loss: FakeTensor) -> fx.Node:
         """Return the node of a metric's sum or weight, which may be a Python number."""
-        if isinstance(part, int | float):
-            return self._call(torch.full, (), float(part), dtype=torch.float64, device=loss.device)
-        node = self._result(part)
+        if isinstance(number, int | float):
+            return self._call(torch.full, (), float(number), dtype=torch.float64, device=loss.device)
+        node = self._result(number)
         value = node.meta["example_value"]
         if value.dim():
             raise _not_a_loss(f"its metric {name!r} has a part of shape {list(value.shape)}")
@@ -336,9 +336,9 @@ class _GraphCopier:
 
 def _attribute_name(module: nn.Module, value: object) -> str | None:
     """Return the name under which a module holds an unregistered value. None: no module holds it."""
-    for path, part in module.named_modules():
-        for name, held in vars(part).items():
-            if held is value:
+    for path, owner in module.named_modules():
+        for name, attribute in vars(owner).items():
+            if attribute is value:
                 return f"{path}.{name}".removeprefix("model.")
     return None
 

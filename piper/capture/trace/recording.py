@@ -85,7 +85,9 @@ def number_regions(
         for key, mark in custom.items():
             if key.startswith(PREFIX):
                 seen.setdefault(key, set()).add(mark)
-    indices = {key: {mark: index for index, mark in enumerate(sorted(found))} for key, found in seen.items()}
+    indices = {
+        key: {mark: index for index, mark in enumerate(sorted(marked))} for key, marked in seen.items()
+    }
     for key in seen:
         _check_tag(key.removeprefix(PREFIX))
     return {
@@ -98,11 +100,11 @@ def number_regions(
 
 def places_of(regions: Sequence[Region]) -> dict[tuple[str, int], str]:
     """Return the line or modules of each region, by its tag and index."""
-    found: dict[tuple[str, int], str] = {}
+    by_index: dict[tuple[str, int], str] = {}
     for tag in {region.tag for region in regions}:
         places = {region.mark: region.where for region in regions if region.tag == tag}
-        found |= {(tag, index): places[mark] for index, mark in enumerate(sorted(places))}
-    return found
+        by_index |= {(tag, index): places[mark] for index, mark in enumerate(sorted(places))}
+    return by_index
 
 
 def _check_tag(tag: str) -> None:

@@ -103,28 +103,28 @@ def _made_from(
 ) -> frozenset[fx.Node]:
     """Return the nodes that depend on inputs of these kinds alone, with the same result on every device."""
     written = written_memory(nodes)
-    made = {
+    sources = {
         node
         for node, origin in recording.origins.items()
         if isinstance(origin, kinds) and memory_of(node) not in written
     }
     trains = FromParameter in kinds
-    found = set()
+    derived = set()
     for node in nodes:
         result = value(node)
         fixed = isinstance(result, Tensor | tuple | list) or node.op == "get_attr"
         if (
             fixed
-            and all(source in made for source in node.all_input_nodes)
+            and all(source in sources for source in node.all_input_nodes)
             and not draws(node)
             and marker(node) is None
             and node not in recording.bundles
             and node not in tied
             and (trains or not (isinstance(result, Tensor) and result.requires_grad))
         ):
-            made.add(node)
-            found.add(node)
-    return frozenset(found)
+            sources.add(node)
+            derived.add(node)
+    return frozenset(derived)
 
 
 def _expert_areas(

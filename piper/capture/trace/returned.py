@@ -40,14 +40,14 @@ def returned_by_loss(returned: object) -> Returned:
 
 def checked_metrics(metrics: Mapping[object, object]) -> dict[str, tuple[object, object]]:
     """Return the metrics of a loss. Raise a CaptureError where one has no name, no sum or no weight."""
-    found: dict[str, tuple[object, object]] = {}
+    checked: dict[str, tuple[object, object]] = {}
     for name, pair in metrics.items():
         if not (isinstance(name, str) and isinstance(pair, tuple) and len(pair) == 2):
             raise not_a_metric(name, type(pair).__name__)
-        if not all(is_tensor(part) or is_number(part) for part in pair):
-            raise not_a_metric(name, "(" + ", ".join(type(part).__name__ for part in pair) + ")")
-        found[name] = pair
-    return found
+        if not all(is_tensor(number) or is_number(number) for number in pair):
+            raise not_a_metric(name, "(" + ", ".join(type(number).__name__ for number in pair) + ")")
+        checked[name] = pair
+    return checked
 
 
 def not_a_metric(name: object, got: str) -> CaptureError:

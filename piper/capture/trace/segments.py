@@ -22,21 +22,21 @@ def split_nodes(
     """Cut nodes, in the order of the program, into segments. state: those of parameters and buffers."""
     bounds = [*dict.fromkeys((0, *sorted(_ends(nodes, state, bundles)), len(nodes)))]
     numbers: dict[Hashable, int] = {}
-    parts = [
+    labels = [
         numbers.setdefault(tuple(map(_likeness, nodes[begin:end])), len(numbers))
         for begin, end in pairwise(bounds)
     ]
-    return [[*nodes[begin:end]] for begin, end in pairwise((*_starts(bounds, parts), len(nodes)))]
+    return [[*nodes[begin:end]] for begin, end in pairwise((*_starts(bounds, labels), len(nodes)))]
 
 
-def _starts(bounds: Sequence[int], parts: Sequence[int]) -> list[int]:
+def _starts(bounds: Sequence[int], labels: Sequence[int]) -> list[int]:
     """Return where segments begin. bounds: where one may begin or end; parts: numbers of what is between.
 
     Layers that repeat are a segment each, so that none is traced together with what is before and behind
     all of them. There, and where nothing repeats, segments are as short as is worth it.
     """
     saved, layers = 0, range(0)  # nodes that need not be traced, and the parts that layers begin with
-    for run in repeated_runs(parts, range(1, min(LONGEST, len(parts) // 2) + 1)):
+    for run in repeated_runs(labels, range(1, min(LONGEST, len(labels) // 2) + 1)):
         size = bounds[run.start + run.period] - bounds[run.start]
         if size >= LEAST and (run.times - 1) * size > saved:
             saved = (run.times - 1) * size
@@ -45,9 +45,9 @@ def _starts(bounds: Sequence[int], parts: Sequence[int]) -> list[int]:
         return _long(bounds)
     before, after = layers.start, layers.stop
     return [
-        *(_starts(bounds[: before + 1], parts[:before]) if before else []),
+        *(_starts(bounds[: before + 1], labels[:before]) if before else []),
         *(bounds[layer] for layer in layers),
-        *(_starts(bounds[after:], parts[after:]) if after < len(parts) else []),
+        *(_starts(bounds[after:], labels[after:]) if after < len(labels) else []),
     ]
 
 
@@ -62,10 +62,10 @@ def _long(bounds: Sequence[int]) -> list[int]:
 
 def _likeness(node: fx.Node) -> Hashable:
     """Return the properties that nodes of equal layers share. Whether bodies are equal is found out later."""
-    made = value(node)
-    if not isinstance(made, Tensor):
+    result = value(node)
+    if not isinstance(result, Tensor):
         return node.op, node.target
-    return node.op, node.target, made.dtype, tuple(n if isinstance(n, int) else None for n in made.shape)
+    return node.op, node.target, result.dtype, tuple(n if isinstance(n, int) else None for n in result.shape)
 
 
 def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping[fx.Node, int]) -> set[int]:
@@ -82,10 +82,10 @@ def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping
     trained = _IntervalCount(len(nodes))  # values that need a gradient and go on past a position
     blocked = _IntervalCount(len(nodes))  # reasons not to end before it
     for node, end in last.items():
-        made = value(node)
-        if not isinstance(made, Tensor) or not _plain(made) or memory_of(node) in written:
+        result = value(node)
+        if not isinstance(result, Tensor) or not _plain(result) or memory_of(node) in written:
             blocked.add(first[node] + 1, end)
-        elif node not in state and made.requires_grad:
+        elif node not in state and result.requires_grad:
             trained.add(first[node] + 1, end)
     for position, (before, node) in enumerate(pairwise(nodes), start=1):
         if node in bundles and bundles[node] == bundles.get(before):
@@ -112,6 +112,6 @@ class _IntervalCount:
         return accumulate(self.change)
 
 
-def _plain(made: Tensor) -> bool:
+def _plain(value: Tensor) -> bool:
     """Return whether a value can pass between segments as it is: contiguous, and of known size."""
-    return all(isinstance(size, int) for size in made.shape) and made.is_contiguous()
+    return all(isinstance(size, int) for size in value.shape) and value.is_contiguous()

@@ -73,8 +73,8 @@ def sums_over_samples(few: Recording, rows: int, many: Recording, samples: int) 
         return ()  # it divides by a number of samples
     of_batch = _of_batch(few)
     both = TwoSizes(few=few, rows=rows, pairs=pairs, samples=samples, of_batch=of_batch)
-    found = [node for node in _sums(few, of_batch) if _adds_samples(both, node.all_input_nodes[0])]
-    return tuple(dict.fromkeys(f"{name_of(node)}{node_line(node)}" for node in found))
+    sums = [node for node in _sums(few, of_batch) if _adds_samples(both, node.all_input_nodes[0])]
+    return tuple(dict.fromkeys(f"{name_of(node)}{node_line(node)}" for node in sums))
 
 
 def _sums(recording: Recording, of_batch: set[fx.Node]) -> Iterator[fx.Node]:
@@ -114,11 +114,11 @@ def _adds_samples(both: TwoSizes, summed: fx.Node) -> bool:
 
 def _of_batch(recording: Recording) -> set[fx.Node]:
     """Return the nodes that depend on the batch."""
-    found: set[fx.Node] = set()
+    dependent: set[fx.Node] = set()
     for node in recording.graph.nodes:
-        if isinstance(recording.origins.get(node), Batch) or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if isinstance(recording.origins.get(node), Batch) or not dependent.isdisjoint(node.all_input_nodes):
+            dependent.add(node)
+    return dependent
 
 
 def _numbers(node: fx.Node) -> list[float]:

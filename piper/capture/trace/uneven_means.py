@@ -27,10 +27,10 @@ def uneven_means(recording: Recording, rows: int) -> tuple[str, ...]:
     if recording.weighted:
         return ()  # a sum with its weight
     needed = live(recording.graph, recording.results[:1])
-    found = (
+    means = (
         text for node in recording.graph.nodes if node in needed for text in _uneven(recording, node, rows)
     )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(means))
 
 
 def _uneven(recording: Recording, node: fx.Node, rows: int) -> Iterator[str]:
