@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from piper.capture.compile.hashing import digest_of, node_lines
 from piper.capture.compile.operators import mm_into
-from piper.capture.trace.repeated_runs import Run, repeated_runs
+from piper.capture.trace.repeated_runs import RepeatedRun, repeated_runs
 
 FEWEST = 3  # layers that are equal
 SMALLEST = 8  # operations of a layer
@@ -118,9 +118,9 @@ def cuts_of(body: Sequence[fx.Node], labels: Sequence[str], offset: int = 0) -> 
     yield from cuts_of(body[places[-1] :], labels[places[-1] :], offset + places[-1])
 
 
-def longest_run(labels: Sequence[str]) -> Run | None:
+def longest_run(labels: Sequence[str]) -> RepeatedRun | None:
     """Return the longest run of labels; of nearly equal ones that of the shortest period."""
-    best: Run | None = None
+    best: RepeatedRun | None = None
     for run in repeated_runs(labels, likely_periods(labels)):
         if run.times >= FEWEST and (best is None or run.length > best.length + run.period):
             best = run

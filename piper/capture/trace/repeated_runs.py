@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RepeatedRun:
     """A run of labels in which each equals the one a period later."""
 
     start: int
@@ -22,7 +22,7 @@ class Run:
         return self.length // self.period
 
 
-def repeated_runs(labels: Sequence[Hashable], periods: Iterable[int]) -> Iterator[Run]:
+def repeated_runs(labels: Sequence[Hashable], periods: Iterable[int]) -> Iterator[RepeatedRun]:
     """Yield the longest runs of two periods or more, period by period.
 
     >>> [(run.start, run.stop) for run in repeated_runs("abcbcbd", [2])]
@@ -34,5 +34,5 @@ def repeated_runs(labels: Sequence[Hashable], periods: Iterable[int]) -> Iterato
             if place < len(labels) - period and labels[place] == labels[place + period]:
                 continue
             if place - start >= period:
-                yield Run(start=start, stop=place + period, period=period)
+                yield RepeatedRun(start=start, stop=place + period, period=period)
             start = place + 1
