@@ -802,7 +802,7 @@ error: --resume: the job saves no checkpoints, so there is nothing to go on from
 """,
     "net.py:fine --on lokal": """
 error: piper train: there is no launcher 'lokal'
-  hint: on is one of inline, local, ray, rank:N; did you mean 'local'?
+  hint: on is one of inline, local, ray, torchrun, rank:N; did you mean 'local'?
 """,
     "net.py:fine --on rank:7": """
 error: rank:7: there is no device '7'

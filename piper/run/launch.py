@@ -1,6 +1,7 @@
 """Starting a program: on threads, on processes of this machine, or on Ray."""
 
 import logging
+import os
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, get_args
@@ -15,13 +16,13 @@ from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 from piper.workers.agent_versions import AgentVersions
-from piper.workers.rank_environment import RankEnvironment, rank_environment
+from piper.workers.rank_environment import NAMES, RANKS, RankEnvironment, rank_environment
 from piper.workers.serve import crowded
 from piper.workers.starter import GivenGroup, Starter
 from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.versions import Files, Versions
 
-On = Literal["inline", "local", "ray"]
+On = Literal["inline", "local", "ray", "torchrun"]
 ALONE = "rank:"  # and the number of a device
 DEFAULT = Options()
 log = logging.getLogger("piper")
@@ -45,9 +46,10 @@ def launch(
 
     Without a block they end with `run.close()`, when nothing refers to the run any more, or with the process.
 
-    on: threads of this process, processes of this machine, or Ray. Under torchrun, `local` has the worker of
-    one device in each rank: every rank runs the same script and gets the same results. Or `rank:N`: device N
-    of the plan alone, with real kernels and memory, and communication that moves nothing but takes its time.
+    on: threads of this process, processes of this machine, Ray, or the ranks of torchrun, which `local` takes
+    too where there are any: each has the worker of a device, runs the same script and gets the same results.
+    Or `rank:N`: device N of the plan alone, with real kernels and memory, and communication that moves
+    nothing but takes its time.
     timeout: seconds that any one wait may take before the step ends with an error.
     streams: run streams side by side; otherwise a device does one thing at a time.
     threads: how many threads one computation uses. Runs give the same bits if they use the same number.
@@ -123,8 +125,8 @@ def launch_local(program: ProgramLike, options: Options = DEFAULT, forks: ForkSe
 
 
 def ranks_of(on: str) -> RankEnvironment | None:
-    """Return the ranks of torchrun that `local` joins. None: there are none, or it is another launcher."""
-    return rank_environment() if on == "local" else None
+    """Return the ranks that have the workers. None: torchrun has started none, or it is another launcher."""
+    return rank_environment() if on in RANKS else None
 
 
 def starter_of(program: ProgramLike, on: str, versions: Versions | None = None, spares: int = 0) -> Starter:
@@ -137,7 +139,7 @@ def starter_of(program: ProgramLike, on: str, versions: Versions | None = None, 
             from piper.workers.inline import InlineStarter
 
             return InlineStarter(program, versions)
-        case "local" if (world := ranks_of(on)) is not None:
+        case "local" | "torchrun" if (world := ranks_of(on)) is not None:
             from piper.workers.torchrun import TorchrunStarter
 
             return TorchrunStarter(program, world, versions, spares)
@@ -175,13 +177,20 @@ def check_launcher(on: str, by: str = "launch") -> None:
             by=by,
             hint="on is one of " + ", ".join(known) + (f"; did you mean {close[0]!r}?" if close else ""),
         )
+    if on == "torchrun" and ranks_of(on) is None:
+        raise ConfigError(
+            "torchrun has not started this process",
+            by=by,
+            facts={"missing": ", ".join(name for name in NAMES if name not in os.environ)},
+            hint="start it with torchrun --nproc-per-node N, or let piper start processes: on='local'",
+        )
 
 
 def by_host(program: ProgramLike, on: str) -> bool:
     """Return whether the devices of a program on CUDA exchange values through the host."""
     if not is_accelerator(program.device) or on.startswith(ALONE):
         return False
-    if on == "local":
+    if on in RANKS:
         world = ranks_of(on)
         return crowded(len(program.plans.devices) if world is None else world.nearby)
     return on == "inline"

@@ -8,7 +8,7 @@ from piper.job import Job
 from piper.recipe import load_recipe
 from piper.run.launch import recovers
 from piper.train.interrupt import GRACE
-from piper.workers.rank_environment import rank_environment
+from piper.workers.rank_environment import RANKS, rank_environment
 
 RESERVE = 10.0  # seconds of the grace in which a version is written, at most
 
@@ -44,7 +44,7 @@ def check_options(asked: TrainOptions) -> None:
         raise ConfigError(
             f"--stall {asked.stall:g}", by="piper train", hint="give a step some seconds: --stall 60"
         )
-    ranks = rank_environment() if asked.on == "local" else None
+    ranks = rank_environment() if asked.on in RANKS else None
     if asked.spares < 0 or (asked.spares and asked.on != "ray" and ranks is None):
         raise ConfigError(
             f"--spares {asked.spares}, on {asked.on}",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from piper.errors import ConfigError
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+RANKS = ("local", "torchrun")  # launchers that have a worker in each rank, where there are ranks
 NEARBY = "LOCAL_WORLD_SIZE"
 
 

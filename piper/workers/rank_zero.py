@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec
 
-from piper.workers.rank_environment import rank_environment
+from piper.workers.rank_environment import RANKS, rank_environment
 
 P = ParamSpec("P")
 
@@ -15,7 +15,7 @@ def on_rank_zero(verb: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(verb)
     def act(*args: P.args, **kwargs: P.kwargs) -> None:
-        world = rank_environment() if kwargs["on"] == "local" else None
+        world = rank_environment() if kwargs["on"] in RANKS else None
         if world is None:
             verb(*args, **kwargs)
         elif world.leads:

@@ -44,7 +44,7 @@ def act(program: Program, folder: Path, what: str) -> dict[str, object]:
             if rank == "0":
                 run.gradients()  # the others need not ask for all that rank 0 does
             seen["state"] = {name: value.tolist() for name, value in run.state_dict().items()}
-        with piper.launch(program, on="local", timeout=30, resume=folder / "saved") as run:
+        with piper.launch(program, on="torchrun", timeout=30, resume=folder / "saved") as run:
             seen["resumed"] = [r.loss for r in (run.step(batch) for batch in batches(CELL, 1))]
         with (
             patch("piper.run.mirrored.ServedAgent", elsewhere),

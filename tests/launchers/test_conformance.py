@@ -162,5 +162,5 @@ def test_an_unknown_launcher(programs: dict[str, Program]) -> None:
         held.enter_context(launch(programs[str(BUFFERS)], "moon"))
     assert str(caught.value) == cleandoc("""
         launch: there is no launcher 'moon'
-          hint: on is one of inline, local, ray, rank:N
+          hint: on is one of inline, local, ray, torchrun, rank:N
     """)

@@ -15,7 +15,7 @@ import pytest
 from piper.compiler import compile
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.recipe import load_recipe
-from piper.run.launch import launch_inline
+from piper.run.launch import check_launcher, launch_inline
 from piper.run.mirrored import FollowerSessions
 from piper.run.run import Run
 from piper.runtime.worker import Options
@@ -234,6 +234,20 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == cleandoc("""
         launch: RANK=first is not a number
           hint: start with torchrun, or unset RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
+    """)
+
+
+def test_a_process_that_torchrun_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError) as caught:
+        check_launcher("torchrun")
+    assert str(caught.value) == cleandoc("""
+        launch: torchrun has not started this process
+          missing: LOCAL_RANK, MASTER_PORT
+          hint:    start it with torchrun --nproc-per-node N, or let piper start processes: on='local'
     """)
 
 
