@@ -60,15 +60,15 @@ class MachineAgent:
         self.end()
         self.warm()
         assert self.forks is not None
-        ticket, marks, found = nameless_file(0), new_marks(width), values.open()
-        assert found is not None, "it is held on this machine"
+        ticket, marks, values_file = nameless_file(0), new_marks(width), values.open()
+        assert values_file is not None, "it is held on this machine"
         os.ftruncate(ticket, 0)
         os.pwrite(ticket, json.dumps((*driver, key.hex(), device)).encode(), 0)
         self.marks = map_marks(marks)
         try:
-            self.process = self.forks.fork([ticket, marks, found])
+            self.process = self.forks.fork([ticket, marks, values_file])
         finally:
-            for descriptor in (ticket, marks, found):
+            for descriptor in (ticket, marks, values_file):
                 os.close(descriptor)
         return self.process
 
@@ -102,8 +102,8 @@ class MachineAgent:
         """Return the bytes of shared memory that are free. None: it has no bound of its own."""
         if not MEMORY.is_dir():
             return None
-        found = os.statvfs(MEMORY)
-        return found.f_bavail * found.f_frsize
+        system = os.statvfs(MEMORY)
+        return system.f_bavail * system.f_frsize
 
     def held(self, owner: str) -> int:
         """Return the bytes of versions that are held for another owner, which `keep` gives back."""

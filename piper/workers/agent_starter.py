@@ -85,14 +85,14 @@ class AgentStarter(Starter):
     def warmed(self) -> list[WarmAgent]:
         """Return the spares that have become warm since the last call, one for each machine."""
         with self.lock:
-            found, self.fresh = self.fresh, []
-        return found
+            fresh, self.fresh = self.fresh, []
+        return fresh
 
     def passed_over(self) -> list[ShortMachine]:
         """Return the machines that were passed over since the last call, because they are short of memory."""
         with self.lock:
-            found, self.skipped = self.skipped, []
-        return found
+            skipped, self.skipped = self.skipped, []
+        return skipped
 
     @abstractmethod
     def _lacking(self) -> Exception:
@@ -219,11 +219,11 @@ class AgentStarter(Starter):
             with self.lock:
                 with suppress(*self.calls.lost):
                     self._hire()
-                found = self._ranks(len(self.agents))
-                chosen = self._chosen(found)
+                ranks = self._ranks(len(self.agents))
+                chosen = self._chosen(ranks)
                 if not warm and len(chosen) == len(self.machines) and self._pass_over(chosen):
                     continue
-            count = sum(not (warm and starting) for starting in found.values())
+            count = sum(not (warm and starting) for starting in ranks.values())
             if count >= len(self.machines) or monotonic() > until:
                 return self.width * count
             sleep(TIMEOUTS.agent_poll_soon)
@@ -234,11 +234,11 @@ class AgentStarter(Starter):
         It takes long to see that a machine is lost, so agents are asked. wanted: answers that are enough.
         """
         finished = self.calls.finished
-        found = {bundle: 1 for bundle in self.agents if not finished(self.warm[bundle])}
+        ranks = {bundle: 1 for bundle in self.agents if not finished(self.warm[bundle])}
         asked = {
             bundle: [agent.actor.look.remote() for agent in agents]
             for bundle, agents in self.agents.items()
-            if bundle not in found
+            if bundle not in ranks
         }
         until = monotonic() + TIMEOUTS.agent_answers
         while sum(map(finished, asked.values())) < min(wanted, len(asked)) and monotonic() < until:
@@ -248,10 +248,10 @@ class AgentStarter(Starter):
                 if finished(calls):
                     for call in calls:
                         self.calls.get(call, TIMEOUTS.agent_answers)
-                    found[bundle] = 0
+                    ranks[bundle] = 0
             except self.calls.lost:
                 del self.agents[bundle]  # others take their place, if the machine lives
-        return self._fit(found)
+        return self._fit(ranks)
 
     def _fit(self, ranks: dict[int, int]) -> dict[int, int]:
         """Return the bundles of machines with enough memory. Ask those again that had too little."""

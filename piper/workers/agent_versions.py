@@ -50,9 +50,7 @@ class AgentVersions(Versions):
         self.owner = secrets.token_hex(8)
         self.agents: dict[int, Agent] = {}  # by device
         self.lost: set[int] = set()  # devices whose agent does not answer any more
-        self.found: dict[
-            int, dict[int, tuple[SharedFile, ...]]
-        ] = {}  # files, as the worker of a device sees them
+        self.seen_by: dict[int, dict[int, tuple[SharedFile, ...]]] = {}  # files as workers see them
 
     def of(self, plans: Plans) -> "AgentVersions":
         """Return memory for another program, with the same agents' machines."""
@@ -63,7 +61,7 @@ class AgentVersions(Versions):
 
         agents: those of all devices. others: agents that would have no device, and hold nothing then.
         """
-        found: dict[str, ShortMachine] = {}
+        machines: dict[str, ShortMachine] = {}
         coming = {d: agent for d, agent in agents.items() if self.agents.get(d) != agent}
         known = [*agents.values(), *others]
         for node in {agent.node: None for agent in coming.values()}:
@@ -78,8 +76,8 @@ class AgentVersions(Versions):
             old = self.calls.answers({n: agent.actor.held.remote(self.owner) for n, agent in enumerate(here)})
             has = free + sum(cast("dict[int, int]", old).values())
             if needs > has:
-                found[node] = ShortMachine(address=here[0].address, needs=needs, has=has)
-        return found
+                machines[node] = ShortMachine(address=here[0].address, needs=needs, has=has)
+        return machines
 
     def refusal(self, machine: ShortMachine) -> ConfigError:
         """Return the error of a machine that is short of memory, where no other one is left."""
@@ -112,8 +110,8 @@ class AgentVersions(Versions):
         self.agents, self.lost = dict(agents), set()
         for devices in by_node.values():
             near = {device: files[device][device] for device in devices}
-            far = {d: found for d, found in files[devices[0]].items() if d not in devices}
-            self.found |= {device: far | near for device in devices}
+            far = {d: there for d, there in files[devices[0]].items() if d not in devices}
+            self.seen_by |= {device: far | near for device in devices}
 
     def _move(self, before: Mapping[int, Agent], agents: Mapping[int, Agent]) -> None:
         """Bring the versions of devices from the agents that they had before, where these still answer."""
@@ -131,7 +129,7 @@ class AgentVersions(Versions):
 
     def files_of(self, device: int) -> dict[int, tuple[SharedFile, ...]]:
         """Return where the worker of a device finds the memory of all devices."""
-        return self.found[device]
+        return self.seen_by[device]
 
     def _places(self, device: int) -> list[Place]:
         """Return where each section of a device may begin."""
@@ -195,19 +193,19 @@ class AgentVersions(Versions):
 
     def _leads(self) -> dict[str, Agent]:
         """Return the first agent of each machine, which holds what comes from others."""
-        found: dict[str, Agent] = {}
+        leads: dict[str, Agent] = {}
         for agent in self.agents.values():
-            found.setdefault(agent.node, agent)
-        return found
+            leads.setdefault(agent.node, agent)
+        return leads
 
     def _chosen(self, step: int) -> list[Place]:
         """Return where the sections of a complete version begin."""
-        found = self.holders.of(self.descriptors, step)
+        sections = self.holders.of(self.descriptors, step)
         rest = self.holders.rest(self.descriptors) if self.holders.state is not None else []
-        if found is None or rest is None:
+        if sections is None or rest is None:
             raise version_lost(step)
-        found += rest
-        return [(d, self.descriptors[d].index(file), number * SPAN) for d, file, number in found]
+        sections += rest
+        return [(d, self.descriptors[d].index(file), number * SPAN) for d, file, number in sections]
 
     def _image(self, place: Place) -> Any:  # noqa: ANN401  a call has no type in common
         """Return the call that reads a section from the agent that holds it."""

@@ -51,7 +51,7 @@ class AgentWorkerGroup(SocketWorkerGroup):
         self.moved: dict[int, ProcessStatus] = {}  # the statuses at the last call of `moving`
 
     def connect(
-        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, held: ExitStack
+        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, startup: ExitStack
     ) -> None:
         addresses = {agent.address for agent in self.agents.values()}
         self.own = {d: LOOPBACK if len(addresses) == 1 else a.address for d, a in self.agents.items()}
@@ -75,7 +75,7 @@ class AgentWorkerGroup(SocketWorkerGroup):
             self.locations[device] = WorkerLocation(node=agent.node, address=agent.address, process=process)
             self.status[device] = ProcessStatus(process=process)
         for agent in leads.values():
-            held.callback(agent.actor.release.remote)
+            startup.callback(agent.actor.release.remote)
 
     def _accept(self, listener: Listener, started: Mapping[int, Any], until: float) -> None:
         arrived = listener.accept(TIMEOUTS.accept)
@@ -98,7 +98,7 @@ class AgentWorkerGroup(SocketWorkerGroup):
     ) -> Assignment:
         files: Mapping[int, tuple[SharedFile, ...]] | None = None
         if self.versions is not None:
-            files = self.versions.found[device]
+            files = self.versions.seen_by[device]
         return Assignment(
             device=device,
             local=self.agents[device].local,

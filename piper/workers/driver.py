@@ -47,12 +47,12 @@ class SocketWorkerGroup(WorkerGroup):
 
     @abstractmethod
     def connect(
-        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, held: ExitStack
+        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, startup: ExitStack
     ) -> None:
         """Start a worker for every device and open its channel.
 
         weights: the initial values, laid out as `index` says. width: the most streams of any device.
-        held: closes, once all workers are ready, what is needed only until then.
+        startup: closes, once all workers are ready, what is needed only until then.
         """
 
     @abstractmethod
@@ -70,8 +70,8 @@ class SocketWorkerGroup(WorkerGroup):
         )
         self.packed = setup = self.packed or pack_setup(needed)
         index = layout(weights)
-        with ExitStack() as held:
-            self.connect(weights, index, streams_of(program.plans), held)
+        with ExitStack() as startup:
+            self.connect(weights, index, streams_of(program.plans), startup)
             for device in self.devices:
                 self.send(device, self.assignment(device, setup, weights, index))
             self.gather(set(self.devices), max(TIMEOUTS.meeting, self.options.timeout))

@@ -44,11 +44,11 @@ class LocalWorkerGroup(SocketWorkerGroup):
         self.shares = is_accelerator(program.device) and crowded(len(self.devices))
 
     def connect(
-        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, held: ExitStack
+        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, startup: ExitStack
     ) -> None:
         self.store = store_on(LOOPBACK)
         memory = share(weights, index)
-        held.callback(os.close, memory)
+        startup.callback(os.close, memory)
         for device in self.devices:
             marks = new_marks(width)
             self.marks[device] = map_marks(marks)
@@ -79,11 +79,11 @@ class LocalWorkerGroup(SocketWorkerGroup):
 
     def ended(self) -> dict[int, str]:
         ends = self.forks.ended()
-        found = {d: f"the process {how(ends[pid])}" for d, pid in self.processes.items() if pid in ends}
-        for device in self.silent - found.keys():  # the fork server may be stopped or gone
+        ended = {d: f"the process {how(ends[pid])}" for d, pid in self.processes.items() if pid in ends}
+        for device in self.silent - ended.keys():  # the fork server may be stopped or gone
             if device in self.processes and gone(self.processes[device]):
-                found[device] = "the process has ended"
-        return found
+                ended[device] = "the process has ended"
+        return ended
 
     def close(self) -> None:
         for channel in self.channels.values():

@@ -63,11 +63,11 @@ def cluster(devices: int) -> Iterator[None]:
         yield
         return
     address = os.environ.get("RAY_ADDRESS")
-    with ExitStack() as held:
+    with ExitStack() as cleanup:
         if address:
             ray.init(address=address, logging_level=logging.ERROR)
         else:
-            folder = held.enter_context(folder_of_ray())
+            folder = cleanup.enter_context(folder_of_ray())
             with loopback():
                 ray.init(
                     address="local",
@@ -76,7 +76,7 @@ def cluster(devices: int) -> Iterator[None]:
                     logging_level=logging.ERROR,
                     _temp_dir=folder,
                 )
-        held.callback(ray.shutdown)
+        cleanup.callback(ray.shutdown)
         yield
 
 
@@ -132,8 +132,8 @@ class RayCalls(AgentCalls):
     @property
     def own(self) -> str:
         """Return the address of the driver's machine."""
-        found: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        return found
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return address
 
     def get(self, call: Any, timeout: float = TIMEOUTS.meeting) -> Any:  # noqa: ANN401  Ray's references have no type
         """Return the answer to a call."""
@@ -168,14 +168,14 @@ class RayStarter(AgentStarter):
         self.gpus = int(is_accelerator(program.device))
         room = float(self.width)
         self.bundle = {"CPU": room, "GPU": room} if self.gpus else {"CPU": room}
-        self.held = ExitStack()
+        self.cleanup = ExitStack()
         count = len(self.machines) + -(-spares // self.width)
         try:
-            self.held.enter_context(cluster(count * self.width))
-            self.placed = self.held.enter_context(resources(count, self.bundle, apart=self.apart))
-            self.held.callback(self._dismiss)
+            self.cleanup.enter_context(cluster(count * self.width))
+            self.placed = self.cleanup.enter_context(resources(count, self.bundle, apart=self.apart))
+            self.cleanup.callback(self._dismiss)
         except BaseException:
-            self.held.close()
+            self.cleanup.close()
             raise
 
     def _hire(self) -> None:
@@ -190,11 +190,11 @@ class RayStarter(AgentStarter):
             self.agents.pop(bundle, None)
             if node in alive:
                 place = PlacementGroupSchedulingStrategy(self.placed, placement_group_bundle_index=bundle)
-                made = ray.remote(AgentProcess).options(
+                actor = ray.remote(AgentProcess).options(
                     num_cpus=1, num_gpus=self.gpus, scheduling_strategy=place, max_restarts=0
                 )
                 agents = [
-                    Agent(actor=made.remote(), node=node, address=alive[node]) for _ in range(self.width)
+                    Agent(actor=actor.remote(), node=node, address=alive[node]) for _ in range(self.width)
                 ]
                 self._take(bundle, tuple(agents))
 
@@ -211,4 +211,4 @@ class RayStarter(AgentStarter):
     def close(self) -> None:
         """End the agents, give the resources back, and end a Ray of our own."""
         self.watch.close()
-        self.held.close()
+        self.cleanup.close()

@@ -151,7 +151,7 @@ class TorchrunStarter(AgentStarter):
         self.ranks: dict[int, Agent] = {}
         self.followers: set[int] = set()  # ranks whose scripts want results
         self.unsent: dict[int, Future[object]] = {}  # the last result that was sent to each of them
-        self.held = ExitStack()
+        self.cleanup = ExitStack()
         try:
             with ExitStack() as until_all_came:
                 self._listen(calls, until_all_came)
@@ -160,7 +160,7 @@ class TorchrunStarter(AgentStarter):
             if bundles < needed:
                 raise no_room(needed, {"rank": float(self.width)}, {}, (needed, bundles))
         except BaseException:
-            self.held.close()
+            self.cleanup.close()
             raise
 
     def _listen(self, calls: RankCalls, until_all_came: ExitStack) -> None:
@@ -168,8 +168,8 @@ class TorchrunStarter(AgentStarter):
         given = given_key()
         launch = "" if given is not None else new_launch()
         calls.key = given if given is not None else until_all_came.enter_context(offered_key(launch))
-        self.held.callback(self._dismiss)  # when it no longer listens, so that no agent connects again
-        self.listener = self.held.enter_context(Listener(calls.own, calls.key, TIMEOUTS.rank_place, CODEC))
+        self.cleanup.callback(self._dismiss)  # when it no longer listens, so that no agent connects again
+        self.listener = self.cleanup.enter_context(Listener(calls.own, calls.key, TIMEOUTS.rank_place, CODEC))
         host, port = self.listener.address
         address = DriverAddress(host=host, port=port, launch=launch, spares=self.spares > 0)
         publish_address(self.world, next_launch(self.world), address)
@@ -270,4 +270,4 @@ class TorchrunStarter(AgentStarter):
         """End the agents, once the other ranks have all results. Idempotent."""
         wait(self.unsent.values(), TIMEOUTS.results_sent)
         self.watch.close()
-        self.held.close()
+        self.cleanup.close()

@@ -161,10 +161,10 @@ class Channel:
 
 def frame_tag(key: bytes, number: int, length: bytes, message: bytes | bytearray) -> bytes:
     """Return the digest that ends a frame."""
-    made = hmac.new(key, LENGTH.pack(number), "sha256")
-    made.update(length)
-    made.update(message)
-    return made.digest()
+    tag = hmac.new(key, LENGTH.pack(number), "sha256")
+    tag.update(length)
+    tag.update(message)
+    return tag.digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +339,7 @@ class Listener:
 
     def _expire(self) -> None:
         now = monotonic()
-        for descriptor in [found for found, visitor in self.visitors.items() if visitor.until <= now]:
+        for descriptor in [number for number, visitor in self.visitors.items() if visitor.until <= now]:
             self._drop(descriptor)
 
     def _drop(self, descriptor: int) -> None:

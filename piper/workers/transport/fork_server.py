@@ -175,11 +175,11 @@ def import_path() -> dict[str, str]:
 @contextmanager
 def fork_server(module: str = WORKER) -> Iterator[ForkServer]:
     """Start a fork server that ends with the block."""
-    made = ForkServer(module)
+    server = ForkServer(module)
     try:
-        yield made
+        yield server
     finally:
-        made.close()
+        server.close()
 
 
 def read_exactly(end: socket.socket, size: int) -> bytes:

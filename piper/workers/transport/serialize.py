@@ -55,9 +55,9 @@ class Codec:
     names: Mapping[type, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        found = reachable(named for root in self.roots for named in classes_in(root))
-        object.__setattr__(self, "names", {cls: name_of(cls) for cls in found})
-        object.__setattr__(self, "known", {name_of(cls): _Class(cls, fields_of(cls) or ()) for cls in found})
+        known = reachable(named for root in self.roots for named in classes_in(root))
+        object.__setattr__(self, "names", {cls: name_of(cls) for cls in known})
+        object.__setattr__(self, "known", {name_of(cls): _Class(cls, fields_of(cls) or ()) for cls in known})
 
     def encode(self, value: object) -> bytes:
         """Return the message that holds `value`."""
@@ -225,15 +225,15 @@ def fields_of(cls: type) -> tuple[str, ...] | None:
 
 def reachable(roots: Iterable[type]) -> list[type]:
     """Return these classes and every class of messages that their fields can hold."""
-    found: dict[type, None] = {}
+    classes: dict[type, None] = {}
     left = list(roots)
     while left:
         cls = left.pop()
-        if cls not in found and fields_of(cls) is not None:
-            found[cls] = None
+        if cls not in classes and fields_of(cls) is not None:
+            classes[cls] = None
             if not issubclass(cls, BaseException):
                 left += [named for hint in typing.get_type_hints(cls).values() for named in classes_in(hint)]
-    return list(found)
+    return list(classes)
 
 
 def classes_in(hint: object) -> list[type]:
@@ -301,22 +301,22 @@ def reduce_module(module: fx.GraphModule) -> Reduced:
     A graph module's own pickle traces the code again when it is read, which is slow and may change it.
     """
     code = module.graph.python_code("self")
-    held = {
+    attributes = {
         str(node.target): attribute(module, str(node.target))
         for node in module.graph.nodes
         if node.op in ("get_attr", "call_module")
     }
     modules = sorted(modules_of(module.graph))  # a worker imports them first
     check_importable(modules)
-    return CapturedSource, (code.src, dict(code.globals), held, modules, module.meta)
+    return CapturedSource, (code.src, dict(code.globals), attributes, modules, module.meta)
 
 
 def attribute(module: nn.Module, path: str) -> object:
     """Return the attribute at a dotted path."""
-    found: object = module
+    value: object = module
     for name in path.split("."):
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 class AttributePath:
@@ -333,7 +333,7 @@ class CapturedSource:
         self,
         source: str,
         names: Mapping[str, object],
-        held: Mapping[str, object],
+        attributes: Mapping[str, object],
         modules: Sequence[str],
         meta: Mapping[str, object],
     ) -> None:
@@ -343,7 +343,7 @@ class CapturedSource:
         exec(compile(source, "<chunk>", "exec"), space)  # what fx itself does with the code of a graph
         root = AttributePath()
         root.code, root.meta = source, meta
-        for path, value in held.items():
+        for path, value in attributes.items():
             *way, last = path.split(".")
             place = root
             for name in way:

@@ -104,20 +104,20 @@ class SectionWriter:
         """Return the memory of the older generation, at least this large."""
         steps = [step_in(descriptor, self.number) for descriptor in self.descriptors]
         self.last = min(range(len(steps)), key=lambda i: -1 if (step := steps[i]) is None else step)
-        found = self.memories.get(self.last)
-        if found is None or len(found) < nbytes:
-            if found is not None:
+        memory = self.memories.get(self.last)
+        if memory is None or len(memory) < nbytes:
+            if memory is not None:
                 self.targets.pop(self.last, None)
                 if pinned:
-                    unpin(torch.frombuffer(found, dtype=torch.uint8))
-                found.close()
+                    unpin(torch.frombuffer(memory, dtype=torch.uint8))
+                memory.close()
             descriptor, begin = self.descriptors[self.last], self.number * SPAN
             # Memory that is missing is an error here. Where it is written to, it would be a killed process.
             os.posix_fallocate(descriptor, begin, nbytes)
-            found = self.memories[self.last] = mmap.mmap(descriptor, nbytes, offset=begin)
+            memory = self.memories[self.last] = mmap.mmap(descriptor, nbytes, offset=begin)
             if pinned:
-                pin(torch.frombuffer(found, dtype=torch.uint8))
-        return found
+                pin(torch.frombuffer(memory, dtype=torch.uint8))
+        return memory
 
 
 def encoded(copied: Copied) -> bytes:
@@ -182,8 +182,8 @@ def step_in(descriptor: int, number: int = REST) -> int | None:
     head = os.pread(descriptor, HEAD.size, number * SPAN)
     if len(head) < HEAD.size:
         return None
-    found = int(HEAD.unpack(head)[0])
-    return found - 1 if found else None
+    number = int(HEAD.unpack(head)[0])
+    return number - 1 if number else None
 
 
 def held_in(descriptor: int, number: int = REST) -> HeldVersion:
@@ -200,14 +200,14 @@ def held_in(descriptor: int, number: int = REST) -> HeldVersion:
 class VersionReader(CheckpointReader):
     """The tensors of a version. A worker reads what it needs, from the memory of any device."""
 
-    def __init__(self, held: Iterable[HeldVersion], seed: int) -> None:
-        found = [*held]
+    def __init__(self, sections: Iterable[HeldVersion], seed: int) -> None:
+        sections = [*sections]
         self.located = {
             (placed.piece.file, placed.key, placed.piece.offset): (one, number)
-            for one in found
+            for one in sections
             for number, placed in enumerate(one.layout.placed)
         }
-        copies = [one.copied for one in found]
+        copies = [one.copied for one in sections]
         moments, numbers = merged([c.moments for c in copies]), merged([c.numbers for c in copies])
         trainer = next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer())
         self.record = Record(
@@ -216,10 +216,10 @@ class VersionReader(CheckpointReader):
             trainer=replace(trainer, kept=kept_by(moments, numbers)),
             moments=moments,
             numbers=numbers,
-            tensors=index_of(one.layout.placed for one in found),
+            tensors=index_of(one.layout.placed for one in sections),
         )
 
     def values(self, key: str, piece: SavedPiece, first: int, length: int) -> Tensor:
         """Return elements of a stored piece: `length` of them from its element `first` on."""
-        held, number = self.located[piece.file, key, piece.offset]
-        return held.part(number)[first : first + length]
+        section, number = self.located[piece.file, key, piece.offset]
+        return section.part(number)[first : first + length]

@@ -69,8 +69,8 @@ class Holders:
 
     def rest(self, files: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]] | None:
         """Return where everything lies that no step writes, as (device, descriptor, section). None: lost."""
-        found = [(d, file, REST) for d in self.resting for file in files[d][:1] if step_in(file) is not None]
-        return found if len(found) == len(self.resting) else None
+        lies = [(d, file, REST) for d in self.resting for file in files[d][:1] if step_in(file) is not None]
+        return lies if len(lies) == len(self.resting) else None
 
     def of(self, files: Mapping[int, Sequence[int]], step: int) -> list[tuple[int, int, int]] | None:
         """Return where a version lies, each element once, as (device, descriptor, section). None: nowhere."""
@@ -78,15 +78,15 @@ class Holders:
             one = {d: next((f for f in files[d] if step_in(f) == step), None) for d in self.devices}
             every = [(device, file, REST) for device, file in one.items() if file is not None]
             return every if len(every) == len(self.devices) else None
-        missing, found = set(self.state.written), []
+        missing, chosen = set(self.state.written), []
         for section in sorted(self.sections, key=lambda section: section.holder != section.owner):
             if missing.isdisjoint(section.elements):
                 continue
             file = next((f for f in files[section.holder] if step_in(f, section.number) == step), None)
             if file is not None:
-                found.append((section.holder, file, section.number))
+                chosen.append((section.holder, file, section.number))
                 missing.difference_update(section.elements)
-        return None if missing else found
+        return None if missing else chosen
 
 
 class WorkerVersions:
@@ -156,7 +156,7 @@ class WorkerVersions:
         As long as they are the same, so is everything that is copied. None: there are values that a step
         replaces, such as buffers.
         """
-        found: list[Tensor] = []
+        states: list[Tensor] = []
         for slot in ins.reads:
             if slot.kind == "buffer":
                 return None
@@ -165,8 +165,8 @@ class WorkerVersions:
                 for value in values.values():
                     if not isinstance(value, Tensor) or not value.is_contiguous():
                         return None
-                    found.append(value)
-        return found
+                    states.append(value)
+        return states
 
     def outgoing(self, ins: Instr) -> Tensor:
         """Return the sections that an instruction sends, as bytes. None of them: they could not be copied."""
@@ -186,8 +186,8 @@ class WorkerVersions:
     def _rest(self) -> Copied:
         """Return what this device is the one to save and no instruction copies."""
         buckets, buffers = rest_of(self.worker.setup.plans, self.worker.device)
-        found = copy_parts(self.worker, buckets, buffers, Trainer(), same)
-        return replace(found, step=0)  # it is the same after every step
+        copied = copy_parts(self.worker, buckets, buffers, Trainer(), same)
+        return replace(copied, step=0)  # it is the same after every step
 
     def writer(self, number: int) -> SectionWriter:
         """Return the writer of a section of this device's memory."""
@@ -197,16 +197,16 @@ class WorkerVersions:
 
     def reader(self, step: int) -> VersionReader:
         """Return the tensors of a version, the same for all devices. The driver has found it complete."""
-        files = {device: [opened(file) for file in found] for device, found in self.files.items()}
+        files = {device: [opened(file) for file in shared] for device, shared in self.files.items()}
         try:
             chosen = self.holders.of(files, step)
             rest = self.holders.rest(files) if self.holders.state is not None else []
             assert chosen is not None and rest is not None, "the driver has looked"
-            held = [held_in(file, number) for _, file, number in (*chosen, *rest)]
+            sections = [held_in(file, number) for _, file, number in (*chosen, *rest)]
         finally:
             for descriptor in (descriptor for pair in files.values() for descriptor in pair):
                 os.close(descriptor)
-        return VersionReader(held, self.worker.setup.seed)
+        return VersionReader(sections, self.worker.setup.seed)
 
     def restore(self, step: int, reader: VersionReader | None = None) -> None:
         """Take the state after a step. reader: of this step, if it is known already."""
@@ -247,7 +247,7 @@ class Versions:
     @property
     def files(self) -> dict[int, tuple[SharedFile, ...]]:
         """Return where workers find the memory."""
-        return {d: tuple(map(SharedFile.of, found)) for d, found in self.descriptors.items()}
+        return {d: tuple(map(SharedFile.of, pair)) for d, pair in self.descriptors.items()}
 
     @property
     def whole(self) -> bool:
@@ -279,30 +279,30 @@ class Versions:
 
     def _held(self, step: int) -> list[tuple[int, HeldVersion]]:
         """Return the sections of a complete version, with their devices."""
-        found = [*(self.holders.of(self.descriptors, step) or ())]
+        sections = [*(self.holders.of(self.descriptors, step) or ())]
         if self.holders.state is not None:
-            found += self.holders.rest(self.descriptors) or ()
-        return [(device, held_in(file, number)) for device, file, number in found]
+            sections += self.holders.rest(self.descriptors) or ()
+        return [(device, held_in(file, number)) for device, file, number in sections]
 
     def reader(self, step: int, seed: int) -> VersionReader:
         """Return the tensors of a complete version."""
-        return VersionReader((held for _, held in self._held(step)), seed)
+        return VersionReader((section for _, section in self._held(step)), seed)
 
     def parts(self, step: int) -> dict[int, list[TensorRange]]:
         """Return all tensors of a complete version by device, to write them to a disk."""
-        found: dict[int, list[TensorRange]] = {device: [] for device in self.devices}
-        for device, held in self._held(step):
-            found[device] += [
+        ranges: dict[int, list[TensorRange]] = {device: [] for device in self.devices}
+        for device, section in self._held(step):
+            ranges[device] += [
                 TensorRange(
                     key=placed.key,
                     size=placed.size,
                     start=placed.piece.offset,
-                    tensor=held.part(number).view(placed.piece.count, -1).squeeze(0),
+                    tensor=section.part(number).view(placed.piece.count, -1).squeeze(0),
                     stride=placed.piece.stride,
                 )
-                for number, placed in enumerate(held.layout.placed)
+                for number, placed in enumerate(section.layout.placed)
             ]
-        return found
+        return ranges
 
     def close(self) -> None:
         """Give the memory back."""
@@ -315,11 +315,11 @@ class Versions:
 def version_bytes(plans: Plans, device: int) -> int:
     """Return how much memory the versions of a device take at most, in bytes."""
     residents = plans.of(device).residents
-    states = {slot.owner: found.everywhere for slot, found in residents.items() if slot.kind == "state"}
+    states = {slot.owner: one.everywhere for slot, one in residents.items() if slot.kind == "state"}
     copied = copied_slots(plans)
     total = sum(s.nbytes for s in ProtectedState(plans).sections if s.holder == device)
     total += sum(
-        found.nbytes for slot, found in residents.items() if slot.kind == "buffer" and slot not in copied
+        one.nbytes for slot, one in residents.items() if slot.kind == "buffer" and slot not in copied
     )
     for bucket in saved_buckets(plans, device):
         if SlotId("param", bucket.name) not in copied:
@@ -351,8 +351,8 @@ def check_memory(wanted: int, asked: Protection | None = None) -> None:
     """Refuse to train if the versions do not fit into shared memory. asked: how the plan protects them."""
     if not MEMORY.is_dir():
         return
-    found = os.statvfs(MEMORY)
-    free = found.f_bavail * found.f_frsize
+    system = os.statvfs(MEMORY)
+    free = system.f_bavail * system.f_frsize
     if wanted > free:
         raise too_little(wanted, free, asked)
 
