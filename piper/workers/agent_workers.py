@@ -147,8 +147,8 @@ class AgentWorkerGroup(SocketWorkerGroup):
         for call in waiting:
             device = calls[call]
             if now - self.looks[device][1] > TIMEOUTS.agent_silent:
-                seconds = f"{TIMEOUTS.agent_silent:g} s"
-                self._lose(device, f"no sign of life for {seconds}: its machine cannot be reached")
+                silent = TIMEOUTS.agent_silent
+                self._lose(device, f"no sign of life for {silent:g} s: its machine cannot be reached")
 
     def _lose(self, device: int, why: str) -> None:
         self.looks.pop(device, None)
