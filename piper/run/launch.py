@@ -1,7 +1,6 @@
 """Starting a program: on threads, on processes of this machine, or on Ray."""
 
 import logging
-import os
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, get_args
@@ -16,7 +15,7 @@ from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 from piper.workers.agent_versions import AgentVersions
-from piper.workers.rank_environment import NAMES, RANKS, RankEnvironment, rank_environment
+from piper.workers.rank_environment import RANKS, RankEnvironment, check_started, rank_environment
 from piper.workers.serve import crowded
 from piper.workers.starter import GivenGroup, Starter
 from piper.workers.transport.fork_server import ForkServer
@@ -177,13 +176,8 @@ def check_launcher(on: str, by: str = "launch") -> None:
             by=by,
             hint="on is one of " + ", ".join(known) + (f"; did you mean {close[0]!r}?" if close else ""),
         )
-    if on == "torchrun" and ranks_of(on) is None:
-        raise ConfigError(
-            "torchrun has not started this process",
-            by=by,
-            facts={"missing": ", ".join(name for name in NAMES if name not in os.environ)},
-            hint="start it with torchrun --nproc-per-node N, or let piper start processes: on='local'",
-        )
+    if on == "torchrun":
+        check_started(by)
 
 
 def by_host(program: ProgramLike, on: str) -> bool:

@@ -52,6 +52,17 @@ def rank_environment() -> RankEnvironment | None:
     )
 
 
+def check_started(by: str) -> None:
+    """Refuse a process that torchrun has not started."""
+    if missing := [name for name in NAMES if name not in os.environ]:
+        raise ConfigError(
+            "torchrun has not started this process",
+            by=by,
+            facts={"missing": ", ".join(missing)},
+            hint="start it with torchrun --nproc-per-node N, or let piper start processes: on='local'",
+        )
+
+
 def number(name: str) -> int:
     """Return an environment variable as a number."""
     text = os.environ[name]
