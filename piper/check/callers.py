@@ -6,11 +6,12 @@ from types import FrameType
 
 import torch
 
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+PACKAGE = Path(__file__).parents[1]
+OURS = (str(Path(torch.__file__).parent), str(PACKAGE / "check"), str(PACKAGE / "runtime"))
 
 
 def model_line() -> str:
-    """Return `file.py:12` of the innermost frame that belongs neither to torch nor to the runtime."""
+    """Return `file.py:12` of the innermost frame that belongs neither to torch, nor to the runtime, nor to check."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
