@@ -11,7 +11,7 @@ OURS = (str(Path(torch.__file__).parent), str(PACKAGE / "check"), str(PACKAGE / 
 
 
 def model_line() -> str:
-    """Return `file.py:12` of the innermost frame that belongs neither to torch, nor to the runtime, nor to check."""
+    """Return `file.py:12` of the innermost frame that is neither of torch, nor of the runtime or check."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
