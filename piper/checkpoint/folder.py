@@ -13,7 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from piper.checkpoint.metadata import FILE, DamagedError, Record, read_record
+from piper.checkpoint.metadata import FILE, DamagedError, Record
+from piper.checkpoint.read_record import read_record
 from piper.checkpoint.storage import CheckpointReader, sync
 from piper.checkpoint.target import (
     STEP,

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from piper.checkpoint.folder import settled
 from piper.checkpoint.json_state import dtype_named
-from piper.checkpoint.metadata import DamagedError, read_record
+from piper.checkpoint.metadata import DamagedError
+from piper.checkpoint.read_record import read_record
 from piper.checkpoint.storage import CheckpointReader, TensorRange
 from piper.checkpoint.verified_files import StorageError
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint.json_state import dtype_named
-from piper.checkpoint.metadata import SUFFIX, Record, SavedPiece, Stored, covered
+from piper.checkpoint.metadata import SUFFIX, Record, SavedPiece, Stored
 from piper.checkpoint.overlaps import Overlap, overlaps
+from piper.checkpoint.read_record import covered
 from piper.checkpoint.verified_files import BlockReader, FileRecord, StorageError, write_blocks
 
 CHUNK = 2**26  # bytes of a file that are in memory at a time where runs are picked out of them

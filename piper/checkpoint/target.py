@@ -11,7 +11,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from piper.checkpoint.metadata import FILE, FORMAT, OURS, DamagedError, parse
+from piper.checkpoint.metadata import FILE, FORMAT, OURS, DamagedError
+from piper.checkpoint.read_record import parse
 from piper.errors import ConfigError
 
 MARK, EXPORT = "piper-export.json", "piper export"

@@ -13,7 +13,8 @@ from piper.checkpoint.bucket_spans import buffers_of
 from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
 from piper.checkpoint.folder import begin, commit, discard, settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
-from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer, kept_by, read_record
+from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer, kept_by
+from piper.checkpoint.read_record import read_record
 from piper.checkpoint.retention import Retention
 from piper.checkpoint.save import Copied, merged, name_of
 from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, index_of, write_parts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from piper.checkpoint.folder import begin, commit, discard
 from piper.checkpoint.json_state import Plain, decode, encode
-from piper.checkpoint.metadata import read_record
+from piper.checkpoint.read_record import read_record
 from piper.checkpoint.storage import TensorRange, index_of, sync, write_parts
 from piper.checkpoint.target import target_of, unwritten
 from piper.checkpoint.verified_files import StorageError

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from piper.checkpoint.metadata import DamagedError, read_record
+from piper.checkpoint.metadata import DamagedError
+from piper.checkpoint.read_record import read_record
 from piper.compiler import Program, compile
 from piper.ir.format import count
 from piper.job import Job

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, check_sections, covered, record_of
+from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, record_of
 from piper.checkpoint.overlaps import Overlap, overlaps
+from piper.checkpoint.read_record import check_sections, covered
 from piper.checkpoint.save import buffer_parts
 from piper.checkpoint.storage import CheckpointReader, TensorRange, index_of, write_parts
 from piper.ir.sharding import Sharding, flat_runs, local_sizes
