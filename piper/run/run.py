@@ -7,11 +7,11 @@ a run that goes on from a checkpoint is the run that was not stopped, to the las
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property, partial, wraps
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import Self, cast
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from piper.run.nans import check_finite
 from piper.run.optimizer_groups import OptimizerGroups
 from piper.run.saves import checkpoints_at, checkpoints_of, load_newest, prepare_saves, run_folder
 from piper.run.session import Session
-from piper.run.sessions import Sessions
+from piper.run.sessions import Sessions, asking
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
@@ -36,8 +36,6 @@ from piper.runtime.worker import Options
 from piper.workers.answers import WorkerAnswers
 from piper.workers.results import Batch, EvaluationResult, Means, Resumed, StepResult, state_by_name
 
-P = ParamSpec("P")
-T = TypeVar("T")
 log = logging.getLogger("piper")
 
 
@@ -55,16 +53,6 @@ class Watch(Callback):
     def between(self, run: "Run") -> bool:
         """Run after the callbacks, before the step is saved. Return whether the training ends here."""
         return run.leaving()
-
-
-def asking(method: Callable[Concatenate["Run", P], T]) -> Callable[Concatenate["Run", P], T]:
-    """Do all of a method again if workers are lost meanwhile, where the run recovers."""
-
-    @wraps(method)
-    def act(self: "Run", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.sessions.call(partial(method, self, *args, **kwargs))
-
-    return act
 
 
 class Run:

@@ -1,8 +1,9 @@
 """The sessions of a run. Here a run has one; `recovery` starts others when it ends."""
 
 from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from piper.errors import ConfigError
 from piper.run.session import Session
@@ -11,6 +12,7 @@ from piper.runtime.worker import Options
 from piper.workers.results import Batch, Resumed, StepResult
 from piper.workers.starter import Starter
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -99,3 +101,23 @@ class Sessions:
                 self.current.close()
         finally:
             self.starter.close()
+
+
+class HasSessions(Protocol):
+    """What asks the workers of sessions: a run."""
+
+    @property
+    def sessions(self) -> Sessions: ...
+
+
+S = TypeVar("S", bound=HasSessions)
+
+
+def asking(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Do all of a method again if workers are lost meanwhile, where the run recovers."""
+
+    @wraps(method)
+    def act(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.sessions.call(partial(method, self, *args, **kwargs))
+
+    return act
