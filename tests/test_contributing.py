@@ -42,6 +42,17 @@ def test_names_in_the_recipes_exist() -> None:
         ("piper/ir/sharding.py", "CollectiveOp"),
         ("piper/lower/instructions.py", "def moved("),
         ("piper/runtime/comm/base.py", "on_streams"),
+        ("piper/runtime/accelerator.py", "KINDS"),
+        ("piper/workers/answers.py", "def optimizer_state("),
         ("piper/run/launch.py", "def starter_of("),
     ]:
         assert name in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"
+
+
+def test_the_tour_names_ten_files_and_their_lengths() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| `([\w/.]+)` \| (\d+) \|", text, re.MULTILINE)
+    assert len(rows) == 10
+    for path, lines in rows:
+        count = len((ROOT / "piper" / path).read_text(encoding="utf-8").splitlines())
+        assert abs(count - int(lines)) <= 0.15 * count, f"{path} has {count} lines, the tour says {lines}"
