@@ -1,6 +1,8 @@
 """Edits the sequence of all nodes of a step: inserts nodes, and renames values that others read or write."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from operator import itemgetter
 
 from piper.ir.ids import SlotId
 from piper.ir.node import Compute, Node
@@ -49,18 +51,26 @@ class SequenceEdit:
     def apply(self) -> LoweringState:
         """Return the state with all changes made."""
         sequence: list[Node] = []
-        for place, node in enumerate(self.sequence):
-            sequence += in_rank(self._before.get(place, ()))
-            sequence += self._replaced[place] if place in self._replaced else [self._renamed(place, node)]
-            sequence += in_rank(self._after.get(place, ()))
-        sequence += in_rank(self._before.get(len(self.sequence), ()))
+        reached = 0
+        for place in sorted({*self._before, *self._after, *self._replaced, *self._names}):
+            sequence += self.sequence[reached:place]
+            sequence += by_rank(self._before.get(place, ()))
+            sequence += self._at(place)
+            sequence += by_rank(self._after.get(place, ()))
+            reached = place + 1
+        sequence += self.sequence[reached:]
         why = (*self.state.why, *self.why)
         return replace(self.state, sequence=tuple(sequence), values=self.values, why=why)
 
+    def _at(self, place: int) -> tuple[Node, ...]:
+        """Return the nodes in the place of one. Behind the last there is none."""
+        if place in self._replaced:
+            return self._replaced[place]
+        node = self.sequence[place : place + 1]
+        return (self._renamed(place, *node),) if place in self._names else node
+
     def _renamed(self, place: int, node: Node) -> Node:
-        names = self._names.get(place)
-        if names is None:
-            return node
+        names = self._names[place]
         reads = (*(names.get(value, value) for value in node.reads), *self._more_reads.get(place, ()))
         writes = tuple(names.get(value, value) for value in node.writes)
         if isinstance(node, Compute):
@@ -69,6 +79,6 @@ class SequenceEdit:
         return replace(node, reads=reads, writes=writes)
 
 
-def in_rank(ranked: list[tuple[int, Node]] | tuple[()]) -> list[Node]:
-    """Return nodes by their ranks. Those of the same rank stay in order."""
-    return [node for _, node in sorted(ranked, key=lambda entry: entry[0])]
+def by_rank(ranked: Iterable[tuple[int, Node]]) -> Iterator[Node]:
+    """Yield nodes by their ranks. Those of the same rank stay in order."""
+    return map(itemgetter(1), sorted(ranked, key=itemgetter(0)))

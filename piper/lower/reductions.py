@@ -184,7 +184,7 @@ def reduce_each_run(
     ended, and the gradient counts as live until that node has ended too.
     """
     runs = use_runs(given, edit.sequence, computes)
-    for count, joint in enumerate(joint_runs(runs, lambda run: run.places[-1])):
+    for count, joint in enumerate(joint_runs(runs, lambda run: run.computes[run.last])):
         places = [place for run in joint for place in run.places]
         value = given[places[0]]
         if len(places) > 1:
