@@ -7,14 +7,14 @@ from piper.ir.sharding import Collective
 from piper.plan.instr import Collecting, Instr
 from piper.plan.plan import Comm
 from piper.proof.decode import collected, described, shown_collective
-from piper.proof.local_instrs import Local
+from piper.proof.local_rules import LocalRules
 from piper.proof.symbolic_state import SymbolicState
 
 
 class Collectives:
     """Runs the collectives of sharded regions on symbolic values."""
 
-    def __init__(self, state: SymbolicState, local: Local) -> None:
+    def __init__(self, state: SymbolicState, local: LocalRules) -> None:
         self.state, self.local, self.spec = state, local, state.spec
 
     def collect(self, program: int, place: int, ins: Instr, comm: Comm | None) -> None:

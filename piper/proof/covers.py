@@ -2,7 +2,7 @@
 
 The samples are cut into cells. A cover says for each device of one program which cells its value holds, as
 segments (from, to, how often). Where experts are sharded, share `s` of them works on cells of its own range,
-`s * cells` further on, so that the rows of one sample at two shares are two different things. Where
+`s * cells` further on, so that the rows of one sample at two shares are two different symbols. Where
 devices share their samples, each shard has a range of its own too, as long as all shares together.
 
 Covers are interned, and everything worked out about them is worked out once: a step on a thousand

@@ -11,16 +11,16 @@ from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers
 from piper.proof.meshes import numbering
 from piper.proof.specification import PartMeshes, Specification
-from piper.proof.things import Kind, Terms, Thing, Things, places_along, shown_cuts
+from piper.proof.symbolic_values import Kind, SymbolicValue, SymbolTable, Terms, places_along, shown_cuts
 
-Entry = tuple[int, str | None, int]  # a thing, its state or None for the microbatch, its amount
+Entry = tuple[int, str | None, int]  # a symbol, its state or None for the microbatch, its amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketGradients:
     """The gradients that a backward computes for one bucket."""
 
-    thing: int
+    symbol: int
     cover: Cover
     suffix: str  # of the contribution's label: which parameters, where not all of the bucket
 
@@ -48,9 +48,9 @@ class Expectations:
         layout: PartMeshes,
         covers: Covers,
         amounts: Amounts,
-        things: Things,
+        symbols: SymbolTable,
     ) -> None:
-        self.plans, self.spec, self.covers, self.amounts, self.things = plans, spec, covers, amounts, things
+        self.plans, self.spec, self.covers, self.amounts, self.symbols = plans, spec, covers, amounts, symbols
         self.parts, self.meshes = layout.parts, layout.meshes
         self._phases: dict[tuple[int, str, str], Expected | None] = {}
         self._finals: dict[tuple[int, str], Terms] = {}
@@ -80,9 +80,9 @@ class Expectations:
         alike = [i for i, position in enumerate(spec.inputs) if self.spec.is_alike(chunk.name, position)]
         for bucket in self._buckets[chunk.name]:
             if any(piece.name in spec.params for piece in bucket.pieces):
-                reads.append((self._number(Thing("param", bucket.name)), "old", NOTHING))
+                reads.append((self._number(SymbolicValue("param", bucket.name)), "old", NOTHING))
         buffers = [len(reads) + i for i, name in enumerate(spec.buffers) if name in self.spec.mutated]
-        reads += [(self._number(Thing("buffer", name)), "own", NOTHING) for name in spec.buffers]
+        reads += [(self._number(SymbolicValue("buffer", name)), "own", NOTHING) for name in spec.buffers]
         used = [name for name, members in bundles(chunk).items() if set(members) & set(spec.saved)]
         reads += [self._of_chunk("saved", f"{chunk.name}.{name}", 0, cover) for name in used]
         reads += [self._of_chunk("carried", chunk.name, 0, cover)] if spec.carried else []
@@ -121,7 +121,7 @@ class Expectations:
         for bucket in self._buckets[chunk.name]:
             names = given_names(bucket, chunk.phases[phase].grad_params)
             if names:
-                yield BucketGradients(thing=self.weights(bucket), cover=cover, suffix=partial(bucket, names))
+                yield BucketGradients(symbol=self.weights(bucket), cover=cover, suffix=partial(bucket, names))
 
     def of_exchange(self, program: int, chunk: str, outward: bool) -> Expected | None:
         """Return what an exchange of rows must read and write. None: there must be no exchange."""
@@ -202,8 +202,8 @@ class Expectations:
         """Return the symbolic value of a bucket's gradients."""
         found = self._weights.get(bucket.name)
         if found is None:
-            thing = Thing("weights", names=tuple(piece.name for piece in bucket.pieces))
-            found = self._weights[bucket.name] = self._number(thing)
+            symbol = SymbolicValue("weights", names=tuple(piece.name for piece in bucket.pieces))
+            found = self._weights[bucket.name] = self._number(symbol)
         return found
 
     def final_gradient(self, program: int, bucket: Bucket) -> Terms:
@@ -258,11 +258,11 @@ class Expectations:
         """Return the contribution of a chunk on one microbatch."""
         return self.amounts.single(f"{chunk}{show_part(microbatch)}{suffix}")
 
-    def _number(self, thing: Thing) -> int:
-        return self.things.number(thing)
+    def _number(self, symbol: SymbolicValue) -> int:
+        return self.symbols.number(symbol)
 
     def _of_chunk(self, kind: str, name: str, index: int, cover: Cover) -> Entry:
-        return self._number(Thing(kind, name, index, cover)), None, NOTHING  # type: ignore[arg-type]
+        return self._number(SymbolicValue(kind, name, index, cover)), None, NOTHING  # type: ignore[arg-type]
 
     def _output(self, program: int, producer: str, index: int, reader: str) -> Entry:
         """Return an output as a reader's devices hold it, or the devices of its own chunk."""
@@ -276,16 +276,16 @@ class Expectations:
         devices = self.plans.plans[program].devices
         match source:
             case Constant(name=name):
-                return self._number(Thing("constant", name)), "", NOTHING
+                return self._number(SymbolicValue("constant", name)), "", NOTHING
             case AxisPosition(axis=axis) | HostPlace(axis=axis):
                 places = places_along(mesh.devices, mesh.axis(axis), devices)
                 held: Kind = "place" if isinstance(source, AxisPosition) else "host_place"
-                return self._number(Thing(held, names=places)), "", NOTHING
+                return self._number(SymbolicValue(held, names=places)), "", NOTHING
             case Batch(field=field):
                 cover = self.covers.of_set(program, mesh.devices, 1, mesh.degree)
                 assert cover is not None, f"{chunk.name} does not run here"
                 cuts = shown_cuts(self.spec.cuts(chunk.name, field), mesh.devices, devices)
-                return self._number(Thing("batch", field, 0, cover, cuts)), None, NOTHING
+                return self._number(SymbolicValue("batch", field, 0, cover, cuts)), None, NOTHING
             case Output():
                 return self._output(program, source.chunk, source.index, chunk.name)
             case _:
@@ -297,17 +297,17 @@ class Expectations:
         assert isinstance(source, Output), f"{chunk.name} differentiates {source}, which no chunk produced"
         cover = self.output_cover(program, source.chunk, source.index, chunk.name, backward=True)
         giver = self.amounts.single(f"input {position} of {chunk.name}")
-        return self._number(Thing("gradient", source.chunk, source.index, cover)), None, giver
+        return self._number(SymbolicValue("gradient", source.chunk, source.index, cover)), None, giver
 
     def _tangent(self, program: int, chunk: str, index: int) -> Entry:
         """Return the whole gradient of an output: the sum over its readers."""
         if self.spec.is_loss(chunk, index):
-            return self._number(Thing("seed")), "", NOTHING
+            return self._number(SymbolicValue("seed")), "", NOTHING
         total = NOTHING
         for reader, position in self.spec.readers.get((chunk, index), ()):
             total = self.amounts.add(total, self.amounts.single(f"input {position} of {reader}"))
         cover = self.output_cover(program, chunk, index, chunk, backward=True)
-        return self._number(Thing("gradient", chunk, index, cover)), None, total
+        return self._number(SymbolicValue("gradient", chunk, index, cover)), None, total
 
     def _splits(self, program: int, chunk: Chunk) -> Entry:
         """Return the row counts by which a route or its unroute moves rows."""

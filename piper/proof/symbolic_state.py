@@ -13,7 +13,7 @@ from piper.proof.covers import Cover, Covers, Held, Segment
 from piper.proof.decode import SEED, TOTAL, GradientSlots, buffer_slot, constant_slot, param_slot
 from piper.proof.expected import Expectations
 from piper.proof.specification import Specification
-from piper.proof.things import Terms, Thing, Things, Value, places_along
+from piper.proof.symbolic_values import SymbolicValue, SymbolTable, Terms, Value, places_along
 
 Slots = dict[SlotId, Value]
 
@@ -25,9 +25,9 @@ class SymbolicState:
         self.plans, self.spec = plans, spec
         self.amounts = Amounts()
         self.covers = Covers(plans, spec.cells, spec.shares)
-        self.things = Things(self.amounts)
+        self.symbols = SymbolTable(self.amounts)
         self._layouts = [
-            Expectations(plans, spec, layout, self.covers, self.amounts, self.things)
+            Expectations(plans, spec, layout, self.covers, self.amounts, self.symbols)
             for layout in spec.layouts
         ]
         self._by_part = {part: each for each in self._layouts for part in each.parts}
@@ -46,23 +46,28 @@ class SymbolicState:
     def _residents(self, number: int) -> Slots:
         plan = self.plans.plans[number]
         outline = self.spec.outline
-        known: Slots = {SEED: self.value(Thing("seed")), TOTAL: self.value(Thing("total"), "stale")}
+        known: Slots = {
+            SEED: self.value(SymbolicValue("seed")),
+            TOTAL: self.value(SymbolicValue("total"), "stale"),
+        }
         for bucket in self.plans.buckets.values():
             held = "old shard" if bucket.zero == 3 else "old"
-            known[param_slot(bucket.name)] = self.value(Thing("param", bucket.name), held)
+            known[param_slot(bucket.name)] = self.value(SymbolicValue("param", bucket.name), held)
         for buffer in outline.buffers:
-            known[buffer_slot(buffer.name)] = self.value(Thing("buffer", buffer.name), "own")
+            known[buffer_slot(buffer.name)] = self.value(SymbolicValue("buffer", buffer.name), "own")
         for source in (source for chunk in outline.chunks for source in chunk.inputs):
             if isinstance(source, Constant):
-                known[constant_slot(source.name)] = self.value(Thing("constant", source.name))
+                known[constant_slot(source.name)] = self.value(SymbolicValue("constant", source.name))
         for slot in plan.residents:
             if slot.kind == "place" or slot.kind == "host_place":
                 places = placed_by(slot, plan.devices)
                 if places is not None:
-                    known[slot] = self.value(Thing(slot.kind, names=places))
+                    known[slot] = self.value(SymbolicValue(slot.kind, names=places))
             elif plan.residents[slot].host:
-                known[slot] = self.value(Thing("host", slot), "old")
-        return {slot: known.get(slot) or self.value(Thing("resident", slot)) for slot in plan.residents}
+                known[slot] = self.value(SymbolicValue("host", slot), "old")
+        return {
+            slot: known.get(slot) or self.value(SymbolicValue("resident", slot)) for slot in plan.residents
+        }
 
     def expected_at(self, part: Tags) -> Expectations:
         """Return what instructions on a microbatch must read and write."""
@@ -73,9 +78,9 @@ class SymbolicState:
         found = [terms for each in self._layouts if (terms := each.sum_of(program, source)) is not None]
         return self.merged(*found) if found else None
 
-    def value(self, thing: Thing, about: str = "", amount: int | Terms = NOTHING) -> Value:
+    def value(self, symbol: SymbolicValue, about: str = "", amount: int | Terms = NOTHING) -> Value:
         """Return a value that has no microbatch."""
-        return self.things.number(thing), about, amount
+        return self.symbols.number(symbol), about, amount
 
     def complain(self, program: int, place: int, what: str) -> None:
         """Note a problem at an instruction."""
@@ -84,7 +89,7 @@ class SymbolicState:
 
     def mismatch(self, program: int, place: int, slot: SlotId, found: Value | None, wanted: Value) -> None:
         """Note that an instruction reads a wrong value."""
-        holds, should = self.things.describe(found), self.things.describe(wanted)
+        holds, should = self.symbols.describe(found), self.symbols.describe(wanted)
         if holds == should and found is not None:
             where = self._differing(program, found, wanted)
             holds, should = (self._detail(program, where, value) for value in (found, wanted))
@@ -101,18 +106,18 @@ class SymbolicState:
         """Return which samples, and of a sum which contributions, a device holds."""
         if isinstance(value[2], tuple):
             return self._by_cell(value[2], place)
-        cover = self.things.thing(value).cover
+        cover = self.symbols.symbol(value).cover
         return self.covers.held(cover)[place] if cover >= 0 else None
 
     def _detail(self, program: int, place: int, value: Value) -> str:
         """Describe a value with the samples or the contributions that it holds on one device of a program."""
-        thing = self.things.thing(value)
+        symbol = self.symbols.symbol(value)
         if isinstance(value[2], tuple):
             return self.contributions(place, value[2])
-        if thing.cover < 0:
-            return f"{self.things.describe(value)} ({value[1]} {value[2]})"
-        device, held = self.plans.plans[program].devices[place], self.covers.held(thing.cover)[place]
-        return f"{self.things.describe(value)}, on device {device} of {self._shown(held)}"
+        if symbol.cover < 0:
+            return f"{self.symbols.describe(value)} ({value[1]} {value[2]})"
+        device, held = self.plans.plans[program].devices[place], self.covers.held(symbol.cover)[place]
+        return f"{self.symbols.describe(value)}, on device {device} of {self._shown(held)}"
 
     def contributions(self, place: int, terms: Terms) -> str:
         """Describe the contributions of a sum on one device of a program."""

@@ -26,13 +26,13 @@ from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
 from piper.plan.prove import MOST_PROBLEMS, ProofError
 from piper.process.gc_pause import no_collection
+from piper.proof.collective_rules import CollectiveRules, Member
 from piper.proof.decode import TOTAL, buffer_slot, param_slot
-from piper.proof.local_instrs import Local
+from piper.proof.local_rules import LocalRules
 from piper.proof.specification import Specification
 from piper.proof.symbolic_state import SymbolicState
+from piper.proof.symbolic_values import SymbolicValue, Value
 from piper.proof.tables import shard_problems, table_problems
-from piper.proof.things import Thing, Value
-from piper.proof.together import Member, Together
 
 
 def prove_values(plans: Plans, graph: Graph, *, clip: bool = False, whole: bool = False) -> None:
@@ -64,15 +64,15 @@ class SymbolicRun:
     def __init__(self, plans: Plans, spec: Specification) -> None:
         self.plans, self.spec = plans, spec
         self.state = SymbolicState(plans, spec)
-        self.local = Local(self.state)
-        self.together = Together(self.state, self.local)
+        self.local = LocalRules(self.state)
+        self.collective = CollectiveRules(self.state, self.local)
         self.kernels = {
             "load": self.local.load,
             "compute": self.local.compute,
             **{op: self.local.copy for op, operation in OPS.items() if operation.unchanged},
             "concat": self.local.concat,
             "add": self.local.add,
-            "slice": self.together.collectives.take,
+            "slice": self.collective.collectives.take,
             "accumulate": self.local.accumulate,
             "norm": self.local.norm,
             "update": self.local.update,
@@ -135,7 +135,7 @@ class SymbolicRun:
                 self.send(program, place, ins, comm) if ins.op == "send" else self.recv(program, place, comm)
             )
         if comm is None:
-            self.together.meet(None, [Member(program=program, place=place, ins=ins)])
+            self.collective.meet(None, [Member(program=program, place=place, ins=ins)])
             return True
         if comm.kind != "groups":
             self.state.complain(program, place, f"goes over {comm.name}, which joins pairs")
@@ -157,7 +157,7 @@ class SymbolicRun:
             self.receiving.setdefault(comm.name, []).append(program)
             return False
         self.received[comm.name, program] += 1
-        self.together.receive(program, place, comm, {sender: box[number] for sender, box in boxes.items()})
+        self.collective.receive(program, place, comm, {sender: box[number] for sender, box in boxes.items()})
         return True
 
     def meet(self, program: int, place: int, ins: Instr, comm: Comm) -> bool:
@@ -174,7 +174,7 @@ class SymbolicRun:
         if len({member.ins.op for member in members}) > 1:
             self.state.complain(program, place, "is another operation on other devices")
         else:
-            self.together.meet(comm, members)
+            self.collective.meet(comm, members)
         for member in members:
             self.met[comm.name, member.program] += 1
             self.finish(member.program, member.ins)
@@ -198,20 +198,20 @@ class SymbolicRun:
         """Complain about what a step leaves behind: stale parameters, buffers or sums."""
         state, slots = self.state, self.state.slots[program]
         wanted = dict(state.initial[program])
-        wanted[TOTAL] = state.value(Thing("total"), "fresh")
+        wanted[TOTAL] = state.value(SymbolicValue("total"), "fresh")
         for bucket in state.trained_on(program):
             new = "new shard" if bucket.zero == 3 else "new"
-            wanted[param_slot(bucket.name)] = state.value(Thing("param", bucket.name), new)
+            wanted[param_slot(bucket.name)] = state.value(SymbolicValue("param", bucket.name), new)
             kept = SlotId("state", bucket.name)
             if self.local.plan_host(program, kept):
-                wanted[kept] = state.value(Thing("host", kept), "new")
+                wanted[kept] = state.value(SymbolicValue("host", kept), "new")
         changing = {buffer_slot(name): name for name in self.spec.mutated}
         for slot, value in wanted.items():
             found = slots.get(slot)
             if slot in changing:
                 self.check_buffer(program, slot, changing[slot], found)
             elif found != value:
-                held, should = state.things.describe(found), state.things.describe(value)
+                held, should = state.symbols.describe(found), state.symbols.describe(value)
                 self.left_behind(program, slot, held, should)
 
     def check_buffer(self, program: int, slot: SlotId, name: str, value: Value | None) -> None:
@@ -225,7 +225,7 @@ class SymbolicRun:
             if device in self.spec.part_devices[chunk][part]
         ]
         found: list[str] = []
-        if value is not None and self.state.things.thing(value) == Thing("buffer", name):
+        if value is not None and self.state.symbols.symbol(value) == SymbolicValue("buffer", name):
             assert isinstance(value[2], int)
             found = self.state.writers(value[2])
         ordered = len(chunks) == 1 and self.spec.in_order(chunks[0])

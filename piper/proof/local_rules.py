@@ -20,7 +20,7 @@ from piper.proof.decode import (
 from piper.proof.expected import Expected
 from piper.proof.meshes import in_any_order
 from piper.proof.symbolic_state import SymbolicState
-from piper.proof.things import NO_COVER, Thing, Value, shown_cuts
+from piper.proof.symbolic_values import NO_COVER, SymbolicValue, Value, shown_cuts
 
 UPDATED = {
     0: ("old", "new"),
@@ -30,12 +30,12 @@ UPDATED = {
 }
 
 
-class Local:
+class LocalRules:
     """Runs the instructions of one program that need no other program."""
 
     def __init__(self, state: SymbolicState) -> None:
         self.state = state
-        self.spec, self.things, self.covers = state.spec, state.things, state.covers
+        self.spec, self.symbols, self.covers = state.spec, state.symbols, state.covers
         self.on_host: dict[tuple[int, SlotId], Value] = {}  # the values of copies, by program and slot
 
     def load(self, program: int, place: int, ins: Instr) -> None:
@@ -51,7 +51,7 @@ class Local:
         if any(self.spec.axes.get(axis, 0) <= index for axis, index in taken.part):
             self.state.complain(program, place, f"loads a microbatch that does not exist, {taken.part}")
         cuts = shown_cuts(in_any_order(taken.slices), taken.devices, self.state.plans.plans[program].devices)
-        value = (self.things.number(Thing("batch", taken.name, 0, cover, cuts)), taken.part, NOTHING)
+        value = (self.symbols.number(SymbolicValue("batch", taken.name, 0, cover, cuts)), taken.part, NOTHING)
         self._write(program, place, ins, (value,))
 
     def compute(self, program: int, place: int, ins: Instr) -> None:
@@ -77,10 +77,10 @@ class Local:
         slots, begun = self.state.slots[program], self.state.initial[program]
         for slot in ins.reads:
             if slot not in begun or slots.get(slot) != begun[slot]:
-                held = self.things.describe(slots.get(slot))
+                held = self.symbols.describe(slots.get(slot))
                 self.state.complain(program, place, f"copies {slot}, which holds {held}; the step wrote it")
         for slot in ins.writes:
-            slots[slot] = self.state.value(Thing("copy", slot.owner))
+            slots[slot] = self.state.value(SymbolicValue("copy", slot.owner))
 
     def offload(self, program: int, place: int, ins: Instr) -> None:
         """Copy values to the host. Only a fetch can read the copies."""
@@ -95,7 +95,7 @@ class Local:
                 self.state.complain(program, place, f"copies {read}, which holds nothing")
                 continue
             self.on_host[program, written] = value
-            slots[written] = self.state.value(Thing("host", written))
+            slots[written] = self.state.value(SymbolicValue("host", written))
 
     def fetch(self, program: int, place: int, ins: Instr) -> None:
         """Bring copies back from the host, each as the value that it is of."""
@@ -106,8 +106,8 @@ class Local:
         if len(ins.reads) != len(ins.writes):
             self.state.complain(program, place, f"brings {len(ins.reads)} copies as {len(ins.writes)}")
         for read, written in zip(ins.reads, ins.writes, strict=False):
-            if slots.get(read) != self.state.value(Thing("host", read)):
-                held = self.things.describe(slots.get(read))
+            if slots.get(read) != self.state.value(SymbolicValue("host", read)):
+                held = self.symbols.describe(slots.get(read))
                 self.state.complain(program, place, f"brings {read}, which holds {held}, from the host")
                 continue
             slots[written] = self.on_host[program, read]
@@ -118,11 +118,11 @@ class Local:
         if others or len(ins.writes) != 2 or ins.writes[1] != held:
             self.state.complain(program, place, "brings the state of other buckets than one")
             return
-        if slots.get(held) != self.state.value(Thing("host", held), "old"):
-            described = self.things.describe(slots.get(held))
+        if slots.get(held) != self.state.value(SymbolicValue("host", held), "old"):
+            described = self.symbols.describe(slots.get(held))
             self.state.complain(program, place, f"brings {held}, which holds {described}, from the host")
-        slots[held] = self.state.value(Thing("host", held), "outdated")
-        slots[ins.writes[0]] = self.state.value(Thing("state", held.owner), "old")
+        slots[held] = self.state.value(SymbolicValue("host", held), "outdated")
+        slots[ins.writes[0]] = self.state.value(SymbolicValue("state", held.owner), "old")
 
     def _state_out(self, program: int, place: int, ins: Instr) -> None:
         """Copy the updated state of a bucket to its place on the host."""
@@ -130,10 +130,10 @@ class Local:
         found = slots.get(ins.reads[0]) if ins.reads else None
         if len(ins.reads) != 1 or len(ins.writes) != 1 or self.plan_host(program, held) == 0:
             self.state.complain(program, place, "copies other than the state of one bucket to the host")
-        elif found != self.state.value(Thing("state", held.owner), "new"):
-            described = self.things.describe(found)
+        elif found != self.state.value(SymbolicValue("state", held.owner), "new"):
+            described = self.symbols.describe(found)
             self.state.complain(program, place, f"copies {described} to the host, as {held}")
-        slots[held] = self.state.value(Thing("host", held), "new")
+        slots[held] = self.state.value(SymbolicValue("host", held), "new")
 
     def plan_host(self, program: int, slot: SlotId) -> int:
         """Return the bytes of a resident slot that are on the host."""
@@ -149,14 +149,14 @@ class Local:
         values: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.writes]
         for given in expected.weights:
             amount = self.state.expected.single(expected.chunk, part, given.suffix)
-            values.append((given.thing, "whole", ((given.cover, amount),)))
+            values.append((given.symbol, "whole", ((given.cover, amount),)))
             if len(values) <= len(ins.writes) and (slot := ins.writes[len(values) - 1]) in ins.adds_to:
                 values[-1] = self._added(program, place, slot, values[-1])
         for name in expected.mutated:
-            thing = self.things.number(Thing("buffer", name))
-            before = self._buffer(program, ins, thing)
+            symbol = self.symbols.number(SymbolicValue("buffer", name))
+            before = self._buffer(program, ins, symbol)
             writer = f"{expected.chunk}{show_part(part)}"
-            values.append((thing, "own", self.state.written(before, writer)))
+            values.append((symbol, "own", self.state.written(before, writer)))
         self._write(program, place, ins, tuple(values))
 
     def check_reads(self, program: int, place: int, ins: Instr, expected: Expected) -> None:
@@ -182,17 +182,17 @@ class Local:
 
     def _alike(self, found: Value, should: Value) -> bool:
         """Return whether two values differ only in the samples they belong to."""
-        return (self.things.moved(found[0], NO_COVER), *found[1:]) == (
-            self.things.moved(should[0], NO_COVER),
+        return (self.symbols.moved(found[0], NO_COVER), *found[1:]) == (
+            self.symbols.moved(should[0], NO_COVER),
             *should[1:],
         )
 
-    def _buffer(self, program: int, ins: Instr, thing: int) -> int:
+    def _buffer(self, program: int, ins: Instr, symbol: int) -> int:
         """Return the history of a buffer that an instruction reads before it writes it."""
         slots = self.state.slots[program]
         for slot in (*ins.reads, *ins.writes):
             value = slots.get(slot)
-            if value is not None and value[0] == thing and isinstance(value[2], int):
+            if value is not None and value[0] == symbol and isinstance(value[2], int):
                 return value[2]
         return 0
 
@@ -205,15 +205,15 @@ class Local:
         rows = rows_of(ins)
         if value is None or rows == (0, 1, 1):
             return value
-        cover = self.things.thing(value).cover
+        cover = self.symbols.symbol(value).cover
         part = self.covers.cut(cover, *rows) if cover != NO_COVER else None
         if part is None:
-            what = self.things.describe(value)
+            what = self.symbols.describe(value)
             self.state.complain(
                 program, place, f"takes rows {described(ins.payload)} of {what}, which cannot be cut there"
             )
             return None
-        return (self.things.moved(value[0], part), *value[1:])
+        return (self.symbols.moved(value[0], part), *value[1:])
 
     def copy(self, program: int, place: int, ins: Instr) -> None:
         """Copy a value, or some of its rows, to another slot."""
@@ -225,19 +225,19 @@ class Local:
         """Join neighbouring pieces of one value."""
         slots = self.state.slots[program]
         values = [value for slot in ins.reads if (value := slots.get(slot)) is not None]
-        pieces = {(self.things.moved(value[0], NO_COVER), *value[1:]) for value in values}
-        covers = tuple(self.things.thing(value).cover for value in values)
+        pieces = {(self.symbols.moved(value[0], NO_COVER), *value[1:]) for value in values}
+        covers = tuple(self.symbols.symbol(value).cover for value in values)
         joined = None
         if len(values) == len(ins.reads) and len(pieces) == 1 and NO_COVER not in covers:
             joined = self.covers.joined(covers)
         if joined is None:
-            held = ", ".join(self.things.describe(value) for value in values)
+            held = ", ".join(self.symbols.describe(value) for value in values)
             self.state.complain(
                 program, place, f"joins what are not neighbouring pieces of one value: {held}"
             )
             return
         first = values[0]
-        self._write(program, place, ins, ((self.things.moved(first[0], joined), *first[1:]),))
+        self._write(program, place, ins, ((self.symbols.moved(first[0], joined), *first[1:]),))
 
     def add(self, program: int, place: int, ins: Instr) -> None:
         """Sum gradients of one value from two of its readers."""
@@ -245,13 +245,13 @@ class Local:
         values = [slots.get(slot) for slot in ins.reads]
         if len(values) == 2 and values[0] is not None and values[1] is not None:
             left, right = values[0], values[1]
-            kind = self.things.thing(left).kind
+            kind = self.symbols.symbol(left).kind
             if kind == "gradient" and left[:2] == right[:2]:
                 assert isinstance(left[2], int) and isinstance(right[2], int)
                 total = self.state.amounts.add(left[2], right[2])
                 self._write(program, place, ins, ((left[0], left[1], total),))
                 return
-        held = " and ".join(map(self.things.describe, values))
+        held = " and ".join(map(self.symbols.describe, values))
         self.state.complain(program, place, f"adds what are not gradients of one value: {held}")
 
     def accumulate(self, program: int, place: int, ins: Instr) -> None:
@@ -265,7 +265,7 @@ class Local:
         slot = accumulated_slot(ins)
         given = None if value is None or slot is None else self._accumulated(value, slot)
         if given is None:
-            held = state.things.describe(value)
+            held = state.symbols.describe(value)
             state.complain(program, place, f"adds {ins.reads[0]}, which holds {held}, to {ins.writes[0]}")
             return
         if again:
@@ -283,20 +283,20 @@ class Local:
 
     def _accumulated(self, value: Value, slot: SlotId) -> Value | None:
         """Return a value as a term of the sum in a slot. None: it does not belong there."""
-        thing = self.things.thing(value)
+        symbol = self.symbols.symbol(value)
         bucket = self.state.gradient_slots.bucket(slot)
         if bucket is not None:
             wanted = (self.state.expected.weights(self.state.plans.buckets[bucket]), "whole")
             return value if value[:2] == wanted else None
         for name, source in self.sums():
-            if slot == name and (thing.kind, thing.name, thing.index) == (
+            if slot == name and (symbol.kind, symbol.name, symbol.index) == (
                 "output",
                 source.chunk,
                 source.index,
             ):
                 assert not isinstance(value[1], str)
                 amount = self.state.expected.single(source.chunk, value[1])
-                return self.state.value(Thing("sum", name), "", ((thing.cover, amount),))
+                return self.state.value(SymbolicValue("sum", name), "", ((symbol.cover, amount),))
         return None
 
     def sums(self) -> list[tuple[SlotId, Output]]:
@@ -312,7 +312,7 @@ class Local:
         for name, source in self.sums():
             terms = state.sum_of(program, source)
             if terms is not None:
-                left[name] = state.value(Thing("sum", name), "", terms)
+                left[name] = state.value(SymbolicValue("sum", name), "", terms)
         buckets = {bucket.name: bucket for bucket in state.trained_on(program)}
         for slot in ins.reads:
             bucket = state.gradient_slots.bucket(slot)
@@ -324,7 +324,7 @@ class Local:
                 state.complain(program, place, f"counts {slot} twice, or should not count it")
         for missing in (*buckets, *left):
             state.complain(program, place, f"leaves out {missing}")
-        self._write(program, place, ins, (state.value(Thing("norm")),))
+        self._write(program, place, ins, (state.value(SymbolicValue("norm")),))
 
     def check_final(self, program: int, place: int, slot: SlotId, bucket: Bucket) -> None:
         """Complain unless a slot holds the complete gradient of a bucket, or of its shard."""
@@ -346,7 +346,7 @@ class Local:
         buckets = {param_slot(bucket.name): bucket for bucket in state.trained_on(program)}
         total = slots.get(TOTAL)
         if self.spec.clip or self.spec.outline.weight is not None:
-            fresh = state.value(Thing("total"), "fresh")
+            fresh = state.value(SymbolicValue("total"), "fresh")
             if TOTAL not in ins.reads:
                 state.complain(program, place, "does not read the sums over all devices, by which it scales")
             elif total != fresh:
@@ -363,18 +363,18 @@ class Local:
                 continue
             self.check_final(program, place, slot, bucket)
             before, after = UPDATED[bucket.zero]
-            thing = Thing("param", bucket.name)
-            if slots.get(written) != state.value(thing, before):
-                held = self.things.describe(slots.get(written))
+            symbol = SymbolicValue("param", bucket.name)
+            if slots.get(written) != state.value(symbol, before):
+                held = self.symbols.describe(slots.get(written))
                 state.complain(program, place, f"updates {written}, which holds {held}, a second time")
-            slots[written] = state.value(thing, after)
-            slots[slot] = state.value(Thing("spent"))
+            slots[written] = state.value(symbol, after)
+            slots[slot] = state.value(SymbolicValue("spent"))
             if self.plan_host(program, SlotId("state", bucket.name)):
                 self._update_state(program, place, ins, bucket.name)
 
     def _update_state(self, program: int, place: int, ins: Instr, bucket: str) -> None:
         """Update the state of a bucket, which the host has given to the device."""
-        old, new = (self.state.value(Thing("state", bucket), about) for about in ("old", "new"))
+        old, new = (self.state.value(SymbolicValue("state", bucket), about) for about in ("old", "new"))
         slots = self.state.slots[program]
         found = [slot for slot in ins.reads if slots.get(slot) == old and slot in ins.writes]
         if len(found) != 1:

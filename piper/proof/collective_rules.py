@@ -22,9 +22,9 @@ from piper.proof.decode import (
     param_slot,
     subject,
 )
-from piper.proof.local_instrs import Local
+from piper.proof.local_rules import LocalRules
 from piper.proof.symbolic_state import SymbolicState
-from piper.proof.things import NO_COVER, Terms, Thing, Value
+from piper.proof.symbolic_values import NO_COVER, SymbolicValue, Terms, Value
 
 GATHERED = {"old shard": "old", "new shard": "new", "partly new": "new", "old": "old", "new": "new"}
 
@@ -38,13 +38,13 @@ class Member:
     ins: Instr
 
 
-class Together:
+class CollectiveRules:
     """Runs communication: the values that one side sends are those that the other receives."""
 
-    def __init__(self, state: SymbolicState, local: Local) -> None:
+    def __init__(self, state: SymbolicState, local: LocalRules) -> None:
         self.state, self.local = state, local
         self.collectives = Collectives(state, local)
-        self.things, self.covers, self.spec = state.things, state.covers, state.spec
+        self.symbols, self.covers, self.spec = state.symbols, state.covers, state.spec
         self.kernels: dict[Op, Callable[[Comm | None, Sequence[Member]], None]] = {
             "counts": self.counts,
             "exchange": self.exchange,
@@ -62,17 +62,17 @@ class Together:
         """Receive what the programs on the other side of a pipe sent."""
         ins = self.state.plans.plans[program].instrs[place]
         values = {sender: value for sender, value in sent.items() if value is not None}
-        alike = {(self.things.moved(value[0], NO_COVER), *value[1:]) for value in values.values()}
+        alike = {(self.symbols.moved(value[0], NO_COVER), *value[1:]) for value in values.values()}
         if len(values) < len(sent) or len(ins.writes) != 1:
             return  # the sender has been complained about, or nothing is written that could be read
         if len(alike) != 1:
-            held = ", ".join(sorted(map(self.things.describe, values.values())))
+            held = ", ".join(sorted(map(self.symbols.describe, values.values())))
             self.state.complain(program, place, f"receives different values from different devices: {held}")
             return
         first = next(iter(values.values()))
-        covers = tuple((sender, self.things.thing(value).cover) for sender, value in sorted(values.items()))
+        covers = tuple((sender, self.symbols.symbol(value).cover) for sender, value in sorted(values.items()))
         if NO_COVER not in dict(covers).values():
-            first = (self.things.moved(first[0], self.covers.received(comm, program, covers)), *first[1:])
+            first = (self.symbols.moved(first[0], self.covers.received(comm, program, covers)), *first[1:])
         self.state.slots[program][ins.writes[0]] = first
 
     def meet(self, comm: Comm | None, members: Sequence[Member]) -> None:
@@ -82,7 +82,7 @@ class Together:
             first = members[0]
             what = " and ".join(sorted(map(described, subjects)))
             self.state.complain(
-                first.program, first.place, f"is about different things on its devices: {what}"
+                first.program, first.place, f"is about different symbols on its devices: {what}"
             )
             return
         self.kernels[members[0].ins.op](comm, members)
@@ -92,7 +92,7 @@ class Together:
         for member in members:
             for slot in member.ins.reads:
                 found = self.state.slots[member.program].get(slot)
-                wanted = self.state.value(Thing("copy", slot.owner))
+                wanted = self.state.value(SymbolicValue("copy", slot.owner))
                 if found != wanted:
                     self.state.mismatch(member.program, member.place, slot, found, wanted)
 
@@ -144,7 +144,7 @@ class Together:
                 continue
             self._check_replicas(member, comm, bucket)
             value = slots.get(slot)
-            known = value is not None and self.things.thing(value) == Thing("param", name)
+            known = value is not None and self.symbols.symbol(value) == SymbolicValue("param", name)
             if member.ins.reads != (slot,) or value is None or not known:
                 self._complain(member, f"gathers {name} from {', '.join(member.ins.reads)}, not from {slot}")
                 continue
@@ -154,10 +154,10 @@ class Together:
                 self._complain(member, f"gathers {name} (zero={bucket.zero}) into {where}")
                 continue
             assert isinstance(value[1], str)
-            slots[member.ins.writes[0]] = self.state.value(Thing("param", name), GATHERED[value[1]])
+            slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), GATHERED[value[1]])
         found = {self.state.slots[m.program].get(m.ins.writes[0]) if m.ins.writes else None for m in members}
         if len(found) > 1:
-            held = " and ".join(sorted(map(self.things.describe, found)))
+            held = " and ".join(sorted(map(self.symbols.describe, found)))
             self._complain(members[0], f"gathers shards of different steps: {held}")
 
     def all_reduce(self, comm: Comm | None, members: Sequence[Member]) -> None:
@@ -266,13 +266,13 @@ class Together:
 
     def total(self, comm: Comm | None, members: Sequence[Member]) -> None:
         """Sum norms, losses and weights over all devices."""
-        wanted = self.state.value(Thing("norm"))
+        wanted = self.state.value(SymbolicValue("norm"))
         everyone = self.spec.devices
         for member in members:
             slots, ins = self.state.slots[member.program], member.ins
             value = slots.get(ins.reads[0]) if len(ins.reads) == 1 else None
             if value != wanted:
-                held, should = self.things.describe(value), self.things.describe(wanted)
+                held, should = self.symbols.describe(value), self.symbols.describe(wanted)
                 read = ", ".join(ins.reads)
                 self._complain(member, f"reads {read}, which holds {held}; it should hold {should}")
             if comm is None and len(everyone) > 1:
@@ -281,7 +281,7 @@ class Together:
                 self.state.check_groups(member.program, member.place, comm, "all", lambda: (everyone,))
             if ins.writes != (TOTAL,):
                 self._complain(member, f"writes {', '.join(ins.writes)}; it should write {TOTAL}")
-            slots[TOTAL] = self.state.value(Thing("total"), "fresh")
+            slots[TOTAL] = self.state.value(SymbolicValue("total"), "fresh")
 
     def broadcast(self, comm: Comm | None, members: Sequence[Member]) -> None:
         """Broadcast the first replica's buffers to the others."""
@@ -292,10 +292,10 @@ class Together:
                 continue
             for slot in ins.writes:
                 value = slots.get(slot)
-                thing = None if value is None else self.things.thing(value)
-                writers = [c for c in self.spec.outline.chunks if thing and thing.name in c.mutated]
-                if value is None or thing is None or thing.kind != "buffer" or not writers:
-                    held = self.things.describe(value)
+                symbol = None if value is None else self.symbols.symbol(value)
+                writers = [c for c in self.spec.outline.chunks if symbol and symbol.name in c.mutated]
+                if value is None or symbol is None or symbol.kind != "buffer" or not writers:
+                    held = self.symbols.describe(value)
                     self._complain(
                         member,
                         f"gives away {slot}, which holds {held}; it should be a buffer that is written",

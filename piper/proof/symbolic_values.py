@@ -38,11 +38,11 @@ Kind = Literal[
 NO_COVER = -1
 Terms = tuple[tuple[Cover, Amount], ...]  # a sum over samples: for each cover what is summed over its cells
 Value = tuple[int, Tags | str, int | Terms]
-# ^ the number of a Thing; the microbatch or the state; of a gradient its readers, of a sum its terms
+# ^ the number of a SymbolicValue; the microbatch or the state; of a gradient its readers, of a sum its terms
 
 
 @dataclass(frozen=True, slots=True)
-class Thing:
+class SymbolicValue:
     """The identity of a value, without its microbatch."""
 
     kind: Kind
@@ -54,69 +54,69 @@ class Thing:
     # how it is sharded beyond its samples
 
 
-class Things:
-    """Interns things, and describes values in the words of a plan."""
+class SymbolTable:
+    """Interns symbols, and describes values in the words of a plan."""
 
     def __init__(self, amounts: Amounts) -> None:
         self.amounts = amounts
-        self._things: list[Thing] = []
-        self._numbers: dict[Thing, int] = {}
+        self._symbols: list[SymbolicValue] = []
+        self._numbers: dict[SymbolicValue, int] = {}
         self._moved: dict[tuple[int, Cover], int] = {}
 
-    def number(self, thing: Thing) -> int:
-        """Return the number of a thing. Equal things have the same number."""
-        found = self._numbers.get(thing)
+    def number(self, symbol: SymbolicValue) -> int:
+        """Return the number of a symbol. Equal symbols have the same number."""
+        found = self._numbers.get(symbol)
         if found is None:
-            found = self._numbers[thing] = len(self._things)
-            self._things.append(thing)
+            found = self._numbers[symbol] = len(self._symbols)
+            self._symbols.append(symbol)
         return found
 
-    def thing(self, value: Value) -> Thing:
+    def symbol(self, value: Value) -> SymbolicValue:
         """Return the identity of a value."""
-        return self._things[value[0]]
+        return self._symbols[value[0]]
 
     def moved(self, number: int, cover: Cover) -> int:
-        """Return the number of the same thing with another cover."""
+        """Return the number of the same symbol with another cover."""
         key = (number, cover)
         if key not in self._moved:
-            self._moved[key] = self.number(replace(self._things[number], cover=cover))
+            self._moved[key] = self.number(replace(self._symbols[number], cover=cover))
         return self._moved[key]
 
     def describe(self, value: Value | None) -> str:
         """Describe a value in the words of a plan."""
         if value is None:
             return "nothing"
-        thing, about = self._things[value[0]], value[1]
+        symbol, about = self._symbols[value[0]], value[1]
         microbatch = "" if isinstance(about, str) else f" on{show_part(about)}" if about else ""
-        if thing.kind == "gradient":
+        if symbol.kind == "gradient":
             assert isinstance(value[2], int)
             given = sorted(self.amounts.contributions(value[2]).items())
             givers = " + ".join(label if count == 1 else f"{count} x {label}" for label, count in given)
-            return f"the gradient of output {thing.index} of {thing.name}{microbatch} from {givers}"
-        shown = ", ".join(thing.names[:3]) + (" ..." if thing.names[3:] else "")
+            return f"the gradient of output {symbol.index} of {symbol.name}{microbatch} from {givers}"
+        shown = ", ".join(symbol.names[:3]) + (" ..." if symbol.names[3:] else "")
         words: dict[Kind, str] = {
-            "output": f"output {thing.index} of {thing.name}",
-            "batch": f"field {thing.name}" + (f" ({shown})" if shown else ""),
+            "output": f"output {symbol.index} of {symbol.name}",
+            "batch": f"field {symbol.name}" + (f" ({shown})" if shown else ""),
             "place": f"places {shown} of its devices",
             "host_place": f"places {shown} of its devices, on the host",
-            "saved": thing.name,
-            "carried": f"what BI of {thing.name} carries",
-            "splits": f"the row counts of {thing.name}",
+            "saved": symbol.name,
+            "carried": f"what BI of {symbol.name} carries",
+            "splits": f"the row counts of {symbol.name}",
             "weights": f"{'a shard of ' if about == 'shard' else ''}gradients of {shown}",
-            "sum": f"the sum of the {thing.name}",
-            "param": f"the {about} parameters of {thing.name}",
-            "buffer": f"the buffer {thing.name}",
-            "constant": f"the constant {thing.name}",
+            "sum": f"the sum of the {symbol.name}",
+            "param": f"the {about} parameters of {symbol.name}",
+            "buffer": f"the buffer {symbol.name}",
+            "constant": f"the constant {symbol.name}",
             "seed": "the gradient of the loss",
             "norm": "the norm and the loss of this device",
             "total": f"the {about} sums over all devices",
             "spent": "a gradient that an update has used up",
-            "resident": f"the resident {thing.name}",
-            "copy": f"a copy of {thing.name}",
-            "host": f"{f'{about} ' if about else ''}{thing.name}, on the host",
-            "state": f"the {about} state of the optimizer for {thing.name}",
+            "resident": f"the resident {symbol.name}",
+            "copy": f"a copy of {symbol.name}",
+            "host": f"{f'{about} ' if about else ''}{symbol.name}, on the host",
+            "state": f"the {about} state of the optimizer for {symbol.name}",
         }
-        return words[thing.kind] + microbatch
+        return words[symbol.kind] + microbatch
 
 
 def places_along(devices: Devices, axis: Axis, members: Devices) -> tuple[str, ...]:
