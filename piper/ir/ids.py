@@ -283,3 +283,31 @@ def read_slot(text: str, axes: Collection[str] = ()) -> SlotId:
         run=run,
         piece=int(found.get("piece") or -1),
     )
+
+
+SEED: Final = SlotId("seed")
+LOSS: Final = SlotId("loss")
+WEIGHT: Final = SlotId("weight")
+METRICS: Final = SlotId("metrics")
+NORM: Final = SlotId("norm")
+TOTAL: Final = SlotId("total")
+
+
+def param_slot(bucket: str) -> SlotId:
+    """Return the slot of a bucket's parameters between uses."""
+    return SlotId("param", bucket)
+
+
+def state_slot(bucket: str) -> SlotId:
+    """Return the slot of the optimizer's state for a bucket."""
+    return SlotId("state", bucket)
+
+
+def buffer_slot(name: str) -> SlotId:
+    """Return the slot of a buffer of the model."""
+    return SlotId("buffer", name)
+
+
+def constant_slot(name: str) -> SlotId:
+    """Return the slot of a constant that the trace lifted out of the model."""
+    return SlotId("constant", name)

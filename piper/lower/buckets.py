@@ -9,7 +9,7 @@ from piper.ir.chunk import CapturedModel, Chunk, Parameter
 from piper.ir.devices import Devices, show
 from piper.ir.dtypes import itemsize
 from piper.ir.graph import Graph
-from piper.ir.ids import SlotId
+from piper.ir.ids import SlotId, param_slot, state_slot
 from piper.ir.mesh import Axis, groups_apart
 from piper.ir.sharding import Shard, Sharding, local_sizes, shardings_on
 from piper.lower.placements import ChunkPlacement, placements_of
@@ -365,17 +365,12 @@ def residents_of(buckets: Iterable[Bucket], work: LoweringState) -> dict[SlotId,
     residents: dict[SlotId, Slot] = {}
     for bucket in buckets:
         whole = bucket.zero < 3
-        residents[param_slot(bucket)] = Slot(nbytes=bucket.nbytes if whole else bucket.shard_nbytes)
+        residents[param_slot(bucket.name)] = Slot(nbytes=bucket.nbytes if whole else bucket.shard_nbytes)
         if bucket.trainable:
             owned = bucket.largest_shard if bucket.zero else bucket.numel
             held = owned * (work.settings.state_bytes + bucket.precision.master_bytes)
             offloaded = not away.keys().isdisjoint(bucket.chunks)
-            residents[SlotId("state", bucket.name)] = Slot(
+            residents[state_slot(bucket.name)] = Slot(
                 nbytes=0 if offloaded else held, host=held if offloaded else 0
             )
     return residents
-
-
-def param_slot(bucket: Bucket) -> SlotId:
-    """Return the slot that holds a bucket's parameters between uses."""
-    return SlotId("param", bucket.name)

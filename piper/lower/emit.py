@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from piper.ir.devices import Devices
 from piper.ir.graph import Graph
-from piper.ir.ids import SlotId, Tags
+from piper.ir.ids import SlotId, Tags, state_slot
 from piper.ir.node import Transfer
 from piper.lower.events import PendingInstr, synchronised
 from piper.lower.instructions import Emission, draft_node
@@ -121,7 +121,7 @@ def slots_of(pending: Iterable[PendingInstr], state: LoweringState) -> dict[Slot
 
 def residents_held(state: LoweringState, device: int, used: set[SlotId]) -> Iterator[SlotId]:
     """Yield the slots that a device holds between steps: those it uses, and its optimizer state."""
-    states = {SlotId("state", b.name) for b in state.held_buckets.values() if device in b.devices}
+    states = {state_slot(b.name) for b in state.held_buckets.values() if device in b.devices}
     for name in state.residents:
         if name in used or name in states:
             yield name

@@ -5,25 +5,15 @@ from dataclasses import replace
 
 from piper.ir.chunk import Chunk, Output, Phase, PhaseSpec, Tags, bundles
 from piper.ir.devices import Devices, show
-from piper.ir.ids import SlotId
+from piper.ir.ids import SEED, SlotId, buffer_slot, param_slot
 from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Node, Transfer, compute_name
 from piper.ir.sharding import UNSHARDED, shardings_on
-from piper.lower.buckets import param_slot
 from piper.lower.collectives import collect
 from piper.lower.exchanges import IN_FRONT, exchange_backward, exchange_forward
 from piper.lower.placements import layouts_of, placements_of
 from piper.lower.state import LoweringState
 from piper.lower.transfers import incoming, outgoing
-from piper.lower.value_table import (
-    SEED,
-    Flow,
-    Template,
-    buffer_slot,
-    gradient_slot,
-    input_gradient,
-    output_slot,
-    slot_of,
-)
+from piper.lower.value_table import Flow, Template, gradient_slot, input_gradient, output_slot, slot_of
 from piper.plan.plan import Slot
 
 BACKWARD: tuple[Phase, ...] = ("B", "BI", "BW")
@@ -107,7 +97,7 @@ def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
     for name in flow.work.chunk_buckets[chunk.name]:
         bucket = flow.work.buckets[name]
         if any(piece.name in wanted for piece in bucket.pieces):
-            yield param_slot(bucket)
+            yield param_slot(bucket.name)
     for name in spec.buffers:
         add_buffer(flow, chunk, name)
         yield buffer_slot(name)

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from piper.ir.ids import SlotId
+from piper.ir.ids import SlotId, param_slot
 from piper.ir.node import Compute, Gather
-from piper.lower.buckets import param_slot
 from piper.lower.edit import SequenceEdit
 from piper.lower.sequence import UseRun, computes_by_set, joint_runs, pass_at, use_runs
 from piper.lower.state import LoweringState
@@ -21,7 +20,7 @@ def add_gathers(state: LoweringState) -> LoweringState:
     -->
     gather PP=0, F[PP=0], gather PP=1, B[PP=1], gather PP=0, B[PP=0]      (each one node earlier, to overlap)
     """
-    sharded = {param_slot(bucket): bucket for bucket in state.buckets.values() if bucket.zero == 3}
+    sharded = {param_slot(bucket.name): bucket for bucket in state.buckets.values() if bucket.zero == 3}
     if not sharded:
         return state
     sequence = state.sequence
@@ -62,7 +61,7 @@ def add_gathers(state: LoweringState) -> LoweringState:
 
 def sharded_parameters_are_gathered(state: LoweringState) -> Iterator[str]:
     """Yield each compute node that reads a shard where it needs the whole bucket."""
-    shards = {param_slot(bucket) for bucket in state.buckets.values() if bucket.zero == 3}
+    shards = {param_slot(bucket.name) for bucket in state.buckets.values() if bucket.zero == 3}
     for node in state.sequence:
         if isinstance(node, Compute):
             for value in node.reads:

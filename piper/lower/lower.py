@@ -1,12 +1,7 @@
 """The compiler from a directed graph to proven plans. `LOWERING` lists its rewrites in order."""
 
 from piper.ir.graph import Graph
-from piper.lower.buckets import (
-    ProgramBuckets,
-    every_parameter_has_a_bucket,
-    hold_buckets,
-    make_buckets,
-)
+from piper.lower.buckets import ProgramBuckets, every_parameter_has_a_bucket, hold_buckets, make_buckets
 from piper.lower.emit import emit, plans_can_run
 from piper.lower.flow import bind_values, no_value_crosses_devices
 from piper.lower.gathers import add_gathers, sharded_parameters_are_gathered

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import StateCopies
 from piper.ir.devices import Devices, show
-from piper.ir.ids import SlotId
+from piper.ir.ids import SlotId, buffer_slot, param_slot, state_slot
 from piper.ir.node import LocalNode, Mirror, Norm
 from piper.ir.protection import Protection
-from piper.lower.buckets import param_slot
 from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState
-from piper.lower.value_table import buffer_slot
 from piper.plan.plan import Bucket, Slot
 
 Owners = dict[tuple[object, ...], list[int]]  # the devices that hold the same elements, by those elements
@@ -86,7 +84,7 @@ def everything_written_is_copied(state: LoweringState) -> Iterator[str]:
         for slot in node.writes:
             if slot.kind in ("param", "buffer") and slot in state.residents and slot not in copied:
                 tied = state.buckets[slot.owner].siblings if slot.kind == "param" else ()
-                if not any(SlotId("param", name) in copied for name in tied):
+                if not any(param_slot(name) in copied for name in tied):
                     yield f"{node.name} writes {slot}, which is not copied before"
 
 
@@ -94,17 +92,17 @@ def bucket_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
     """Yield the trained buckets. The copies of a tied parameter are one of them, held by more devices."""
     seen: set[str] = set()
     for bucket in state.buckets.values():
-        if param_slot(bucket) not in written or bucket.name in seen:
+        if param_slot(bucket.name) not in written or bucket.name in seen:
             continue
         family = [bucket, *(state.buckets[name] for name in bucket.siblings)]
         seen.update(member.name for member in family)
-        held = SlotId("state", bucket.name)
+        held = state_slot(bucket.name)
         shard = bucket.largest_shard if bucket.zero else bucket.numel
         whole = 0 if bucket.has_master else shard * bucket.itemsize
         yield Copying(
             what=bucket.name,
             chunks=tuple(chunk for member in family for chunk in member.chunks),
-            slots=(param_slot(bucket), held),
+            slots=(param_slot(bucket.name), held),
             named=bucket.pieces[0].name,
             owners=owners(bucket),
             nbytes=whole + state.residents[held].everywhere,

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import HostCopies
 from piper.ir.devices import show
-from piper.ir.ids import SlotId
+from piper.ir.ids import SlotId, param_slot, state_slot
 from piper.ir.node import Node, Update
-from piper.lower.buckets import param_slot
 from piper.lower.edit import SequenceEdit
 from piper.lower.offloads import CopyBack, CopyOut, fetched
 from piper.lower.sequence import computes_by_set
@@ -49,13 +48,13 @@ def add_state_offloads(state: LoweringState) -> LoweringState:
     computes = computes_by_set(state.sequence, {node.devices for node in updates.values()})
     edit = SequenceEdit(state)
     for place, node in updates.items():
-        away = [slot for slot in node.writes if state.residents[SlotId("state", slot.owner)].host]
+        away = [slot for slot in node.writes if state.residents[state_slot(slot.owner)].host]
         if not away:
             continue
         rest = tuple(slot for slot in node.writes if slot not in away)
         buckets = [state.buckets[slot.owner] for slot in away]
         for bucket in buckets:
-            edit.values[on_device(bucket)] = Slot(nbytes=state.residents[SlotId("state", bucket.name)].host)
+            edit.values[on_device(bucket)] = Slot(nbytes=state.residents[state_slot(bucket.name)].host)
         turns = [streamed(state, node, bucket, how_of(bucket, asked)) for bucket in buckets]
         mine = computes[node.devices]
         edit.before(mine[max(0, len(mine) - how_of(buckets[0], asked).ahead)], turns[0][0])
@@ -73,7 +72,7 @@ def offloaded_state_comes_back(state: LoweringState) -> Iterator[str]:
     for node in state.sequence:
         held = node.writes[-1] if isinstance(node, StateBack | StateOut) else None
         if isinstance(node, Update) and node.bucket:
-            held = SlotId("state", node.bucket)
+            held = state_slot(node.bucket)
         if held is not None:
             seen.setdefault(held, []).append(type(node).__name__)
     away = {slot for slot, found in state.residents.items() if slot.kind == "state" and found.host}
@@ -88,9 +87,9 @@ def streamed(
     state: LoweringState, node: Update, bucket: Bucket, how: HostCopies
 ) -> tuple[StateBack, Update, StateOut]:
     """Return the copy of a bucket's state to the device, its update, and the copy back to the host."""
-    held, here = SlotId("state", bucket.name), on_device(bucket)
+    held, here = state_slot(bucket.name), on_device(bucket)
     nbytes, origin = state.residents[held].host, (how.by,)
-    updated = part_of(node, (param_slot(bucket),))
+    updated = part_of(node, (param_slot(bucket.name),))
     updated = replace(
         updated, reads=(*updated.reads, here), writes=(*updated.writes, here), bucket=bucket.name
     )
@@ -116,7 +115,7 @@ def part_of(node: Update, params: tuple[SlotId, ...]) -> Update:
 
 def on_device(bucket: Bucket) -> SlotId:
     """Return the slot of a bucket's state while it is on the device."""
-    return fetched(SlotId("state", bucket.name), 0)
+    return fetched(state_slot(bucket.name), 0)
 
 
 def how_of(bucket: Bucket, asked: Mapping[str, HostCopies]) -> HostCopies:
@@ -128,7 +127,7 @@ def check_state(state: LoweringState, asked: Mapping[str, HostCopies]) -> None:
     """Refuse a directive whose regions have no optimizer state."""
     for by in dict.fromkeys(how.by for how in asked.values()):
         chunks = [chunk for chunk, how in asked.items() if how.by == by]
-        slots = [SlotId("state", name) for chunk in chunks for name in state.chunk_buckets[chunk]]
+        slots = [state_slot(name) for chunk in chunks for name in state.chunk_buckets[chunk]]
         if not any(state.residents[slot].host for slot in slots if slot in state.residents):
             raise ScheduleError(
                 "there is no optimizer state to offload",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from piper.ir.chunk import CapturedModel, Output
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph
-from piper.ir.ids import SlotId
+from piper.ir.ids import LOSS, METRICS, NORM, TOTAL, WEIGHT, SlotId, buffer_slot, param_slot
 from piper.ir.node import (
     Broadcast,
     Compute,
@@ -19,20 +19,13 @@ from piper.ir.node import (
     Update,
 )
 from piper.ir.sharding import Sharding, shardings_on
-from piper.lower.buckets import param_slot
 from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
 from piper.lower.programs import classes_of
 from piper.lower.reductions import accumulate, final_gradient
 from piper.lower.state import LoweringState
-from piper.lower.value_table import buffer_slot, output_slot
+from piper.lower.value_table import output_slot
 from piper.plan.plan import Bucket, Slot
-
-LOSS = SlotId("loss")
-WEIGHT = SlotId("weight")
-METRICS = SlotId("metrics")
-NORM = SlotId("norm")
-TOTAL = SlotId("total")
 
 
 def add_loads(state: LoweringState) -> LoweringState:
@@ -157,7 +150,7 @@ def add_updates(state: LoweringState) -> LoweringState:
                 Update(
                     devices=devices,
                     reads=(*(final_gradient(b) for b in buckets), *((TOTAL,) if waits_for_total else ())),
-                    writes=tuple(param_slot(b) for b in buckets),
+                    writes=tuple(param_slot(b.name) for b in buckets),
                     origin=tuple(dict.fromkeys(n for b in buckets for n in b.origin)),
                 )
             )
@@ -201,8 +194,8 @@ def gather_updated(bucket: Bucket) -> Gather:
         bucket=bucket.name,
         run=None,
         devices=bucket.devices,
-        reads=(param_slot(bucket),),
-        writes=(param_slot(bucket),),
+        reads=(param_slot(bucket.name),),
+        writes=(param_slot(bucket.name),),
         stream=bucket.gather_stream,
         origin=bucket.origin,
     )

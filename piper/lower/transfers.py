@@ -3,7 +3,7 @@
 from piper.errors import ScheduleError
 from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, TensorSpec
 from piper.ir.devices import Devices, show
-from piper.ir.ids import SlotId, SlotKind
+from piper.ir.ids import SlotId, SlotKind, constant_slot
 from piper.ir.node import Add, Transfer
 from piper.lower.placements import ChunkPlacement
 from piper.lower.value_table import Flow, Template, output_slot
@@ -25,7 +25,7 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
             flow.values[loaded] = Slot(nbytes=spec.nbytes)
             return loaded
         case Constant(name=constant):
-            held = SlotId("constant", constant)
+            held = constant_slot(constant)
             flow.residents[held] = Slot(nbytes=spec.nbytes)
             return held
         case AxisPosition(axis=axis) | HostPlace(axis=axis):

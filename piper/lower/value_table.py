@@ -12,8 +12,6 @@ from piper.lower.placements import ChunkPlacement
 from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
 
-SEED = SlotId("seed")  # the gradient of each microbatch's loss
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
@@ -63,11 +61,6 @@ def output_slot(chunk: str, index: int) -> SlotId:
 def input_gradient(chunk: str, position: int) -> SlotId:
     """Return the slot of the gradient that a chunk computes for one of its inputs."""
     return SlotId("input_gradient", chunk, position)
-
-
-def buffer_slot(name: str) -> SlotId:
-    """Return the slot of a buffer of the model."""
-    return SlotId("buffer", name)
 
 
 def gradient_slot(bucket: str, readers: tuple[str, ...], chunk: str) -> SlotId:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from piper.ir.devices import Devices, show
 from piper.ir.format import size
-from piper.ir.ids import SlotId
+from piper.ir.ids import SlotId, param_slot, state_slot
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plan, Plans
 
@@ -101,7 +101,7 @@ class ProtectedState:
         bucket = self.plans.buckets.get(slot.owner)
         if bucket is None or device not in self._slices(bucket):
             return str(slot), None
-        return str(SlotId("param", self.first[bucket.pieces[0].name])), self._slices(bucket)[device]
+        return str(param_slot(self.first[bucket.pieces[0].name])), self._slices(bucket)[device]
 
     def _slices(self, bucket: Bucket) -> Mapping[int, tuple[object, int]]:
         """Return the slice and the shard of a bucket that each device owns."""
@@ -121,7 +121,7 @@ class ProtectedState:
             return 0
         if bucket.name not in self._sizes:
             longest = bucket.largest_shard if bucket.zero else bucket.numel
-            state = plan.residents.get(SlotId("state", bucket.name))
+            state = plan.residents.get(state_slot(bucket.name))
             each = 0 if bucket.has_master else bucket.itemsize
             self._sizes[bucket.name] = bucket.numel, each + (state.everywhere // longest if state else 0)
         numel, each = self._sizes[bucket.name]
@@ -257,7 +257,7 @@ def order_problems(plan: Plan) -> Iterator[str]:
             for slot in ins.reads:
                 if slot in written:
                     yield f"{ins.node} copies {slot}, which {written[slot]} has already written"
-                state = SlotId("state", slot.owner)
+                state = state_slot(slot.owner)
                 if slot.kind == "param" and state in plan.residents and state not in ins.reads:
                     yield f"{ins.node} copies {slot} without its optimizer state"
         for slot in ins.writes:

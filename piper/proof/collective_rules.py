@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from piper.ir.devices import Devices
+from piper.ir.ids import TOTAL, SlotId, param_slot
 from piper.ir.mesh import EXPERTS
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
@@ -12,16 +13,7 @@ from piper.plan.plan import Bucket, Comm
 from piper.proof.amounts import Amount
 from piper.proof.collectives import Collectives
 from piper.proof.covers import Contributor
-from piper.proof.decode import (
-    TOTAL,
-    bucket_named,
-    counted_chunk,
-    described,
-    exchanged,
-    is_shard_slot,
-    param_slot,
-    subject,
-)
+from piper.proof.decode import bucket_named, described, routed, subject
 from piper.proof.local_rules import LocalRules
 from piper.proof.symbolic_state import SymbolicState
 from piper.proof.symbolic_values import NO_COVER, SymbolicValue, Terms, Value
@@ -82,7 +74,7 @@ class CollectiveRules:
             first = members[0]
             what = " and ".join(sorted(map(described, subjects)))
             self.state.complain(
-                first.program, first.place, f"is about different symbols on its devices: {what}"
+                first.program, first.place, f"is about different things on its devices: {what}"
             )
             return
         self.kernels[members[0].ins.op](comm, members)
@@ -99,7 +91,8 @@ class CollectiveRules:
     def counts(self, comm: Comm | None, members: Sequence[Member]) -> None:
         """Agree on the rows that travel to experts."""
         for member in members:
-            chunk = counted_chunk(member.ins)
+            rows = routed(member.ins)
+            chunk = "" if rows is None else rows.run.chunk
             expected = self.state.expected_at(member.ins.part).of_counts(member.program, chunk)
             if expected is None:
                 self._complain(member, f"counts the rows of {chunk}, which has no sharded experts here")
@@ -110,15 +103,15 @@ class CollectiveRules:
     def exchange(self, comm: Comm | None, members: Sequence[Member]) -> None:
         """Send rows to their experts, or back."""
         for member in members:
-            found = exchanged(member.ins)
+            rows = routed(member.ins)
             of_exchange = self.state.expected_at(member.ins.part).of_exchange
-            expected = None if found is None else of_exchange(member.program, found.chunk, found.outward)
-            if found is None or expected is None:
+            expected = None if rows is None else of_exchange(member.program, rows.run.chunk, rows.outward)
+            if rows is None or expected is None:
                 self._complain(
                     member, f"moves rows {described(member.ins.payload)}, which must not happen here"
                 )
                 continue
-            self.check_experts(member, comm, found.chunk)
+            self.check_experts(member, comm, rows.run.chunk)
             self.local.follow(member.program, member.place, member.ins, expected)
 
     def check_experts(self, member: Member, comm: Comm | None, chunk: str) -> None:
@@ -166,9 +159,8 @@ class CollectiveRules:
         abouts: dict[int, Value] = {}
         buckets: list[str] = []
         for member in members:
-            slots, ins = self.state.slots[member.program], member.ins
-            name = self.state.gradient_slots.bucket(ins.writes[0]) if len(ins.writes) == 1 else None
-            bucket = self.state.plans.buckets.get(name or "")
+            ins = member.ins
+            bucket = self.state.gradient_bucket(ins.writes[0]) if len(ins.writes) == 1 else None
             named = bucket is not None and bucket_named(ins) in (bucket.name, *bucket.siblings)
             if (
                 bucket is None
@@ -182,14 +174,13 @@ class CollectiveRules:
                 )
                 return
             buckets.append(bucket.name)
-            about = "shard" if is_shard_slot(ins.writes[0]) else "whole"
+            about = "shard" if ins.writes[0].kind == "grad_shard" else "whole"
             wanted: Value = (self.state.expected.weights(bucket), about, ())
             abouts[member.program] = wanted
-            value = slots.get(ins.reads[0]) if ins.reads else wanted
-            if value is None or value[:2] != wanted[:2] or not isinstance(value[2], tuple):
-                self.state.mismatch(member.program, member.place, ins.reads[0], value, wanted)
+            terms = self._terms_read(member, ins.reads, wanted)
+            if terms is None:
                 return
-            given[member.program] = value[2]
+            given[member.program] = terms
         if len(set(abouts.values())) > 1:
             self._complain(members[0], "sums gradients of different parameters, or shards with whole ones")
             return
@@ -231,22 +222,30 @@ class CollectiveRules:
                 return
             self._check_replicas(member, comm, bucket)
             wanted: Value = (self.state.expected.weights(bucket), "whole", ())
-            value = slots.get(read[0]) if read else wanted
-            if value is None or value[:2] != wanted[:2] or not isinstance(value[2], tuple):
-                self.state.mismatch(member.program, member.place, read[0], value, wanted)
+            terms = self._terms_read(member, read, wanted)
+            if terms is None:
                 return
-            given[member.program] = value[2]
+            given[member.program] = terms
         for member, terms in zip(members, self.summed(comm, members, given), strict=True):
             slots, ins = self.state.slots[member.program], member.ins
             bucket = self.state.plans.buckets[bucket_named(ins)]
             wanted = (self.state.expected.weights(bucket), "shard", ())
             if ins.reads[-1:] == ins.writes:
-                before = slots.get(ins.writes[0])
-                if before is None or before[:2] != wanted[:2] or not isinstance(before[2], tuple):
-                    self.state.mismatch(member.program, member.place, ins.writes[0], before, wanted)
+                before = self._terms_read(member, ins.writes, wanted)
+                if before is None:
                     return
-                terms = self.state.merged(before[2], terms)
+                terms = self.state.merged(before, terms)
             slots[ins.writes[0]] = (*wanted[:2], terms)
+
+    def _terms_read(self, member: Member, read: Sequence[SlotId], wanted: Value) -> Terms | None:
+        """Return the terms of the sum that a member reads, if it reads one. None: it is another value."""
+        if not read:
+            return ()
+        value = self.state.slots[member.program].get(read[0])
+        if value is None or value[:2] != wanted[:2] or not isinstance(value[2], tuple):
+            self.state.mismatch(member.program, member.place, read[0], value, wanted)
+            return None
+        return value[2]
 
     def summed(self, comm: Comm | None, members: Sequence[Member], given: dict[int, Terms]) -> list[Terms]:
         """Return the sum over each group, for each member."""

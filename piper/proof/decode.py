@@ -3,27 +3,11 @@
 So a plan that names the wrong chunk, rows, bucket or slot is refused.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
 from typing import assert_never
 
-from piper.ir.ids import Pass, Phase, SlotId
+from piper.ir.ids import Pass, SlotId
 from piper.ir.sharding import Collective, Shard
 from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
-
-SEED = SlotId("seed")
-LOSS = SlotId("loss")
-WEIGHT = SlotId("weight")
-METRICS = SlotId("metrics")
-TOTAL = SlotId("total")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchanged:
-    """The payload of an exchange of rows."""
-
-    chunk: str
-    outward: bool  # to the experts; else back to the owners of the rows
 
 
 def subject(ins: Instr) -> Payload:
@@ -61,17 +45,6 @@ def described(payload: Payload) -> str:
             assert_never(payload)
 
 
-def phase_and_chunk(ins: Instr) -> tuple[Phase, str] | None:
-    """Return the phase and the chunk of a compute instruction. None: it has none."""
-    return (ins.payload.phase, ins.payload.chunk) if isinstance(ins.payload, Pass) else None
-
-
-def exchanged(ins: Instr) -> Exchanged | None:
-    """Return the chunk of an exchange and its direction. None: the instruction is no exchange."""
-    found = ins.payload
-    return Exchanged(chunk=found.run.chunk, outward=found.outward) if isinstance(found, Routing) else None
-
-
 def collected(ins: Instr) -> Collecting | None:
     """Return the collective inside a region that an instruction runs. None: it runs none."""
     found = ins.payload if isinstance(ins.payload, Collecting) else None
@@ -90,9 +63,9 @@ def _shown_shard(shard: Shard) -> str:
     return f"dimension {shard.dim}{blocks}{' zigzag' if shard.zigzag else ''}"
 
 
-def counted_chunk(ins: Instr) -> str:
-    """Return the route whose rows a `counts` instruction counts."""
-    return ins.payload.run.chunk if isinstance(ins.payload, Routing) else ""
+def routed(ins: Instr) -> Routing | None:
+    """Return how counts or an exchange move rows. None: the instruction moves none."""
+    return ins.payload if isinstance(ins.payload, Routing) else None
 
 
 def loaded(ins: Instr) -> Field | None:
@@ -114,35 +87,3 @@ def bucket_named(ins: Instr) -> str:
 def accumulated_slot(ins: Instr) -> SlotId | None:
     """Return the slot to which the runtime adds in an accumulation. None: it is no accumulation."""
     return ins.writes[0] if isinstance(ins.payload, Adding) and ins.writes else None
-
-
-def param_slot(bucket: str) -> SlotId:
-    """Return the slot of a bucket's parameters between uses."""
-    return SlotId("param", bucket)
-
-
-def buffer_slot(name: str) -> SlotId:
-    """Return the slot of a buffer."""
-    return SlotId("buffer", name)
-
-
-def constant_slot(name: str) -> SlotId:
-    """Return the slot of a constant."""
-    return SlotId("constant", name)
-
-
-def is_shard_slot(slot: SlotId) -> bool:
-    """Return whether a slot holds a shard of a gradient."""
-    return slot.kind == "grad_shard"
-
-
-class GradientSlots:
-    """Finds the bucket whose gradient a slot holds."""
-
-    def __init__(self, buckets: Collection[str]) -> None:
-        self._buckets = buckets
-
-    def bucket(self, slot: SlotId) -> str | None:
-        """Return the bucket of a slot of summed gradients. None: it is another kind of slot."""
-        held = slot.kind in ("grad", "grad_shard") and slot.owner in self._buckets
-        return slot.owner if held else None

@@ -1,22 +1,11 @@
 """The effect on symbolic values of instructions that need no other device."""
 
 from piper.ir.chunk import Output
-from piper.ir.ids import SlotId, show_part
+from piper.ir.ids import LOSS, METRICS, TOTAL, WEIGHT, Pass, SlotId, param_slot, show_part, state_slot
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket
 from piper.proof.amounts import NOTHING
-from piper.proof.decode import (
-    LOSS,
-    METRICS,
-    TOTAL,
-    WEIGHT,
-    accumulated_slot,
-    described,
-    loaded,
-    param_slot,
-    phase_and_chunk,
-    rows_of,
-)
+from piper.proof.decode import accumulated_slot, described, loaded, rows_of
 from piper.proof.expected import Expected
 from piper.proof.meshes import in_any_order
 from piper.proof.symbolic_state import SymbolicState
@@ -56,20 +45,20 @@ class LocalRules:
 
     def compute(self, program: int, place: int, ins: Instr) -> None:
         """Run a phase of a chunk: check everything that it reads, and write its results."""
-        found = phase_and_chunk(ins)
-        expected = self.state.expected_at(ins.part).of_phase(program, found[1], found[0]) if found else None
-        if expected is None or found is None:
+        run = ins.payload if isinstance(ins.payload, Pass) else None
+        expected = self.state.expected_at(ins.part).of_phase(program, run.chunk, run.phase) if run else None
+        if expected is None or run is None:
             self.state.complain(
                 program, place, f"runs {described(ins.payload)}, which this device must not run"
             )
             return
         self.follow(program, place, ins, expected)
-        in_place = self.spec.chunks[found[1]].phases[found[0]].in_place
+        in_place = self.spec.chunks[run.chunk].phases[run.phase].in_place
         for slot in ins.adds_to:
             bucket = self.state.plans.buckets.get(slot.owner)
             if bucket is None or not any(piece.name in in_place for piece in bucket.pieces):
                 self.state.complain(program, place, f"adds to {slot}, which its code cannot")
-        if found[0] == "F" and ins.again and expected.mutated:
+        if run.phase == "F" and run.again and expected.mutated:
             self.state.complain(program, place, "runs a second time and writes buffers a second time")
 
     def protect(self, program: int, place: int, ins: Instr) -> None:
@@ -284,9 +273,9 @@ class LocalRules:
     def _accumulated(self, value: Value, slot: SlotId) -> Value | None:
         """Return a value as a term of the sum in a slot. None: it does not belong there."""
         symbol = self.symbols.symbol(value)
-        bucket = self.state.gradient_slots.bucket(slot)
+        bucket = self.state.gradient_bucket(slot)
         if bucket is not None:
-            wanted = (self.state.expected.weights(self.state.plans.buckets[bucket]), "whole")
+            wanted = (self.state.expected.weights(bucket), "whole")
             return value if value[:2] == wanted else None
         for name, source in self.sums():
             if slot == name and (symbol.kind, symbol.name, symbol.index) == (
@@ -315,9 +304,9 @@ class LocalRules:
                 left[name] = state.value(SymbolicValue("sum", name), "", terms)
         buckets = {bucket.name: bucket for bucket in state.trained_on(program)}
         for slot in ins.reads:
-            bucket = state.gradient_slots.bucket(slot)
-            if bucket in buckets:
-                self.check_final(program, place, slot, buckets.pop(bucket))
+            bucket = state.gradient_bucket(slot)
+            if bucket is not None and bucket.name in buckets:
+                self.check_final(program, place, slot, buckets.pop(bucket.name))
             elif slot in left:
                 self._check_sum(program, place, slot, left.pop(slot))
             else:
@@ -369,7 +358,7 @@ class LocalRules:
                 state.complain(program, place, f"updates {written}, which holds {held}, a second time")
             slots[written] = state.value(symbol, after)
             slots[slot] = state.value(SymbolicValue("spent"))
-            if self.plan_host(program, SlotId("state", bucket.name)):
+            if self.plan_host(program, state_slot(bucket.name)):
                 self._update_state(program, place, ins, bucket.name)
 
     def _update_state(self, program: int, place: int, ins: Instr, bucket: str) -> None:

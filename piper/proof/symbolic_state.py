@@ -5,12 +5,11 @@ from itertools import pairwise
 
 from piper.ir.chunk import Constant, Output, Tags
 from piper.ir.devices import Devices, show
-from piper.ir.ids import SlotId
+from piper.ir.ids import SEED, TOTAL, SlotId, buffer_slot, constant_slot, param_slot
 from piper.ir.mesh import axis_through
 from piper.plan.plan import Bucket, Comm, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers, Held, Segment
-from piper.proof.decode import SEED, TOTAL, GradientSlots, buffer_slot, constant_slot, param_slot
 from piper.proof.expected import Expectations
 from piper.proof.specification import Specification
 from piper.proof.symbolic_values import SymbolicValue, SymbolTable, Terms, Value, places_along
@@ -32,7 +31,6 @@ class SymbolicState:
         ]
         self._by_part = {part: each for each in self._layouts for part in each.parts}
         self.expected = self._layouts[0]  # for what is the same in all layouts
-        self.gradient_slots = GradientSlots(plans.buckets)
         self.problems: list[str] = []
         self.initial = [self._residents(number) for number in range(len(plans))]
         self.slots: list[Slots] = [dict(residents) for residents in self.initial]
@@ -190,6 +188,10 @@ class SymbolicState:
             history, writer = self.histories[history]
             found.append(writer)
         return found[::-1]
+
+    def gradient_bucket(self, slot: SlotId) -> Bucket | None:
+        """Return the bucket whose summed gradients a slot holds. None: it is another kind of slot."""
+        return self.plans.buckets.get(slot.owner) if slot.kind in ("grad", "grad_shard") else None
 
     def is_on(self, program: int, bucket: Bucket) -> bool:
         """Return whether a bucket lies on a program's devices."""

@@ -20,14 +20,13 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from piper.ir.graph import Graph
-from piper.ir.ids import SlotId, show_part
+from piper.ir.ids import TOTAL, SlotId, buffer_slot, param_slot, show_part, state_slot
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
 from piper.plan.prove import MOST_PROBLEMS, ProofError
 from piper.process.gc_pause import no_collection
 from piper.proof.collective_rules import CollectiveRules, Member
-from piper.proof.decode import TOTAL, buffer_slot, param_slot
 from piper.proof.local_rules import LocalRules
 from piper.proof.specification import Specification
 from piper.proof.symbolic_state import SymbolicState
@@ -202,7 +201,7 @@ class SymbolicRun:
         for bucket in state.trained_on(program):
             new = "new shard" if bucket.zero == 3 else "new"
             wanted[param_slot(bucket.name)] = state.value(SymbolicValue("param", bucket.name), new)
-            kept = SlotId("state", bucket.name)
+            kept = state_slot(bucket.name)
             if self.local.plan_host(program, kept):
                 wanted[kept] = state.value(SymbolicValue("host", kept), "new")
         changing = {buffer_slot(name): name for name in self.spec.mutated}

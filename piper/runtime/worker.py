@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.ir.ids import SlotId
+from piper.ir.ids import TOTAL, buffer_slot
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.runtime.accelerator import is_accelerator, module
@@ -25,8 +25,6 @@ from piper.runtime.gradients import total_length
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.stream_executor import StreamExecutor
-
-TOTAL = SlotId("total")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +247,7 @@ class Worker:
 
     def buffer(self, name: str) -> Tensor | None:
         """Return a buffer. None: this device does not use it."""
-        slot = self.env.index.get(SlotId("buffer", name))
+        slot = self.env.index.get(buffer_slot(name))
         return None if slot is None else cast(Tensor, self.env.slots[slot])
 
     def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:

@@ -11,19 +11,13 @@ from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, R
 from piper.plan.plan import Comm, Plan, Plans
 from piper.proof.amounts import NOTHING, Amounts
 from piper.proof.covers import Covers
-from piper.proof.decode import (
-    Exchanged,
-    GradientSlots,
-    described,
-    exchanged,
-    is_shard_slot,
-    phase_and_chunk,
-    rows_of,
-)
+from piper.proof.decode import described, routed, rows_of
 from piper.proof.specification import Specification, microbatches_of
+from piper.proof.symbolic_state import SymbolicState
 from tests.chain import chain
 from tests.lower.lowering import lower
 from tests.lower.outlines import normed, skips
+from tests.proof.plans import pipeline
 
 
 def test_sums_do_not_depend_on_the_order_but_on_how_often() -> None:
@@ -125,26 +119,21 @@ def test_payloads_are_read_as_the_runtime_reads_them() -> None:
         return Instr(op="compute", node="n", stream="s", payload=payload)
 
     run = Pass(phase="BW", chunk="PP=0 #1", part=(("MB", 1),))
-    assert phase_and_chunk(ins(run)) == ("BW", "PP=0 #1")
-    assert phase_and_chunk(ins(None)) is phase_and_chunk(ins(Adding(run=run))) is None
-    assert exchanged(ins(Routing(run=run))) == Exchanged(chunk="PP=0 #1", outward=True)
-    assert exchanged(ins(Routing(run=run, outward=False))) == Exchanged(chunk="PP=0 #1", outward=False)
-    assert exchanged(ins(run)) is None
+    assert routed(ins(Routing(run=run, outward=False))) == Routing(run=run, outward=False)
+    assert routed(ins(run)) is None
     assert rows_of(ins(Rows(start=1, stop=3, of=4))) == (1, 3, 4)
     assert rows_of(ins(None)) == (0, 1, 1)
 
 
 def test_slots_are_read_as_the_runtime_reads_them() -> None:
-    slots = GradientSlots(["PP=0/0", "w[0]@PP=1"])
+    plans, graph = pipeline()
+    state = SymbolicState(plans, Specification(graph, clip=False))
+    name, bucket = next(iter(plans.buckets.items()))
     run = Pass(phase="B", chunk="PP=0", part=(("MB", 0),))
-    assert slots.bucket(SlotId("grad", "PP=0/0")) == "PP=0/0"
-    assert slots.bucket(SlotId("grad_shard", "PP=0/0")) == "PP=0/0"
-    assert slots.bucket(SlotId("grad", "PP=0/0", run=run)) == "PP=0/0"
-    assert slots.bucket(SlotId("grad", "w[0]@PP=1", run=run)) == "w[0]@PP=1"
-    assert slots.bucket(SlotId("grad", "PP=9/0")) is None
-    assert slots.bucket(SlotId("gradient", "PP=0/0", part=(("MB", 0),))) is None
-    assert slots.bucket(SlotId("loss")) is None
-    assert is_shard_slot(SlotId("grad_shard", "a")) and not is_shard_slot(SlotId("grad", "a"))
+    for slot in (SlotId("grad", name), SlotId("grad_shard", name), SlotId("grad", name, run=run)):
+        assert state.gradient_bucket(slot) is bucket
+    for other in (SlotId("grad", "PP=9/0"), SlotId("gradient", name, part=(("MB", 0),)), SlotId("loss")):
+        assert state.gradient_bucket(other) is None
 
 
 def test_payloads_in_words() -> None:

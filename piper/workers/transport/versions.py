@@ -28,7 +28,7 @@ from piper.checkpoint.save import Copied, RefusedError, copy_parts, copy_state, 
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.ir.format import size
-from piper.ir.ids import SlotId
+from piper.ir.ids import SlotId, buffer_slot, param_slot
 from piper.ir.protection import Protection
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plans
@@ -322,7 +322,7 @@ def version_bytes(plans: Plans, device: int) -> int:
         one.nbytes for slot, one in residents.items() if slot.kind == "buffer" and slot not in copied
     )
     for bucket in saved_buckets(plans, device):
-        if SlotId("param", bucket.name) not in copied:
+        if param_slot(bucket.name) not in copied:
             low, high = owned_range(bucket, device)
             total += (high - low) * bucket.itemsize + states.get(bucket.name, 0)
     return GENERATIONS * (total + INDEX)
@@ -331,8 +331,8 @@ def version_bytes(plans: Plans, device: int) -> int:
 def rest_of(plans: Plans, device: int) -> tuple[list[Bucket], list[str]]:
     """Return the buckets and buffers that a device is the one to save and no instruction copies."""
     copied = copied_slots(plans)
-    buckets = [b for b in saved_buckets(plans, device) if SlotId("param", b.name) not in copied]
-    buffers = [name for name in saved_buffers(plans, device) if SlotId("buffer", name) not in copied]
+    buckets = [b for b in saved_buckets(plans, device) if param_slot(b.name) not in copied]
+    buffers = [name for name in saved_buffers(plans, device) if buffer_slot(name) not in copied]
     return buckets, buffers
 
 
