@@ -211,7 +211,7 @@ class CollectiveRules:
         """Sum gradients over replicas. Each replica adds its shard of the sum to its shard so far."""
         given: dict[int, Terms] = {}
         for member in members:
-            slots, ins = self.state.slots[member.program], member.ins
+            ins = member.ins
             bucket = self.state.plans.buckets.get(bucket_named(ins))
             if bucket is None or not self._on(member, bucket) or len(ins.writes) != 1:
                 self._complain(member, f"scatters {bucket_named(ins)!r}, of which this device holds nothing")
