@@ -18,6 +18,6 @@ def collect(flow: Flow, chunk: Chunk, phase: Phase, how: Collective, read: SlotI
         how=how,
         reads=(read,),
         writes=(written,),
-        stream=next(held.stream for held in placement.policy.axes if held.axis == how.axis),
+        stream=next(axis.stream for axis in placement.policy.axes if axis.axis == how.axis),
     )
     flow.templates.append(Template(node=node, chunk=chunk.name, phase=phase))

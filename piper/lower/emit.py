@@ -8,7 +8,7 @@ from piper.ir.graph import Graph
 from piper.ir.ids import SlotId, Tags, state_slot
 from piper.ir.node import Transfer
 from piper.lower.events import PendingInstr, synchronised
-from piper.lower.instructions import Emission, draft_node
+from piper.lower.instructions import Emission, emit_node
 from piper.lower.placements import layouts_of
 from piper.lower.programs import channels, classes_of
 from piper.lower.state import LoweringState
@@ -27,19 +27,19 @@ def emit(state: LoweringState) -> LoweringState:
     """
     classes = classes_of(device_sets(state))
     emission = Emission(
-        work=state,
+        state=state,
         classes=classes,
         chunks=state.graph.chunks,
-        drafts=[[] for _ in classes],
+        programs=[[] for _ in classes],
         class_of={device: number for number, devices in enumerate(classes) for device in devices},
     )
     for node in state.sequence:
-        draft_node(emission, node)
+        emit_node(emission, node)
     outline = state.graph.outline
     placement = layouts_of(state.graph)[0].placements[outline.loss.chunk]
     slices = placement.slices * parts_of(state.graph, outline.loss.chunk)
     plans = Plans(
-        plans=tuple(plan_of(state, *program) for program in zip(classes, emission.drafts, strict=True)),
+        plans=tuple(plan_of(state, *program) for program in zip(classes, emission.programs, strict=True)),
         comms={comm.name: comm for comm in (*emission.comms.values(), *emission.pairs.values())},
         buckets=state.buckets,
         seed=1.0 if outline.weight else 1.0 / slices,

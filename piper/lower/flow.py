@@ -19,20 +19,20 @@ from piper.plan.plan import Slot
 BACKWARD: tuple[Phase, ...] = ("B", "BI", "BW")
 
 
-def bind_values(work: LoweringState) -> LoweringState:
+def bind_values(state: LoweringState) -> LoweringState:
     """Give every node its values, and put transfers, exchanges and sums where values need them.
 
     F[PP=0]@0 --h--> F[PP=1]@1
     -->
     F[PP=0]@0 --h--> transfer --h@1--> F[PP=1]@1
     """
-    graph = work.graph
+    graph = state.graph
     holders = {chunk: placement.devices for chunk, placement in placements_of(graph).items()}
-    residents = {**work.residents, SEED: Slot(nbytes=8)}
+    residents = {**state.residents, SEED: Slot(nbytes=8)}
     values: dict[SlotId, Slot] = {}
     nodes: list[Node] = []
     for layout in layouts_of(graph):
-        flow = Flow(work=work, placements=layout.placements, holders=holders, chunks=graph.chunks)
+        flow = Flow(state=state, placements=layout.placements, holders=holders, chunks=graph.chunks)
         for chunk in graph.outline.chunks:
             if not flow.passes_on(chunk):
                 forward(flow, chunk)
@@ -42,21 +42,21 @@ def bind_values(work: LoweringState) -> LoweringState:
         residents |= flow.residents
         values |= flow.values
         nodes += instances(flow, layout.parts, residents)
-    return replace(work, nodes=tuple(nodes), values=values, residents=residents)
+    return replace(state, nodes=tuple(nodes), values=values, residents=residents)
 
 
-def no_value_crosses_devices(work: LoweringState) -> Iterator[str]:
+def no_value_crosses_devices(state: LoweringState) -> Iterator[str]:
     """Yield each value that is not written exactly once, on the devices that read it."""
     written: dict[SlotId, Devices] = {}
-    for node in work.nodes:
+    for node in state.nodes:
         for value in node.writes:
-            if value in written and value not in work.residents:
+            if value in written and value not in state.residents:
                 yield f"{value} is written twice"
             written[value] = node.target if isinstance(node, Transfer) else node.devices
-    for node in work.nodes:
+    for node in state.nodes:
         here = node.source if isinstance(node, Transfer) else node.devices
         for value in node.reads:
-            if value not in work.residents and value.kind != "batch" and written.get(value) != here:
+            if value not in state.residents and value.kind != "batch" and written.get(value) != here:
                 yield f"{node.name} on {show(here)} reads {value}, written on {written.get(value)}"
 
 
@@ -94,8 +94,8 @@ def forward(flow: Flow, chunk: Chunk) -> None:
 def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
     """Yield the slots of the buckets and buffers that a phase reads."""
     wanted = set(spec.params)
-    for name in flow.work.chunk_buckets[chunk.name]:
-        bucket = flow.work.buckets[name]
+    for name in flow.state.chunk_buckets[chunk.name]:
+        bucket = flow.state.buckets[name]
         if any(piece.name in wanted for piece in bucket.pieces):
             yield param_slot(bucket.name)
     for name in spec.buffers:
@@ -110,8 +110,7 @@ def add_buffer(flow: Flow, chunk: Chunk, name: str) -> None:
     sharding = shardings[0] if shardings else replace(UNSHARDED, stride=placement.mesh.degree)
     size = next(buffer.nbytes for buffer in flow.graph.outline.buffers if buffer.name == name)
     placed = flow.holders[chunk.name] if shardings else ()
-    held = Slot(nbytes=size // sharding.degree, sharding=sharding, placed=placed)
-    flow.residents[buffer_slot(name)] = held
+    flow.residents[buffer_slot(name)] = Slot(nbytes=size // sharding.degree, sharding=sharding, placed=placed)
 
 
 def backward(flow: Flow, chunk: Chunk) -> None:
@@ -174,8 +173,8 @@ def compute_backward(flow: Flow, chunk: Chunk, phase: Phase, tangents: dict[int,
 def weight_gradients(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
     """Yield the slots of the weight gradients that a backward writes, one for each bucket."""
     wanted = set(spec.grad_params)
-    for name in flow.work.chunk_buckets[chunk.name]:
-        bucket = flow.work.buckets[name]
+    for name in flow.state.chunk_buckets[chunk.name]:
+        bucket = flow.state.buckets[name]
         if any(piece.name in wanted for piece in bucket.pieces):
             slot = gradient_slot(name, bucket.chunks, chunk.name)
             flat = any(piece.name in spec.in_place for piece in bucket.pieces)  # it is given a sum's memory
@@ -189,14 +188,14 @@ class OfPart:
 
     def __init__(self, part: Tags, residents: Collection[SlotId]) -> None:
         self.part, self.residents = part, residents
-        self.made: dict[SlotId, SlotId] = {}
+        self.slots: dict[SlotId, SlotId] = {}
 
     def __call__(self, values: tuple[SlotId, ...]) -> tuple[SlotId, ...]:
-        made = self.made
+        slots = self.slots
         for value in values:
-            if value not in made:  # what outlives the step is the same for all
-                made[value] = value if value in self.residents else value.at(self.part)
-        return tuple([made[value] for value in values])
+            if value not in slots:  # what outlives the step is the same for all
+                slots[value] = value if value in self.residents else value.at(self.part)
+        return tuple([slots[value] for value in values])
 
 
 def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]) -> Iterator[Node]:

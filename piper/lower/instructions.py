@@ -40,12 +40,12 @@ Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcas
 
 @dataclass(slots=True, kw_only=True)
 class Emission:
-    """The programs under construction: a list of drafts for each class of devices."""
+    """The programs under construction: a list of instructions for each class of devices."""
 
-    work: LoweringState
+    state: LoweringState
     classes: list[Devices]
     chunks: dict[str, Chunk]
-    drafts: list[list[PendingInstr]]
+    programs: list[list[PendingInstr]]
     class_of: dict[int, int]  # device -> the number of its class
     comms: dict[tuple[tuple[Devices, ...], str], Comm] = field(default_factory=dict)
     pairs: dict[str, Comm] = field(default_factory=dict)
@@ -58,15 +58,15 @@ class Emission:
 
     def within(self, devices: Devices) -> list[int]:
         """Return the numbers of the device classes that make up a set of devices."""
-        found = self.classes_in.get(id(devices))
-        if found is None:
-            found = (devices, list(dict.fromkeys(self.class_of[device] for device in devices)))
-            self.classes_in[id(devices)] = found
-        return found[1]
+        entry = self.classes_in.get(id(devices))
+        if entry is None:
+            entry = (devices, list(dict.fromkeys(self.class_of[device] for device in devices)))
+            self.classes_in[id(devices)] = entry
+        return entry[1]
 
     def size(self, value: SlotId) -> int:
         """Return the bytes of a value, including the storages it shares."""
-        slot = self.work.values.get(value.base) or self.work.residents[value]
+        slot = self.state.values.get(value.base) or self.state.residents[value]
         return slot.nbytes + sum(nbytes for _, nbytes in slot.shares)
 
     def comm(
@@ -77,66 +77,66 @@ class Emission:
         The name is None for groups of one device.
         """
         if key not in self.comm_cache:
-            made = groups()
-            if len(made[0]) == 1:
+            members = groups()
+            if len(members[0]) == 1:
                 self.comm_cache[key] = (None, 1)
             else:
-                label = f"{show(made[0])}{f'x{len(made)}' if len(made) > 1 else ''}:{stream}"
+                label = f"{show(members[0])}{f'x{len(members)}' if len(members) > 1 else ''}:{stream}"
                 taken = {comm.name for comm in self.comms.values()}
-                if (made, stream) not in self.comms:
+                if (members, stream) not in self.comms:
                     while label in taken:
                         label += "'"
-                    self.comms[made, stream] = Comm(name=label, kind="groups", groups=made)
-                self.comm_cache[key] = (self.comms[made, stream].name, len(made[0]))
+                    self.comms[members, stream] = Comm(name=label, kind="groups", groups=members)
+                self.comm_cache[key] = (self.comms[members, stream].name, len(members[0]))
         return self.comm_cache[key]
 
 
-def draft_node(emission: Emission, node: Node) -> None:
+def emit_node(emission: Emission, node: Node) -> None:
     """Add a node's instructions to the programs that run it."""
     if isinstance(node, Transfer):
-        draft_transfer(emission, node)
+        emit_transfer(emission, node)
         return
     for number in emission.within(node.devices):
-        emission.drafts[number].append(draft_for(emission, node, number))
+        emission.programs[number].append(instr_for(emission, node, number))
 
 
-def draft_for(emission: Emission, node: Node, number: int) -> PendingInstr:
-    """Return the draft instruction of a node on one class of its devices."""
-    draft = PendingInstr(
+def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
+    """Return the instruction of a node on one class of its devices."""
+    instr = PendingInstr(
         op="compute", node=node.name, stream=node.stream, reads=node.reads, writes=node.writes
     )
     match node:
         case Compute():
-            draft.payload, draft.keeps = node.run, node.keeps
-            draft.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
-            note_gradients(emission, node, draft, number)
+            instr.payload, instr.keeps = node.run, node.keeps
+            instr.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
+            note_gradients(emission, node, instr, number)
         case Load():
-            draft.op = "load"
-            draft.payload = Field(
+            instr.op = "load"
+            instr.payload = Field(
                 name=node.batch_field,
                 part=node.part,
                 devices=node.devices,
                 degree=node.degree,
                 slices=node.slices,
             )
-            draft.nbytes = emission.size(node.writes[0])
+            instr.nbytes = emission.size(node.writes[0])
         case Accumulate():
-            draft.op, draft.payload = "accumulate", Adding(run=node.run)
+            instr.op, instr.payload = "accumulate", Adding(run=node.run)
             if len(node.reads) == 1 and (number, node.reads[0]) in emission.flat:
-                draft.workspace = -emission.size(
+                instr.workspace = -emission.size(
                     node.reads[0]
                 )  # the sum begins in the memory of its first term
             emission.begun.add((number, node.writes[0]))
         case LocalNode():
-            draft.op, draft.nbytes = cast(Op, node.op), node.nbytes
+            instr.op, instr.nbytes = cast(Op, node.op), node.nbytes
         case Transfer():
             raise AssertionError("transfers have two sides")
         case _:
-            draft_communication(emission, node, draft, number)
-    return draft
+            fill_communication(emission, node, instr, number)
+    return instr
 
 
-def note_gradients(emission: Emission, node: Compute, draft: PendingInstr, number: int) -> None:
+def note_gradients(emission: Emission, node: Compute, instr: PendingInstr, number: int) -> None:
     """Note the gradients that a node writes, and which of them compiled code writes as flat tensors.
 
     A gradient in the same bucket that is made elsewhere is copied there: both are in memory at the end.
@@ -145,61 +145,63 @@ def note_gradients(emission: Emission, node: Compute, draft: PendingInstr, numbe
     for slot in node.writes:
         if slot.kind in ("gradient", "grad"):
             emission.given.add((number, slot))
-            pieces = emission.work.buckets[slot.owner].pieces
+            pieces = emission.state.buckets[slot.owner].pieces
             if any(piece.name in spec.in_place for piece in pieces):
                 emission.flat.add((number, slot))
                 if slot.kind == "grad":
                     emission.begun.add((number, slot))
                 apart = [p for p in pieces if p.name in spec.grad_params and p.name not in spec.in_place]
-                itemsize = emission.work.buckets[slot.owner].itemsize
-                draft.workspace += sum(piece.numel for piece in apart) * itemsize
+                itemsize = emission.state.buckets[slot.owner].itemsize
+                instr.workspace += sum(piece.numel for piece in apart) * itemsize
 
 
-def draft_communication(emission: Emission, node: Communication, draft: PendingInstr, number: int) -> None:
-    """Add the communicator and the number of bytes moved to the draft of a communication node."""
+def fill_communication(emission: Emission, node: Communication, instr: PendingInstr, number: int) -> None:
+    """Add the communicator and the number of bytes moved to the instruction of a communication node."""
     match node:
         case Counts() | Exchange():
-            draft_exchange(emission, node, draft)
+            fill_exchange(emission, node, instr)
         case Collect():
-            draft_collective(emission, node, draft)
+            fill_collective(emission, node, instr)
         case Gather():
-            bucket = emission.work.buckets[node.bucket]
-            draft.op, draft.payload = "gather", OfBucket(bucket=node.bucket, run=node.run)
+            bucket = emission.state.buckets[node.bucket]
+            instr.op, instr.payload = "gather", OfBucket(bucket=node.bucket, run=node.run)
             key: tuple[str, ...] = ("b", node.bucket, node.stream)
-            draft.comm, size = emission.comm(key, lambda: bucket.groups, node.stream)
-            draft.nbytes = gathered_nbytes(bucket) * (size - 1) // size
+            instr.comm, size = emission.comm(key, lambda: bucket.groups, node.stream)
+            instr.nbytes = gathered_nbytes(bucket) * (size - 1) // size
         case Reduce():
-            draft_reduce(emission, node, draft, number)
+            fill_reduction(emission, node, instr, number)
         case Total():
-            draft.op = "total"
-            draft.comm, _ = emission.comm(("total",), lambda: (node.devices,), node.stream)
-            draft.nbytes = emission.size(node.writes[0])
+            instr.op = "total"
+            instr.comm, _ = emission.comm(("total",), lambda: (node.devices,), node.stream)
+            instr.nbytes = emission.size(node.writes[0])
         case Broadcast():
-            draft.op, draft.payload = "broadcast", OfChunk(chunk=node.chunk)
+            instr.op, instr.payload = "broadcast", OfChunk(chunk=node.chunk)
             key = ("set", show(node.devices), node.stream)
-            draft.comm, _ = emission.comm(key, lambda: (node.devices,), node.stream)
-            draft.nbytes = sum(emission.size(value) for value in node.writes)
+            instr.comm, _ = emission.comm(key, lambda: (node.devices,), node.stream)
+            instr.nbytes = sum(emission.size(value) for value in node.writes)
         case Mirror():
-            draft.op = "mirror"
-            draft.comm, _ = emission.comm(("mirror", node.stream), lambda: node.groups, node.stream)
-            made = {slot: d.nbytes for d in emission.drafts[number] if d.op == "protect" for slot in d.writes}
-            draft.reads = tuple(slot for slot in node.reads if slot in made)
-            draft.nbytes = sum(made[slot] for slot in draft.reads)
-            draft.workspace = 2 * min(draft.nbytes, MIRRORED)  # about as much arrives
+            instr.op = "mirror"
+            instr.comm, _ = emission.comm(("mirror", node.stream), lambda: node.groups, node.stream)
+            copied = {
+                slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes
+            }
+            instr.reads = tuple(slot for slot in node.reads if slot in copied)
+            instr.nbytes = sum(copied[slot] for slot in instr.reads)
+            instr.workspace = 2 * min(instr.nbytes, MIRRORED)  # about as much arrives
         case _:
             assert_never(node)
 
 
-def draft_collective(emission: Emission, node: Collect, draft: PendingInstr) -> None:
-    """Fill in the draft of a collective over the devices of each group that differ only along its axis."""
+def fill_collective(emission: Emission, node: Collect, instr: PendingInstr) -> None:
+    """Fill in the instruction of a collective over the devices of each group that differ only along its axis."""
     run = Pass(phase=node.phase, chunk=node.chunk, part=node.part)
     if node.how.op == "slice":
-        draft.op, draft.stream = "slice", COMPUTE_STREAM
-        draft.payload = Collecting(run=run, how=node.how, devices=node.devices, stride=node.axis.stride)
+        instr.op, instr.stream = "slice", COMPUTE_STREAM
+        instr.payload = Collecting(run=run, how=node.how, devices=node.devices, stride=node.axis.stride)
         return
-    draft.comm = comm_along(emission, node)
-    draft.op, draft.payload = "collect", Collecting(run=run, how=node.how)
-    draft.nbytes = moved(node.how, emission.size(node.reads[0]), emission.size(node.writes[0]))
+    instr.comm = comm_along(emission, node)
+    instr.op, instr.payload = "collect", Collecting(run=run, how=node.how)
+    instr.nbytes = moved(node.how, emission.size(node.reads[0]), emission.size(node.writes[0]))
 
 
 def comm_along(emission: Emission, node: Collect | Counts | Exchange) -> str | None:
@@ -210,67 +212,67 @@ def comm_along(emission: Emission, node: Collect | Counts | Exchange) -> str | N
     return name
 
 
-def moved(how: Collective, given: int, made: int) -> int:
+def moved(how: Collective, read: int, written: int) -> int:
     """Return the bytes that a device sends for a collective."""
     n = how.degree
     match how.op:
         case "all_gather":
-            return made * (n - 1) // n
+            return written * (n - 1) // n
         case "reduce_scatter":
-            return given * (n - 1) // n
+            return read * (n - 1) // n
         case "all_reduce" | "max":
-            return 2 * given * (n - 1) // n
+            return 2 * read * (n - 1) // n
         case "all_to_all":
-            return given * (n - 1) // n
+            return read * (n - 1) // n
         case "shift" | "shift_back":
-            return given
+            return read
         case "slice" | "none":
             return 0
 
 
-def draft_exchange(emission: Emission, node: Counts | Exchange, draft: PendingInstr) -> None:
-    """Fill in the draft of an all-to-all within each expert group: of row counts, or of rows."""
-    draft.comm = comm_along(emission, node)
+def fill_exchange(emission: Emission, node: Counts | Exchange, instr: PendingInstr) -> None:
+    """Fill in the instruction of an all-to-all within each expert group: of row counts, or of rows."""
+    instr.comm = comm_along(emission, node)
     degree = node.axis.degree
-    draft.nbytes = emission.size(node.writes[-1]) * (degree - 1) // degree
+    instr.nbytes = emission.size(node.writes[-1]) * (degree - 1) // degree
     if isinstance(node, Counts):
-        draft.op, draft.payload = "counts", Routing(run=Pass(phase="F", chunk=node.chunk, part=node.part))
+        instr.op, instr.payload = "counts", Routing(run=Pass(phase="F", chunk=node.chunk, part=node.part))
     else:
         run = Pass(phase=node.phase, chunk=node.chunk, part=node.part)
-        draft.op, draft.payload = "exchange", Routing(run=run, outward=node.outward)
+        instr.op, instr.payload = "exchange", Routing(run=run, outward=node.outward)
 
 
-def draft_reduce(emission: Emission, node: Reduce, draft: PendingInstr, number: int) -> None:
-    """Fill in the draft of a reduction over a bucket's replicas, or over the copies of a tied parameter."""
-    work = emission.work
-    bucket = work.buckets[node.bucket]
-    draft.op = "reduce_scatter" if node.scatter else "all_reduce"
-    draft.payload = OfBucket(bucket=node.bucket, run=node.run)
+def fill_reduction(emission: Emission, node: Reduce, instr: PendingInstr, number: int) -> None:
+    """Fill in the instruction of a reduction over a bucket's replicas, or over the copies of a tied parameter."""
+    state = emission.state
+    bucket = state.buckets[node.bucket]
+    instr.op = "reduce_scatter" if node.scatter else "all_reduce"
+    instr.payload = OfBucket(bucket=node.bucket, run=node.run)
     if node.run is None:
-        family = [bucket, *(work.buckets[name] for name in bucket.siblings)]
+        family = [bucket, *(state.buckets[name] for name in bucket.siblings)]
         device = emission.classes[number][0]
         mine = next(member for member in family if device in member.devices)
         rows = columns([member.devices for member in family])
-        draft.comm, size = emission.comm(("tied", node.bucket), lambda: rows, node.stream)
+        instr.comm, size = emission.comm(("tied", node.bucket), lambda: rows, node.stream)
         slot = final_gradient(mine)
-        draft.reads, draft.writes = tuple(s for s in node.reads if s == slot), (slot,)
+        instr.reads, instr.writes = tuple(s for s in node.reads if s == slot), (slot,)
         elements = emission.size(slot) // mine.precision.sum_itemsize
-        draft.nbytes = 2 * elements * mine.precision.travel_itemsize * (size - 1) // size
-        draft.workspace = cast_workspace(mine, elements)
+        instr.nbytes = 2 * elements * mine.precision.travel_itemsize * (size - 1) // size
+        instr.workspace = cast_workspace(mine, elements)
         return
-    draft.comm, size = emission.comm(("b", node.bucket, node.stream), lambda: bucket.groups, node.stream)
+    instr.comm, size = emission.comm(("b", node.bucket, node.stream), lambda: bucket.groups, node.stream)
     elements = bucket.padded if bucket.zero else bucket.numel
     whole = elements * bucket.precision.travel_itemsize * (size - 1) // size
-    draft.nbytes = whole if node.scatter else 2 * whole
+    instr.nbytes = whole if node.scatter else 2 * whole
     here = (number, node.reads[0])
     summed, given = here in emission.begun, here in emission.given
     if node.scatter:
         flat = summed or here in emission.flat
-        draft.workspace = scatter_workspace(bucket, node, flat=flat, given=given)
+        instr.workspace = scatter_workspace(bucket, node, flat=flat, given=given)
     else:
-        draft.workspace = cast_workspace(bucket, bucket.numel)
+        instr.workspace = cast_workspace(bucket, bucket.numel)
     if not (summed or (given and node.scatter)):
-        draft.reads = node.reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
+        instr.reads = node.reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
 
 
 def scatter_workspace(bucket: Bucket, node: Reduce, *, flat: bool, given: bool) -> int:
@@ -294,12 +296,12 @@ def cast_workspace(bucket: Bucket, elements: int) -> int:
     return elements * precision.travel_itemsize if precision.travel_dtype != precision.sum_dtype else 0
 
 
-def draft_transfer(emission: Emission, node: Transfer) -> None:
+def emit_transfer(emission: Emission, node: Transfer) -> None:
     """Append the sends and receives of a transfer, and the copies that join a value received in pieces."""
     name = node.name
     prefix = f"{node.stream}." if node.stream else ""
     whole = emission.size(node.reads[0])
-    joined: dict[int, dict[int, SlotId]] = {}
+    arriving: dict[int, dict[int, SlotId]] = {}
     for channel in channels(node.source, node.target, node.stream, node.sliced, node.degrees):
         start, stop, of = channel.rows
         nbytes = whole * (stop - start) // of
@@ -318,7 +320,7 @@ def draft_transfer(emission: Emission, node: Transfer) -> None:
             nbytes=nbytes,
         )
         for at in emission.within(channel.senders):
-            emission.drafts[at].append(send)
+            emission.programs[at].append(send)
         receivers = emission.within(channel.receivers)
         if not channel.local:
             recv = PendingInstr(
@@ -331,14 +333,14 @@ def draft_transfer(emission: Emission, node: Transfer) -> None:
                 nbytes=nbytes,
             )
             for at in receivers:
-                emission.drafts[at].append(recv)
+                emission.programs[at].append(recv)
         if pieces > 1:
             for at in receivers:
-                joined.setdefault(at, {})[number] = arrived[0]
-    for at, found in joined.items():
-        reads = tuple(found[number] for number in sorted(found))  # channels come in no particular order
+                arriving.setdefault(at, {})[number] = arrived[0]
+    for at, numbered in arriving.items():
+        reads = tuple(numbered[number] for number in sorted(numbered))  # channels come in no particular order
         join = PendingInstr(op="concat", node=name, stream=COMPUTE_STREAM, reads=reads, writes=node.writes)
-        emission.drafts[at].append(join)
+        emission.programs[at].append(join)
 
 
 def pair_comm(emission: Emission, channel: TransferPairs) -> str:

@@ -97,8 +97,8 @@ def add_losses(state: LoweringState) -> LoweringState:
 
 def totals_of(outline: CapturedModel) -> dict[SlotId, Output]:
     """Return the sums that a step takes over microbatches, and the outputs that each adds up."""
-    found = {LOSS: outline.loss, WEIGHT: outline.weight, METRICS: outline.metrics}
-    return {slot: source for slot, source in found.items() if source is not None}
+    sources = {LOSS: outline.loss, WEIGHT: outline.weight, METRICS: outline.metrics}
+    return {slot: source for slot, source in sources.items() if source is not None}
 
 
 def every_value_is_where_it_is_read(state: LoweringState) -> Iterator[str]:
@@ -106,21 +106,21 @@ def every_value_is_where_it_is_read(state: LoweringState) -> Iterator[str]:
 
     Only an accumulation may read a value that is not there yet.
     """
-    held: dict[SlotId, Devices] = {}
+    where: dict[SlotId, Devices] = {}
     for node in state.sequence:
         source, target = (
             (node.source, node.target) if isinstance(node, Transfer) else (node.devices, node.devices)
         )
         for value in node.reads:
-            placement = held.get(value)
+            placement = where.get(value)
             if placement is source or value in state.residents or value.kind == "batch":
                 continue
             missing = set(source) - set(placement or ())
             if missing and not isinstance(node, Reduce):  # a device may have nothing to add
                 yield f"{node.name} reads {value}, which is not on {show(tuple(sorted(missing)))}"
         for value in node.writes:
-            if held.setdefault(value, target) != target:
-                held[value] = tuple(sorted({*held[value], *target}))
+            if where.setdefault(value, target) != target:
+                where[value] = tuple(sorted({*where[value], *target}))
 
 
 def add_updates(state: LoweringState) -> LoweringState:

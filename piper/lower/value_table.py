@@ -26,7 +26,7 @@ class Template:
 class Flow:
     """The flow of values through a step, computed once per chunk: microbatches differ only in a suffix."""
 
-    work: LoweringState
+    state: LoweringState
     placements: dict[str, ChunkPlacement]  # of the microbatches that this flow is of
     holders: dict[str, Devices]  # the devices that hold the parameters and buffers of each chunk
     chunks: dict[str, Chunk]
@@ -38,7 +38,7 @@ class Flow:
 
     @property
     def graph(self) -> Graph:
-        return self.work.graph
+        return self.state.graph
 
     def passes_on(self, chunk: Chunk, *, backward: bool = False) -> bool:
         """Return whether a chunk does nothing but pass its inputs on or, with `backward`, its gradients."""
