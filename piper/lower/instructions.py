@@ -193,7 +193,7 @@ def fill_communication(emission: Emission, node: Communication, instr: PendingIn
 
 
 def fill_collective(emission: Emission, node: Collect, instr: PendingInstr) -> None:
-    """Fill in the instruction of a collective over the devices of each group that differ only along its axis."""
+    """Fill in the instruction of a collective over the groups of devices along its axis."""
     run = Pass(phase=node.phase, chunk=node.chunk, part=node.part)
     if node.how.op == "slice":
         instr.op, instr.stream = "slice", COMPUTE_STREAM
@@ -243,7 +243,7 @@ def fill_exchange(emission: Emission, node: Counts | Exchange, instr: PendingIns
 
 
 def fill_reduction(emission: Emission, node: Reduce, instr: PendingInstr, number: int) -> None:
-    """Fill in the instruction of a reduction over a bucket's replicas, or over the copies of a tied parameter."""
+    """Fill in the instruction of a reduction over replicas, or over the copies of a tied parameter."""
     state = emission.state
     bucket = state.buckets[node.bucket]
     instr.op = "reduce_scatter" if node.scatter else "all_reduce"
