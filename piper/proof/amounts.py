@@ -27,21 +27,21 @@ class Amounts:
 
     def single(self, label: str) -> Amount:
         """Return the sum of one contribution, which its label identifies."""
-        found = self._leaves.get(label)
-        if found is None:
+        amount = self._leaves.get(label)
+        if amount is None:
             digest = int.from_bytes(blake2b(label.encode(), digest_size=16).digest(), "big")
-            found = self._leaves[label] = self._intern(digest, label)
-        return found
+            amount = self._leaves[label] = self._intern(digest, label)
+        return amount
 
     def add(self, left: Amount, right: Amount) -> Amount:
         """Return the sum of two sums."""
         if not left or not right:
             return left or right
-        found = self._sums.get((left, right))
-        if found is None:
+        total = self._sums.get((left, right))
+        if total is None:
             digest = (self._digests[left] + self._digests[right]) % MODULUS
-            found = self._sums[left, right] = self._intern(digest, (left, right))
-        return found
+            total = self._sums[left, right] = self._intern(digest, (left, right))
+        return total
 
     def times(self, amount: Amount, count: int) -> Amount:
         """Return a sum taken several times."""
@@ -52,25 +52,25 @@ class Amounts:
 
     def contributions(self, amount: Amount) -> Counter[str]:
         """Return the contributions of a sum, each with how often it is in it."""
-        found: Counter[str] = Counter()
+        leaves: Counter[str] = Counter()
         counts = {amount: 1} if amount else {}
         waiting = [-amount] if amount else []
         while waiting:  # from the latest sum to the earliest: a sum is made of earlier ones
             number = -heappop(waiting)
             count, made_of = counts.pop(number), self._made_of[number]
             if isinstance(made_of, str):
-                found[made_of] += count
+                leaves[made_of] += count
                 continue
             for part in made_of:
                 if part not in counts:
                     heappush(waiting, -part)
                 counts[part] = counts.get(part, 0) + count
-        return found
+        return leaves
 
     def _intern(self, digest: int, made_of: str | tuple[Amount, Amount]) -> Amount:
-        found = self._numbers.get(digest)
-        if found is None:
-            found = self._numbers[digest] = len(self._digests)
+        number = self._numbers.get(digest)
+        if number is None:
+            number = self._numbers[digest] = len(self._digests)
             self._digests.append(digest)
             self._made_of.append(made_of)
-        return found
+        return number

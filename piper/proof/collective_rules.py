@@ -54,10 +54,10 @@ class CollectiveRules:
         """Receive what the programs on the other side of a pipe sent."""
         ins = self.state.plans.plans[program].instrs[place]
         values = {sender: value for sender, value in sent.items() if value is not None}
-        alike = {(self.symbols.moved(value[0], NO_COVER), *value[1:]) for value in values.values()}
+        same = {(self.symbols.moved(value[0], NO_COVER), *value[1:]) for value in values.values()}
         if len(values) < len(sent) or len(ins.writes) != 1:
             return  # the sender has been complained about, or nothing is written that could be read
-        if len(alike) != 1:
+        if len(same) != 1:
             held = ", ".join(sorted(map(self.symbols.describe, values.values())))
             self.state.complain(program, place, f"receives different values from different devices: {held}")
             return

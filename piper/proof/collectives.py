@@ -19,9 +19,9 @@ class Collectives:
 
     def collect(self, program: int, place: int, ins: Instr, comm: Comm | None) -> None:
         """Run a member of a collective: the values of its group become one value in another layout."""
-        found = collected(ins)
-        wanted = self._wanted(program, place, ins, found)
-        if found is None or wanted is None:
+        collecting = collected(ins)
+        wanted = self._wanted(program, place, ins, collecting)
+        if collecting is None or wanted is None:
             return
         if wanted.op == "slice":
             self.state.complain(program, place, "communicates; each device should take its own part")
@@ -30,45 +30,47 @@ class Collectives:
                 program, place, f"has no communicator; it should go over {wanted.degree} devices"
             )
         elif comm is not None:
-            mesh = self.state.expected_at(ins.part).meshes[found.run.chunk]
+            mesh = self.state.expected_at(ins.part).meshes[collecting.run.chunk]
             groups = partial(mesh.groups, wanted.axis)
-            whose = f"{wanted.axis} of {found.run.chunk}"
+            whose = f"{wanted.axis} of {collecting.run.chunk}"
             self.state.check_groups(program, place, comm, whose, groups)
 
     def take(self, program: int, place: int, ins: Instr) -> None:
         """Take a device's own slice of a value that all devices of its group hold."""
-        found = collected(ins)
-        wanted = self._wanted(program, place, ins, found)
-        if found is None or wanted is None:
+        collecting = collected(ins)
+        wanted = self._wanted(program, place, ins, collecting)
+        if collecting is None or wanted is None:
             return
-        mesh = self.state.expected_at(ins.part).meshes[found.run.chunk]
+        mesh = self.state.expected_at(ins.part).meshes[collecting.run.chunk]
         stride = mesh.axis(wanted.axis).stride
         if wanted.op != "slice":
             self.state.complain(
                 program, place, f"takes a part by itself; it should be {shown_collective(wanted)}"
             )
-        elif (found.devices, found.stride) != (mesh.devices, stride):
+        elif (collecting.devices, collecting.stride) != (mesh.devices, stride):
             held, should = (
                 f"{show(devices)}, {apart} apart"
-                for devices, apart in ((found.devices, found.stride), (mesh.devices, stride))
+                for devices, apart in ((collecting.devices, collecting.stride), (mesh.devices, stride))
             )
             self.state.complain(program, place, f"takes the parts of devices {held}; it should be {should}")
 
-    def _wanted(self, program: int, place: int, ins: Instr, found: Collecting | None) -> Collective | None:
+    def _wanted(
+        self, program: int, place: int, ins: Instr, collecting: Collecting | None
+    ) -> Collective | None:
         """Check a collective against the specification, and return the right one. None: it must not run."""
-        backward = found is not None and found.run.phase != "F"
+        backward = collecting is not None and collecting.run.phase != "F"
         expected = None
-        if found is not None:
+        if collecting is not None:
             of_collective = self.state.expected_at(ins.part).of_collective
-            expected = of_collective(program, found.run.chunk, backward=backward)
-        if found is None or expected is None:
+            expected = of_collective(program, collecting.run.chunk, backward=backward)
+        if collecting is None or expected is None:
             self.state.complain(program, place, f"does {described(ins.payload)}, which must not happen here")
             return None
-        how = self.spec.chunks[found.run.chunk].collective
+        how = self.spec.chunks[collecting.run.chunk].collective
         assert how is not None, "its chunk is a collective"
         wanted = how.adjoint if backward else how
-        if found.how != wanted:
-            does, should = shown_collective(found.how), shown_collective(wanted)
+        if collecting.how != wanted:
+            does, should = shown_collective(collecting.how), shown_collective(wanted)
             self.state.complain(program, place, f"does {does}; it should do {should}")
         self.local.follow(program, place, ins, expected)
         return wanted

@@ -107,7 +107,7 @@ class Covers:
             places = [0]
             for axis, worth in summed:
                 places = [place + i * worth for place in places for i in range(axis.degree)]
-            found: list[Held] = []
+            cells: list[Held] = []
             for device in self.plans.plans[program].devices:
                 here = position[device]
                 shares = (
@@ -115,25 +115,25 @@ class Covers:
                 )
                 shards = [shard_number(here, own) + place for place in places]
                 pieces = [self._slice(shard, share, 0, self.cells) for shard in shards for share in shares]
-                found.append(_overlaid([piece for held in pieces for piece in held]))
-            self._complete[key] = self._intern(tuple(found))
+                cells.append(_overlaid([piece for held in pieces for piece in held]))
+            self._complete[key] = self._intern(tuple(cells))
         return self._complete[key]
 
     def cut(self, cover: Cover, start: int, stop: int, of: int) -> Cover | None:
         """Return the cover of some rows. None: they are not whole cells of one slice."""
         key = (cover, start, stop, of)
         if key not in self._cuts:
-            found = [_cut(held, start, stop, of) for held in self._held[cover]]
-            whole = tuple(held for held in found if held is not None)
-            self._cuts[key] = self._intern(whole) if len(whole) == len(found) else None
+            pieces = [_cut(cells, start, stop, of) for cells in self._held[cover]]
+            whole = tuple(cells for cells in pieces if cells is not None)
+            self._cuts[key] = self._intern(whole) if len(whole) == len(pieces) else None
         return self._cuts[key]
 
     def joined(self, covers: tuple[Cover, ...]) -> Cover | None:
         """Return the cover of consecutive pieces. None: a piece does not begin where the one before ends."""
         if covers not in self._joins:
-            found = [_joined(pieces) for pieces in zip(*(self._held[c] for c in covers), strict=True)]
-            whole = tuple(held for held in found if held is not None)
-            self._joins[covers] = self._intern(whole) if len(whole) == len(found) else None
+            joins = [_joined(pieces) for pieces in zip(*(self._held[c] for c in covers), strict=True)]
+            whole = tuple(cells for cells in joins if cells is not None)
+            self._joins[covers] = self._intern(whole) if len(whole) == len(joins) else None
         return self._joins[covers]
 
     def senders(self, comm: Comm, program: int) -> tuple[tuple[int, int], ...]:
@@ -157,8 +157,8 @@ class Covers:
         key = (comm.name, program, sent)
         if key not in self._received:
             by_program = dict(sent)
-            found = [self._held[by_program[p]][place] for p, place in self.senders(comm, program)]
-            self._received[key] = self._intern(tuple(found))
+            cells = [self._held[by_program[p]][place] for p, place in self.senders(comm, program)]
+            self._received[key] = self._intern(tuple(cells))
         return self._received[key]
 
     def summed(self, comm: Comm, given: tuple[Contributor, ...], programs: Sequence[int]) -> dict[int, Cover]:
@@ -182,19 +182,19 @@ class Covers:
     def group_of(self, comm: Comm) -> dict[int, int]:
         """Return the number of the group that each device of a communicator is in."""
         if comm.name not in self._groups:
-            found: dict[int, int] = {}
+            numbers: dict[int, int] = {}
             for number, group in enumerate(comm.groups):
                 for device in group:
-                    found.setdefault(device, number)
-            self._groups[comm.name] = found
+                    numbers.setdefault(device, number)
+            self._groups[comm.name] = numbers
         return self._groups[comm.name]
 
     def _intern(self, held: tuple[Held, ...]) -> Cover:
-        found = self._numbers.get(held)
-        if found is None:
-            found = self._numbers[held] = len(self._held)
+        number = self._numbers.get(held)
+        if number is None:
+            number = self._numbers[held] = len(self._held)
             self._held.append(held)
-        return found
+        return number
 
 
 def _cut(held: Held, start: int, stop: int, of: int) -> Held | None:
@@ -221,12 +221,12 @@ def _overlaid(segments: list[Segment]) -> Held:
     for low, high, count in segments:
         changes[low] = changes.get(low, 0) + count
         changes[high] = changes.get(high, 0) - count
-    found: list[Segment] = []
+    levels: list[Segment] = []
     level = 0
     for low, high in pairwise(sorted(changes)):
         level += changes[low]
-        if level and found and found[-1][1] == low and found[-1][2] == level:
-            found[-1] = (found[-1][0], high, level)
+        if level and levels and levels[-1][1] == low and levels[-1][2] == level:
+            levels[-1] = (levels[-1][0], high, level)
         elif level:
-            found.append((low, high, level))
-    return tuple(found)
+            levels.append((low, high, level))
+    return tuple(levels)

@@ -47,8 +47,8 @@ def described(payload: Payload) -> str:
 
 def collected(ins: Instr) -> Collecting | None:
     """Return the collective inside a region that an instruction runs. None: it runs none."""
-    found = ins.payload if isinstance(ins.payload, Collecting) else None
-    return found if found is not None and found.run.phase != "BW" and not found.run.again else None
+    payload = ins.payload if isinstance(ins.payload, Collecting) else None
+    return payload if payload is not None and payload.run.phase != "BW" and not payload.run.again else None
 
 
 def shown_collective(how: Collective) -> str:

@@ -32,7 +32,9 @@ class Expected:
     chunk: str
     reads: tuple[Entry, ...]
     writes: tuple[Entry, ...]
-    alike: frozenset[int] = frozenset()  # reads that are the same for all samples: any slice will do
+    sample_independent: frozenset[int] = (
+        frozenset()
+    )  # reads that are the same for all samples: any slice will do
     buffers: frozenset[int] = frozenset()  # reads of buffers that change during the step
     weights: tuple[BucketGradients, ...] = ()
     mutated: tuple[str, ...] = ()
@@ -77,7 +79,11 @@ class Expectations:
             return None
         spec = chunk.phases[phase]
         reads = [self._input(program, chunk, position) for position in spec.inputs]
-        alike = [i for i, position in enumerate(spec.inputs) if self.spec.is_alike(chunk.name, position)]
+        independent = [
+            i
+            for i, position in enumerate(spec.inputs)
+            if self.spec.is_sample_independent(chunk.name, position)
+        ]
         for bucket in self._buckets[chunk.name]:
             if any(piece.name in spec.params for piece in bucket.pieces):
                 reads.append((self._number(SymbolicValue("param", bucket.name)), "old", NOTHING))
@@ -96,7 +102,7 @@ class Expectations:
                 if forward
                 else self._backward(program, chunk, phase, cover)
             ),
-            alike=frozenset(alike),
+            sample_independent=frozenset(independent),
             buffers=frozenset(buffers),
             weights=() if forward else tuple(self._given_weights(chunk, phase, cover)),
             mutated=chunk.mutated if forward else (),
@@ -127,9 +133,13 @@ class Expectations:
         """Return what an exchange of rows must read and write. None: there must be no exchange."""
         key = (program, chunk, "out" if outward else "back")
         if key not in self._phases:
-            found = self.spec.chunks.get(chunk)
-            sharded = found is not None and found.kind in ("route", "unroute") and self.spec.degree(chunk) > 1
-            self._phases[key] = self._of_exchange(program, found, outward) if found and sharded else None
+            captured = self.spec.chunks.get(chunk)
+            sharded = (
+                captured is not None and captured.kind in ("route", "unroute") and self.spec.degree(chunk) > 1
+            )
+            self._phases[key] = (
+                self._of_exchange(program, captured, outward) if captured and sharded else None
+            )
         return self._phases[key]
 
     def _of_exchange(self, program: int, chunk: Chunk, outward: bool) -> Expected | None:
@@ -150,8 +160,8 @@ class Expectations:
         """Return what a collective inside a region must read and write. None: there must be none."""
         key = (program, chunk, "gradient" if backward else "value")
         if key not in self._phases:
-            found = self.spec.chunks.get(chunk)
-            self._phases[key] = self._of_collective(program, found, backward) if found else None
+            captured = self.spec.chunks.get(chunk)
+            self._phases[key] = self._of_collective(program, captured, backward) if captured else None
         return self._phases[key]
 
     def _of_collective(self, program: int, chunk: Chunk, backward: bool) -> Expected | None:
@@ -168,15 +178,15 @@ class Expectations:
         """Return what the counting of a route's rows must read and write. None: there must be no counts."""
         key = (program, chunk, "counts")
         if key not in self._phases:
-            found = self.spec.chunks.get(chunk)
-            route = found is not None and found.kind == "route" and self.spec.degree(chunk) > 1
+            captured = self.spec.chunks.get(chunk)
+            route = captured is not None and captured.kind == "route" and self.spec.degree(chunk) > 1
             cover = self.own_cover(program, chunk) if route else None
             self._phases[key] = None
-            if found is not None and cover is not None:
+            if captured is not None and cover is not None:
                 self._phases[key] = Expected(
                     chunk=chunk,
-                    reads=(self._input(program, found, 1),),
-                    writes=(self._splits(program, found), self._output(program, chunk, 1, chunk)),
+                    reads=(self._input(program, captured, 1),),
+                    writes=(self._splits(program, captured), self._output(program, chunk, 1, chunk)),
                 )
         return self._phases[key]
 
@@ -200,41 +210,41 @@ class Expectations:
 
     def weights(self, bucket: Bucket) -> int:
         """Return the symbolic value of a bucket's gradients."""
-        found = self._weights.get(bucket.name)
-        if found is None:
+        number = self._weights.get(bucket.name)
+        if number is None:
             symbol = SymbolicValue("weights", names=tuple(piece.name for piece in bucket.pieces))
-            found = self._weights[bucket.name] = self._number(symbol)
-        return found
+            number = self._weights[bucket.name] = self._number(symbol)
+        return number
 
     def final_gradient(self, program: int, bucket: Bucket) -> Terms:
         """Return the gradient that an update must apply: each chunk, microbatch and sample once."""
         key = (program, bucket.name)
         if key not in self._finals:
-            found: dict[Cover, Amount] = {}
+            sums: dict[Cover, Amount] = {}
             pieces = [piece.name for piece in bucket.pieces]
             chunks = dict.fromkeys(c for name in pieces for c in self.spec.contributors.get(name, ()))
             for chunk in chunks:
                 cover = self._complete(program, bucket, chunk)
                 names = given_names(bucket, self.spec.chunks[chunk].phases["B"].grad_params)
                 amount = self._over(chunk, self.spec.microbatches[chunk], partial(bucket, names))
-                found[cover] = self.amounts.add(found.get(cover, NOTHING), amount)
-            self._finals[key] = tuple(sorted(found.items()))
+                sums[cover] = self.amounts.add(sums.get(cover, NOTHING), amount)
+            self._finals[key] = tuple(sorted(sums.items()))
         return self._finals[key]
 
     def _complete(self, program: int, bucket: Bucket, chunk: str) -> Cover:
         """Return the samples and the shards over which a chunk's gradients of a bucket must be summed."""
         degree = self.spec.degree(chunk) if self.spec.routed(chunk) else 1
-        held = self.spec.holding(chunk, self._parameters[bucket.pieces[0].name])
-        if not held.own and not held.summed and held.experts == 1:
+        holding = self.spec.holding(chunk, self._parameters[bucket.pieces[0].name])
+        if not holding.own and not holding.summed and holding.experts == 1:
             return self.covers.everything(program, degree)
         return self.covers.own_share(
             program,
             bucket.devices,
-            max(degree, held.experts),
-            held.shared,
-            held.own,
-            held.summed,
-            every_share=held.experts == 1,
+            max(degree, holding.experts),
+            holding.shared,
+            holding.own,
+            holding.summed,
+            every_share=holding.experts == 1,
         )
 
     def sum_of(self, program: int, source: Output) -> Terms | None:
@@ -279,8 +289,8 @@ class Expectations:
                 return self._number(SymbolicValue("constant", name)), "", NOTHING
             case AxisPosition(axis=axis) | HostPlace(axis=axis):
                 places = places_along(mesh.devices, mesh.axis(axis), devices)
-                held: Kind = "place" if isinstance(source, AxisPosition) else "host_place"
-                return self._number(SymbolicValue(held, names=places)), "", NOTHING
+                kind: Kind = "place" if isinstance(source, AxisPosition) else "host_place"
+                return self._number(SymbolicValue(kind, names=places)), "", NOTHING
             case Batch(field=field):
                 cover = self.covers.of_set(program, mesh.devices, 1, mesh.degree)
                 assert cover is not None, f"{chunk.name} does not run here"

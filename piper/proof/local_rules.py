@@ -126,8 +126,8 @@ class LocalRules:
 
     def plan_host(self, program: int, slot: SlotId) -> int:
         """Return the bytes of a resident slot that are on the host."""
-        found = self.state.plans.plans[program].residents.get(slot)
-        return 0 if found is None else found.host
+        resident = self.state.plans.plans[program].residents.get(slot)
+        return 0 if resident is None else resident.host
 
     def follow(self, program: int, place: int, ins: Instr, expected: Expected) -> None:
         """Check an instruction on a chunk against its expectation, and write its results."""
@@ -165,11 +165,15 @@ class LocalRules:
                 continue
             if value is not None and i in expected.buffers and value[0] == should[0]:
                 continue  # a buffer that changes during the step: as it is
-            if value is not None and i in expected.alike and self._alike(value, should):
+            if (
+                value is not None
+                and i in expected.sample_independent
+                and self._differ_only_in_samples(value, should)
+            ):
                 continue
             self.state.mismatch(program, place, slot, value, should)
 
-    def _alike(self, found: Value, should: Value) -> bool:
+    def _differ_only_in_samples(self, found: Value, should: Value) -> bool:
         """Return whether two values differ only in the samples they belong to."""
         return (self.symbols.moved(found[0], NO_COVER), *found[1:]) == (
             self.symbols.moved(should[0], NO_COVER),
@@ -216,17 +220,17 @@ class LocalRules:
         values = [value for slot in ins.reads if (value := slots.get(slot)) is not None]
         pieces = {(self.symbols.moved(value[0], NO_COVER), *value[1:]) for value in values}
         covers = tuple(self.symbols.symbol(value).cover for value in values)
-        joined = None
+        cover = None
         if len(values) == len(ins.reads) and len(pieces) == 1 and NO_COVER not in covers:
-            joined = self.covers.joined(covers)
-        if joined is None:
+            cover = self.covers.joined(covers)
+        if cover is None:
             held = ", ".join(self.symbols.describe(value) for value in values)
             self.state.complain(
                 program, place, f"joins what are not neighbouring pieces of one value: {held}"
             )
             return
         first = values[0]
-        self._write(program, place, ins, ((self.symbols.moved(first[0], joined), *first[1:]),))
+        self._write(program, place, ins, ((self.symbols.moved(first[0], cover), *first[1:]),))
 
     def add(self, program: int, place: int, ins: Instr) -> None:
         """Sum gradients of one value from two of its readers."""
@@ -291,8 +295,8 @@ class LocalRules:
     def sums(self) -> list[tuple[SlotId, Output]]:
         """Return the sums that every step takes, and the outputs they are of."""
         outline = self.spec.outline
-        found = ((LOSS, outline.loss), (WEIGHT, outline.weight), (METRICS, outline.metrics))
-        return [(slot, source) for slot, source in found if source is not None]
+        sources = ((LOSS, outline.loss), (WEIGHT, outline.weight), (METRICS, outline.metrics))
+        return [(slot, source) for slot, source in sources if source is not None]
 
     def norm(self, program: int, place: int, ins: Instr) -> None:
         """Compute a device's part of the squared norm, and its sums: each gradient once, complete."""

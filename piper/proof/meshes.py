@@ -34,7 +34,7 @@ def passes(mesh: Mesh, other: Mesh, axis: Axis) -> bool:
 
 def in_any_order(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
     """Return shardings in a canonical order. The order matters only within one dimension."""
-    return tuple(sorted(shardings, key=lambda held: held.dim))
+    return tuple(sorted(shardings, key=lambda sharding: sharding.dim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Holding:
     @property
     def slices(self) -> int:
         """Return into how many different slices the parameter is cut."""
-        return math.prod(held.degree for held in self.shardings)
+        return math.prod(sharding.degree for sharding in self.shardings)
 
 
 @lru_cache(maxsize=1024)  # many parameters of a region are sharded alike

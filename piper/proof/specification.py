@@ -34,10 +34,10 @@ class Specification:
         self.outline = graph.outline
         self.chunks: Mapping[str, Chunk] = graph.chunks
         self.part_devices = devices_by_part(graph)
-        self.placement = {name: joined(sets.values()) for name, sets in self.part_devices.items()}
+        self.placement = {name: union_of(sets.values()) for name, sets in self.part_devices.items()}
         self.devices = tuple(sorted({device for devices in self.placement.values() for device in devices}))
         self.microbatches = {name: microbatches_of(axes) for name, axes in graph.parts.items()}
-        self.known_microbatches = {name: frozenset(found) for name, found in self.microbatches.items()}
+        self.known_microbatches = {name: frozenset(parts) for name, parts in self.microbatches.items()}
         self.axes = dict(axis for axes in graph.parts.values() for axis in axes)
         self.meshes = {
             name: self._mesh(name, next(iter(self.part_devices[name].values()))) for name in self.chunks
@@ -61,22 +61,22 @@ class Specification:
 
     def degree(self, chunk: str) -> int:
         """Return over how many slices of the samples the experts of a chunk are sharded; 1: it has none."""
-        found = self.chunks[chunk]
-        if found.collective is not None:  # rows of experts stay such
-            source = found.inputs[0]
+        captured = self.chunks[chunk]
+        if captured.collective is not None:  # rows of experts stay such
+            source = captured.inputs[0]
             routed = isinstance(source, Output) and self.chunks[source.chunk].kind != "unroute"
             return self.degree(source.chunk) if routed and isinstance(source, Output) else 1
-        return self.graph.policy(chunk).ways if found.kind in ROUTED else 1
+        return self.graph.policy(chunk).ways if captured.kind in ROUTED else 1
 
     def moves_nothing(self, chunk: str, *, backward: bool = False) -> bool:
         """Return whether a chunk only passes its inputs on, or its gradients.
 
         A route or an unroute does between devices that hold all experts, and a collective in one direction.
         """
-        found = self.chunks[chunk]
-        if found.collective is not None:
-            return (found.collective.back if backward else found.collective.op) == "none"
-        return found.kind in ("route", "unroute") and self.degree(chunk) == 1
+        captured = self.chunks[chunk]
+        if captured.collective is not None:
+            return (captured.collective.back if backward else captured.collective.op) == "none"
+        return captured.kind in ("route", "unroute") and self.degree(chunk) == 1
 
     def resolve(self, source: Source, *, backward: bool = False) -> Source:
         """Return the source of a value, or what its gradient is of, seen through chunks that pass it on."""
@@ -109,7 +109,7 @@ class Specification:
         whole = self._whole[backward].get((producer, index), frozenset())
         return numbering(self.meshes[reader], mesh, [axis for axis in mesh.sharing if axis.name not in whole])
 
-    def is_alike(self, chunk: str, position: int) -> bool:
+    def is_sample_independent(self, chunk: str, position: int) -> bool:
         """Return whether an input is the same for all samples.
 
         It is where its producer sees slices of another size and yet gives the same shape.
@@ -143,46 +143,46 @@ class Specification:
                 [step.part for step in group if (step.chunk, step.phase) == (chunk, "F")]
                 for group in ordering.groups
             ]
-            if [found for found in groups if found] == [[microbatch] for microbatch in wanted]:
+            if [group for group in groups if group] == [[microbatch] for microbatch in wanted]:
                 return True
         return not self.graph.orderings
 
     def _contributors(self) -> dict[str, list[str]]:
         """Find the chunks whose backward gives each trainable parameter a gradient."""
         trainable = {param.name for param in self.outline.parameters if param.trainable}
-        found: dict[str, list[str]] = {}
+        givers: dict[str, list[str]] = {}
         for chunk in self.outline.chunks:
             if "B" in chunk.phases:
                 for name in chunk.phases["B"].grad_params:
                     if name in trainable:
-                        found.setdefault(name, []).append(chunk.name)
-        return found
+                        givers.setdefault(name, []).append(chunk.name)
+        return givers
 
     def _readers(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
         """Find the inputs through which each output gets its gradient."""
-        found: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        readers: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for chunk in self.outline.chunks:
             if "B" not in chunk.phases or self.moves_nothing(chunk.name, backward=True):
                 continue
             for position in chunk.phases["B"].grad_inputs:
                 source = self.resolve(chunk.inputs[position], backward=True)
                 if isinstance(source, Output):
-                    found.setdefault((source.chunk, source.index), []).append((chunk.name, position))
-        return found
+                    readers.setdefault((source.chunk, source.index), []).append((chunk.name, position))
+        return readers
 
     def _mesh(self, chunk: str, devices: Devices) -> Mesh:
         return self.graph.policy(chunk).mesh(devices)
 
     def _layouts(self) -> list[PartMeshes]:
         """Find the microbatches that run on the same devices, chunk by chunk: all, unless some are apart."""
-        parts = dict.fromkeys(part for found in self.microbatches.values() for part in found)
+        parts = dict.fromkeys(part for some in self.microbatches.values() for part in some)
         apart = [name for name, sets in self.part_devices.items() if len(set(map(id, sets.values()))) > 1]
-        alike: dict[tuple[Devices | None, ...], list[Tags]] = {}
+        by_devices: dict[tuple[Devices | None, ...], list[Tags]] = {}
         for part in parts:
-            alike.setdefault(tuple(self.part_devices[name].get(part) for name in apart), []).append(part)
+            by_devices.setdefault(tuple(self.part_devices[name].get(part) for name in apart), []).append(part)
         return [
             PartMeshes(
-                parts=frozenset(found),
+                parts=frozenset(same),
                 meshes={
                     **self.meshes,
                     **{
@@ -192,7 +192,7 @@ class Specification:
                     },
                 },
             )
-            for sets, found in alike.items()
+            for sets, same in by_devices.items()
         ]
 
     def _whole_axes(self, *, backward: bool) -> dict[tuple[str, int], frozenset[str]]:
@@ -200,42 +200,42 @@ class Specification:
 
         It is where a reader is not sharded like its producer: capture gathers it there.
         """
-        found: dict[tuple[str, int], frozenset[str]] = {}
+        whole: dict[tuple[str, int], frozenset[str]] = {}
         for output, readers in (self.readers if backward else self._uses()).items():
             mesh = self.meshes[output[0]]
-            found[output] = frozenset(
+            whole[output] = frozenset(
                 axis.name
                 for axis in mesh.sharing
                 if not all(passes(mesh, self.meshes[reader], axis) for reader, _ in readers)
             )
-        return found
+        return whole
 
     def _uses(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
         """Find the inputs that read each output."""
-        found: dict[tuple[str, int], list[tuple[str, int]]] = {}
+        uses: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for chunk in self.outline.chunks:
             if self.moves_nothing(chunk.name):
                 continue
             for position, given in enumerate(chunk.inputs):
                 source = self.resolve(given)
                 if isinstance(source, Output):
-                    found.setdefault((source.chunk, source.index), []).append((chunk.name, position))
-        return found
+                    uses.setdefault((source.chunk, source.index), []).append((chunk.name, position))
+        return uses
 
 
 def devices_by_part(graph: Graph) -> dict[str, dict[Tags, Devices]]:
     """Return the devices of each chunk by microbatch. Equal sets are one object."""
     known: dict[Devices, Devices] = {}
     by_id: dict[int, Devices] = {}
-    found: dict[str, dict[Tags, Devices]] = {}
+    devices: dict[str, dict[Tags, Devices]] = {}
     for node in graph.nodes.values():
         if id(node.devices) not in by_id:  # hashing a large set takes long
             by_id[id(node.devices)] = known.setdefault(node.devices, node.devices)
-        found.setdefault(node.chunk, {})[node.part] = by_id[id(node.devices)]
-    return found
+        devices.setdefault(node.chunk, {})[node.part] = by_id[id(node.devices)]
+    return devices
 
 
-def joined(sets: Iterable[Devices]) -> Devices:
+def union_of(sets: Iterable[Devices]) -> Devices:
     """Return the devices of several sets, each once, in order."""
     first, *others = {id(devices): devices for devices in sets}.values()
     return tuple(dict.fromkeys((*first, *(d for devices in others for d in devices)))) if others else first

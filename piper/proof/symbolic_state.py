@@ -49,8 +49,8 @@ class SymbolicState:
             TOTAL: self.value(SymbolicValue("total"), "stale"),
         }
         for bucket in self.plans.buckets.values():
-            held = "old shard" if bucket.zero == 3 else "old"
-            known[param_slot(bucket.name)] = self.value(SymbolicValue("param", bucket.name), held)
+            version = "old shard" if bucket.zero == 3 else "old"
+            known[param_slot(bucket.name)] = self.value(SymbolicValue("param", bucket.name), version)
         for buffer in outline.buffers:
             known[buffer_slot(buffer.name)] = self.value(SymbolicValue("buffer", buffer.name), "own")
         for source in (source for chunk in outline.chunks for source in chunk.inputs):
@@ -73,8 +73,8 @@ class SymbolicState:
 
     def sum_of(self, program: int, source: Output) -> Terms | None:
         """Return the sum of losses or weights that a program must hold. None: it has none."""
-        found = [terms for each in self._layouts if (terms := each.sum_of(program, source)) is not None]
-        return self.merged(*found) if found else None
+        sums = [terms for each in self._layouts if (terms := each.sum_of(program, source)) is not None]
+        return self.merged(*sums) if sums else None
 
     def value(self, symbol: SymbolicValue, about: str = "", amount: int | Terms = NOTHING) -> Value:
         """Return a value that has no microbatch."""
@@ -122,9 +122,9 @@ class SymbolicState:
         shown = []
         for cover, amount in terms:
             cells = self._shown(self.covers.held(cover)[place])
-            found = sorted(self.amounts.contributions(amount).items())
-            some = " + ".join(label if n == 1 else f"{n} x {label}" for label, n in found[:8])
-            shown.append(f"({some}{' + ...' if found[8:] else ''}) over {cells}")
+            counted = sorted(self.amounts.contributions(amount).items())
+            some = " + ".join(label if n == 1 else f"{n} x {label}" for label, n in counted[:8])
+            shown.append(f"({some}{' + ...' if counted[8:] else ''}) over {cells}")
         return " and ".join(shown) or "nothing"
 
     def _shown(self, held: Held) -> str:
@@ -142,10 +142,10 @@ class SymbolicState:
 
     def merged(self, *terms: Terms) -> Terms:
         """Return the sum of sums."""
-        found: dict[Cover, Amount] = {}
+        sums: dict[Cover, Amount] = {}
         for cover, amount in (term for some in terms for term in some):
-            found[cover] = self.amounts.add(found.get(cover, NOTHING), amount)
-        return tuple(sorted(found.items()))
+            sums[cover] = self.amounts.add(sums.get(cover, NOTHING), amount)
+        return tuple(sorted(sums.items()))
 
     def equal(self, program: int, left: Terms, right: Terms) -> bool:
         """Return whether two sums hold the same contributions on every device of a program."""
@@ -159,12 +159,14 @@ class SymbolicState:
 
     def _by_cell(self, terms: Terms, place: int) -> list[tuple[int, int, Amount]]:
         """Return what a sum holds on one device, for each range of cells."""
-        found = [(*segment, amount) for cover, amount in terms for segment in self.covers.held(cover)[place]]
-        edges = sorted({edge for low, high, _, _ in found for edge in (low, high)})
+        segments = [
+            (*segment, amount) for cover, amount in terms for segment in self.covers.held(cover)[place]
+        ]
+        edges = sorted({edge for low, high, _, _ in segments for edge in (low, high)})
         steps: list[tuple[int, int, Amount]] = []
         for low, high in pairwise(edges):
             total = NOTHING
-            for first, last, count, amount in found:
+            for first, last, count, amount in segments:
                 if first <= low and high <= last:
                     total = self.amounts.add(total, self.amounts.times(amount, count))
             if steps and steps[-1][1] == low and steps[-1][2] == total:
@@ -183,11 +185,11 @@ class SymbolicState:
 
     def writers(self, history: int) -> list[str]:
         """Return the instructions that wrote a buffer, first to last."""
-        found: list[str] = []
+        names: list[str] = []
         while history:
             history, writer = self.histories[history]
-            found.append(writer)
-        return found[::-1]
+            names.append(writer)
+        return names[::-1]
 
     def gradient_bucket(self, slot: SlotId) -> Bucket | None:
         """Return the bucket whose summed gradients a slot holds. None: it is another kind of slot."""
@@ -218,7 +220,7 @@ class SymbolicState:
         if key not in self._same_groups:
             self._same_groups[key] = sorted(comm.groups) == sorted(wanted())
         if not self._same_groups[key]:
-            groups, should = (" and ".join(map(show, found[:4])) for found in (comm.groups, wanted()))
+            groups, should = (" and ".join(map(show, some[:4])) for some in (comm.groups, wanted()))
             self.complain(program, place, f"goes over {comm.name}, groups {groups}; it should be {should}")
 
 

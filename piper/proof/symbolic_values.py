@@ -65,11 +65,11 @@ class SymbolTable:
 
     def number(self, symbol: SymbolicValue) -> int:
         """Return the number of a symbol. Equal symbols have the same number."""
-        found = self._numbers.get(symbol)
-        if found is None:
-            found = self._numbers[symbol] = len(self._symbols)
+        known = self._numbers.get(symbol)
+        if known is None:
+            known = self._numbers[symbol] = len(self._symbols)
             self._symbols.append(symbol)
-        return found
+        return known
 
     def symbol(self, value: Value) -> SymbolicValue:
         """Return the identity of a value."""
@@ -127,10 +127,10 @@ def places_along(devices: Devices, axis: Axis, members: Devices) -> tuple[str, .
 
 def shown_cuts(cuts: Sequence[Sharding], devices: Devices, members: Devices) -> tuple[str, ...]:
     """Return the slices of a field that some members of a set take, one dimension after another."""
-    found = []
-    for held in cuts:
-        blocks = f", {held.blocks} blocks" if held.blocks > 1 else ""
-        order = ", zigzag" if held.zigzag else ""
-        places = ",".join(places_along(devices, held.axis, members))
-        found.append(f"slices {places} of {held.degree} along dimension {held.dim}{blocks}{order}")
-    return tuple(found)
+    shown = []
+    for cut in cuts:
+        blocks = f", {cut.blocks} blocks" if cut.blocks > 1 else ""
+        order = ", zigzag" if cut.zigzag else ""
+        places = ",".join(places_along(devices, cut.axis, members))
+        shown.append(f"slices {places} of {cut.degree} along dimension {cut.dim}{blocks}{order}")
+    return tuple(shown)

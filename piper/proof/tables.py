@@ -25,9 +25,9 @@ def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     parameters = {param.name: param for param in spec.outline.parameters}
     for bucket in plans.buckets.values():
         family = {b.name: b for piece in bucket.pieces for b in holders[piece.name]}
-        held = holdings(spec, bucket, list(family.values()), parameters)
-        yield from bucket_problems(spec, bucket, list(family.values()), held)
-        yield from piece_problems(spec, bucket, parameters, held)
+        held_as = holdings(spec, bucket, list(family.values()), parameters)
+        yield from bucket_problems(spec, bucket, list(family.values()), held_as)
+        yield from piece_problems(spec, bucket, parameters, held_as)
     for name, chunk in spec.chunks.items():
         for param in chunk.params:
             count = sum(name in bucket.chunks for bucket in holders.get(param, ()))
@@ -121,11 +121,11 @@ def holdings(
 
 
 def bucket_problems(
-    spec: Specification, bucket: Bucket, family: list[Bucket], held: Mapping[str, list[Holding]]
+    spec: Specification, bucket: Bucket, family: list[Bucket], held_as: Mapping[str, list[Holding]]
 ) -> Iterator[str]:
     """Yield the problems of a bucket: its devices, its groups, and the holders of its gradient.
 
-    `family`: the buckets that hold a parameter of this one, itself included. `held`: see `holdings`.
+    `family`: the buckets that hold a parameter of this one, itself included. `held_as`: see `holdings`.
     """
     placements = [spec.placement[name] for name in bucket.chunks if name in spec.chunks]
     if len(placements) < len(bucket.chunks) or not set(bucket.devices).issuperset(
@@ -135,7 +135,7 @@ def bucket_problems(
         return
     apart = any(placement != bucket.devices for placement in placements)
     problems = [
-        p for name, each in held.items() for p in group_problems(bucket, len(family), name, each, apart)
+        p for name, each in held_as.items() for p in group_problems(bucket, len(family), name, each, apart)
     ]
     yield from problems[:1]  # what is wrong with one parameter is so with all
     siblings = tuple(b.name for b in family if b.name != bucket.name)
@@ -156,15 +156,15 @@ def group_problems(
     """
     if len(holdings) > 1:
         yield f"{bucket.name} holds {name}, which its chunks shard in {len(holdings)} ways"
-    for held in holdings[:1]:
-        if held.distinct and apart:
+    for holding in holdings[:1]:
+        if holding.distinct and apart:
             yield f"{bucket.name} holds {name}, which is sharded, on other devices than its chunks"
-        groups = groups_apart(bucket.devices, held.distinct)
+        groups = groups_apart(bucket.devices, holding.distinct)
         if bucket.groups != groups:
             found, wanted = (" and ".join(map(show, some[:4])) for some in (bucket.groups, groups))
             yield f"{bucket.name} reduces within {found}; it should be {wanted}"
         shards = bucket.group_size if bucket.zero else 1
-        copies = family * len(bucket.devices) // (held.slices * shards)
+        copies = family * len(bucket.devices) // (holding.slices * shards)
         if bucket.copies != copies:
             yield f"{bucket.name} says that {bucket.copies} devices hold its gradient; it should be {copies}"
 
@@ -172,12 +172,12 @@ def group_problems(
 def shown_shardings(shardings: Sequence[Sharding], devices: Devices = ()) -> str:
     """Describe how a parameter or a buffer is sharded, and over which devices if that is known."""
     shown = []
-    for held in shardings:
-        if held.degree > 1:
-            apart = f", {held.stride} apart" if held.stride > 1 else ""
-            blocks = f", {held.blocks} blocks" if held.blocks > 1 else ""
-            order = ", zigzag" if held.zigzag else ""
-            shown.append(f"in {held.degree} parts along dimension {held.dim}{apart}{blocks}{order}")
+    for sharding in shardings:
+        if sharding.degree > 1:
+            apart = f", {sharding.stride} apart" if sharding.stride > 1 else ""
+            blocks = f", {sharding.blocks} blocks" if sharding.blocks > 1 else ""
+            order = ", zigzag" if sharding.zigzag else ""
+            shown.append(f"in {sharding.degree} parts along dimension {sharding.dim}{apart}{blocks}{order}")
     return (" and ".join(shown) or "whole") + (f" over {show(devices)}" if devices else "")
 
 
@@ -188,18 +188,18 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
         for name in chunk.buffers:
             users.setdefault(name, []).append(chunk.name)
     for plan in plans:
-        for slot, held in plan.residents.items():
+        for slot, resident in plan.residents.items():
             for user in users.get(slot.owner, ()) if slot.kind == "buffer" else ():
                 mesh, placement = spec.meshes[user], spec.placement[user]
                 by_expert = shardings_on(mesh, spec.by_expert(user, slot.owner))
                 wanted = by_expert[0] if by_expert else replace(UNSHARDED, stride=mesh.degree)
                 placed = placement if by_expert else ()
-                if plan.devices[0] not in placement or held.sharding.degree == wanted.degree == 1:
+                if plan.devices[0] not in placement or resident.sharding.degree == wanted.degree == 1:
                     continue
-                if (held.sharding, held.placed) != (wanted, placed):
+                if (resident.sharding, resident.placed) != (wanted, placed):
                     found, should = (
                         shown_shardings([each], devices)
-                        for each, devices in ((held.sharding, held.placed), (wanted, placed))
+                        for each, devices in ((resident.sharding, resident.placed), (wanted, placed))
                     )
                     yield f"{user} finds {slot} {found}; it should be {should}"
 
@@ -208,7 +208,7 @@ def piece_problems(
     spec: Specification,
     bucket: Bucket,
     parameters: Mapping[str, Parameter],
-    held: Mapping[str, list[Holding]],
+    held_as: Mapping[str, list[Holding]],
 ) -> Iterator[str]:
     """Yield the problems with the parameters of a bucket."""
     ends = [0, *(piece.offset + piece.numel for piece in bucket.pieces)]
@@ -219,7 +219,7 @@ def piece_problems(
         if param is None:
             yield f"{bucket.name} holds {piece.name}, which the model does not have"
             continue
-        wanted_shardings = {each.shardings for each in held[piece.name]}
+        wanted_shardings = {each.shardings for each in held_as[piece.name]}
         if wanted_shardings - {in_any_order(piece.shardings)}:
             should = " and ".join(sorted(map(shown_shardings, wanted_shardings)))
             found = shown_shardings(piece.shardings)

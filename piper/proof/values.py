@@ -184,13 +184,13 @@ class SymbolicRun:
     def circle(self, comm: Comm, program: int) -> tuple[int, ...]:
         """Return the programs that a communicator's groups join to a program, directly or through others."""
         if comm.name not in self._circles:
-            joined: dict[int, set[int]] = {}
+            circles: dict[int, set[int]] = {}
             for group in comm.groups:
                 members = {self.state.covers.where[device][0] for device in group}
-                merged = members.union(*(joined[member] for member in members if member in joined))
+                merged = members.union(*(circles[member] for member in members if member in circles))
                 for member in merged:
-                    joined[member] = merged
-            self._circles[comm.name] = {p: tuple(sorted(found)) for p, found in joined.items()}
+                    circles[member] = merged
+            self._circles[comm.name] = {p: tuple(sorted(members_of)) for p, members_of in circles.items()}
         return self._circles[comm.name][program]
 
     def check_end(self, program: int) -> None:
