@@ -41,47 +41,47 @@ def make_buckets(graph: Graph) -> ProgramBuckets:
     for chunk in graph.outline.chunks:
         for name in chunk.params:
             users.setdefault(name, []).append(chunk.name)
-    made: dict[str, Bucket] = {}
+    read: dict[str, Bucket] = {}
     why: list[str] = []
     for chunk in graph.outline.chunks:
         own = [parameters[name] for name in chunk.params if len(users[name]) == 1]
         narrow = chunk.rowwise if graph.options[chunk.name].gather is not None else ()
         for bucket in chunk_buckets(chunk, own, placements[chunk.name], narrow):
             fp8 = bucket.zero == 3 and bucket.pieces[0].name in narrow
-            made[bucket.name] = replace(bucket, gathered_as="fp8") if fp8 else bucket
+            read[bucket.name] = replace(bucket, gathered_as="fp8") if fp8 else bucket
     for name, chunks in users.items():
         if len(chunks) > 1:
-            buckets, reason = tied_buckets(parameters[name], [placements[c] for c in chunks], made)
-            made.update({bucket.name: bucket for bucket in buckets})
+            buckets, reason = tied_buckets(parameters[name], [placements[c] for c in chunks], read)
+            read.update({bucket.name: bucket for bucket in buckets})
             why += reason
-    return ProgramBuckets(read=made, held=made, why=tuple(why))
+    return ProgramBuckets(read=read, held=read, why=tuple(why))
 
 
-def hold_buckets(work: LoweringState) -> LoweringState:
+def hold_buckets(state: LoweringState) -> LoweringState:
     """Give each chunk the names of its buckets, and the program slots for what outlives a step.
 
     PP=0/0: a, b
     -->
     PP=0 reads PP=0/0; PP=0/0.param and PP=0/0.state outlive the step
     """
-    residents = residents_of(work.buckets.values(), work)
-    for slot, size in residents_of(work.held_buckets.values(), work).items():
+    residents = residents_of(state.buckets.values(), state)
+    for slot, size in residents_of(state.held_buckets.values(), state).items():
         if slot.kind == "state":
             residents[slot] = size
     return replace(
-        work,
-        chunk_buckets=buckets_by_chunk(work.graph.outline, work.buckets.values()),
-        residents={**work.residents, **residents},
+        state,
+        chunk_buckets=buckets_by_chunk(state.graph.outline, state.buckets.values()),
+        residents={**state.residents, **residents},
     )
 
 
 def buckets_by_chunk(outline: CapturedModel, buckets: Iterable[Bucket]) -> dict[str, tuple[str, ...]]:
     """Return the names of the buckets that each chunk reads."""
-    found: dict[str, list[str]] = {chunk.name: [] for chunk in outline.chunks}
+    names: dict[str, list[str]] = {chunk.name: [] for chunk in outline.chunks}
     for bucket in buckets:
         for reader in bucket.chunks:
-            found[reader].append(bucket.name)
-    return {name: tuple(names) for name, names in found.items()}
+            names[reader].append(bucket.name)
+    return {chunk: tuple(read) for chunk, read in names.items()}
 
 
 def with_whole_parameters(buckets: ProgramBuckets) -> ProgramBuckets:
@@ -142,13 +142,13 @@ def share_buckets(graph: Graph, trained: Mapping[str, Bucket]) -> ProgramBuckets
     return ProgramBuckets(read=read, held=trained)
 
 
-def every_parameter_has_a_bucket(work: LoweringState) -> Iterator[str]:
+def every_parameter_has_a_bucket(state: LoweringState) -> Iterator[str]:
     """Yield each parameter that is not in exactly one of its chunk's buckets."""
-    for chunk in work.graph.outline.chunks:
-        held = [p.name for b in work.chunk_buckets[chunk.name] for p in work.buckets[b].pieces]
+    for chunk in state.graph.outline.chunks:
+        bucketed = [p.name for b in state.chunk_buckets[chunk.name] for p in state.buckets[b].pieces]
         for name in chunk.params:
-            if held.count(name) != 1:
-                yield f"{chunk.name} finds {name} in {held.count(name)} of its buckets"
+            if bucketed.count(name) != 1:
+                yield f"{chunk.name} finds {name} in {bucketed.count(name)} of its buckets"
 
 
 def trained(outline: CapturedModel) -> Iterator[Parameter]:
@@ -165,7 +165,7 @@ class HeldParameter:
     shape: tuple[int, ...]  # of what one device holds
     shardings: tuple[Sharding, ...] = ()
     distinct: tuple[Axis, ...] = ()  # along these, each device has a gradient of its own, and none is summed
-    alike: int = 1  # how many devices hold the same slice and work out the same gradient
+    replicas: int = 1  # devices that hold the same slice and compute the same gradient
 
 
 def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
@@ -183,7 +183,7 @@ def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
         shape=local_sizes(param.shape, shardings),
         shardings=shardings,
         distinct=tuple(axis for axis in mesh.axes if axis in replicas or axis.name in sharded),
-        alike=math.prod(axis.degree for axis in replicas),
+        replicas=math.prod(axis.degree for axis in replicas),
     )
 
 
@@ -198,7 +198,7 @@ def chunk_buckets(
     kinds: dict[tuple[str, bool, tuple[Axis, ...], int, bool], list[tuple[Parameter, HeldParameter]]] = {}
     for param in params:
         held = held_by(param, placement)
-        kind = (param.dtype, param.trainable, held.distinct, held.alike, param.name in narrow)
+        kind = (param.dtype, param.trainable, held.distinct, held.replicas, param.name in narrow)
         kinds.setdefault(kind, []).append((param, held))
     limit = placement.policy.bucket_mb
     number = 0
@@ -239,7 +239,7 @@ def bucket_for(
         itemsize=itemsize(dtype),
         zero=zero,
         trainable=trainable,
-        copies=(1 if zero else len(groups[0])) * held.alike,
+        copies=(1 if zero else len(groups[0])) * held.replicas,
         reduced_as=reduced_as(dtype, placements) if trainable else "",
         reduce_stream=placement.policy.reduce_stream,
         gather_stream=placement.policy.gather_stream,
@@ -275,8 +275,8 @@ def tied_buckets(
     total = sum(len(devices) for devices in by_set)
     everyone = tuple(sorted({d for devices in by_set for d in devices}))
     if len(sizes) == 1 and total == len(everyone):  # same size and disjoint: shards line up, one by one
-        made = [bucket(f"{named}@{members[0].chunk}", members) for members in by_set.values()]
-        return as_siblings(made, min(b.zero for b in made), held.alike), []
+        copies = [bucket(f"{named}@{members[0].chunk}", members) for members in by_set.values()]
+        return as_siblings(copies, min(b.zero for b in copies), held.replicas), []
     if held.distinct:
         raise ScheduleError(
             f"the tied parameter {param.name} is sharded on sets of devices that differ in size or overlap",
@@ -302,11 +302,11 @@ def placements_by_set(
 
     ordered: devices in another order are another set, because a device's position decides its slice.
     """
-    found: dict[Devices, list[ChunkPlacement]] = {}
+    by_set: dict[Devices, list[ChunkPlacement]] = {}
     for placement in placements:
         devices = placement.devices if ordered else tuple(sorted(placement.devices))
-        found.setdefault(devices, []).append(placement)
-    return found
+        by_set.setdefault(devices, []).append(placement)
+    return by_set
 
 
 def check_sharded_alike(param: Parameter, placements: list[ChunkPlacement], *, several: bool) -> None:
@@ -338,19 +338,19 @@ def unused_name(param: Parameter, placements: Iterable[ChunkPlacement], taken: C
     return name
 
 
-def as_siblings(made: list[Bucket], zero: int, alike: int) -> list[Bucket]:
+def as_siblings(buckets: list[Bucket], zero: int, replicas: int) -> list[Bucket]:
     """Return the buckets of one tied parameter, each with the others as its siblings.
 
-    alike: how many devices of a bucket hold the same slice of the parameter.
+    replicas: how many devices of a bucket hold the same slice of the parameter.
     """
     return [
         replace(
             b,
             zero=zero,
-            copies=len(made) * (1 if zero else b.group_size) * alike,
-            siblings=tuple(other.name for other in made if other.name != b.name),
+            copies=len(buckets) * (1 if zero else b.group_size) * replicas,
+            siblings=tuple(other.name for other in buckets if other.name != b.name),
         )
-        for b in made
+        for b in buckets
     ]
 
 
@@ -359,16 +359,16 @@ def shown_held(held: HeldParameter) -> str:
     return f"ways {math.prod(sharding.degree for sharding in held.shardings)}"
 
 
-def residents_of(buckets: Iterable[Bucket], work: LoweringState) -> dict[SlotId, Slot]:
+def residents_of(buckets: Iterable[Bucket], state: LoweringState) -> dict[SlotId, Slot]:
     """Return the slots that outlive a step: parameters, master copies and optimizer state."""
-    away = work.graph.chosen(lambda options: options.offload_state)
+    away = state.graph.chosen(lambda options: options.offload_state)
     residents: dict[SlotId, Slot] = {}
     for bucket in buckets:
         whole = bucket.zero < 3
         residents[param_slot(bucket.name)] = Slot(nbytes=bucket.nbytes if whole else bucket.shard_nbytes)
         if bucket.trainable:
             owned = bucket.largest_shard if bucket.zero else bucket.numel
-            held = owned * (work.settings.state_bytes + bucket.precision.master_bytes)
+            held = owned * (state.settings.state_bytes + bucket.precision.master_bytes)
             offloaded = not away.keys().isdisjoint(bucket.chunks)
             residents[state_slot(bucket.name)] = Slot(
                 nbytes=0 if offloaded else held, host=held if offloaded else 0

@@ -12,9 +12,9 @@ from piper.plan.plan import Plans
 MOST_READERS = 3
 
 
-def explain(work: LoweringState, plans: Plans, name: str) -> str:
+def explain(state: LoweringState, plans: Plans, name: str) -> str:
     """Explain a node: what it does, where it runs, which directives shaped it, and what it waits for."""
-    found = {node.name: node for node in work.sequence}
+    found = {node.name: node for node in state.sequence}
     if name not in found:
         close = get_close_matches(name, found, n=3)
         raise ConfigError(
@@ -26,34 +26,34 @@ def explain(work: LoweringState, plans: Plans, name: str) -> str:
     node = found[name]
     lines = [f"{name}: {(type(node).__doc__ or '').splitlines()[0]}"]
     lines.append(f"  devices  {show(node.devices)}, stream {node.stream or 'send, recv'}")
-    lines += [f"  made by  {work.graph.directives[number]}" for number in node.origin]
+    lines += [f"  made by  {state.graph.directives[number]}" for number in node.origin]
     if isinstance(node, Compute):
         if node.again:
-            lines.append(f"  again    {work.graph.options[node.chunk].rerun} keeps only what comes into it")
-        chunk = work.graph.chunks[node.chunk]
+            lines.append(f"  again    {state.graph.options[node.chunk].rerun} keeps only what comes into it")
+        chunk = state.graph.chunks[node.chunk]
         gflop = chunk.phases[node.phase].flops / 1e9
         lines.append(f"  work     {gflop:.3g} GFLOP, {len(chunk.params)} parameters, code {chunk.key[:12]}")
-    lines += values(work, node)
-    lines += [f"  after    {text}" for text in orders_before(work, name)]
+    lines += values(state, node)
+    lines += [f"  after    {text}" for text in orders_before(state, name)]
     lines += positions(plans, name)
     return "\n".join(lines)
 
 
-def origins(work: LoweringState, name: str) -> list[str]:
+def origins(state: LoweringState, name: str) -> list[str]:
     """Return the directives that shaped a node, each with its source line."""
-    node = next((node for node in work.sequence if node.name == name), None)
-    return [work.graph.directives[number].title for number in node.origin] if node else []
+    node = next((node for node in state.sequence if node.name == name), None)
+    return [state.graph.directives[number].title for number in node.origin] if node else []
 
 
-def values(work: LoweringState, node: Node) -> Iterator[str]:
+def values(state: LoweringState, node: Node) -> Iterator[str]:
     """Yield a line for each value a node reads, with its writer, and for each it writes, with its readers."""
-    writer = {value: other.name for other in work.sequence for value in other.writes}
+    writer = {value: other.name for other in state.sequence for value in other.writes}
     readers: dict[str, list[str]] = {}
-    for other in work.sequence:
+    for other in state.sequence:
         for value in other.reads:
             readers.setdefault(value, []).append(other.name)
     for value in node.reads:
-        where = "from the last step" if value in work.residents else f"from {writer[value]}"
+        where = "from the last step" if value in state.residents else f"from {writer[value]}"
         yield f"  reads    {value} {where}"
     for value in node.writes:
         users = [name for name in readers.get(value, []) if name != node.name]
@@ -61,11 +61,11 @@ def values(work: LoweringState, node: Node) -> Iterator[str]:
         yield f"  writes   {value}" + (f" for {', '.join(users[:MOST_READERS])}{more}" if users else "")
 
 
-def orders_before(work: LoweringState, name: str) -> Iterator[str]:
+def orders_before(state: LoweringState, name: str) -> Iterator[str]:
     """Yield the nodes that an order places right before this one."""
-    for first, then, by in work.temporal:
+    for first, then, by in state.temporal:
         if then == name:
-            yield f"{first} ({'our choice' if by < 0 else work.graph.directives[by]})"
+            yield f"{first} ({'our choice' if by < 0 else state.graph.directives[by]})"
 
 
 def positions(plans: Plans, name: str) -> Iterator[str]:

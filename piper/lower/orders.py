@@ -17,29 +17,29 @@ from piper.lower.state import LoweringState, Temporal
 HALVES: dict[Phase, tuple[Phase, ...]] = {"B": ("B", "BI", "BW"), "F": ("F",), "BI": ("BI",), "BW": ("BW",)}
 
 
-def add_orders(work: LoweringState) -> LoweringState:
+def add_orders(state: LoweringState) -> LoweringState:
     """Turn orders into temporal edges on each device, from the ends of a group to the starts of the next.
 
     order([[F MB=0], [F MB=1]])
     -->
     F[PP=0 MB=0] ..> F[PP=0 MB=1]
     """
-    nodes: dict[str, Node] = {node.name: node for node in work.nodes}
+    nodes: dict[str, Node] = {node.name: node for node in state.nodes}
     edges: list[Temporal] = []
-    if work.graph.orderings:
-        for ordering in work.graph.orderings:
-            for groups in variants(work.graph, ordering):
-                edges += chain_groups(work.graph, ordering.by, groups, nodes)
+    if state.graph.orderings:
+        for ordering in state.graph.orderings:
+            for groups in variants(state.graph, ordering):
+                edges += chain_groups(state.graph, ordering.by, groups, nodes)
     else:
-        edges += limit_in_flight(work.graph)
-        edges += keep_buffers_in_step(work.graph)
-    return replace(work, temporal=tuple(dict.fromkeys(edges)))
+        edges += limit_in_flight(state.graph)
+        edges += keep_buffers_in_step(state.graph)
+    return replace(state, temporal=tuple(dict.fromkeys(edges)))
 
 
-def edges_join_nodes_that_exist(work: LoweringState) -> Iterator[str]:
+def edges_join_nodes_that_exist(state: LoweringState) -> Iterator[str]:
     """Yield each temporal edge that does not join two nodes of the graph."""
-    names = {node.name for node in work.nodes}
-    for first, then, _ in work.temporal:
+    names = {node.name for node in state.nodes}
+    for first, then, _ in state.temporal:
         if first not in names or then not in names:
             yield f"{first} ..> {then} leads nowhere"
 

@@ -46,11 +46,11 @@ class PartPlacements:
 
 def placements_of(graph: Graph) -> dict[str, ChunkPlacement]:
     """Return where the parameters of each chunk live: on every device that runs one of its microbatches."""
-    found = {chunk: placed(graph, node) for chunk, node in first_nodes(graph).items()}
+    placements = {chunk: placed(graph, node) for chunk, node in first_nodes(graph).items()}
     for chunk, sets in spread(graph).items():
         devices = tuple(dict.fromkeys(device for members in sets for device in members))
-        found[chunk] = replace(found[chunk], devices=devices)
-    return found
+        placements[chunk] = replace(placements[chunk], devices=devices)
+    return placements
 
 
 def layouts_of(graph: Graph) -> list[PartPlacements]:
@@ -67,18 +67,20 @@ def layouts_of(graph: Graph) -> list[PartPlacements]:
     for node in graph.nodes.values():
         if node.chunk in moved:
             by_part[node.part].setdefault(node.chunk, node)
-    found: dict[frozenset[tuple[str, Devices]], list[Tags]] = {}
+    by_devices: dict[frozenset[tuple[str, Devices]], list[Tags]] = {}
     for part, nodes in by_part.items():
-        found.setdefault(frozenset((chunk, node.devices) for chunk, node in nodes.items()), []).append(part)
+        by_devices.setdefault(frozenset((chunk, node.devices) for chunk, node in nodes.items()), []).append(
+            part
+        )
     return [
         PartPlacements(
-            parts=frozenset(alike),
+            parts=frozenset(same),
             placements={
                 **common,
-                **{chunk: placed(graph, node) for chunk, node in by_part[alike[0]].items()},
+                **{chunk: placed(graph, node) for chunk, node in by_part[same[0]].items()},
             },
         )
-        for alike in found.values()
+        for same in by_devices.values()
     ]
 
 
@@ -86,18 +88,18 @@ def spread(graph: Graph) -> dict[str, list[Devices]]:
     """Return the chunks whose microbatches run on several sets of devices, and those sets in order."""
     sets: dict[str, list[Devices]] = {}
     for node in graph.nodes.values():
-        held = sets.setdefault(node.chunk, [node.devices])
-        if node.devices is not held[0] and node.devices not in held:
-            held.append(node.devices)
-    return {chunk: held for chunk, held in sets.items() if len(held) > 1}
+        placed_on = sets.setdefault(node.chunk, [node.devices])
+        if node.devices is not placed_on[0] and node.devices not in placed_on:
+            placed_on.append(node.devices)
+    return {chunk: placed_on for chunk, placed_on in sets.items() if len(placed_on) > 1}
 
 
 def first_nodes(graph: Graph) -> dict[str, Compute]:
     """Return the first node of each chunk."""
-    found: dict[str, Compute] = {}
+    first: dict[str, Compute] = {}
     for node in graph.nodes.values():
-        found.setdefault(node.chunk, node)
-    return found
+        first.setdefault(node.chunk, node)
+    return first
 
 
 def placed(graph: Graph, node: Compute) -> ChunkPlacement:

@@ -130,11 +130,11 @@ def buffer_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
 
 def owners(bucket: Bucket) -> Owners:
     """Return the devices that own the same elements of a bucket, by their slice and shard."""
-    found: Owners = {}
-    for held, group in bucket.slices():
+    devices_of: Owners = {}
+    for cut, group in bucket.slices():
         for rank, device in enumerate(group):
-            found.setdefault((held, rank if bucket.zero else 0), []).append(device)
-    return found
+            devices_of.setdefault((cut, rank if bucket.zero else 0), []).append(device)
+    return devices_of
 
 
 def holders(owned: Owners, asked: Protection) -> tuple[Devices, Devices]:

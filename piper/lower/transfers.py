@@ -25,14 +25,14 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
             flow.values[loaded] = Slot(nbytes=spec.nbytes)
             return loaded
         case Constant(name=constant):
-            held = constant_slot(constant)
-            flow.residents[held] = Slot(nbytes=spec.nbytes)
-            return held
+            resident = constant_slot(constant)
+            flow.residents[resident] = Slot(nbytes=spec.nbytes)
+            return resident
         case AxisPosition(axis=axis) | HostPlace(axis=axis):
             kind: SlotKind = "place" if isinstance(source, AxisPosition) else "host_place"
-            held = SlotId(kind, axis, devices=(placement, here.mesh.groups(axis)[0]))
-            flow.residents[held] = Slot(nbytes=spec.nbytes)
-            return held
+            resident = SlotId(kind, axis, devices=(placement, here.mesh.groups(axis)[0]))
+            flow.residents[resident] = Slot(nbytes=spec.nbytes)
+            return resident
     value = output_slot(source.chunk, source.index)
     there = flow.placements[source.chunk]
     if there.samples == here.samples:

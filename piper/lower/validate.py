@@ -42,27 +42,27 @@ def validate(graph: Graph, samples: int | None = None) -> Graph:
     return graph
 
 
-def drop_idle_nodes(work: LoweringState) -> LoweringState:
+def drop_idle_nodes(state: LoweringState) -> LoweringState:
     """Drop the nodes whose chunk has nothing to do in their phase.
 
     F[PP=0]  BI[PP=0 MB=1] (nothing to give back)  BW[PP=0 MB=1]
     -->
     F[PP=0]  BW[PP=0 MB=1]
     """
-    graph, chunks = work.graph, work.graph.chunks
+    graph, chunks = state.graph, state.graph.chunks
     graph = graph.drop(node.name for node in graph.nodes.values() if is_idle(chunks[node.chunk], node))
     check_expert_buffers(graph)
-    return replace(work, graph=graph)
+    return replace(state, graph=graph)
 
 
-def every_node_has_a_place_and_a_phase(work: LoweringState) -> Iterator[str]:
+def every_node_has_a_place_and_a_phase(state: LoweringState) -> Iterator[str]:
     """Yield each node that is not placed with the rest of its microbatch, or has nothing to do.
 
     The backward of a route or a collective is done in its BI half; it has no BW half.
     """
-    chunks = work.graph.chunks
+    chunks = state.graph.chunks
     placements: dict[tuple[str, Tags], Devices] = {}
-    for node in work.graph.nodes.values():
+    for node in state.graph.nodes.values():
         if not node.devices:
             yield f"{node.name} is not placed"
             continue
