@@ -176,8 +176,8 @@ def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
     mesh = placement.mesh
     placements = (*param.placements, *placement.policy.placements(param.name))
     shardings = shardings_on(mesh, placements)
-    sharded = {held.axis for held in placements if isinstance(held.placement, Shard)}
-    partial = {held.axis for held in placements if held.partial}
+    sharded = {each.axis for each in placements if isinstance(each.placement, Shard)}
+    partial = {each.axis for each in placements if each.partial}
     replicas = [axis for axis in mesh.sharing if axis.name not in partial | sharded]
     return HeldParameter(
         shape=local_sizes(param.shape, shardings),
@@ -368,9 +368,9 @@ def residents_of(buckets: Iterable[Bucket], state: LoweringState) -> dict[SlotId
         residents[param_slot(bucket.name)] = Slot(nbytes=bucket.nbytes if whole else bucket.shard_nbytes)
         if bucket.trainable:
             owned = bucket.largest_shard if bucket.zero else bucket.numel
-            held = owned * (state.settings.state_bytes + bucket.precision.master_bytes)
+            nbytes = owned * (state.settings.state_bytes + bucket.precision.master_bytes)
             offloaded = not away.keys().isdisjoint(bucket.chunks)
             residents[state_slot(bucket.name)] = Slot(
-                nbytes=0 if offloaded else held, host=held if offloaded else 0
+                nbytes=0 if offloaded else nbytes, host=nbytes if offloaded else 0
             )
     return residents

@@ -14,16 +14,16 @@ MOST_READERS = 3
 
 def explain(state: LoweringState, plans: Plans, name: str) -> str:
     """Explain a node: what it does, where it runs, which directives shaped it, and what it waits for."""
-    found = {node.name: node for node in state.sequence}
-    if name not in found:
-        close = get_close_matches(name, found, n=3)
+    nodes = {node.name: node for node in state.sequence}
+    if name not in nodes:
+        close = get_close_matches(name, nodes, n=3)
         raise ConfigError(
             f"there is no node {name!r}",
             by="explain",
             facts={"close": ", ".join(close)} if close else {},
             hint="`piper plan --device N` lists nodes; BI and BW exist where an order names them",
         )
-    node = found[name]
+    node = nodes[name]
     lines = [f"{name}: {(type(node).__doc__ or '').splitlines()[0]}"]
     lines.append(f"  devices  {show(node.devices)}, stream {node.stream or 'send, recv'}")
     lines += [f"  made by  {state.graph.directives[number]}" for number in node.origin]

@@ -73,8 +73,7 @@ def chain_groups(
     graph: Graph, by: int, groups: tuple[tuple[GroupMember, ...], ...], nodes: dict[str, Node]
 ) -> Iterator[Temporal]:
     """Yield edges from each group to the next one on every device they share."""
-    found = [list(existing(group, nodes)) for group in groups]
-    present = [members for members in found if members]
+    present = [members for group in groups if (members := list(existing(group, nodes)))]
     sets = dict.fromkeys(node.devices for members in present for node in members)
     if len(sets) == 1:
         yield from chain_on_device(by, present)

@@ -96,16 +96,16 @@ def bucket_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
             continue
         family = [bucket, *(state.buckets[name] for name in bucket.siblings)]
         seen.update(member.name for member in family)
-        held = state_slot(bucket.name)
+        optimizer_state = state_slot(bucket.name)
         shard = bucket.largest_shard if bucket.zero else bucket.numel
         whole = 0 if bucket.has_master else shard * bucket.itemsize
         yield Copying(
             what=bucket.name,
             chunks=tuple(chunk for member in family for chunk in member.chunks),
-            slots=(param_slot(bucket.name), held),
+            slots=(param_slot(bucket.name), optimizer_state),
             named=bucket.pieces[0].name,
             owners=owners(bucket),
-            nbytes=whole + state.residents[held].everywhere,
+            nbytes=whole + state.residents[optimizer_state].everywhere,
         )
 
 
@@ -156,8 +156,8 @@ def holders(owned: Owners, asked: Protection) -> tuple[Devices, Devices]:
 def protected_by(state: LoweringState, copying: Copying) -> StateCopies:
     """Return what protects a part of the state. Refuse a strategy that leaves it out."""
     protected = state.graph.chosen(lambda options: options.protect)
-    found = next((protected[chunk] for chunk in copying.chunks if chunk in protected), None)
-    if found is None:
+    copies = next((protected[chunk] for chunk in copying.chunks if chunk in protected), None)
+    if copies is None:
         last = max(copies.by for copies in protected.values())
         raise ScheduleError(
             "a part of the state is not protected",
@@ -165,7 +165,7 @@ def protected_by(state: LoweringState, copying: Copying) -> StateCopies:
             facts={"written": copying.named, "region": copying.chunks[0]},
             hint="protect(at()) selects everything that a step writes",
         )
-    return found
+    return copies
 
 
 def mirror(state: LoweringState, asked: Protection, sent: list[CopyState]) -> Mirror:

@@ -70,12 +70,12 @@ def offloaded_state_comes_back(state: LoweringState) -> Iterator[str]:
     """Yield each bucket whose state is on the host and that is not updated between two copies of it."""
     seen: dict[SlotId, list[str]] = {}
     for node in state.sequence:
-        held = node.writes[-1] if isinstance(node, StateBack | StateOut) else None
+        slot = node.writes[-1] if isinstance(node, StateBack | StateOut) else None
         if isinstance(node, Update) and node.bucket:
-            held = state_slot(node.bucket)
-        if held is not None:
-            seen.setdefault(held, []).append(type(node).__name__)
-    away = {slot for slot, found in state.residents.items() if slot.kind == "state" and found.host}
+            slot = state_slot(node.bucket)
+        if slot is not None:
+            seen.setdefault(slot, []).append(type(node).__name__)
+    away = {slot for slot, size in state.residents.items() if slot.kind == "state" and size.host}
     if state.settings.trains:
         for slot in away:
             once = len(seen.get(slot, ())) // 3
@@ -87,19 +87,19 @@ def streamed(
     state: LoweringState, node: Update, bucket: Bucket, how: HostCopies
 ) -> tuple[StateBack, Update, StateOut]:
     """Return the copy of a bucket's state to the device, its update, and the copy back to the host."""
-    held, here = state_slot(bucket.name), on_device(bucket)
-    nbytes, origin = state.residents[held].host, (how.by,)
+    on_host, here = state_slot(bucket.name), on_device(bucket)
+    nbytes, origin = state.residents[on_host].host, (how.by,)
     updated = part_of(node, (param_slot(bucket.name),))
     updated = replace(
         updated, reads=(*updated.reads, here), writes=(*updated.writes, here), bucket=bucket.name
     )
     # The state is not complete on the host until the last copy: what copies it elsewhere comes before.
     back = StateBack(
-        devices=node.devices, reads=(held,), writes=(here, held), stream=f"{how.stream}.in",
+        devices=node.devices, reads=(on_host,), writes=(here, on_host), stream=f"{how.stream}.in",
         nbytes=nbytes, origin=origin,
     )  # fmt: skip
     out = StateOut(
-        devices=node.devices, reads=(here,), writes=(held,), stream=f"{how.stream}.out",
+        devices=node.devices, reads=(here,), writes=(on_host,), stream=f"{how.stream}.out",
         nbytes=nbytes, origin=origin,
     )  # fmt: skip
     return back, updated, out

@@ -111,7 +111,7 @@ def check_groups(graph: Graph) -> None:
     for node in graph.nodes.values():
         degree = graph.policy(node.chunk).degree
         if len(node.devices) % degree:
-            asked = " x ".join(f"{held.axis}={held.degree}" for held in graph.policy(node.chunk).axes)
+            asked = " x ".join(f"{axis.axis}={axis.degree}" for axis in graph.policy(node.chunk).axes)
             raise ScheduleError(
                 f"{len(node.devices)} devices cannot form groups of {degree}",
                 by=graph.placed_by(node),
@@ -128,7 +128,7 @@ def check_axes(graph: Graph) -> None:
         if not axes:
             continue
         first = first or node
-        asked = [" then ".join(held.axis for held in graph.policy(each.chunk).axes) for each in (first, node)]
+        asked = [" then ".join(axis.axis for axis in graph.policy(each.chunk).axes) for each in (first, node)]
         if asked[0] != asked[1]:
             raise ScheduleError(
                 "two regions are sharded along different axes, or in another order",
@@ -138,8 +138,8 @@ def check_axes(graph: Graph) -> None:
             )
         # The outer axis is sharded first. A replicated value that it cuts, such as embeddings of positions,
         # would then be cut once more by the inner one; sharded values hold the outer slice of an inner one.
-        inner = next((held for held in axes if held.samples), None)
-        outer = next((held for held in axes[axes.index(inner) :] if held.between), None) if inner else None
+        inner = next((axis for axis in axes if axis.samples), None)
+        outer = next((axis for axis in axes[axes.index(inner) :] if axis.between), None) if inner else None
         if inner is not None and outer is not None:
             raise ScheduleError(
                 "a sequence that is sharded already cannot be sharded again between regions",
@@ -201,7 +201,7 @@ def check_expert_regions(graph: Graph) -> None:
             placement = layout.placements[chunk.name]
             ways, degree = placement.policy.ways, placement.policy.degree
             if chunk.kind in ROUTED and len(placement.devices) % (ways * degree):
-                axes = [f"{held.axis}={held.degree}" for held in placement.policy.axes]
+                axes = [f"{axis.axis}={axis.degree}" for axis in placement.policy.axes]
                 both = {"groups": " x ".join([*axes, f"experts={ways}"])} if axes else {}
                 raise ScheduleError(
                     f"{len(placement.devices)} devices cannot form groups of {ways * degree}",
