@@ -1,13 +1,11 @@
 """The effect of communication on symbolic values: transfers between programs, collectives within groups."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from piper.ir.devices import Devices
 from piper.ir.ids import TOTAL, SlotId, param_slot
 from piper.ir.mesh import EXPERTS
-from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm
 from piper.proof.amounts import Amount
@@ -15,19 +13,10 @@ from piper.proof.collectives import Collectives
 from piper.proof.covers import Contributor
 from piper.proof.decode import bucket_named, described, routed, subject
 from piper.proof.local_rules import LocalRules
-from piper.proof.symbolic_state import SymbolicState
+from piper.proof.symbolic_state import ProgramInstr, SymbolicState
 from piper.proof.symbolic_values import NO_COVER, SymbolicValue, Terms, Value
 
 GATHERED = {"old shard": "old", "new shard": "new", "partly new": "new", "old": "old", "new": "new"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One program's instruction in a collective."""
-
-    program: int
-    place: int
-    ins: Instr
 
 
 class CollectiveRules:
@@ -37,7 +26,7 @@ class CollectiveRules:
         self.state, self.local = state, local
         self.collectives = Collectives(state, local)
         self.symbols, self.covers, self.spec = state.symbols, state.covers, state.spec
-        self.kernels: dict[Op, Callable[[Comm | None, Sequence[Member]], None]] = {
+        self.kernels: dict[Op, Callable[[Comm | None, Sequence[ProgramInstr]], None]] = {
             "counts": self.counts,
             "exchange": self.exchange,
             "collect": self.collect,
@@ -50,82 +39,79 @@ class CollectiveRules:
         }
         self._aligned: dict[tuple[str, tuple[str, ...]], bool] = {}
 
-    def receive(self, program: int, place: int, comm: Comm, sent: dict[int, Value | None]) -> None:
+    def receive(self, at: ProgramInstr, comm: Comm, sent: dict[int, Value | None]) -> None:
         """Receive what the programs on the other side of a pipe sent."""
-        ins = self.state.plans.plans[program].instrs[place]
         values = {sender: value for sender, value in sent.items() if value is not None}
         same = {(self.symbols.moved(value[0], NO_COVER), *value[1:]) for value in values.values()}
-        if len(values) < len(sent) or len(ins.writes) != 1:
+        if len(values) < len(sent) or len(at.ins.writes) != 1:
             return  # the sender has been complained about, or nothing is written that could be read
         if len(same) != 1:
             held = ", ".join(sorted(map(self.symbols.describe, values.values())))
-            self.state.complain(program, place, f"receives different values from different devices: {held}")
+            self.state.complain(at, f"receives different values from different devices: {held}")
             return
         first = next(iter(values.values()))
         covers = tuple((sender, self.symbols.symbol(value).cover) for sender, value in sorted(values.items()))
         if NO_COVER not in dict(covers).values():
-            first = (self.symbols.moved(first[0], self.covers.received(comm, program, covers)), *first[1:])
-        self.state.slots[program][ins.writes[0]] = first
+            first = (self.symbols.moved(first[0], self.covers.received(comm, at.program, covers)), *first[1:])
+        self.state.slots[at.program][at.ins.writes[0]] = first
 
-    def meet(self, comm: Comm | None, members: Sequence[Member]) -> None:
+    def meet(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Run a collective, now that all its members have reached it."""
         subjects = {subject(member.ins) for member in members}
         if len(subjects) > 1:
             first = members[0]
             what = " and ".join(sorted(map(described, subjects)))
-            self.state.complain(
-                first.program, first.place, f"is about different things on its devices: {what}"
-            )
+            self.state.complain(first, f"is about different things on its devices: {what}")
             return
         self.kernels[members[0].ins.op](comm, members)
 
-    def mirror(self, comm: Comm | None, members: Sequence[Member]) -> None:
+    def mirror(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Give copies of the state to other devices."""
         for member in members:
             for slot in member.ins.reads:
                 found = self.state.slots[member.program].get(slot)
                 wanted = self.state.value(SymbolicValue("copy", slot.owner))
                 if found != wanted:
-                    self.state.mismatch(member.program, member.place, slot, found, wanted)
+                    self.state.mismatch(member, slot, found, wanted)
 
-    def counts(self, comm: Comm | None, members: Sequence[Member]) -> None:
+    def counts(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Agree on the rows that travel to experts."""
         for member in members:
             rows = routed(member.ins)
             chunk = "" if rows is None else rows.run.chunk
             expected = self.state.expected_at(member.ins.part).of_counts(member.program, chunk)
             if expected is None:
-                self._complain(member, f"counts the rows of {chunk}, which has no sharded experts here")
+                self.state.complain(member, f"counts the rows of {chunk}, which has no sharded experts here")
                 continue
             self.check_experts(member, comm, chunk)
-            self.local.follow(member.program, member.place, member.ins, expected)
+            self.local.follow(member, expected)
 
-    def exchange(self, comm: Comm | None, members: Sequence[Member]) -> None:
+    def exchange(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Send rows to their experts, or back."""
         for member in members:
             rows = routed(member.ins)
             of_exchange = self.state.expected_at(member.ins.part).of_exchange
             expected = None if rows is None else of_exchange(member.program, rows.run.chunk, rows.outward)
             if rows is None or expected is None:
-                self._complain(
+                self.state.complain(
                     member, f"moves rows {described(member.ins.payload)}, which must not happen here"
                 )
                 continue
             self.check_experts(member, comm, rows.run.chunk)
-            self.local.follow(member.program, member.place, member.ins, expected)
+            self.local.follow(member, expected)
 
-    def check_experts(self, member: Member, comm: Comm | None, chunk: str) -> None:
+    def check_experts(self, member: ProgramInstr, comm: Comm | None, chunk: str) -> None:
         """Complain unless a communicator joins the devices that shard a chunk's experts, in order."""
         if comm is not None:
             wanted = partial(self.state.expected_at(member.ins.part).meshes[chunk].groups, EXPERTS)
-            self.state.check_groups(member.program, member.place, comm, f"experts {chunk}", wanted)
+            self.state.check_groups(member, comm, f"experts {chunk}", wanted)
 
-    def collect(self, comm: Comm | None, members: Sequence[Member]) -> None:
+    def collect(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Run a collective of a sharded region on values or on their gradients."""
         for member in members:
-            self.collectives.collect(member.program, member.place, member.ins, comm)
+            self.collectives.collect(member, comm)
 
-    def gather(self, comm: Comm | None, members: Sequence[Member]) -> None:
+    def gather(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Gather the shards of a bucket."""
         for member in members:
             name = bucket_named(member.ins)
@@ -133,27 +119,29 @@ class CollectiveRules:
             slot = param_slot(name)
             slots = self.state.slots[member.program]
             if bucket is None or not self._on(member, bucket):
-                self._complain(member, f"gathers {name!r}, of which this device holds nothing")
+                self.state.complain(member, f"gathers {name!r}, of which this device holds nothing")
                 continue
             self._check_replicas(member, comm, bucket)
             value = slots.get(slot)
             known = value is not None and self.symbols.symbol(value) == SymbolicValue("param", name)
             if member.ins.reads != (slot,) or value is None or not known:
-                self._complain(member, f"gathers {name} from {', '.join(member.ins.reads)}, not from {slot}")
+                self.state.complain(
+                    member, f"gathers {name} from {', '.join(member.ins.reads)}, not from {slot}"
+                )
                 continue
             in_place = member.ins.writes == (slot,)
             if len(member.ins.writes) != 1 or not bucket.zero or in_place == (bucket.zero == 3):
                 where = ", ".join(member.ins.writes)
-                self._complain(member, f"gathers {name} (zero={bucket.zero}) into {where}")
+                self.state.complain(member, f"gathers {name} (zero={bucket.zero}) into {where}")
                 continue
             assert isinstance(value[1], str)
             slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), GATHERED[value[1]])
         found = {self.state.slots[m.program].get(m.ins.writes[0]) if m.ins.writes else None for m in members}
         if len(found) > 1:
             held = " and ".join(sorted(map(self.symbols.describe, found)))
-            self._complain(members[0], f"gathers shards of different steps: {held}")
+            self.state.complain(members[0], f"gathers shards of different steps: {held}")
 
-    def all_reduce(self, comm: Comm | None, members: Sequence[Member]) -> None:
+    def all_reduce(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Sum gradients over replicas, or over the copies of a tied parameter."""
         given: dict[int, Terms] = {}
         abouts: dict[int, Value] = {}
@@ -168,7 +156,7 @@ class CollectiveRules:
                 or not self._on(member, bucket)
                 or ins.reads not in ((), ins.writes)
             ):
-                self._complain(
+                self.state.complain(
                     member,
                     f"sums {', '.join(ins.reads)} into {', '.join(ins.writes)} for {bucket_named(ins)}",
                 )
@@ -182,17 +170,19 @@ class CollectiveRules:
                 return
             given[member.program] = terms
         if len(set(abouts.values())) > 1:
-            self._complain(members[0], "sums gradients of different parameters, or shards with whole ones")
+            self.state.complain(
+                members[0], "sums gradients of different parameters, or shards with whole ones"
+            )
             return
         if not self._shards_align(comm, members, buckets, next(iter(abouts.values()))[1] == "shard"):
-            self._complain(members[0], "sums shards of different elements")
+            self.state.complain(members[0], "sums shards of different elements")
             return
         for member, terms in zip(members, self.summed(comm, members, given), strict=True):
             value = (*abouts[member.program][:2], terms)
             self.state.slots[member.program][member.ins.writes[0]] = value
 
     def _shards_align(
-        self, comm: Comm | None, members: Sequence[Member], buckets: list[str], sharded: bool
+        self, comm: Comm | None, members: Sequence[ProgramInstr], buckets: list[str], sharded: bool
     ) -> bool:
         """Return whether the devices of each group own the same elements of a tied parameter."""
         if not sharded or comm is None:
@@ -207,18 +197,20 @@ class CollectiveRules:
             self._aligned[key] = all(len({rank.get(d) for d in group}) == 1 for group in comm.groups)
         return self._aligned[key]
 
-    def reduce_scatter(self, comm: Comm | None, members: Sequence[Member]) -> None:
+    def reduce_scatter(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Sum gradients over replicas. Each replica adds its shard of the sum to its shard so far."""
         given: dict[int, Terms] = {}
         for member in members:
             ins = member.ins
             bucket = self.state.plans.buckets.get(bucket_named(ins))
             if bucket is None or not self._on(member, bucket) or len(ins.writes) != 1:
-                self._complain(member, f"scatters {bucket_named(ins)!r}, of which this device holds nothing")
+                self.state.complain(
+                    member, f"scatters {bucket_named(ins)!r}, of which this device holds nothing"
+                )
                 return
             read = ins.reads[:1] if ins.reads[:1] != ins.writes else ()  # nothing: it has nothing to add
             if ins.reads[len(read) :] not in ((), ins.writes):
-                self._complain(member, "adds to another slot than it writes")
+                self.state.complain(member, "adds to another slot than it writes")
                 return
             self._check_replicas(member, comm, bucket)
             wanted: Value = (self.state.expected.weights(bucket), "whole", ())
@@ -237,17 +229,19 @@ class CollectiveRules:
                 terms = self.state.merged(before, terms)
             slots[ins.writes[0]] = (*wanted[:2], terms)
 
-    def _terms_read(self, member: Member, read: Sequence[SlotId], wanted: Value) -> Terms | None:
+    def _terms_read(self, member: ProgramInstr, read: Sequence[SlotId], wanted: Value) -> Terms | None:
         """Return the terms of the sum that a member reads, if it reads one. None: it is another value."""
         if not read:
             return ()
         value = self.state.slots[member.program].get(read[0])
         if value is None or value[:2] != wanted[:2] or not isinstance(value[2], tuple):
-            self.state.mismatch(member.program, member.place, read[0], value, wanted)
+            self.state.mismatch(member, read[0], value, wanted)
             return None
         return value[2]
 
-    def summed(self, comm: Comm | None, members: Sequence[Member], given: dict[int, Terms]) -> list[Terms]:
+    def summed(
+        self, comm: Comm | None, members: Sequence[ProgramInstr], given: dict[int, Terms]
+    ) -> list[Terms]:
         """Return the sum over each group, for each member."""
         if comm is None:
             return [given[member.program] for member in members]
@@ -263,7 +257,7 @@ class CollectiveRules:
                 sums[program].append((covers[program], amount))
         return [self.state.merged(tuple(sums[program])) for program in programs]
 
-    def total(self, comm: Comm | None, members: Sequence[Member]) -> None:
+    def total(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Sum norms, losses and weights over all devices."""
         wanted = self.state.value(SymbolicValue("norm"))
         everyone = self.spec.devices
@@ -273,21 +267,21 @@ class CollectiveRules:
             if value != wanted:
                 held, should = self.symbols.describe(value), self.symbols.describe(wanted)
                 read = ", ".join(ins.reads)
-                self._complain(member, f"reads {read}, which holds {held}; it should hold {should}")
+                self.state.complain(member, f"reads {read}, which holds {held}; it should hold {should}")
             if comm is None and len(everyone) > 1:
-                self._complain(member, "sums over one device; it should sum over all")
+                self.state.complain(member, "sums over one device; it should sum over all")
             if comm is not None:
-                self.state.check_groups(member.program, member.place, comm, "all", lambda: (everyone,))
+                self.state.check_groups(member, comm, "all", lambda: (everyone,))
             if ins.writes != (TOTAL,):
-                self._complain(member, f"writes {', '.join(ins.writes)}; it should write {TOTAL}")
+                self.state.complain(member, f"writes {', '.join(ins.writes)}; it should write {TOTAL}")
             slots[TOTAL] = self.state.value(SymbolicValue("total"), "fresh")
 
-    def broadcast(self, comm: Comm | None, members: Sequence[Member]) -> None:
+    def broadcast(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Broadcast the first replica's buffers to the others."""
         for member in members:
             slots, ins = self.state.slots[member.program], member.ins
             if ins.reads != ins.writes or comm is None:
-                self._complain(member, "gives other slots than it takes, or has no communicator")
+                self.state.complain(member, "gives other slots than it takes, or has no communicator")
                 continue
             for slot in ins.writes:
                 value = slots.get(slot)
@@ -295,28 +289,23 @@ class CollectiveRules:
                 writers = [c for c in self.spec.outline.chunks if symbol and symbol.name in c.mutated]
                 if value is None or symbol is None or symbol.kind != "buffer" or not writers:
                     held = self.symbols.describe(value)
-                    self._complain(
+                    self.state.complain(
                         member,
                         f"gives away {slot}, which holds {held}; it should be a buffer that is written",
                     )
                     continue
                 first = writers[0].name
                 wanted = partial(self._replicas, first)
-                self.state.check_groups(member.program, member.place, comm, f"replicas {first}", wanted)
+                self.state.check_groups(member, comm, f"replicas {first}", wanted)
                 slots[slot] = (value[0], "first", value[2])
 
     def _replicas(self, chunk: str) -> tuple[Devices, ...]:
         """Return the devices that hold the same buffers of a chunk. Those it writes are never sharded."""
         return (self.spec.placement[chunk],)
 
-    def _check_replicas(self, member: Member, comm: Comm | None, bucket: Bucket) -> None:
+    def _check_replicas(self, member: ProgramInstr, comm: Comm | None, bucket: Bucket) -> None:
         if comm is not None:
-            self.state.check_groups(
-                member.program, member.place, comm, f"bucket {bucket.name}", lambda: bucket.groups
-            )
+            self.state.check_groups(member, comm, f"bucket {bucket.name}", lambda: bucket.groups)
 
-    def _on(self, member: Member, bucket: Bucket) -> bool:
+    def _on(self, member: ProgramInstr, bucket: Bucket) -> bool:
         return self.state.is_on(member.program, bucket)
-
-    def _complain(self, member: Member, what: str) -> None:
-        self.state.complain(member.program, member.place, what)

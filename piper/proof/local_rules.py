@@ -2,13 +2,12 @@
 
 from piper.ir.chunk import Output
 from piper.ir.ids import LOSS, METRICS, TOTAL, WEIGHT, Pass, SlotId, param_slot, show_part, state_slot
-from piper.plan.instr import Instr
 from piper.plan.plan import Bucket
 from piper.proof.amounts import NOTHING
 from piper.proof.decode import accumulated_slot, described, loaded, rows_of
 from piper.proof.expected import Expected
 from piper.proof.meshes import in_any_order
-from piper.proof.symbolic_state import SymbolicState
+from piper.proof.symbolic_state import ProgramInstr, SymbolicState
 from piper.proof.symbolic_values import NO_COVER, SymbolicValue, Value, shown_cuts
 
 UPDATED = {
@@ -27,101 +26,103 @@ class LocalRules:
         self.spec, self.symbols, self.covers = state.spec, state.symbols, state.covers
         self.on_host: dict[tuple[int, SlotId], Value] = {}  # the values of copies, by program and slot
 
-    def load(self, program: int, place: int, ins: Instr) -> None:
+    def load(self, at: ProgramInstr) -> None:
         """Load a field of the batch, for a microbatch, on a slice of the samples."""
-        taken = loaded(ins)
+        taken = loaded(at.ins)
         if taken is None:
-            self.state.complain(program, place, "loads no field of the batch")
+            self.state.complain(at, "loads no field of the batch")
             return
-        cover = self.covers.of_set(program, taken.devices, 1, taken.degree)
+        cover = self.covers.of_set(at.program, taken.devices, 1, taken.degree)
         if cover is None:
-            self.state.complain(program, place, "loads the samples of devices that it does not run on")
+            self.state.complain(at, "loads the samples of devices that it does not run on")
             return
         if any(self.spec.axes.get(axis, 0) <= index for axis, index in taken.part):
-            self.state.complain(program, place, f"loads a microbatch that does not exist, {taken.part}")
-        cuts = shown_cuts(in_any_order(taken.slices), taken.devices, self.state.plans.plans[program].devices)
+            self.state.complain(at, f"loads a microbatch that does not exist, {taken.part}")
+        cuts = shown_cuts(
+            in_any_order(taken.slices), taken.devices, self.state.plans.plans[at.program].devices
+        )
         value = (self.symbols.number(SymbolicValue("batch", taken.name, 0, cover, cuts)), taken.part, NOTHING)
-        self._write(program, place, ins, (value,))
+        self._write(at, (value,))
 
-    def compute(self, program: int, place: int, ins: Instr) -> None:
+    def compute(self, at: ProgramInstr) -> None:
         """Run a phase of a chunk: check everything that it reads, and write its results."""
-        run = ins.payload if isinstance(ins.payload, Pass) else None
-        expected = self.state.expected_at(ins.part).of_phase(program, run.chunk, run.phase) if run else None
+        run = at.ins.payload if isinstance(at.ins.payload, Pass) else None
+        expected = (
+            self.state.expected_at(at.ins.part).of_phase(at.program, run.chunk, run.phase) if run else None
+        )
         if expected is None or run is None:
-            self.state.complain(
-                program, place, f"runs {described(ins.payload)}, which this device must not run"
-            )
+            self.state.complain(at, f"runs {described(at.ins.payload)}, which this device must not run")
             return
-        self.follow(program, place, ins, expected)
+        self.follow(at, expected)
         in_place = self.spec.chunks[run.chunk].phases[run.phase].in_place
-        for slot in ins.adds_to:
+        for slot in at.ins.adds_to:
             bucket = self.state.plans.buckets.get(slot.owner)
             if bucket is None or not any(piece.name in in_place for piece in bucket.pieces):
-                self.state.complain(program, place, f"adds to {slot}, which its code cannot")
+                self.state.complain(at, f"adds to {slot}, which its code cannot")
         if run.phase == "F" and run.again and expected.mutated:
-            self.state.complain(program, place, "runs a second time and writes buffers a second time")
+            self.state.complain(at, "runs a second time and writes buffers a second time")
 
-    def protect(self, program: int, place: int, ins: Instr) -> None:
+    def protect(self, at: ProgramInstr) -> None:
         """Copy a part of the state: as the step began with it, or it is a state that never was."""
-        slots, begun = self.state.slots[program], self.state.initial[program]
-        for slot in ins.reads:
+        slots, begun = self.state.slots[at.program], self.state.initial[at.program]
+        for slot in at.ins.reads:
             if slot not in begun or slots.get(slot) != begun[slot]:
                 held = self.symbols.describe(slots.get(slot))
-                self.state.complain(program, place, f"copies {slot}, which holds {held}; the step wrote it")
-        for slot in ins.writes:
+                self.state.complain(at, f"copies {slot}, which holds {held}; the step wrote it")
+        for slot in at.ins.writes:
             slots[slot] = self.state.value(SymbolicValue("copy", slot.owner))
 
-    def offload(self, program: int, place: int, ins: Instr) -> None:
+    def offload(self, at: ProgramInstr) -> None:
         """Copy values to the host. Only a fetch can read the copies."""
-        slots = self.state.slots[program]
-        if any(slot.kind == "state" for slot in ins.writes):
-            self._state_out(program, place, ins)
+        slots = self.state.slots[at.program]
+        if any(slot.kind == "state" for slot in at.ins.writes):
+            self._state_out(at)
             return
-        if len(ins.reads) != len(ins.writes):
-            self.state.complain(program, place, f"makes {len(ins.writes)} copies of {len(ins.reads)} values")
-        for read, written in zip(ins.reads, ins.writes, strict=False):
+        if len(at.ins.reads) != len(at.ins.writes):
+            self.state.complain(at, f"makes {len(at.ins.writes)} copies of {len(at.ins.reads)} values")
+        for read, written in zip(at.ins.reads, at.ins.writes, strict=False):
             if (value := slots.get(read)) is None:
-                self.state.complain(program, place, f"copies {read}, which holds nothing")
+                self.state.complain(at, f"copies {read}, which holds nothing")
                 continue
-            self.on_host[program, written] = value
+            self.on_host[at.program, written] = value
             slots[written] = self.state.value(SymbolicValue("host", written))
 
-    def fetch(self, program: int, place: int, ins: Instr) -> None:
+    def fetch(self, at: ProgramInstr) -> None:
         """Bring copies back from the host, each as the value that it is of."""
-        slots = self.state.slots[program]
-        if any(slot.kind == "state" for slot in ins.reads):
-            self._state_back(program, place, ins)
+        slots = self.state.slots[at.program]
+        if any(slot.kind == "state" for slot in at.ins.reads):
+            self._state_back(at)
             return
-        if len(ins.reads) != len(ins.writes):
-            self.state.complain(program, place, f"brings {len(ins.reads)} copies as {len(ins.writes)}")
-        for read, written in zip(ins.reads, ins.writes, strict=False):
+        if len(at.ins.reads) != len(at.ins.writes):
+            self.state.complain(at, f"brings {len(at.ins.reads)} copies as {len(at.ins.writes)}")
+        for read, written in zip(at.ins.reads, at.ins.writes, strict=False):
             if slots.get(read) != self.state.value(SymbolicValue("host", read)):
                 held = self.symbols.describe(slots.get(read))
-                self.state.complain(program, place, f"brings {read}, which holds {held}, from the host")
+                self.state.complain(at, f"brings {read}, which holds {held}, from the host")
                 continue
-            slots[written] = self.on_host[program, read]
+            slots[written] = self.on_host[at.program, read]
 
-    def _state_back(self, program: int, place: int, ins: Instr) -> None:
+    def _state_back(self, at: ProgramInstr) -> None:
         """Bring the state of a bucket to the device: as the last step left it, and once."""
-        slots, (held, *others) = self.state.slots[program], ins.reads
-        if others or len(ins.writes) != 2 or ins.writes[1] != held:
-            self.state.complain(program, place, "brings the state of other buckets than one")
+        slots, (held, *others) = self.state.slots[at.program], at.ins.reads
+        if others or len(at.ins.writes) != 2 or at.ins.writes[1] != held:
+            self.state.complain(at, "brings the state of other buckets than one")
             return
         if slots.get(held) != self.state.value(SymbolicValue("host", held), "old"):
             described = self.symbols.describe(slots.get(held))
-            self.state.complain(program, place, f"brings {held}, which holds {described}, from the host")
+            self.state.complain(at, f"brings {held}, which holds {described}, from the host")
         slots[held] = self.state.value(SymbolicValue("host", held), "outdated")
-        slots[ins.writes[0]] = self.state.value(SymbolicValue("state", held.owner), "old")
+        slots[at.ins.writes[0]] = self.state.value(SymbolicValue("state", held.owner), "old")
 
-    def _state_out(self, program: int, place: int, ins: Instr) -> None:
+    def _state_out(self, at: ProgramInstr) -> None:
         """Copy the updated state of a bucket to its place on the host."""
-        slots, held = self.state.slots[program], ins.writes[0]
-        found = slots.get(ins.reads[0]) if ins.reads else None
-        if len(ins.reads) != 1 or len(ins.writes) != 1 or self.plan_host(program, held) == 0:
-            self.state.complain(program, place, "copies other than the state of one bucket to the host")
+        slots, held = self.state.slots[at.program], at.ins.writes[0]
+        found = slots.get(at.ins.reads[0]) if at.ins.reads else None
+        if len(at.ins.reads) != 1 or len(at.ins.writes) != 1 or self.plan_host(at.program, held) == 0:
+            self.state.complain(at, "copies other than the state of one bucket to the host")
         elif found != self.state.value(SymbolicValue("state", held.owner), "new"):
             described = self.symbols.describe(found)
-            self.state.complain(program, place, f"copies {described} to the host, as {held}")
+            self.state.complain(at, f"copies {described} to the host, as {held}")
         slots[held] = self.state.value(SymbolicValue("host", held), "new")
 
     def plan_host(self, program: int, slot: SlotId) -> int:
@@ -129,36 +130,39 @@ class LocalRules:
         resident = self.state.plans.plans[program].residents.get(slot)
         return 0 if resident is None else resident.host
 
-    def follow(self, program: int, place: int, ins: Instr, expected: Expected) -> None:
+    def follow(self, at: ProgramInstr, expected: Expected) -> None:
         """Check an instruction on a chunk against its expectation, and write its results."""
-        part = ins.part
+        part = at.ins.part
         if part not in self.spec.known_microbatches[expected.chunk]:
-            self.state.complain(program, place, f"runs on a microbatch that does not exist, {part}")
-        self.check_reads(program, place, ins, expected)
+            self.state.complain(at, f"runs on a microbatch that does not exist, {part}")
+        self.check_reads(at, expected)
         values: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.writes]
         for given in expected.weights:
             amount = self.state.expected.single(expected.chunk, part, given.suffix)
             values.append((given.symbol, "whole", ((given.cover, amount),)))
-            if len(values) <= len(ins.writes) and (slot := ins.writes[len(values) - 1]) in ins.adds_to:
-                values[-1] = self._added(program, place, slot, values[-1])
+            if (
+                len(values) <= len(at.ins.writes)
+                and (slot := at.ins.writes[len(values) - 1]) in at.ins.adds_to
+            ):
+                values[-1] = self._added(at, slot, values[-1])
         for name in expected.mutated:
             symbol = self.symbols.number(SymbolicValue("buffer", name))
-            before = self._buffer(program, ins, symbol)
+            before = self._buffer(at, symbol)
             writer = f"{expected.chunk}{show_part(part)}"
             values.append((symbol, "own", self.state.written(before, writer)))
-        self._write(program, place, ins, tuple(values))
+        self._write(at, tuple(values))
 
-    def check_reads(self, program: int, place: int, ins: Instr, expected: Expected) -> None:
+    def check_reads(self, at: ProgramInstr, expected: Expected) -> None:
         """Complain about every read of a wrong value."""
-        slots, part = self.state.slots[program], ins.part
+        slots, part = self.state.slots[at.program], at.ins.part
         wanted: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.reads]
-        sums = ins.adds_to
-        reads = [slot for slot in ins.reads if slot not in sums]
+        sums = at.ins.adds_to
+        reads = [slot for slot in at.ins.reads if slot not in sums]
         found = [slots.get(slot) for slot in reads]
         if found == wanted:
             return
         if len(found) != len(wanted):
-            self.state.complain(program, place, f"reads {len(found)} slots; it should read {len(wanted)}")
+            self.state.complain(at, f"reads {len(found)} slots; it should read {len(wanted)}")
             return
         for i, (slot, value, should) in enumerate(zip(reads, found, wanted, strict=True)):
             if value == should:
@@ -171,7 +175,7 @@ class LocalRules:
                 and self._differ_only_in_samples(value, should)
             ):
                 continue
-            self.state.mismatch(program, place, slot, value, should)
+            self.state.mismatch(at, slot, value, should)
 
     def _differ_only_in_samples(self, found: Value, should: Value) -> bool:
         """Return whether two values differ only in the samples they belong to."""
@@ -180,22 +184,22 @@ class LocalRules:
             *should[1:],
         )
 
-    def _buffer(self, program: int, ins: Instr, symbol: int) -> int:
+    def _buffer(self, at: ProgramInstr, symbol: int) -> int:
         """Return the history of a buffer that an instruction reads before it writes it."""
-        slots = self.state.slots[program]
-        for slot in (*ins.reads, *ins.writes):
+        slots = self.state.slots[at.program]
+        for slot in (*at.ins.reads, *at.ins.writes):
             value = slots.get(slot)
             if value is not None and value[0] == symbol and isinstance(value[2], int):
                 return value[2]
         return 0
 
-    def sent(self, program: int, place: int, ins: Instr) -> Value | None:
+    def sent(self, at: ProgramInstr) -> Value | None:
         """Return the rows of a value that a send or a copy takes. None: there is no such value."""
-        if len(ins.reads) != 1:
-            self.state.complain(program, place, f"reads {len(ins.reads)} slots; it should read 1")
+        if len(at.ins.reads) != 1:
+            self.state.complain(at, f"reads {len(at.ins.reads)} slots; it should read 1")
             return None
-        value = self.state.slots[program].get(ins.reads[0])
-        rows = rows_of(ins)
+        value = self.state.slots[at.program].get(at.ins.reads[0])
+        rows = rows_of(at.ins)
         if value is None or rows == (0, 1, 1):
             return value
         cover = self.symbols.symbol(value).cover
@@ -203,73 +207,76 @@ class LocalRules:
         if part is None:
             what = self.symbols.describe(value)
             self.state.complain(
-                program, place, f"takes rows {described(ins.payload)} of {what}, which cannot be cut there"
+                at, f"takes rows {described(at.ins.payload)} of {what}, which cannot be cut there"
             )
             return None
         return (self.symbols.moved(value[0], part), *value[1:])
 
-    def copy(self, program: int, place: int, ins: Instr) -> None:
+    def copy(self, at: ProgramInstr) -> None:
         """Copy a value, or some of its rows, to another slot."""
-        value = self.sent(program, place, ins)
+        value = self.sent(at)
         if value is not None:
-            self._write(program, place, ins, (value,))
+            self._write(at, (value,))
 
-    def concat(self, program: int, place: int, ins: Instr) -> None:
+    def concat(self, at: ProgramInstr) -> None:
         """Join neighbouring pieces of one value."""
-        slots = self.state.slots[program]
-        values = [value for slot in ins.reads if (value := slots.get(slot)) is not None]
+        slots = self.state.slots[at.program]
+        values = [value for slot in at.ins.reads if (value := slots.get(slot)) is not None]
         pieces = {(self.symbols.moved(value[0], NO_COVER), *value[1:]) for value in values}
         covers = tuple(self.symbols.symbol(value).cover for value in values)
         cover = None
-        if len(values) == len(ins.reads) and len(pieces) == 1 and NO_COVER not in covers:
+        if len(values) == len(at.ins.reads) and len(pieces) == 1 and NO_COVER not in covers:
             cover = self.covers.joined(covers)
         if cover is None:
             held = ", ".join(self.symbols.describe(value) for value in values)
-            self.state.complain(
-                program, place, f"joins what are not neighbouring pieces of one value: {held}"
-            )
+            self.state.complain(at, f"joins what are not neighbouring pieces of one value: {held}")
             return
         first = values[0]
-        self._write(program, place, ins, ((self.symbols.moved(first[0], cover), *first[1:]),))
+        self._write(at, ((self.symbols.moved(first[0], cover), *first[1:]),))
 
-    def add(self, program: int, place: int, ins: Instr) -> None:
+    def add(self, at: ProgramInstr) -> None:
         """Sum gradients of one value from two of its readers."""
-        slots = self.state.slots[program]
-        values = [slots.get(slot) for slot in ins.reads]
+        slots = self.state.slots[at.program]
+        values = [slots.get(slot) for slot in at.ins.reads]
         if len(values) == 2 and values[0] is not None and values[1] is not None:
             left, right = values[0], values[1]
             kind = self.symbols.symbol(left).kind
             if kind == "gradient" and left[:2] == right[:2]:
                 assert isinstance(left[2], int) and isinstance(right[2], int)
                 total = self.state.amounts.add(left[2], right[2])
-                self._write(program, place, ins, ((left[0], left[1], total),))
+                self._write(at, ((left[0], left[1], total),))
                 return
         held = " and ".join(map(self.symbols.describe, values))
-        self.state.complain(program, place, f"adds what are not gradients of one value: {held}")
+        self.state.complain(at, f"adds what are not gradients of one value: {held}")
 
-    def accumulate(self, program: int, place: int, ins: Instr) -> None:
+    def accumulate(self, at: ProgramInstr) -> None:
         """Start a sum of gradients, losses or weights, or add to it."""
-        state, slots = self.state, self.state.slots[program]
-        again = ins.reads[1:]
-        if len(ins.reads) > 2 or (again and again != ins.writes) or len(ins.writes) != 1 or not ins.reads:
-            state.complain(program, place, "adds to another slot than it writes")
+        state, slots = self.state, self.state.slots[at.program]
+        again = at.ins.reads[1:]
+        if (
+            len(at.ins.reads) > 2
+            or (again and again != at.ins.writes)
+            or len(at.ins.writes) != 1
+            or not at.ins.reads
+        ):
+            state.complain(at, "adds to another slot than it writes")
             return
-        value = slots.get(ins.reads[0])
-        slot = accumulated_slot(ins)
+        value = slots.get(at.ins.reads[0])
+        slot = accumulated_slot(at.ins)
         given = None if value is None or slot is None else self._accumulated(value, slot)
         if given is None:
             held = state.symbols.describe(value)
-            state.complain(program, place, f"adds {ins.reads[0]}, which holds {held}, to {ins.writes[0]}")
+            state.complain(at, f"adds {at.ins.reads[0]}, which holds {held}, to {at.ins.writes[0]}")
             return
         if again:
-            given = self._added(program, place, again[0], given)
-        self._write(program, place, ins, (given,))
+            given = self._added(at, again[0], given)
+        self._write(at, (given,))
 
-    def _added(self, program: int, place: int, slot: SlotId, given: Value) -> Value:
+    def _added(self, at: ProgramInstr, slot: SlotId, given: Value) -> Value:
         """Return the sum of what a slot holds and a term, or complain that they are no terms of one sum."""
-        before = self.state.slots[program].get(slot)
+        before = self.state.slots[at.program].get(slot)
         if before is None or before[:2] != given[:2]:
-            self.state.mismatch(program, place, slot, before, given)
+            self.state.mismatch(at, slot, before, given)
             return given
         assert isinstance(before[2], tuple) and isinstance(given[2], tuple)
         return (*given[:2], self.state.merged(before[2], given[2]))
@@ -298,85 +305,85 @@ class LocalRules:
         sources = ((LOSS, outline.loss), (WEIGHT, outline.weight), (METRICS, outline.metrics))
         return [(slot, source) for slot, source in sources if source is not None]
 
-    def norm(self, program: int, place: int, ins: Instr) -> None:
+    def norm(self, at: ProgramInstr) -> None:
         """Compute a device's part of the squared norm, and its sums: each gradient once, complete."""
         state = self.state
         left: dict[SlotId, Value] = {}
         for name, source in self.sums():
-            terms = state.sum_of(program, source)
+            terms = state.sum_of(at.program, source)
             if terms is not None:
                 left[name] = state.value(SymbolicValue("sum", name), "", terms)
-        buckets = {bucket.name: bucket for bucket in state.trained_on(program)}
-        for slot in ins.reads:
+        buckets = {bucket.name: bucket for bucket in state.trained_on(at.program)}
+        for slot in at.ins.reads:
             bucket = state.gradient_bucket(slot)
             if bucket is not None and bucket.name in buckets:
-                self.check_final(program, place, slot, buckets.pop(bucket.name))
+                self.check_final(at, slot, buckets.pop(bucket.name))
             elif slot in left:
-                self._check_sum(program, place, slot, left.pop(slot))
+                self._check_sum(at, slot, left.pop(slot))
             else:
-                state.complain(program, place, f"counts {slot} twice, or should not count it")
+                state.complain(at, f"counts {slot} twice, or should not count it")
         for missing in (*buckets, *left):
-            state.complain(program, place, f"leaves out {missing}")
-        self._write(program, place, ins, (state.value(SymbolicValue("norm")),))
+            state.complain(at, f"leaves out {missing}")
+        self._write(at, (state.value(SymbolicValue("norm")),))
 
-    def check_final(self, program: int, place: int, slot: SlotId, bucket: Bucket) -> None:
+    def check_final(self, at: ProgramInstr, slot: SlotId, bucket: Bucket) -> None:
         """Complain unless a slot holds the complete gradient of a bucket, or of its shard."""
-        terms = self.state.expected.final_gradient(program, bucket)
+        terms = self.state.expected.final_gradient(at.program, bucket)
         about = "shard" if bucket.zero else "whole"
-        self._check_sum(program, place, slot, (self.state.expected.weights(bucket), about, terms))
+        self._check_sum(at, slot, (self.state.expected.weights(bucket), about, terms))
 
-    def _check_sum(self, program: int, place: int, slot: SlotId, should: Value) -> None:
-        value = self.state.slots[program].get(slot)
+    def _check_sum(self, at: ProgramInstr, slot: SlotId, should: Value) -> None:
+        value = self.state.slots[at.program].get(slot)
         if value is not None and value[:2] == should[:2]:
             assert isinstance(value[2], tuple) and isinstance(should[2], tuple)
-            if self.state.equal(program, value[2], should[2]):
+            if self.state.equal(at.program, value[2], should[2]):
                 return
-        self.state.mismatch(program, place, slot, value, should)
+        self.state.mismatch(at, slot, value, should)
 
-    def update(self, program: int, place: int, ins: Instr) -> None:
+    def update(self, at: ProgramInstr) -> None:
         """Step the optimizer: each bucket once, with its own complete gradient."""
-        state, slots = self.state, self.state.slots[program]
-        buckets = {param_slot(bucket.name): bucket for bucket in state.trained_on(program)}
+        state, slots = self.state, self.state.slots[at.program]
+        buckets = {param_slot(bucket.name): bucket for bucket in state.trained_on(at.program)}
         total = slots.get(TOTAL)
         if self.spec.clip or self.spec.outline.weight is not None:
             fresh = state.value(SymbolicValue("total"), "fresh")
-            if TOTAL not in ins.reads:
-                state.complain(program, place, "does not read the sums over all devices, by which it scales")
+            if TOTAL not in at.ins.reads:
+                state.complain(at, "does not read the sums over all devices, by which it scales")
             elif total != fresh:
-                state.mismatch(program, place, TOTAL, total, fresh)
-        given = [slot for slot in ins.reads if slot != TOTAL and slot.kind != "fetched"]
-        params = [slot for slot in ins.writes if slot.kind != "fetched"]
+                state.mismatch(at, TOTAL, total, fresh)
+        given = [slot for slot in at.ins.reads if slot != TOTAL and slot.kind != "fetched"]
+        params = [slot for slot in at.ins.writes if slot.kind != "fetched"]
         if len(given) != len(params):
-            state.complain(program, place, f"updates {len(params)} buckets by {len(given)} gradients")
+            state.complain(at, f"updates {len(params)} buckets by {len(given)} gradients")
             return
         for slot, written in zip(given, params, strict=True):
             bucket = buckets.get(written)
             if bucket is None:
-                state.complain(program, place, f"updates {written}, which this device must not train")
+                state.complain(at, f"updates {written}, which this device must not train")
                 continue
-            self.check_final(program, place, slot, bucket)
+            self.check_final(at, slot, bucket)
             before, after = UPDATED[bucket.zero]
             symbol = SymbolicValue("param", bucket.name)
             if slots.get(written) != state.value(symbol, before):
                 held = self.symbols.describe(slots.get(written))
-                state.complain(program, place, f"updates {written}, which holds {held}, a second time")
+                state.complain(at, f"updates {written}, which holds {held}, a second time")
             slots[written] = state.value(symbol, after)
             slots[slot] = state.value(SymbolicValue("spent"))
-            if self.plan_host(program, state_slot(bucket.name)):
-                self._update_state(program, place, ins, bucket.name)
+            if self.plan_host(at.program, state_slot(bucket.name)):
+                self._update_state(at, bucket.name)
 
-    def _update_state(self, program: int, place: int, ins: Instr, bucket: str) -> None:
+    def _update_state(self, at: ProgramInstr, bucket: str) -> None:
         """Update the state of a bucket, which the host has given to the device."""
         old, new = (self.state.value(SymbolicValue("state", bucket), about) for about in ("old", "new"))
-        slots = self.state.slots[program]
-        found = [slot for slot in ins.reads if slots.get(slot) == old and slot in ins.writes]
+        slots = self.state.slots[at.program]
+        found = [slot for slot in at.ins.reads if slots.get(slot) == old and slot in at.ins.writes]
         if len(found) != 1:
-            self.state.complain(program, place, f"updates {bucket} without its state, which is on the host")
+            self.state.complain(at, f"updates {bucket} without its state, which is on the host")
         slots.update(dict.fromkeys(found, new))
 
-    def _write(self, program: int, place: int, ins: Instr, values: tuple[Value, ...]) -> None:
-        if len(values) != len(ins.writes):
+    def _write(self, at: ProgramInstr, values: tuple[Value, ...]) -> None:
+        if len(values) != len(at.ins.writes):
             should = f"it should write {len(values)}"
-            self.state.complain(program, place, f"writes {len(ins.writes)} slots; {should}")
+            self.state.complain(at, f"writes {len(at.ins.writes)} slots; {should}")
             return
-        self.state.slots[program].update(zip(ins.writes, values, strict=True))
+        self.state.slots[at.program].update(zip(at.ins.writes, values, strict=True))

@@ -1,12 +1,14 @@
 """The symbolic state of all programs: the contents of each slot, and the problems found."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from piper.ir.chunk import Constant, Output, Tags
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SEED, TOTAL, SlotId, buffer_slot, constant_slot, param_slot
 from piper.ir.mesh import axis_through
+from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Comm, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers, Held, Segment
@@ -15,6 +17,15 @@ from piper.proof.specification import Specification
 from piper.proof.symbolic_values import SymbolicValue, SymbolTable, Terms, Value, places_along
 
 Slots = dict[SlotId, Value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramInstr:
+    """An instruction of a program, at its place in the plan."""
+
+    program: int
+    place: int
+    ins: Instr
 
 
 class SymbolicState:
@@ -80,18 +91,18 @@ class SymbolicState:
         """Return a value that has no microbatch."""
         return self.symbols.number(symbol), about, amount
 
-    def complain(self, program: int, place: int, what: str) -> None:
+    def complain(self, at: ProgramInstr, what: str) -> None:
         """Note a problem at an instruction."""
-        plan = self.plans.plans[program]
-        self.problems.append(f"{plan.instrs[place].node} {what}\n{plan.around(place)}")
+        plan = self.plans.plans[at.program]
+        self.problems.append(f"{at.ins.node} {what}\n{plan.around(at.place)}")
 
-    def mismatch(self, program: int, place: int, slot: SlotId, found: Value | None, wanted: Value) -> None:
+    def mismatch(self, at: ProgramInstr, slot: SlotId, found: Value | None, wanted: Value) -> None:
         """Note that an instruction reads a wrong value."""
         holds, should = self.symbols.describe(found), self.symbols.describe(wanted)
         if holds == should and found is not None:
-            where = self._differing(program, found, wanted)
-            holds, should = (self._detail(program, where, value) for value in (found, wanted))
-        self.complain(program, place, f"reads {slot}, which holds {holds}; it should hold {should}")
+            where = self._differing(at.program, found, wanted)
+            holds, should = (self._detail(at.program, where, value) for value in (found, wanted))
+        self.complain(at, f"reads {slot}, which holds {holds}; it should hold {should}")
 
     def _differing(self, program: int, found: Value, wanted: Value) -> int:
         """Return the first device of a program on which two values hold different samples, or the first."""
@@ -210,7 +221,7 @@ class SymbolicState:
         return self._trained[program]
 
     def check_groups(
-        self, program: int, place: int, comm: Comm, whose: str, wanted: Callable[[], Sequence[Devices]]
+        self, at: ProgramInstr, comm: Comm, whose: str, wanted: Callable[[], Sequence[Devices]]
     ) -> None:
         """Complain where a communicator joins other devices than it should, or in another order.
 
@@ -221,7 +232,7 @@ class SymbolicState:
             self._same_groups[key] = sorted(comm.groups) == sorted(wanted())
         if not self._same_groups[key]:
             groups, should = (" and ".join(map(show, some[:4])) for some in (comm.groups, wanted()))
-            self.complain(program, place, f"goes over {comm.name}, groups {groups}; it should be {should}")
+            self.complain(at, f"goes over {comm.name}, groups {groups}; it should be {should}")
 
 
 def show_cells(held: Held) -> str:

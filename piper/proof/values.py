@@ -21,15 +21,14 @@ from collections.abc import Iterator
 
 from piper.ir.graph import Graph
 from piper.ir.ids import TOTAL, SlotId, buffer_slot, param_slot, show_part, state_slot
-from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
 from piper.plan.prove import MOST_PROBLEMS, ProofError
 from piper.process.gc_pause import no_collection
-from piper.proof.collective_rules import CollectiveRules, Member
+from piper.proof.collective_rules import CollectiveRules
 from piper.proof.local_rules import LocalRules
 from piper.proof.specification import Specification
-from piper.proof.symbolic_state import SymbolicState
+from piper.proof.symbolic_state import ProgramInstr, SymbolicState
 from piper.proof.symbolic_values import SymbolicValue, Value
 from piper.proof.tables import shard_problems, table_problems
 
@@ -85,7 +84,7 @@ class SymbolicRun:
         self.sent: dict[tuple[str, int], list[Value | None]] = {}
         self.received: Counter[tuple[str, int]] = Counter()
         self.met: Counter[tuple[str, int]] = Counter()  # collectives behind each program, by communicator
-        self.waiting: dict[tuple[str, int, int], list[Member]] = {}
+        self.waiting: dict[tuple[str, int, int], list[ProgramInstr]] = {}
         self._circles: dict[str, dict[int, tuple[int, ...]]] = {}
 
     def run(self) -> None:
@@ -94,9 +93,10 @@ class SymbolicRun:
             self.advance(self.ready.popleft())
         if len(self.state.problems) >= MOST_PROBLEMS:
             return
-        for program, plan in enumerate(self.plans):
-            if self.reached[program] < len(plan.instrs):
-                self.state.complain(program, self.reached[program], "waits for what never happens")
+        for program, (plan, place) in enumerate(zip(self.plans, self.reached, strict=True)):
+            if place < len(plan.instrs):
+                at = ProgramInstr(program=program, place=place, ins=plan.instrs[place])
+                self.state.complain(at, "waits for what never happens")
         if not self.state.problems:
             for program in range(len(self.plans)):
                 self.check_end(program)
@@ -106,78 +106,82 @@ class SymbolicRun:
         instrs = self.plans.plans[program].instrs
         while self.reached[program] < len(instrs) and len(self.state.problems) < MOST_PROBLEMS:
             place = self.reached[program]
-            ins = instrs[place]
-            kernel = self.kernels.get(ins.op)
-            if kernel is not None:
-                kernel(program, place, ins)
-            elif not self.communicate(program, place, ins):
+            if not self.step(ProgramInstr(program=program, place=place, ins=instrs[place])):
                 break
-            if self.reached[program] == place:  # a collective moves all its members on
-                self.finish(program, ins)
 
-    def finish(self, program: int, ins: Instr) -> None:
+    def step(self, at: ProgramInstr) -> bool:
+        """Run an instruction; return whether it could run."""
+        before = self.reached[at.program]
+        kernel = self.kernels.get(at.ins.op)
+        if kernel is not None:
+            kernel(at)
+        elif not self.communicate(at):
+            return False
+        if self.reached[at.program] == before:  # a collective moves all its members on
+            self.finish(at)
+        return True
+
+    def finish(self, at: ProgramInstr) -> None:
         """Free what an instruction frees, and go on to the next."""
-        slots = self.state.slots[program]
-        for slot in ins.frees:
+        slots = self.state.slots[at.program]
+        for slot in at.ins.frees:
             slots.pop(slot, None)
-        self.reached[program] += 1
+        self.reached[at.program] += 1
 
-    def communicate(self, program: int, place: int, ins: Instr) -> bool:
+    def communicate(self, at: ProgramInstr) -> bool:
         """Run an instruction that needs other devices; return whether it could run."""
-        assert ins.op in COMMUNICATION, ins.op
-        comm = self.plans.comms[ins.comm] if ins.comm is not None else None
-        if ins.op in ("send", "recv"):
+        op, comm = at.ins.op, None if at.ins.comm is None else self.plans.comms[at.ins.comm]
+        assert op in COMMUNICATION, op
+        if op in ("send", "recv"):
             if comm is None or comm.kind != "pairs":
-                self.state.complain(program, place, f"{ins.op}s over {ins.comm}, which joins no pairs")
+                self.state.complain(at, f"{op}s over {at.ins.comm}, which joins no pairs")
                 return True
-            return (
-                self.send(program, place, ins, comm) if ins.op == "send" else self.recv(program, place, comm)
-            )
+            return self.send(at, comm) if op == "send" else self.recv(at, comm)
         if comm is None:
-            self.collective.meet(None, [Member(program=program, place=place, ins=ins)])
+            self.collective.meet(None, [at])
             return True
         if comm.kind != "groups":
-            self.state.complain(program, place, f"goes over {comm.name}, which joins pairs")
+            self.state.complain(at, f"goes over {comm.name}, which joins pairs")
             return True
-        return self.meet(program, place, ins, comm)
+        return self.meet(at, comm)
 
-    def send(self, program: int, place: int, ins: Instr, comm: Comm) -> bool:
+    def send(self, at: ProgramInstr, comm: Comm) -> bool:
         """Send a value to the devices at the other end. Return True: a send never waits."""
-        self.sent.setdefault((comm.name, program), []).append(self.local.sent(program, place, ins))
+        self.sent.setdefault((comm.name, at.program), []).append(self.local.sent(at))
         self.ready.extend(self.receiving.pop(comm.name, ()))
         return True
 
-    def recv(self, program: int, place: int, comm: Comm) -> bool:
+    def recv(self, at: ProgramInstr, comm: Comm) -> bool:
         """Receive a value. Return False if a program at the other end has not sent it yet."""
-        number = self.received[comm.name, program]
-        senders = self.state.covers.sending_programs(comm, program)
+        number = self.received[comm.name, at.program]
+        senders = self.state.covers.sending_programs(comm, at.program)
         boxes = {sender: self.sent.get((comm.name, sender), []) for sender in senders}
         if any(len(box) <= number for box in boxes.values()):
-            self.receiving.setdefault(comm.name, []).append(program)
+            self.receiving.setdefault(comm.name, []).append(at.program)
             return False
-        self.received[comm.name, program] += 1
-        self.collective.receive(program, place, comm, {sender: box[number] for sender, box in boxes.items()})
+        self.received[comm.name, at.program] += 1
+        self.collective.receive(at, comm, {sender: box[number] for sender, box in boxes.items()})
         return True
 
-    def meet(self, program: int, place: int, ins: Instr, comm: Comm) -> bool:
+    def meet(self, at: ProgramInstr, comm: Comm) -> bool:
         """Join a collective. Return whether all members have joined: the last one runs it for all."""
-        circle = self.circle(comm, program)
-        key = (comm.name, circle[0], self.met[comm.name, program])
+        circle = self.circle(comm, at.program)
+        key = (comm.name, circle[0], self.met[comm.name, at.program])
         there = self.waiting.setdefault(key, [])
-        if all(member.program != program for member in there):
-            there.append(Member(program=program, place=place, ins=ins))
+        if all(member.program != at.program for member in there):
+            there.append(at)
         if len(there) < len(circle):
             return False
         del self.waiting[key]
         members = sorted(there, key=lambda member: member.program)
         if len({member.ins.op for member in members}) > 1:
-            self.state.complain(program, place, "is another operation on other devices")
+            self.state.complain(at, "is another operation on other devices")
         else:
             self.collective.meet(comm, members)
         for member in members:
             self.met[comm.name, member.program] += 1
-            self.finish(member.program, member.ins)
-            if member.program != program:
+            self.finish(member)
+            if member.program != at.program:
                 self.ready.append(member.program)
         return True
 

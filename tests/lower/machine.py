@@ -10,6 +10,7 @@ from piper.ir.graph import Graph
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
 from piper.proof.specification import Specification
+from piper.proof.symbolic_state import ProgramInstr
 from piper.proof.tables import shard_problems, table_problems
 from piper.proof.values import SymbolicRun
 from tests.lower.lifetimes import check_lifetimes, check_passes, check_reruns
@@ -32,8 +33,8 @@ def examine(plans: Plans, graph: Graph, *seeds: int, clip: bool = False) -> None
 class Streams:
     """The streams of a program: the places of their instructions, how far each has come, and its events."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.instrs = plan.instrs
+    def __init__(self, program: int, plan: Plan) -> None:
+        self.program, self.instrs = program, plan.instrs
         self.places: dict[str, list[int]] = {}
         for place, ins in enumerate(plan.instrs):
             self.places.setdefault(ins.stream, []).append(place)
@@ -41,14 +42,17 @@ class Streams:
         self.counts = [place for place, ins in enumerate(plan.instrs) if ins.op == "counts"]
         self.events: set[int] = set()
 
-    def head(self, stream: str) -> int | None:
+    def at(self, place: int) -> ProgramInstr:
+        return ProgramInstr(program=self.program, place=place, ins=self.instrs[place])
+
+    def head(self, stream: str) -> ProgramInstr | None:
         """The next instruction of a stream, once its events have come and the host has issued it."""
         if self.reached[stream] == len(self.places[stream]):
             return None
         place = self.places[stream][self.reached[stream]]
         if self.counts and self.counts[0] < place:  # the host waits for the counts of rows
             return None
-        return place if self.events.issuperset(self.instrs[place].waits) else None
+        return self.at(place) if self.events.issuperset(self.instrs[place].waits) else None
 
     def finish(self, ins: Instr) -> None:
         """End the instruction at the head of its stream."""
@@ -66,7 +70,7 @@ class RandomRun(SymbolicRun):
         super().__init__(plans, spec)
         self.rng = random.Random(seed)
         self.buffered = self.rng.random() < 0.5  # whether a send may end before its receive begins
-        self.streams = [Streams(plan) for plan in plans]
+        self.streams = [Streams(program, plan) for program, plan in enumerate(plans)]
 
     def run(self) -> None:
         """Run everything; nothing may be stuck, and nothing left but what outlives the step."""
@@ -78,42 +82,27 @@ class RandomRun(SymbolicRun):
             most = self.rng.randint(1, 6)  # so that one stream may get far ahead of another
             for program, stream in heads:
                 for _ in range(most):
-                    place = self.streams[program].head(stream)
-                    if place is None or not self.step(program, place):
+                    at = self.streams[program].head(stream)
+                    if at is None or not self.step(at):
                         break
                     moved = True
-        for program, streams in enumerate(self.streams):
+        for streams in self.streams:
             for stream, places in streams.places.items():
                 if not self.state.problems and streams.reached[stream] < len(places):
-                    self.state.complain(program, places[streams.reached[stream]], "is stuck")
+                    self.state.complain(streams.at(places[streams.reached[stream]]), "is stuck")
         for program, plan in enumerate(self.plans) if not self.state.problems else ():
             left = self.state.slots[program].keys() - plan.residents.keys()
             assert not left, f"device {plan.devices[0]} keeps {left}"
             self.check_end(program)
 
-    def step(self, program: int, place: int) -> bool:
-        """Run an instruction, if its peers are there."""
-        ins = self.plans.plans[program].instrs[place]
-        before = self.reached[program]
-        kernel = self.kernels.get(ins.op)
-        if kernel is not None:
-            kernel(program, place, ins)
-        elif not self.communicate(program, place, ins):
-            return False
-        if self.reached[program] == before:  # a collective moves all its members on
-            self.finish(program, ins)
-        return True
-
-    def finish(self, program: int, ins: Instr) -> None:
+    def finish(self, at: ProgramInstr) -> None:
         """End an instruction: what it frees, and its event."""
-        super().finish(program, ins)
-        self.streams[program].finish(ins)
+        super().finish(at)
+        self.streams[at.program].finish(at.ins)
 
-    def send(self, program: int, place: int, ins: Instr, comm: Comm) -> bool:
+    def send(self, at: ProgramInstr, comm: Comm) -> bool:
         """Hand a value over; without a buffer, only to receivers who are waiting for it."""
-        return (self.buffered or self.are_receiving(program, comm)) and super().send(
-            program, place, ins, comm
-        )
+        return (self.buffered or self.are_receiving(at.program, comm)) and super().send(at, comm)
 
     def are_receiving(self, program: int, comm: Comm) -> bool:
         """Whether all that a program sends to on a communicator wait for it, and have what was sent before."""
@@ -125,6 +114,5 @@ class RandomRun(SymbolicRun):
     def waits(self, program: int, comm: Comm) -> bool:
         """Whether the head of some stream receives on a communicator."""
         streams = self.streams[program]
-        heads = (place for stream in streams.places if (place := streams.head(stream)) is not None)
-        found = (streams.instrs[place] for place in heads)
-        return any(ins.op == "recv" and ins.comm == comm.name for ins in found)
+        heads = [at.ins for stream in streams.places if (at := streams.head(stream)) is not None]
+        return any(ins.op == "recv" and ins.comm == comm.name for ins in heads)
