@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from piper.directives.strategy_text import strategy_text
+from piper.directives import strategy_text
 from piper.ir.devices import show
 from piper.ir.format import count, size
 from piper.job import strategy_of

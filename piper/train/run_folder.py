@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from piper.compiler import Program
-from piper.directives.strategy_text import strategy_text
+from piper.directives import strategy_text
 from piper.errors import ConfigError
 from piper.ir.devices import show
 from piper.job import Job, strategy_of

@@ -17,7 +17,7 @@ class StrategyLine:
     """One directive of a strategy: its name in messages, its arguments, and its place in the recipe."""
 
     title: str  # "replicate #0 (llama.py:41)"
-    text: str  # "at=at(PP=0), devices=[0, 1], zero=3"
+    text: str  # "replicate(at(PP=0), devices=[0, 1], zero=3)"
     source: str  # "llama.py:41"
 
 
@@ -47,7 +47,7 @@ class Subject:
 
 
 def strategy_lines(lines: Iterable[str]) -> tuple[StrategyLine, ...]:
-    """Parse the lines `title (source): arguments` of a run folder's `strategy.txt`."""
+    """Parse the lines `title (source): call` of a run folder's `strategy.txt`."""
     found = []
     for line in lines:
         match = re.fullmatch(r"(\w+ #\d+ \((.*?)\)): (.*)", line)

@@ -42,7 +42,7 @@ def test_a_run_shows_its_steps_and_leaves_a_folder(piper: Piper, recipe: Path, t
     plans = read_plans((folder / "plan.txt").read_text())
     assert sorted(device for plan in plans for device in plan.devices) == [0, 1, 2]
     first = (folder / "strategy.txt").read_text().splitlines()[0]
-    assert first == "replicate #0 (net.py:23): at=at(PP=0), devices=[0, 1], zero=3"
+    assert first == "replicate #0 (net.py:23): replicate(at(PP=0), devices=[0, 1], zero=3)"
     about = json.loads((folder / "run.json").read_text())
     assert (about["seed"], about["steps"], about["devices"]) == (0, 6, "0-2")
     assert {"python", "piper", "torch"} <= set(about["versions"])

@@ -138,10 +138,12 @@ def test_measured_times_stand_beside_planned_ones() -> None:
 
 
 def test_a_strategy_is_read_back_from_a_run() -> None:
-    lines = ["replicate #0 (a (b).py:4): at=at(PP=0), devices=[0, 1], zero=3", "one device"]
+    lines = ["replicate #0 (a (b).py:4): replicate(at(PP=0), devices=[0, 1], zero=3)", "one device"]
     assert strategy_lines(lines) == (
         StrategyLine(
-            title="replicate #0 (a (b).py:4)", text="at=at(PP=0), devices=[0, 1], zero=3", source="a (b).py:4"
+            title="replicate #0 (a (b).py:4)",
+            text="replicate(at(PP=0), devices=[0, 1], zero=3)",
+            source="a (b).py:4",
         ),
     )
 

@@ -67,7 +67,7 @@ def run_folder(folder: Path, *, profiled: bool, recipe: str = "gone.py:job") -> 
     folder.mkdir()
     plans = demo().plans
     (folder / "plan.txt").write_text(show_plans(plans))
-    (folder / "strategy.txt").write_text("split #0 (gone.py:3): at=at(), axis=MB, parts=4\n")
+    (folder / "strategy.txt").write_text("split #0 (gone.py:3): split(at(), parts=4)\n")
     (folder / "run.json").write_text(json.dumps({"recipe": recipe}))
     if profiled:
         tracks = tuple(
@@ -123,7 +123,7 @@ def test_a_run_whose_recipe_is_gone_still_shows_its_plan(piper: Piper, tmp_path:
         "Only the plans are shown, in whole units of time: its recipe gone.py:job is not there."
     ]
     assert facts["strategy"] == [
-        {"title": "split #0 (gone.py:3)", "text": "at=at(), axis=MB, parts=4", "source": "gone.py:3"}
+        {"title": "split #0 (gone.py:3)", "text": "split(at(), parts=4)", "source": "gone.py:3"}
     ]
 
 
