@@ -72,8 +72,8 @@ def _distinct(name: str, op: Any, size: int) -> list[Sample]:  # noqa: ANN401
     except INVALID:
         return []
     for given in every:
-        if size != TORCH_SIZE and given.kwargs.get("unsafe"):
-            continue  # lengths that fit torch's size alone, unchecked: torch would read past its memory
+        if size != TORCH_SIZE and {"lengths", "offsets"} & given.kwargs.keys():
+            continue  # of segments that fit torch's size alone: unchecked, torch would read past its memory
         sample = _sample(f"{name} {len(by_shape)}", op, given)
         if sample is not None:
             key = pytree.tree_map(
