@@ -126,12 +126,9 @@ class Assembler:
         self, nodes: Sequence[fx.Node], results: Sequence[fx.Node], experts: Experts | None = None
     ) -> Body:
         reads = self._reads(nodes)
-        inside = set(nodes)
 
-        def shared(target: fx.Node) -> bool:
-            if isinstance(self.recording.origins.get(target), FromBuffer):
-                return False  # a buffer's new value is a result
-            return target not in inside or self._read_outside(target, inside)
+        def changes(node: fx.Node) -> bool:
+            return isinstance(self.recording.origins.get(node), FromBuffer)  # its new value is a result
 
         return Body(
             graph=emit(
@@ -139,7 +136,7 @@ class Assembler:
                 [node for group in reads for node in group],
                 results,
                 modes=self.recording.modes,
-                shared=shared,
+                changes=changes,
             ),
             root=self.recording.root,
             inputs=tuple(_tensor(node) for node in reads[0]),

@@ -7,6 +7,7 @@ from torch import fx
 from torch.amp import autocast_mode
 
 from piper.capture.trace.effects import writes
+from piper.capture.trace.functionalize import memory_of
 from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import Mode
 
@@ -17,30 +18,33 @@ def emit(
     results: Sequence[fx.Node],
     *,
     modes: Mapping[fx.Node, Mode],
-    shared: Callable[[fx.Node], bool],
+    changes: Callable[[fx.Node], bool],
 ) -> fx.Graph:
     """Copy nodes into a new graph. Placeholders stand for `reads`; the graph returns `results`.
 
-    shared: returns whether other nodes still read a value. One that is written in place is then copied first.
+    What is read is copied before anything writes into it in place, with all its views, but for what it
+    `changes`. A result that is written later is returned as it was.
     """
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in reads}
+    last = {memory_of(target): position for position, node in enumerate(nodes) for target in writes(node)}
+    last.pop(None, None)  # what has no memory to ask for
+    for node in reads:
+        if memory_of(node) in last and not changes(node):
+            copies[node] = graph.call_method("clone", (copies[node],))
+    returned: dict[fx.Node, fx.Node] = {}
     current = _Modes(graph)
-    for node in nodes:
+    for position, node in enumerate(nodes):
         current.enter(modes[node])
-        targets = [target for target in writes(node) if shared(target)]
-        own = {target: graph.call_method("clone", (copies[target],)) for target in targets}
-
-        def replaced(used: fx.Node, own: Mapping[fx.Node, fx.Node] = own) -> fx.Node:
-            return own[used] if used in own else copies[used]
-
-        copy = graph.node_copy(node, replaced)
+        copy = graph.node_copy(node, copies.__getitem__)
         copy.meta = {key: node.meta.get(key) for key in ("stack_trace", WEIGHT) if key in node.meta}
         if _is_strict_view(copy):
             copy.target = "reshape"
         copies[node] = copy
+        if node in results and last.get(memory_of(node), -1) > position:
+            returned[node] = graph.call_method("clone", (copy,))
     current.enter(Mode())
-    graph.output(tuple(copies[node] for node in results))
+    graph.output(tuple(returned.get(node, copies[node]) for node in results))
     return graph
 
 

@@ -24,6 +24,12 @@ _FILLS = {
 }
 
 
+_RESHAPES = {  # methods that change the shape by which a tensor is read, and no element: views, once explicit
+    f"{name}_": name
+    for name in ("squeeze", "unsqueeze", "t", "transpose", "swapaxes", "swapdims", "as_strided")
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entangled:
     """A write that other names of the same memory see: all of `nodes` must stay in one chunk."""
@@ -89,6 +95,11 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
     owners = {memory_of(node): node for node in recording.origins}
     entangled = []
     for node in list(recording.graph.nodes):
+        if node.op == "call_method" and node.target in _RESHAPES:
+            written = node.args[0]
+            assert isinstance(written, fx.Node)
+            node.target = _RESHAPES[node.target]
+            _replace_later(written, node, order)
         for written in writes(node):
             owner = owners.get(memory_of(written))
             _check_owner(node, written, owner, recording.origins.get(owner) if owner else None)
