@@ -3,8 +3,10 @@
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count, islice
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -90,10 +92,17 @@ class Notes(Callback):
 
 
 def test_an_iterator_that_compile_would_begin_is_refused() -> None:
-    shared = iter([rows(seed) for seed in range(6)])
-    with pytest.raises(ConfigError) as error:
-        piper.compile(replace(job(), data=lambda: shared))
-    assert "data() returns the same iterator each time" in str(error.value)
+    shared = iter([rows(seed) for seed in range(60)])
+    sources: list[Callable[[], Iterator[dict[str, Tensor]]]] = [
+        lambda: shared,
+        lambda: map(dict, shared),
+        lambda: (dict(batch) for batch in shared),
+        lambda: map(itemgetter(1), zip(count(), islice(shared, 4), strict=False)),
+    ]
+    for data in sources:
+        with pytest.raises(ConfigError) as error:
+            piper.compile(replace(job(), data=data))
+        assert "data() returns the same iterator each time" in str(error.value)
 
     def fresh() -> Iterator[dict[str, Tensor]]:
         yield from (rows(seed) for seed in range(3))

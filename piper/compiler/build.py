@@ -22,7 +22,7 @@ from piper.compiler.optimizer_facts import OptimizerFacts, facts_of_optimizer
 from piper.compiler.requests import requests_of
 from piper.compiler.shapes import check_same_state
 from piper.compiler.slices import capture_slices, check_sums, likely_rows, outline_by_slice, uneven_slices
-from piper.data.taking import begin, call_data, take
+from piper.data.taking import begin, call_data, reads_the_same, take
 from piper.directives import Directive, Remat, ShardAxis, apply
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
@@ -314,7 +314,7 @@ def first_batch(job: Job) -> Batch:
         raise ConfigError(
             "data() holds no batch", by=named("data", job.data), hint="return at least one batch"
         )
-    if isinstance(data, Iterator) and call_data(job.data) is data:
+    if isinstance(data, Iterator) and reads_the_same(data, call_data(job.data)):
         raise ConfigError(
             "data() returns the same iterator each time, so its first batch would be lost to compile",
             by=named("data", job.data),

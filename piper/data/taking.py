@@ -1,7 +1,9 @@
 """Takes batches from the user's data. Its exceptions, and values that are no batch, become one message."""
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
+from types import GeneratorType
 
 from torch import Tensor
 
@@ -66,6 +68,28 @@ def batches_of(make: Make) -> Iterator[Given]:
         if batch is None:
             return
         yield batch
+
+
+def reads_the_same(one: object, other: object) -> bool:
+    """Return whether two iterators are one, or read one: by `map`, `itertools`, generator expressions."""
+    return not _sources(one).isdisjoint(_sources(other))
+
+
+def _sources(data: object) -> set[int]:
+    """Return the identities of an iterator and of those that it reads."""
+    identities, waiting = set[int](), [data]
+    while waiting:
+        iterator = waiting.pop()
+        if isinstance(iterator, tuple):  # in which `map` and `zip` hold what they read
+            waiting += iterator
+        if not isinstance(iterator, Iterator) or id(iterator) in identities:
+            continue
+        identities.add(id(iterator))
+        if isinstance(iterator, GeneratorType):  # of a generator function nothing is known before it runs
+            waiting += [iterator.gi_frame.f_locals.get(".0")] if iterator.gi_frame else []
+        elif type(iterator).__module__ in ("builtins", "itertools"):
+            waiting += gc.get_referents(iterator)
+    return identities
 
 
 def failed(error: Exception, make: Make, at: str) -> ConfigError:
