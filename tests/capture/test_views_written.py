@@ -12,7 +12,7 @@ from piper.directives import Directive, place, shard
 from piper.errors import CaptureError
 from piper.ir.select import at
 from piper.job import Job
-from piper.launchers.launch import launch_inline
+from piper.run.launch import launch_inline
 from tests.plain import sgd
 
 WIDTH = 8
