@@ -322,6 +322,11 @@ SUMS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
     "means of samples": lambda _, out, y: torch.sum(out.square().mean(-1)),
     "a term": lambda _, out, y: out.square().mean() + 0.1 * out.abs().sum(),
     "steps": lambda _, out, y: sum(F.cross_entropy(out[:, i], y[:, i], reduction="sum") for i in range(3)),
+    "dot": lambda _, out, y: torch.dot(out.flatten(), out.flatten()),
+    "product of vectors": lambda _, out, y: out.flatten() @ out.flatten().sin() / 8,
+    "letters": lambda _, out, y: 0.5 * torch.einsum("bsd,bsd->", out, out),
+    "vecdot": lambda _, out, y: torch.linalg.vecdot(out, out).sum(),
+    "product and sum": lambda _, out, y: (out * out.sin()).sum() / 7,
     "by hand": lambda _, out, y: -(out.log_softmax(-1) * F.one_hot(y, 5)).sum(),
 }
 MEANS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
@@ -335,11 +340,13 @@ MEANS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
     "a penalty": lambda net, out, y: out.square().mean() + sum(p.square().sum() for p in net.parameters()),
     "shares of samples": lambda _, out, y: (out.mean((1, 2)).softmax(0) * out.mean((1, 2))).sum(),
     "shares of all": lambda _, out, y: (out.mean(-1).flatten().softmax(-1) * y.flatten()).sum(),
+    "a product of means": lambda _, out, y: torch.dot(out.mean((0, 1)), out.mean((0, 1))),
+    "weighted by shares": lambda _, out, y: out.mean((1, 2)) @ out.new_full((len(out),), 1 / len(out)),
     "selected": lambda _, out, y: (out.square().mean(-1) * (y > 1) / (y > 1).sum()).sum(),
     "a sum with its weight": lambda _, out, y: (out.square().sum(), (y > -1).sum()),
     "batchmean": lambda _, out, y: F.kl_div(out.log_softmax(-1), out.softmax(-1), reduction="batchmean"),
 }
-FEW = ["cross entropy", "a fixed divisor", "squares", "by the samples", "a sum of means", "a penalty"]
+FEW = ["cross entropy", "a fixed divisor", "dot", "by the samples", "a product of means", "a penalty"]
 
 
 def of_table(made: Callable[[nn.Module, Tensor, Tensor], Any], strategy: list[piper.Directive]) -> piper.Job:

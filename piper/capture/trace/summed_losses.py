@@ -7,7 +7,7 @@ hold such a divisor itself (softmax over samples, a division by a count), nothin
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ _NUMBERS = re.compile(
 _PRODUCTS = re.compile(
     r"linear|bilinear|embedding|einsum|tensordot|conv.*|.*m[mv]|matmul|.*attention|.*(loss|entropy).*"
 )
+_SUMS = re.compile(r"sum|v?dot|inner|(linalg_)?vecdot|_*r?matmul_*|mm|mv|einsum|tensordot")  # to one number
 _OVER_AN_AXIS = ("softmax", "log_softmax", "normalize", "cumsum", "cumprod")
 
 
@@ -73,7 +74,11 @@ def sums_over_samples(few: Recording, rows: int, many: Recording, samples: int) 
         return ()  # it divides by a number of samples
     of_batch = _of_batch(few)
     both = TwoSizes(few=few, rows=rows, pairs=pairs, samples=samples, of_batch=of_batch)
-    sums = [node for node in _sums(few, of_batch) if _adds_samples(both, node.all_input_nodes[0])]
+    sums = [
+        node
+        for node in _sums(few, of_batch)
+        if all(_adds_samples(both, factor) for factor in _factors(node) if factor in of_batch)
+    ]
     return tuple(dict.fromkeys(f"{name_of(node)}{node_line(node)}" for node in sums))
 
 
@@ -87,7 +92,7 @@ def _sums(recording: Recording, of_batch: set[fx.Node]) -> Iterator[fx.Node]:
             continue
         reached.add(node)
         name = name_of(node)
-        if name == "sum" or argument(node, "reduction") == "sum":
+        if _SUMS.fullmatch(name) or argument(node, "reduction") == "sum":
             yield node
         elif _TERMS.fullmatch(name):
             stack += node.all_input_nodes
@@ -95,6 +100,12 @@ def _sums(recording: Recording, of_batch: set[fx.Node]) -> Iterator[fx.Node]:
             dependent = [each for each in node.all_input_nodes if each in of_batch]
             if len(dependent) == 1 and (node.args[0] is dependent[0] or "mul" in name):
                 stack += dependent
+
+
+def _factors(node: fx.Node) -> Sequence[fx.Node]:
+    """Return what a sum adds up: its operand, or those that it multiplies."""
+    sources = node.all_input_nodes
+    return sources if _SUMS.fullmatch(name_of(node)) else sources[:1]
 
 
 def _adds_samples(both: TwoSizes, summed: fx.Node) -> bool:
