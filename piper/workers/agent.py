@@ -15,7 +15,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from piper.workers.processes import ProcessStatus, SharedFile, gone, how, running, stopped
+from piper.workers.processes import ProcessStatus, SharedFile, gone, running, stopped
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.fork_server import ForkServer, die_with
 from piper.workers.transport.nameless_files import MEMORY, map_marks, nameless_file, new_marks
@@ -80,10 +80,7 @@ class MachineAgent:
 
     def look(self) -> ProcessStatus:
         """Return the status of the worker's process."""
-        ends = {} if self.forks is None else self.forks.ended()
-        ended = f"the process {how(ends[self.process])}" if self.process in ends else None
-        if ended is None and self.process and gone(self.process):
-            ended = "the process has ended"  # and the fork server, with which it ends
+        ended = self.forks.end_of(self.process) if self.process and self.forks is not None else None
         at = () if self.marks is None else running(self.marks)
         return ProcessStatus(
             process=self.process, running=at, ended=ended, stopped=ended is None and stopped(self.process)

@@ -80,9 +80,10 @@ class LocalWorkerGroup(SocketWorkerGroup):
     def ended(self) -> dict[int, str]:
         ends = self.forks.ended()
         ended = {d: f"the process {how(ends[pid])}" for d, pid in self.processes.items() if pid in ends}
-        for device in self.silent - ended.keys():  # the fork server may be stopped or gone
-            if device in self.processes and gone(self.processes[device]):
-                ended[device] = "the process has ended"
+        # The fork server may be slow, stopped or gone.
+        for device in (self.silent & self.processes.keys()) - ended.keys():
+            if (end := self.forks.end_of(self.processes[device])) is not None:
+                ended[device] = end
         return ended
 
     def close(self) -> None:

@@ -4,11 +4,15 @@ import os
 import resource
 import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
+from piper.workers.processes import gone
+from piper.workers.transport import fork_server
 from piper.workers.transport.fork_server import FORKED, NOTICE, ForkServer
 
 MANY = 1100
@@ -54,5 +58,23 @@ def test_a_process_with_the_number_of_one_that_has_ended_lives() -> None:
             there.sendall(NOTICE.pack(FORKED, 7, 0))
             assert server.fork([there.fileno()]) == 7 and server.ended() == {}
             server.end = end
+        finally:
+            server.close()
+
+
+def test_a_fork_server_that_is_slow_still_says_how_a_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, (here, there) = ForkServer("tests.launchers.idle", "json"), socket.socketpair()
+    with here, there:
+        try:
+            pid = server.fork([there.fileno()])
+            assert server.end_of(pid) is None
+            os.kill(server.server, signal.SIGSTOP)
+            os.kill(pid, signal.SIGKILL)
+            while not gone(pid):
+                time.sleep(0.01)
+            assert server.end_of(pid) == "the process has ended", "nobody can say how"
+            monkeypatch.setattr(fork_server, "stopped", lambda process: False)  # as if it were only slow
+            threading.Timer(0.3, os.kill, (server.server, signal.SIGCONT)).start()
+            assert server.end_of(pid) == "the process was killed by SIGKILL"
         finally:
             server.close()

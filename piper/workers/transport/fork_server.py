@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from time import monotonic
 
 from piper.errors import LaunchError
-from piper.workers.processes import StopWatch, gone, stopped
+from piper.workers.processes import StopWatch, gone, how, stopped
 from piper.workers.timeouts import TIMEOUTS
 
 PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
@@ -118,6 +118,17 @@ class ForkServer:
             if monotonic() > until or (silent and all(map(gone, pids))):
                 return
             wait([self.end], TIMEOUTS.process_poll)
+
+    def end_of(self, process: int) -> str | None:
+        """Return how a process ended, in words. None: it lives.
+
+        A process may be gone before the fork server, which knows how it ended, has had time to report that.
+        """
+        if process not in self.ended() and gone(process):
+            self.wait([process], TIMEOUTS.fork_server_end)
+        if process in self.exits:
+            return f"the process {how(self.exits[process])}"
+        return "the process has ended" if gone(process) else None
 
     def close(self) -> None:
         """End the fork server and every process it started, whatever state it is in."""
