@@ -62,7 +62,8 @@ class Floats(TokenFile):
 
 def tokens(folder: Path) -> Iterable[Mapping[str, Tensor]]:
     path = folder / "tokens.bin"
-    np.arange(9 * 6 + 1, dtype=np.uint16).tofile(path)
+    if not path.exists():  # another rank may have it mapped, and must not see it shrink
+        np.arange(9 * 6 + 1, dtype=np.uint16).tofile(path)
     return Floats(path, length=6, batch=4, seed=3)
 
 
