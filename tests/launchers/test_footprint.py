@@ -1,11 +1,15 @@
 """What a local worker of a job takes of its machine."""
 
 import os
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from piper.compiler import compile
 from piper.run.launch import launch_local
 from piper.workers.driver import SocketWorkerGroup
+from piper.workers.transport import fork_server
 from tests.runtime.grid import Cell, batches, job
 
 # Pipeline, experts, ZeRO and clipping on four devices: every kind of communicator.
@@ -18,7 +22,8 @@ def sockets(process: int) -> list[str]:
     return [name for name in os.listdir(opened) if os.readlink(opened / name).startswith("socket:")]
 
 
-def test_a_worker_of_four_devices_has_few_threads_and_sockets() -> None:
+def test_a_worker_of_four_devices_has_few_threads_and_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "subprocess", subprocess)  # a warm fork server has a socket of the tests
     with launch_local(compile(job(CELL))) as run:
         for batch in batches(CELL, 2):
             run.step(batch)
