@@ -183,7 +183,7 @@ def test_even_rows_with_ignored_labels_pass() -> None:
 
 def test_a_loss_that_is_a_sum_is_named() -> None:
     def total(model: nn.Module, batch: Batch) -> Tensor:
-        error = (model(batch["x"]) - batch["y"]).square()
+        error: Tensor = (model(batch["x"]) - batch["y"]).square()
         return error.mean() * error.numel()  # a plain sum is refused by compile
 
     report = checked(job(loss=total, strategy=DP))
