@@ -48,6 +48,10 @@ def train(
     graphs: Annotated[
         bool, typer.Option("--graphs", help="On CUDA, issue each step as one graph, after the first few.")
     ] = False,
+    share: Annotated[
+        str,
+        typer.Option(help="Devices that share a GPU exchange values through the host, or by NCCL."),
+    ] = "host",
     grace: Annotated[
         float, typer.Option(help="Seconds from SIGTERM to the end, in which the run is saved.", metavar="S")
     ] = GRACE,
@@ -97,6 +101,7 @@ def train(
         device=device,
         compile=compiled,
         graphs=graphs,
+        share=share,
         grace=grace,
         retries=retries,
         stall=stall,

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from piper.errors import ConfigError
+from piper.ir.format import count
 from piper.plan.plan import Plans
 from piper.run.run import Run, start_run
 from piper.run.saves import checkpoints_at
 from piper.run.sessions import Sessions
-from piper.runtime.accelerator import is_accelerator
+from piper.runtime.accelerator import accelerators, is_accelerator
 from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
@@ -22,6 +23,7 @@ from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.versions import Files, Versions
 
 On = Literal["inline", "local", "ray", "torchrun"]
+SHARE = ("host", "nccl")  # how devices that share an accelerator exchange values
 ALONE = "rank:"  # and the number of a device
 DEFAULT = Options()
 log = logging.getLogger("piper")
@@ -38,6 +40,7 @@ def launch(
     keep_outputs: bool = DEFAULT.keep_outputs,
     profile: int = DEFAULT.profile,
     graphs: bool = DEFAULT.graphs,
+    share: str = DEFAULT.share,
     cluster: str | None = None,
     resume: Path | str | None = None,
 ) -> Run:
@@ -56,6 +59,8 @@ def launch(
     profile: how many steps to time instruction by instruction, after the first few; `run.recordings()`.
     graphs: on CUDA, issue each step as one graph after the first few, so that the host has next to nothing to
     do. The learning rate is then single precision. Not for steps that need the host: experts, dropout.
+    share: how devices exchange values where they outnumber accelerators: through the host, with the bits of
+    other launchers, or by "nccl" over sockets, as several machines do.
     cluster: the network whose times `rank:N` keeps: a known name, or a TOML file.
     resume: the checkpoint to begin from, or the folder of a run or of checkpoints, of which the newest intact
     one is taken. No process then builds the model: each reads what it needs. `run.train()` goes on as
@@ -76,6 +81,7 @@ def launch(
         keep_outputs=keep_outputs,
         profile=profile,
         graphs=graphs,
+        share=share,
         blank=begins,
     )
     run = launcher(program, on, options, cluster=cluster)
@@ -94,8 +100,9 @@ def launch(
 def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | None = None) -> Run:
     """Start a program by the launcher of a name, without importing the others."""
     check_launcher(on)
+    check_share(options.share)
     if options.graphs:
-        check_static(setup_of(program), program.plans, options, by_host=by_host(program, on))
+        check_static(setup_of(program), program.plans, options, by_host=by_host(program, on, options.share))
     if on.startswith(ALONE):
         from piper.run.single_rank_run import launch_single_rank
 
@@ -180,14 +187,37 @@ def check_launcher(on: str, by: str = "launch") -> None:
         check_started(by)
 
 
-def by_host(program: ProgramLike, on: str) -> bool:
+def check_share(share: str, by: str = "launch") -> None:
+    """Refuse a way to share an accelerator that there is not."""
+    if share not in SHARE:
+        raise ConfigError(
+            f"devices cannot share an accelerator by {share!r}", by=by, hint=f"share is {' or '.join(SHARE)}"
+        )
+
+
+def by_host(program: ProgramLike, on: str, share: str = DEFAULT.share) -> bool:
     """Return whether the devices of a program on CUDA exchange values through the host."""
-    if not is_accelerator(program.device) or on.startswith(ALONE):
-        return False
-    if on in RANKS:
-        world = ranks_of(on)
-        return crowded(len(program.plans.devices) if world is None else world.nearby)
-    return on == "inline"
+    if on == "inline":
+        return is_accelerator(program.device)
+    return share == "host" and crowding(program, on) > 0
+
+
+def crowding(program: ProgramLike, on: str) -> int:
+    """Return how many workers of this machine share fewer accelerators; 0 if each has its own, or none."""
+    if not is_accelerator(program.device) or on not in RANKS:
+        return 0
+    world = ranks_of(on)
+    workers = len(program.plans.devices) if world is None else world.nearby
+    return workers if crowded(workers) else 0
+
+
+def place_of(program: ProgramLike, on: str, share: str = DEFAULT.share) -> str:
+    """Return where a program runs, in words: its figures are not those of an accelerator for each device."""
+    ranks = crowding(program, on)
+    if not ranks:
+        return on
+    way = "through the host" if share == "host" else "by NCCL over sockets"
+    return f"{on}, {count(ranks, 'rank')} on {count(accelerators(), 'GPU')}, {way}"
 
 
 def recovers(on: str) -> bool:

@@ -5,7 +5,7 @@ where they pay (as in `runtime/cuda`). Everything else asks here, or asks torch'
 gives each kind of accelerator the same streams, events, generators and counts of memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,9 +23,19 @@ class Kind:
     title: str  # as people write it
     visible: str  # the variable of the environment that lists which devices a process may use
     cluster: str  # whose network is meant where none is named
+    environment: Mapping[str, str]  # variables of a worker, unless the user has set them
 
 
-KINDS = {"cuda": Kind(title="CUDA", visible="CUDA_VISIBLE_DEVICES", cluster="h200")}  # by torch's name
+KINDS = {  # by torch's name
+    "cuda": Kind(
+        title="CUDA",
+        visible="CUDA_VISIBLE_DEVICES",
+        cluster="h200",
+        # Streams beyond the number of hardware queues (8, or 2 under MPS) share one: work that could run then
+        # waits behind a receive of another stream.
+        environment={"CUDA_DEVICE_MAX_CONNECTIONS": "32"},
+    )
+}
 
 
 def device_kind(asked: str | None) -> str:

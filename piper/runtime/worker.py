@@ -51,6 +51,7 @@ class Options:
     blank: bool = False  # begin without first values, because a checkpoint is loaded before the first step
     profile: int = 0  # steps whose instructions are timed, after the first few
     graphs: bool = False  # on CUDA: issue a step as one graph, after the first few
+    share: str = "host"  # devices that share an accelerator exchange values through the host, or by NCCL
 
 
 Watch = Callable[[int, Instr, Bound], Bound]  # an instruction of the plan, by its place, as it is to be run

@@ -17,7 +17,7 @@ from piper.compiler import Program, compile
 from piper.ir.format import count
 from piper.job import Job
 from piper.plan.memory_timeline import timeline
-from piper.run.launch import check_launcher, launcher
+from piper.run.launch import check_launcher, check_share, launcher, place_of
 from piper.run.recovery import recovering
 from piper.run.retrying import disk_of
 from piper.run.run import Run
@@ -64,6 +64,7 @@ class ConsoleLog(logging.Handler):
 def train_recipe(asked: TrainOptions, console: Console) -> Outcome:
     """Train a recipe as asked, with a display on the console."""
     check_launcher(asked.on, "piper train")
+    check_share(asked.share, "piper train --share")
     check_options(asked)
     with preemptible():
         return train_locked(asked, console)
@@ -95,8 +96,9 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
         program = compile(job, device=asked.device, compile=asked.compile)
     for warning in program.warnings:
         console.print(f"Warning: {warning}")
-    record(folder, program, asked.recipe, asked.on, job.steps)
-    console.print(f"Proven. Starting {count(len(program.plans.devices), 'device')} on {asked.on}")
+    where = place_of(program, asked.on, asked.share)
+    record(folder, program, asked.recipe, where, job.steps)
+    console.print(f"Proven. Starting {count(len(program.plans.devices), 'device')} on {where}")
     return train_program(folder, program, asked, console, past)
 
 
@@ -137,7 +139,8 @@ def train_program(
             )
             done = trained(run)
         if asked.profile:
-            recorded = profile_of(run, program, asked.recipe, asked.on, first)
+            where = place_of(program, asked.on, asked.share)
+            recorded = profile_of(run, program, asked.recipe, where, first)
             console.print(save_profile(recorded, folder))
     return Outcome(
         folder=folder,
@@ -157,6 +160,7 @@ def worker_options(asked: TrainOptions, *, blank: bool) -> Options:
         keep_outputs=asked.detect_nan,
         profile=asked.profile,
         graphs=asked.graphs,
+        share=asked.share,
         blank=blank,
     )
 

@@ -28,6 +28,7 @@ class TrainOptions:
     device: str | None = None  # cpu or cuda; none: as there is
     compile: bool = False  # chunks run as Inductor compiles them
     graphs: bool = False  # on CUDA each step is one graph, after the first few
+    share: str = "host"  # how devices that share an accelerator exchange values
     grace: float = GRACE  # seconds from SIGTERM to the end
     retries: int = 3  # failures in a row that a run may have
     spares: int = 0  # workers more than devices, on Ray or under torchrun

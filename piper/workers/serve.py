@@ -37,6 +37,7 @@ from piper.workers.messages import (
     unpack_setup,
 )
 from piper.workers.processes import Termination
+from piper.workers.rendezvous import LOOPBACK
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, ClosedError, connect
 from piper.workers.transport.nameless_files import map_marks
@@ -54,6 +55,8 @@ class WorkerServer(WorkerAnswers):
         setup = unpack_setup(given.setup)
         if is_accelerator(setup.device):
             take_one(setup.device.type, given.local)
+            if self.by_sockets:
+                name_as_machine(given.device, alone=given.store.host == LOOPBACK)
         self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
         accelerator = setup.device if is_accelerator(setup.device) else None
         self.watcher = Watcher(self.device, marks, self.answers.put, accelerator)
@@ -74,7 +77,7 @@ class WorkerServer(WorkerAnswers):
         self.thread = ThreadPoolExecutor(1, "step")
 
     def _comms(self, setup: Setup, prefix: str) -> Comms:
-        """Return NCCL between accelerators, and gloo on hosts or where an accelerator is shared.
+        """Return NCCL between accelerators, and gloo on hosts or where an accelerator is shared through them.
 
         prefix: of the keys by which the workers of one program meet in the store that all programs share.
         """
@@ -83,11 +86,16 @@ class WorkerServer(WorkerAnswers):
         met = TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=patience)
         store = PrefixStore(prefix, met) if prefix else met
         timeout = given.options.timeout
-        if is_accelerator(setup.device) and not given.shares:
+        if is_accelerator(setup.device) and (self.by_sockets or not given.shares):
             return NcclComms(setup.plans, self.device, store, setup.device, timeout)
         self.transport = self.transport or GlooTransport(at.own)
         gloo = GlooComms(setup.plans, self.device, store, self.transport, timeout, patience=patience)
         return StagedComms(gloo, setup.device) if is_accelerator(setup.device) else gloo
+
+    @property
+    def by_sockets(self) -> bool:
+        """Return whether NCCL connects workers of one accelerator."""
+        return self.given.shares and self.given.options.share == "nccl"
 
     def step(self, given: ProgramBatch) -> Sums:
         """Train on this device's rows of a batch."""
@@ -213,3 +221,18 @@ def take_one(kind: str, local: int) -> None:
     listed = os.environ.get(visible)
     numbers = listed.split(",") if listed else [str(i) for i in range(accelerators())]
     os.environ[visible] = numbers[local % len(numbers)]
+    for name, value in KINDS[kind].environment.items():
+        os.environ.setdefault(name, value)
+
+
+def name_as_machine(device: int, *, alone: bool) -> None:
+    """Let NCCL take this worker for a machine of its own: it refuses two of one machine on one accelerator.
+
+    NCCL must not have been used yet. It then talks over sockets. alone: all workers are on this machine.
+    """
+    os.environ["NCCL_HOSTID"] = f"device-{device}"
+    usual = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
+    if alone:
+        usual["NCCL_SOCKET_IFNAME"] = "lo"
+    for name, value in usual.items():
+        os.environ.setdefault(name, value)

@@ -41,8 +41,6 @@ class NcclMethods(Protocol):
         self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int], options: AllToAllOptions
     ) -> Work: ...
     def broadcast(self, values: list[Tensor], options: BroadcastOptions) -> Work: ...
-    def send(self, values: list[Tensor], to: int, tag: int) -> Work: ...
-    def recv(self, values: list[Tensor], source: int, tag: int) -> Work: ...
     def eager_connect_single_device(self, device: torch.device) -> None: ...
     def abort(self) -> None: ...
 
@@ -163,22 +161,36 @@ class NcclGroup(Group):
 
 
 class NcclPipe:
-    """A connection from one process to another. The first step also sends each value's shape and type."""
+    """A connection from one process to another. The first step also sends each value's shape and type.
+
+    A transfer is an exchange in which one of the two gives nothing: like every collective it runs on the
+    current stream, while torch issues NCCL's sends and receives on a stream of their own.
+    """
 
     def __init__(self, made: NcclMethods, name: str, accelerator: torch.device) -> None:
         self.made, self.name, self.accelerator = made, name, accelerator
 
     def send(self, value: Tensor, form: Form) -> None:
         if form.dtype is None:
-            issue(self.made.send([describe(value, form).to(self.accelerator)], 1, 0), self.name)
+            self._give(describe(value, form).to(self.accelerator))
         assert form.shape == value.shape, f"a transfer on {self.name} changed its shape"
-        issue(self.made.send([value.contiguous()], 1, 0), self.name)
+        self._give(value)
 
     def recv(self, form: Form) -> Tensor:
         if form.dtype is None:
-            described = room_for(self.accelerator)
-            issue(self.made.recv([described], 0, 0), self.name)
-            described_by(described, form)
-        value = torch.empty(form.shape, dtype=form.dtype, device=self.accelerator)
-        issue(self.made.recv([value], 0, 0), self.name)
+            described_by(self._take(room_for(self.accelerator)), form)
+        return self._take(torch.empty(form.shape, dtype=form.dtype, device=self.accelerator))
+
+    def _give(self, value: Tensor) -> None:
+        flat = value.reshape(-1)
+        self._exchange(flat.new_empty(0), flat, [0, 0], [0, len(flat)])
+
+    def _take(self, value: Tensor) -> Tensor:
+        flat = value.view(-1)
+        self._exchange(flat, flat.new_empty(0), [len(flat), 0], [0, 0])
         return value
+
+    def _exchange(self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int]) -> None:
+        options = AllToAllOptions()
+        options.asyncOp = False
+        issue(self.made.alltoall_base(out, rows, gets, gives, options), self.name)
