@@ -14,6 +14,7 @@ TOP = """# Python API
 Every public name of `piper`, from its docstring. [The directives](README.md) have a page each; what they mean
 together stands in [the tutorial](tutorial.md). `docs/api.py` writes this page.
 """
+RETURNED = ("piper.Run",)  # classes that only Piper constructs: `launch` returns a run
 MODULES = ("schedules", "strategies", "losses", "callbacks", "data", "checkpoint")
 
 
@@ -42,7 +43,7 @@ def names_of(module: ModuleType) -> list[str]:
 def entry(name: str, found: object, level: int = 2) -> Iterator[str]:
     """Yield the entry of one name: its signature and its docstring."""
     yield f"{'#' * level} {name}\n"
-    if callable(found):
+    if callable(found) and name not in RETURNED:
         yield f"<!-- figure -->\n```text\n{name}{signature(found)}\n```\n"
     text = inspect.cleandoc(found.__doc__ or "") if not isinstance(found, int | str | float) else ""
     if text:

@@ -91,6 +91,12 @@ def held_buckets(plans: Plans, device: int) -> list[Bucket]:
     return [bucket for bucket in plans.buckets.values() if device in bucket.devices]
 
 
+def held_names(plans: Plans) -> set[str]:
+    """Return the parameters and buffers that any device holds."""
+    parameters = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
+    return parameters.union(*(plan.buffers for plan in plans))
+
+
 def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
     """Return the buckets that a device saves. Each element of each parameter has one device that saves it.
 
@@ -114,11 +120,6 @@ def written_elsewhere(buckets: Iterable[Bucket], bucket: Bucket) -> bool:
         if not names.isdisjoint(piece.name for piece in earlier.pieces):
             return True
     raise AssertionError(f"{bucket.name} is not a bucket of these plans")
-
-
-def buffers_of(plans: Plans, device: int) -> list[str]:
-    """Return the names of the buffers that a device holds."""
-    return list(plans.of(device).buffers)
 
 
 def saved_buffers(plans: Plans, device: int) -> list[str]:

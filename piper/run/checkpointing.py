@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint.background import Done
-from piper.checkpoint.bucket_spans import buffers_of
+from piper.checkpoint.bucket_spans import held_names
 from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
 from piper.checkpoint.folder import begin, commit, discard, settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
@@ -215,13 +215,12 @@ def whole_parts(values: Mapping[str, Tensor]) -> Iterable[TensorRange]:
 
 def read_unread(program: ProgramLike, reader: CheckpointReader) -> dict[str, Tensor]:
     """Read the values that no device holds."""
-    plans = program.plans
-    on_devices = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
-    on_devices |= {name for plan in plans for name in buffers_of(plans, plan.devices[0])}
-    unread: dict[str, Tensor] = {}
-    for name, spec in reader.record.model.items():
-        if name not in on_devices:
-            unread[name] = torch.empty(spec.shape, dtype=dtype_named(spec.dtype or "float32"))
+    on_devices = held_names(program.plans)
+    unread = {
+        name: torch.empty(spec.shape, dtype=dtype_named(spec.dtype or "float32"))
+        for name, spec in reader.record.model.items()
+        if name not in on_devices
+    }
     reader.read(
         TensorRange(key=f"model.{name}", size=value.numel(), start=0, tensor=value.view(-1))
         for name, value in unread.items()

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from piper.checkpoint.bucket_spans import held_names
 from piper.errors import WorkerError
 from piper.ir.format import size
 from piper.plan.memory_timeline import timeline
@@ -147,11 +148,12 @@ class Session:
 
     def _unheld(self, program: ProgramLike) -> dict[str, Tensor]:
         """Return the values of the buffers that a program reads and no worker holds."""
-        used, on_workers = buffers_of(program), buffers_of(self.program)
-        if missing := [name for name in used if name not in on_workers and name not in self.unread]:
+        read = {name for plan in program.plans for name in plan.buffers}
+        unheld = sorted(read - held_names(self.plans))
+        if missing := [name for name in unheld if name not in self.unread]:
             initial = initial_tensors(self.program)  # the run began from a checkpoint, which has none of them
             self.unread |= {name: initial[name] for name in missing}
-        return {name: self.unread[name] for name in used if name not in on_workers}
+        return {name: self.unread[name] for name in unheld}
 
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of parameters on all devices."""
@@ -193,9 +195,3 @@ class Session:
 def ended() -> WorkerError:
     """Return the error of a run that is used after its end."""
     return WorkerError("the workers have ended", by="run", hint="launch the program again")
-
-
-def buffers_of(program: ProgramLike) -> list[str]:
-    """Return the names of the buffers that the devices of a program hold."""
-    slots = (slot for plan in program.plans for slot in plan.residents if slot.kind == "buffer")
-    return sorted({slot.owner for slot in slots})

@@ -1,8 +1,8 @@
 """The driver of workers that are processes: starts them, asks them, and notices when one is lost."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import wait
 from time import monotonic, sleep
 from typing import TypeVar, cast
@@ -19,8 +19,9 @@ from piper.workers.messages import Assignment, Heartbeat, Preparation, pack_setu
 from piper.workers.processes import ProcessStatus, StopWatch, running, stopped
 from piper.workers.serve import WorkerServer
 from piper.workers.timeouts import TIMEOUTS
-from piper.workers.transport.channel import Channel, ClosedError
+from piper.workers.transport.channel import Channel
 from piper.workers.transport.shared_memory import TensorEntry, layout
+from piper.workers.transport.sockets import ClosedError
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -34,7 +35,6 @@ class SocketWorkerGroup(WorkerGroup):
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
         super().__init__(program, options)
-        self.current = program  # what workers run now
         self.packed: bytes | None = None  # the setup as a message, where an earlier group has made it
         self.channels: dict[int, Channel] = {}
         self.processes: dict[int, int] = {}  # process ids by device
@@ -107,14 +107,6 @@ class SocketWorkerGroup(WorkerGroup):
     def exit_notifiers(self) -> Sequence[Readable]:
         """Return objects that become readable when a process ends."""
         return ()
-
-    @contextmanager
-    def running(self, program: ProgramLike) -> Iterator[None]:
-        self.current = program
-        try:
-            yield
-        finally:
-            self.current = self.program
 
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
         return cast("dict[int, R]", self._ask(call.__name__, arguments, self.stall))

@@ -1,12 +1,13 @@
 """The workers of a program from their start to their end, and how a driver asks them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from piper.checkpoint.bucket_spans import held_names
 from piper.plan.plan import Plans
 from piper.runtime.debug.profiler import ClockOffset, compare
 from piper.runtime.setup import ProgramLike, Setup
@@ -33,6 +34,7 @@ class WorkerGroup(ABC):
 
     def __init__(self, program: ProgramLike, options: Options) -> None:
         self.program, self.options = program, options
+        self.current = program  # what workers run now
         self.devices: Sequence[int] = program.plans.devices
         self.stall = options.timeout  # seconds without any progress after which the job has stalled
 
@@ -59,9 +61,14 @@ class WorkerGroup(ABC):
     def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
         """Give all workers another program, and the values of buffers that only this program reads."""
 
-    def running(self, program: ProgramLike) -> AbstractContextManager[None]:
+    @contextmanager
+    def running(self, program: ProgramLike) -> Iterator[None]:
         """Take note inside the block that workers run another program than the one they train with."""
-        return nullcontext()
+        self.current = program
+        try:
+            yield
+        finally:
+            self.current = self.program
 
     def sharing(self, step: int) -> AbstractContextManager[None]:
         """Let all workers reach the versions of a step inside the block, wherever they lie."""
@@ -83,7 +90,5 @@ def streams_of(plans: Plans) -> int:
 
 def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the initial values of parameters and buffers that no device holds. They never change."""
-    on_devices = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
-    residents = (slot for plan in program.plans for slot in plan.residents)
-    on_devices |= {slot.owner for slot in residents if slot.kind == "buffer"}
+    on_devices = held_names(program.plans)
     return {name: value.clone() for name, value in values.items() if name not in on_devices}

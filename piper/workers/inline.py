@@ -1,9 +1,8 @@
 """`inline`: every device is a thread of this process."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,11 +16,11 @@ from piper.runtime.comm.base import speaks_in
 from piper.runtime.comm.inline import World
 from piper.runtime.context import Dice
 from piper.runtime.debug.profiler import ClockOffset
-from piper.runtime.setup import Initial, ProgramLike, Setup, initial_values, setup_of
+from piper.runtime.setup import ProgramLike, Setup, initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.workers.answers import WorkerAnswers
 from piper.workers.blame import Failure, JobSnapshot, Watcher, blame, private_marks
-from piper.workers.group import WorkerGroup, streams_of
+from piper.workers.group import WorkerGroup, streams_of, unread_values
 from piper.workers.processes import ProcessStatus, running
 from piper.workers.starter import Starter
 from piper.workers.transport.versions import Files, WorkerVersions
@@ -39,7 +38,6 @@ class InlineWorkerGroup(WorkerGroup):
     def __init__(self, program: ProgramLike, options: Options, versions: Files | None = None) -> None:
         super().__init__(program, options)
         self.versions, self.protects = versions, versions is not None
-        self.current = program  # what workers run now
         self.world = World(program.plans, options.timeout)
         self.worlds = [self.world]  # and those of programs that have other communicators
         self.failures: list[Failure] = []
@@ -59,33 +57,15 @@ class InlineWorkerGroup(WorkerGroup):
         if is_accelerator(setup.device) and len(self.devices) > 1:
             # They share one accelerator: on one stream, what a device hands another is in order by itself.
             options = replace(options, streams=False)
-        initial = setup.build_code(
-            setup.plans,
-            lambda: blank_values(setup.outline) if options.blank else initial_values(program),
-        )
+        values = setup.build_code(setup.plans, lambda: {} if options.blank else initial_tensors(program))
+        initial = blank_values(setup.outline) if options.blank else values.__getitem__
         dice = Dice(setup.device)
         for device, watcher in self.watchers.items():
             comms, stop = self.world.member(device), self.world.stop
             worker = Worker(setup, device, comms, initial, options, dice, stop, watcher.watch)
             versions = None if self.versions is None else WorkerVersions(worker, self.versions)
             self.workers[device], self.answers[device] = worker, WorkerAnswers(worker, versions)
-        return self._unread(initial)
-
-    def _unread(self, initial: Initial) -> dict[str, Tensor]:
-        """Return the values that no chunk reads and so no worker holds. They never change."""
-        plans, outline = self.program.plans, self.program.outline
-        on_workers = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
-        on_workers |= {name for chunk in outline.chunks for name in chunk.buffers}
-        names = (*(p.name for p in outline.parameters), *(b.name for b in outline.buffers if b.persistent))
-        return {name: initial(name) for name in names if name not in on_workers}
-
-    @contextmanager
-    def running(self, program: ProgramLike) -> Iterator[None]:
-        self.current = program
-        try:
-            yield
-        finally:
-            self.current = self.program
+        return unread_values(program, values)
 
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
         name = call.__name__

@@ -36,9 +36,10 @@ from piper.workers.rendezvous import (
 )
 from piper.workers.results import EvaluationResult, Means, Resumed, StepResult
 from piper.workers.timeouts import TIMEOUTS
-from piper.workers.transport.channel import Channel, ClosedError, connect
+from piper.workers.transport.channel import Channel, connect
 from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.serialize import Codec
+from piper.workers.transport.sockets import ClosedError
 
 log = logging.getLogger("piper")
 

@@ -39,9 +39,10 @@ from piper.workers.messages import (
 from piper.workers.processes import Termination
 from piper.workers.rendezvous import LOOPBACK
 from piper.workers.timeouts import TIMEOUTS
-from piper.workers.transport.channel import Channel, ClosedError, connect
+from piper.workers.transport.channel import Channel, connect
 from piper.workers.transport.nameless_files import map_marks
 from piper.workers.transport.shared_memory import SharedValues
+from piper.workers.transport.sockets import ClosedError
 from piper.workers.transport.versions import WorkerVersions
 
 

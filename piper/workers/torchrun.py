@@ -39,7 +39,8 @@ from piper.workers.rendezvous import (
 )
 from piper.workers.serve import crowded
 from piper.workers.timeouts import TIMEOUTS
-from piper.workers.transport.channel import Channel, ClosedError, Listener
+from piper.workers.transport.channel import Channel, Listener
+from piper.workers.transport.sockets import ClosedError
 from piper.workers.transport.versions import Versions
 
 

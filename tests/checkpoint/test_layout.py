@@ -7,7 +7,6 @@ import torch
 
 from piper.checkpoint.bucket_spans import (
     BucketSpan,
-    buffers_of,
     held_buckets,
     owned_range,
     saved_buckets,
@@ -117,7 +116,7 @@ def test_a_device_holds_what_others_write() -> None:
 
 def test_the_first_copy_of_a_buffer_is_written() -> None:
     made = plans(buffers={0: ["x.mean"], 1: ["x.mean", "y"], 2: ["y"]})
-    assert [buffers_of(made, device) for device in range(3)] == [["x.mean"], ["x.mean", "y"], ["y"]]
+    assert [[*made.of(device).buffers] for device in range(3)] == [["x.mean"], ["x.mean", "y"], ["y"]]
     assert [saved_buffers(made, device) for device in range(3)] == [["x.mean"], ["y"], []]
 
 

@@ -15,11 +15,11 @@ from piper.workers.transport.channel import (
     NONCE,
     PENDING,
     Channel,
-    ClosedError,
     FrameKeys,
     Listener,
     connect,
 )
+from piper.workers.transport.sockets import ClosedError
 from tests.launchers.bounds import set_timeouts
 
 KEY = b"k" * 32

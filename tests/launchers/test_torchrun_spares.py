@@ -26,7 +26,8 @@ from piper.workers.rank_agent import CODEC, AgentPlace, ServedAgent, leave
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import DriverAddress
 from piper.workers.torchrun import AgentLostError, RankCalls, RemoteAgent, TorchrunStarter, over
-from piper.workers.transport.channel import Channel, ClosedError, Listener, connect
+from piper.workers.transport.channel import Channel, Listener, connect
+from piper.workers.transport.sockets import ClosedError
 from tests.hosts.training import events
 from tests.launchers.bounds import set_timeouts
 from tests.launchers.family import family, free_port

@@ -10,8 +10,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from piper.plan.plan import Plans
 from piper.runtime.comm.base import Comms
 from piper.runtime.comm.gloo import GlooComms
-from piper.workers.transport.channel import Channel, ClosedError
+from piper.workers.transport.channel import Channel
 from piper.workers.transport.serialize import pack, unpack
+from piper.workers.transport.sockets import ClosedError
 
 Work = Callable[[int, Comms], object]
 Task = tuple[

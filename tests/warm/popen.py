@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from piper.workers.transport import fork_server
+from piper.workers.transport.sockets import read_exactly
 
 ROOT = Path(__file__).parents[2]
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
@@ -43,17 +44,6 @@ class Server:
                 return int.from_bytes(read_exactly(self.connection, 8), "big")
             finally:
                 adopt(False)
-
-
-def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """Read this many bytes. Raise EOFError if the other side is gone."""
-    data = b""
-    while len(data) < size:
-        received = connection.recv(size - len(data))
-        if not received:
-            raise EOFError("the warm process is gone")
-        data += received
-    return data
 
 
 def adopt(on: bool) -> None:

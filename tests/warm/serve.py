@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from piper.workers.transport.fork_server import die_with
+from piper.workers.transport.sockets import ClosedError, read_exactly
 from tests.warm import popen
 
 MOST = 64  # descriptors that a program may be given
@@ -78,8 +79,8 @@ def serve(connection: socket.socket) -> tuple[Request, list[int]]:
             size, descriptors, _, _ = socket.recv_fds(connection, 8, MOST)
             if not size:
                 os._exit(0)
-            text = popen.read_exactly(connection, int.from_bytes(size, "big"))
-        except (EOFError, ConnectionResetError):
+            text = read_exactly(connection, int.from_bytes(size, "big"))
+        except (ClosedError, ConnectionResetError):
             os._exit(0)
         number, written = os.pipe()
         between = os.fork()

@@ -24,6 +24,7 @@ from typing import Self
 
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.serialize import Codec, MessageError
+from piper.workers.transport.sockets import ClosedError, keep_alive, read_exactly
 
 LENGTH = struct.Struct("!Q")
 NAME = struct.Struct("!I")
@@ -33,13 +34,8 @@ ANSWER = NAME.size + NONCE + PROOF  # what a worker sends during the handshake
 GREETING = b"piper/1\n"
 PENDING = 256  # connections that may be in their handshake at a time; the oldest gives way to a new one
 TRIES = 5  # times that a worker connects: a crowded listener may drop one connection, but not all of them
-PROBES = 3  # times that a silent machine is asked before its connections end
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 PLAIN = Codec()
-
-
-class ClosedError(ConnectionError):
-    """The other process has closed its end, or sends what is not a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +44,6 @@ class FrameKeys:
 
     sent: bytes
     received: bytes
-
-
-def keep_alive(end: socket.socket) -> None:
-    """Let waits on a connection end when the other machine is lost: it cannot close the connection."""
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {
-        "TCP_KEEPIDLE": TIMEOUTS.link_idle,
-        "TCP_KEEPINTVL": TIMEOUTS.link_probe,
-        "TCP_KEEPCNT": PROBES,
-        "TCP_USER_TIMEOUT": TIMEOUTS.unread * 1000,
-    }
-    for name, value in options.items():
-        if hasattr(socket, name):  # not every system has all of them
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Channel:
@@ -210,30 +192,19 @@ def _connect(address: tuple[str, int], key: bytes, name: int, timeout: float, co
     try:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(end)
-        greeting = _exactly(end, len(GREETING) + NONCE)
+        greeting = read_exactly(end, len(GREETING) + NONCE)
         if not greeting.startswith(GREETING):
             raise ClosedError("what listens there is not a driver of this version")
         shake = Handshake(
             key=key, listener=greeting[len(GREETING) :], worker=secrets.token_bytes(NONCE), name=name
         )
         end.sendall(NAME.pack(name) + shake.worker + shake.worker_proof)
-        if not hmac.compare_digest(_exactly(end, PROOF), shake.listener_proof):
+        if not hmac.compare_digest(read_exactly(end, PROOF), shake.listener_proof):
             raise ClosedError("what listens there does not know the key")
     except BaseException:
         end.close()
         raise
     return Channel(end, codec=codec, keys=shake.frame_keys(listens=False))
-
-
-def _exactly(end: socket.socket, size: int) -> bytes:
-    """Read this many bytes within the socket's timeout."""
-    data = b""
-    while len(data) < size:
-        got = end.recv(size - len(data))
-        if not got:
-            raise ClosedError("the other process is gone")
-        data += got
-    return data
 
 
 class _Visitor:

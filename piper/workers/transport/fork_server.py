@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,6 +28,7 @@ from time import monotonic
 from piper.errors import LaunchError
 from piper.workers.processes import StopWatch, gone, how, stopped
 from piper.workers.timeouts import TIMEOUTS
+from piper.workers.transport.sockets import ClosedError, read_exactly
 
 PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
 PROGRAM = (
@@ -65,12 +66,12 @@ class ForkServer:
         """Start a worker that owns these descriptors. Return its process id."""
         self.warm()
         socket.send_fds(self.end, [FORK], descriptors)
-        process = self._notice(FORKED)[0]
+        process = self._notice(FORKED)
         self.exits.pop(process, None)  # of an earlier process with the same number
         return process
 
-    def _notice(self, wanted: int) -> tuple[int, int]:
-        """Return the next notice of a kind. The ends of processes that come before it are remembered."""
+    def _notice(self, wanted: int) -> int:
+        """Return the process of the next notice of a kind. The ends of others before it are remembered."""
         self.end.settimeout(TIMEOUTS.fork_server_start)
         until, stop = monotonic() + TIMEOUTS.fork_server_start, StopWatch()
         try:
@@ -80,14 +81,10 @@ class ForkServer:
                         raise TimeoutError(f"it does not answer within {TIMEOUTS.fork_server_start:g} s")
                     if stop.lasting(self.server, stopped(self.server)):
                         raise TimeoutError(f"process {self.server} is stopped by a signal")
-                kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size))
-                if kind == ENDED:
-                    self.exits[pid] = status
-                if kind == READY:
-                    self.ready = True
+                kind, pid = self._hear()
                 if kind == wanted:
-                    return pid, status
-        except (EOFError, TimeoutError) as error:
+                    return pid
+        except (ClosedError, TimeoutError) as error:
             raise LaunchError(
                 "no process can be started",
                 by="launch",
@@ -95,19 +92,23 @@ class ForkServer:
                 hint="look at what the process printed; is the machine out of memory or processes?",
             ) from error
 
+    def _hear(self) -> tuple[int, int]:
+        """Read the next notice. Return what happened, and to which process."""
+        kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size, "the fork server"))
+        if kind == ENDED:
+            self.exits[pid] = status
+        self.ready = self.ready or kind == READY
+        return kind, pid
+
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when a process ends."""
         return self.end.fileno()
 
     def ended(self) -> Mapping[int, int]:
         """Return the exit codes of ended processes by process id. A signal is negative."""
-        while wait([self.end], 0):
-            try:
-                kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size))
-            except EOFError:
-                break
-            if kind == ENDED:
-                self.exits[pid] = status
+        with suppress(ClosedError):
+            while wait([self.end], 0):
+                self._hear()
         return self.exits
 
     def wait(self, pids: Sequence[int], timeout: float) -> None:
@@ -179,7 +180,7 @@ def die_with(parent: int) -> None:
 
 def import_path() -> dict[str, str]:
     """Return the environment in which this package and the driver's modules are found."""
-    package = str(Path(__file__).parents[2])
+    package = str(Path(__file__).parents[3])
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*filter(None, sys.path), package]))}
 
 
@@ -191,17 +192,6 @@ def fork_server(module: str = WORKER) -> Iterator[ForkServer]:
         yield server
     finally:
         server.close()
-
-
-def read_exactly(end: socket.socket, size: int) -> bytes:
-    """Read this many bytes. Raise EOFError if the other end is closed."""
-    data = b""
-    while len(data) < size:
-        got = end.recv(size - len(data))
-        if not got:
-            raise EOFError("the fork server is gone")
-        data += got
-    return data
 
 
 def serve(descriptor: int, module: str, preload: str) -> None:
