@@ -92,13 +92,13 @@ class ElasticRecovery(Recovery):
         except ConfigError as error:
             self.unsaved = error  # of a checkpoint, which this change does not need
         with self._folder(where) as state:
-            self.call(lambda: self.session.write(state, None, wait=True, keep=None))
+            self.call("write", lambda: self.session.write(state, None, wait=True, keep=None))
             self._end()
             self.failed_at, self.phases = monotonic(), Phases()
             self._move(state, self.done, program, range(devices))
         self.notify(resized(self.done, before, devices, "lost ones are tried" if self.shrunk else "as asked"))
         self.shrunk = devices < self.sizes.most and self.shrunk
-        self.call(self._protect)
+        self.call("protect", self._protect)
 
     def _grow(self) -> None:
         """Try all devices, or as many as there is room for."""

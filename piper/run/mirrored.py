@@ -5,8 +5,6 @@ other ranks, where the same call then returns or raises it too.
 """
 
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar, cast
 
@@ -22,7 +20,6 @@ from piper.workers.group import WorkerGroup
 from piper.workers.rank_agent import RankZeroResult, ServedAgent
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import check_key, find_address, next_launch
-from piper.workers.results import Batch, Resumed, StepResult
 from piper.workers.starter import Starter
 from piper.workers.torchrun import TorchrunStarter
 
@@ -36,32 +33,16 @@ class LeaderSessions(Sessions):
 
     starter: TorchrunStarter
 
-    def _publish(self, name: str, act: Callable[[], T]) -> T:
+    def call(self, name: str, act: Callable[[], T]) -> T:
         try:
-            value = act()
+            value = super().call(name, act)
         except PiperError as error:
-            self.starter.publish(failed(name, error))
+            notes = tuple(getattr(error, "__notes__", ()))
+            failure = RankZeroResult(call=name, error=type(error).__name__, text=str(error), notes=notes)
+            self.starter.publish(failure)
             raise
         self.starter.publish(RankZeroResult(call=name, value=value))
         return value
-
-    def call(self, act: Callable[[], T]) -> T:
-        return self._publish(name_of(act), partial(super().call, act))
-
-    def step(self, batch: Batch) -> StepResult:
-        return self._publish("step", partial(super().step, batch))
-
-    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
-        self._publish("write", partial(super().write, path, data, wait=wait, keep=keep))
-
-    def read(self, path: Path | str) -> Resumed:
-        return self._publish("read", partial(super().read, path))
-
-    def settle(self) -> None:
-        self._publish("settle", super().settle)
-
-    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
-        self._publish("set_optimizer_option", partial(super().set_optimizer_option, group, key, value))
 
 
 class NoStarter(Starter):
@@ -90,7 +71,7 @@ class FollowerSessions(Sessions):
     def begin(self) -> None:
         """Do nothing: rank 0 starts the workers."""
 
-    def _next(self, call: str) -> object:
+    def call(self, name: str, act: Callable[[], T]) -> T:
         """Return what a call returned on rank 0. Calls in between that only rank 0 makes are skipped."""
         while not self.over:
             result = self.results.get()
@@ -98,41 +79,19 @@ class FollowerSessions(Sessions):
                 break
             if result.error is not None:
                 raise error_of(result)
-            if result.call == call:
-                return result.value
+            if result.call == name:
+                return cast(T, result.value)
             if result.call in CHANGES:
                 raise LaunchError(
                     "the ranks do not do the same",
                     by="run",
-                    facts={"rank 0": result.call.strip("_"), "here": call.strip("_")},
+                    facts={"rank 0": result.call.strip("_"), "here": name.strip("_")},
                     hint="call step, load, save and the like on every rank, in one order",
                 )
         self.over = True
         raise WorkerError(
             "the run has ended on rank 0", by="run", hint="look at what rank 0 says; it may have failed"
         )
-
-    def call(self, act: Callable[[], T]) -> T:
-        return cast(T, self._next(name_of(act)))
-
-    def step(self, batch: Batch) -> StepResult:
-        result = cast(StepResult, self._next("step"))
-        self.done += 1
-        return result
-
-    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
-        self._next("write")
-
-    def read(self, path: Path | str) -> Resumed:
-        resumed = cast(Resumed, self._next("read"))
-        self.done = resumed.step
-        return resumed
-
-    def settle(self) -> None:
-        self._next("settle")
-
-    def set_optimizer_option(self, group: int, key: str, value: float) -> None:
-        self._next("set_optimizer_option")
 
     def close(self) -> None:
         """Wait until rank 0 has ended the run. After an error end the worker at once. Idempotent."""
@@ -144,17 +103,6 @@ class FollowerSessions(Sessions):
                 self.agent.wait()
         finally:
             self.agent.leave()
-
-
-def name_of(act: Callable[[], object]) -> str:
-    """Return the name of the method that a run asks workers in."""
-    return str(getattr(act, "func", act).__name__)
-
-
-def failed(call: str, error: PiperError) -> RankZeroResult:
-    """Return the message that reports an error."""
-    notes = tuple(getattr(error, "__notes__", ()))
-    return RankZeroResult(call=call, error=type(error).__name__, text=str(error), notes=notes)
 
 
 def error_of(result: RankZeroResult) -> PiperError:

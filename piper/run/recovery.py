@@ -105,20 +105,18 @@ class Recovery(Sessions):
         self.batches[self.done + 1] = batch
         if self.times.begin(batch) and self.current is not None:
             self.starter.expect(self.current.group, self.stall)
-
-        def act() -> StepResult:
-            self._protect()
-            began = monotonic()
-            result = self.session.step(batch)
-            self.times.add(monotonic() - began)
-            return result
-
-        result = self.call(act, self.done + 1)
-        self.done += 1
+        result = super().step(batch)
         self.results[self.done] = result
         self.batches.pop(self.done - self._kept, None)
         self.results.pop(self.done - RESULTS, None)
         self._passed()
+        return result
+
+    def _step(self, batch: Batch) -> StepResult:
+        self._protect()
+        began = monotonic()
+        result = super()._step(batch)
+        self.times.add(monotonic() - began)
         return result
 
     @property
@@ -149,12 +147,12 @@ class Recovery(Sessions):
         """Return the seconds without progress after which the job has stalled."""
         return self.times.stall(self.options.timeout) if self.given_stall is None else self.given_stall
 
-    def call(self, act: Callable[[], T], step: int | None = None) -> T:
-        """Return what a function returns, over as many failures as there are retries. step: under way."""
+    def call(self, name: str, act: Callable[[], T]) -> T:
+        """Return what a function returns, over as many failures as there are retries."""
         while True:
             if self.closed:
                 raise ended()
-            self.at = self.done if step is None else step
+            self.at = self.done + (name == "step")
             try:
                 if self.current is None:
                     self._start()
@@ -168,7 +166,7 @@ class Recovery(Sessions):
 
     def begin(self) -> None:
         """Start all workers."""
-        self.call(lambda: None)
+        self.call("begin", lambda: None)
 
     def _start(self) -> None:
         """Start all workers, let them take the newest state there is, and repeat the steps since then."""
@@ -313,15 +311,14 @@ class Recovery(Sessions):
         """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
         self.settle()
         self.saving = None if wait else Saving(step=self.done, path=Path(path), data=data, keep=keep)
-        self.call(lambda: self.session.write(path, data, wait=wait, keep=keep))
+        super().write(path, data, wait=wait, keep=keep)
 
     def read(self, path: Path | str) -> Resumed:
         """Let workers go on from a checkpoint."""
-        resumed = self.call(lambda: self.session.read(path))
+        resumed = super().read(path)
         self.versions.forget(lambda step: True)
         self.unread, self.protected = dict(self.session.unread), False
         self.begun, self.saving = (path, resumed.step), None
-        self.done = resumed.step
         for known in (self.batches, self.results, self.set_after, self.completed):
             known.clear()
         return resumed
@@ -329,7 +326,7 @@ class Recovery(Sessions):
     def settle(self) -> None:
         """Wait until the save that is under way is complete."""
         try:
-            self.call(lambda: self.session.settle())
+            super().settle()
         except ConfigError as error:
             self.unsaved = error
         unsaved, self.unsaved, self.saving = self.unsaved, None, None
@@ -338,7 +335,7 @@ class Recovery(Sessions):
 
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of the optimizer, from the next step on."""
-        self.call(lambda: self.session.set_optimizer_option(group, key, value))
+        super().set_optimizer_option(group, key, value)
         self.set_after.setdefault(self.done, []).append((group, key, value))
 
     def _set_again(self, session: Session, step: int) -> None:

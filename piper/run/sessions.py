@@ -44,32 +44,35 @@ class Sessions:
         assert self.current is not None
         return self.current
 
-    def call(self, act: Callable[[], T]) -> T:
-        """Return what a function returns that asks the workers of the session."""
+    def call(self, name: str, act: Callable[[], T]) -> T:
+        """Return what a function returns that asks the workers of the session; `name`: of what it does."""
         return act()
 
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch."""
-        result = self.session.step(batch)
+        result = self.call("step", lambda: self._step(batch))
         self.done += 1
         return result
+
+    def _step(self, batch: Batch) -> StepResult:
+        return self.session.step(batch)
 
     def complete(self, data: Callable[[], object]) -> None:
         """Note that all of the last step is done; `data`: what a checkpoint has besides tensors."""
 
     def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
         """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
-        self.session.write(path, data, wait=wait, keep=keep)
+        self.call("write", lambda: self.session.write(path, data, wait=wait, keep=keep))
 
     def read(self, path: Path | str) -> Resumed:
         """Let workers go on from a checkpoint."""
-        resumed = self.session.read(path)
+        resumed = self.call("read", lambda: self.session.read(path))
         self.done = resumed.step
         return resumed
 
     def settle(self) -> None:
         """Wait until the save that is under way is complete."""
-        self.session.settle()
+        self.call("settle", lambda: self.session.settle())
 
     def flush(self, folder: Path, data: Callable[[], object]) -> int | None:
         """End all workers, and write the newest state in memory as a checkpoint. Return its step.
@@ -80,7 +83,7 @@ class Sessions:
 
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of parameters, from the next step on."""
-        self.session.set_optimizer_option(group, key, value)
+        self.call("set_optimizer_option", lambda: self.session.set_optimizer_option(group, key, value))
 
     def resize(self, devices: int) -> None:
         """Go on with so many devices, if the job is elastic."""
@@ -118,6 +121,6 @@ def asking(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P]
 
     @wraps(method)
     def act(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.sessions.call(partial(method, self, *args, **kwargs))
+        return self.sessions.call(method.__name__, partial(method, self, *args, **kwargs))
 
     return act
