@@ -24,9 +24,9 @@ from piper.runtime.compute import slices_of
 from piper.runtime.setup import ProgramLike, Shapes, initial_tensors, setup_of
 from piper.runtime.uneven import COUNTS
 from piper.runtime.worker import Sums
-from piper.workers.answers import WorkerAnswers
+from piper.workers.answers import ProgramBatch, WorkerAnswers
 from piper.workers.group import WorkerGroup
-from piper.workers.messages import BatchSlicer, ProgramBatch
+from piper.workers.messages import BatchSlicer
 from piper.workers.results import Batch, Means, Resumed, StepResult, result_of
 
 A = TypeVar("A")
@@ -103,9 +103,7 @@ class Session:
         self, call: Callable[[WorkerAnswers, ProgramBatch], Sums], ready: Prepared, batch: Batch
     ) -> dict[int, Sums]:
         """Let all workers run a program on their rows of a batch. Each answers the sums over all devices."""
-        given = {
-            d: ProgramBatch(number=ready.number, fields=ready.slicer.cut(batch, d)) for d in self.devices
-        }
+        given = {device: (ready.number, ready.slicer.cut(batch, device)) for device in self.devices}
         with self.group.running(ready.program):
             return self.ask(call, given)
 

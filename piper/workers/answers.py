@@ -1,6 +1,6 @@
 """What a worker answers: steps, values, gradients, the optimizer, recordings, saves and loads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic
 
 from torch import Tensor
@@ -9,8 +9,10 @@ from piper.checkpoint.background import BackgroundSaver, Done
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import DeviceProfile
 from piper.runtime.worker import Sums, Worker
-from piper.workers.messages import ProgramBatch
+from piper.workers.messages import BatchSlice
 from piper.workers.transport.versions import WorkerVersions
+
+ProgramBatch = tuple[int, Mapping[str, BatchSlice]]  # the number of a program, and a device's rows of a batch
 
 
 class WorkerAnswers:
@@ -22,11 +24,12 @@ class WorkerAnswers:
 
     def step(self, given: ProgramBatch) -> Sums:
         """Train on this device's rows of a batch."""
-        return self.worker.step(given.fields, given.number)
+        number, fields = given
+        return self.worker.step(fields, number)
 
     def evaluate(self, given: ProgramBatch) -> Sums:
         """Evaluate on this device's rows of a batch."""
-        return self.worker.evaluate(given.number, given.fields)
+        return self.worker.evaluate(*given)
 
     def protect(self, _: object = None) -> None:
         """Copy the state into memory that outlives this worker."""

@@ -15,7 +15,7 @@ from piper.runtime.worker import Options
 from piper.workers.answers import WorkerAnswers
 from piper.workers.blame import Failure, JobSnapshot, blame
 from piper.workers.group import Readable, WorkerGroup, streams_of, unread_values
-from piper.workers.messages import Assignment, Heartbeat, Preparation, pack_setup
+from piper.workers.messages import Assignment, Leaving, pack_setup
 from piper.workers.processes import ProcessStatus, StopWatch, running, stopped
 from piper.workers.serve import WorkerServer
 from piper.workers.timeouts import TIMEOUTS
@@ -112,7 +112,7 @@ class SocketWorkerGroup(WorkerGroup):
         return cast("dict[int, R]", self._ask(call.__name__, arguments, self.stall))
 
     def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
-        given = Preparation(number=number, setup=pack_setup(setup), buffers=buffers, trains=trains)
+        given = (number, pack_setup(setup), buffers, trains)
         # A worker that loads another program runs no instructions.
         timeout = max(TIMEOUTS.meeting, self.stall)
         self._ask(WorkerServer.prepare.__name__, dict.fromkeys(self.devices, given), timeout)
@@ -142,7 +142,7 @@ class SocketWorkerGroup(WorkerGroup):
             ready, before = self._ready(waiting), len(answers)
             for device in ready:
                 answer = self._hear(device)
-                if not isinstance(answer, Heartbeat):
+                if not isinstance(answer, Leaving):
                     answers[device] = answer
                     waiting.discard(device)
             if self.failures or self.silent or (not ready and (self.ended() or self.stopped())):
@@ -166,8 +166,7 @@ class SocketWorkerGroup(WorkerGroup):
             return None
         if isinstance(answer, Failure):
             self.failures.append(answer)
-        if isinstance(answer, Heartbeat) and answer.leaving:
-            self.leaving = True
+        self.leaving = self.leaving or isinstance(answer, Leaving)
         return answer
 
     def blamed(self) -> WorkerError:

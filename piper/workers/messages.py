@@ -1,14 +1,12 @@
 """The messages between a driver and its workers: what a worker is given, asked for, and answers."""
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from piper.checkpoint.background import Done
 from piper.errors import LaunchError
@@ -52,10 +50,8 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat:
-    """A sign that a worker lives while it works on a call."""
-
-    leaving: bool = False  # the system has asked its process to end
+class Leaving:
+    """A message before an answer: the system has asked the process of a worker to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,27 +70,6 @@ class BatchSlice:
             if first <= rows.start and rows.stop <= first + len(part):
                 return part[rows.start - first : rows.stop - first]
         raise IndexError(f"rows {rows.start}:{rows.stop} were not sent to this device")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
-    """Another program for a worker, with the values of buffers that the worker does not hold.
-
-    trains: it trains the worker's parameters on batches of another shape. Otherwise it evaluates.
-    """
-
-    number: int
-    setup: bytes
-    buffers: Mapping[str, Tensor]
-    trains: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramBatch:
-    """A device's rows of a batch, and the number of the program that runs on them."""
-
-    number: int
-    fields: Mapping[str, BatchSlice]
 
 
 def spans_of(plans: Plans, device: int, samples: int) -> dict[str, list[Span]]:
@@ -148,10 +123,8 @@ CODEC = Codec(
         ClockOffset,
         Done,
         Failure,
-        Heartbeat,
+        Leaving,
         OutputKey,
-        Preparation,
-        ProgramBatch,
         DeviceProfile,
         Sums,
     )
@@ -168,42 +141,22 @@ class CalledCode:
         return self.built[chunk.key, phase]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Functions:
-    """The functions of a setup. They travel as a pickle, from a driver to its own workers only."""
-
-    code: CalledCode
-    optimizer: Callable[[Iterable[Tensor]], Optimizer]
-    scheduler: Callable[[Optimizer], LRScheduler] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shipment:
-    """A setup as a message: its data in typed form, and its functions as a pickle."""
-
-    plans: Plans
-    outline: CapturedModel
-    constants: Mapping[str, Tensor]
-    precision: str
-    clip_norm: float | None
-    seed: int
-    device: str
-    functions: bytes
-
-
-SHIPMENT = Codec((Shipment,))
-
-
-def called_code(setup: Setup) -> CalledCode:
-    """Return the code that the plans of a setup call."""
-    setup.build_code(setup.plans, lambda: None)
-    called = setup.called(setup.plans)
-    return CalledCode(built={(chunk.key, phase): setup.code(chunk, phase) for chunk, phase in called})
+SETUP = Codec((Plans, CapturedModel))
+APART = ("code", "optimizer", "scheduler", "device", "build")  # fields of a setup that are no data
 
 
 def pack_setup(setup: Setup) -> bytes:
-    """Return a setup as bytes that a worker can read, wherever the job's functions come from."""
-    functions = Functions(code=called_code(setup), optimizer=setup.optimizer, scheduler=setup.scheduler)
+    """Return a setup as bytes that a worker can read, wherever the job's functions come from.
+
+    Its functions travel as a pickle, from a driver to its own workers only.
+    """
+    setup.build_code(setup.plans, lambda: None)
+    built = {(chunk.key, phase): setup.code(chunk, phase) for chunk, phase in setup.called(setup.plans)}
+    functions = {
+        "code": CalledCode(built=built),
+        "optimizer": setup.optimizer,
+        "scheduler": setup.scheduler,
+    }
     try:
         with pickled_by_value(setup.optimizer, setup.scheduler):
             code = pack(functions)
@@ -214,33 +167,12 @@ def pack_setup(setup: Setup) -> bytes:
             facts={"why": f"{type(error).__name__}: {error}"},
             hint="define operators in a module, keep locks and files out of optimizers, or use on='inline'",
         ) from error
-    return SHIPMENT.encode(
-        Shipment(
-            plans=setup.plans,
-            outline=setup.outline,
-            constants=setup.constants,
-            precision=setup.precision,
-            clip_norm=setup.clip_norm,
-            seed=setup.seed,
-            device=str(setup.device),
-            functions=code,
-        )
-    )
+    data = {field.name: getattr(setup, field.name) for field in fields(setup) if field.name not in APART}
+    return SETUP.encode((data, str(setup.device), code))
 
 
 def unpack_setup(data: bytes) -> Setup:
     """Return the setup that bytes hold. They come from the driver, after both sides have proved their key."""
-    sent = cast(Shipment, SHIPMENT.decode(data))
-    functions = cast(Functions, unpack(sent.functions))
-    return Setup(
-        plans=sent.plans,
-        outline=sent.outline,
-        code=functions.code,
-        constants=sent.constants,
-        optimizer=functions.optimizer,
-        scheduler=functions.scheduler,
-        precision=sent.precision,
-        clip_norm=sent.clip_norm,
-        seed=sent.seed,
-        device=torch.device(sent.device),
-    )
+    sent, device, code = cast("tuple[dict[str, Any], str, bytes]", SETUP.decode(data))
+    functions = cast("dict[str, Any]", unpack(code))
+    return Setup(**sent, **functions, device=torch.device(device))

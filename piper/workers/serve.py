@@ -6,7 +6,7 @@ import queue
 import socket
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import cast
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -26,16 +27,9 @@ from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.comm.staged import StagedComms
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.worker import Sums, Worker
-from piper.workers.answers import WorkerAnswers
+from piper.workers.answers import ProgramBatch, WorkerAnswers
 from piper.workers.blame import Failure, ReportedError, Watcher, failure_of
-from piper.workers.messages import (
-    CODEC,
-    Assignment,
-    Heartbeat,
-    Preparation,
-    ProgramBatch,
-    unpack_setup,
-)
+from piper.workers.messages import CODEC, Assignment, Leaving, unpack_setup
 from piper.workers.processes import Termination
 from piper.workers.rendezvous import LOOPBACK
 from piper.workers.timeouts import TIMEOUTS
@@ -103,13 +97,17 @@ class WorkerServer(WorkerAnswers):
         sums = self._watched(lambda: super(WorkerServer, self).step(given))
         return replace(sums, busy=self.watcher.take_busy())
 
-    def prepare(self, given: Preparation) -> None:
-        """Take another program. Meet the other workers for it if it has other communicators."""
-        setup, comms = unpack_setup(given.setup), self.worker.env.comms
+    def prepare(self, given: tuple[int, bytes, Mapping[str, Tensor], bool]) -> None:
+        """Take another program. Meet the other workers for it if it has other communicators.
+
+        given: its number, its setup, the values of buffers that this worker does not hold, and whether it
+        trains the worker's parameters on batches of another shape. Otherwise it evaluates.
+        """
+        number, packed, buffers, trains = given
+        setup, comms = unpack_setup(packed), self.worker.env.comms
         if not speaks_in(setup.plans, self.worker.setup.plans):
-            comms = self._comms(setup, f"program-{given.number}")
-        initial = given.buffers.__getitem__
-        self.worker.prepare(given.number, setup, comms, initial, comms.abort, trains=given.trains)
+            comms = self._comms(setup, f"program-{number}")
+        self.worker.prepare(number, setup, comms, buffers.__getitem__, comms.abort, trains=trains)
 
     def evaluate(self, given: ProgramBatch) -> Sums:
         """Evaluate on this device's rows of a batch."""
@@ -201,7 +199,7 @@ def serve(
             call, argument = cast("tuple[str, object]", channel.recv())
             answer = server.answer(call, argument)
             if termination.news():
-                channel.send(Heartbeat(leaving=True))
+                channel.send(Leaving())
             channel.send(answer)
             server.between(call)
     except ClosedError:

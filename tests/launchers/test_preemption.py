@@ -14,7 +14,7 @@ from typing import cast
 
 import pytest
 
-from piper.workers.messages import CODEC, Assignment, Heartbeat
+from piper.workers.messages import CODEC, Assignment, Leaving
 from piper.workers.processes import Termination
 from piper.workers.serve import WorkerServer, serve
 from piper.workers.transport.channel import Channel
@@ -62,7 +62,7 @@ def test_a_worker_passes_on_once_that_it_is_to_end() -> None:
     driver.send(("poll", 1.0))
     assert driver.recv() == 1.0
     termination._note(signal.SIGTERM, None)
-    for number, heard in ((2.0, [Heartbeat(leaving=True), 2.0]), (3.0, [3.0])):
+    for number, heard in ((2.0, [Leaving(), 2.0]), (3.0, [3.0])):
         driver.send(("poll", number))
         assert [driver.recv() for _ in heard] == heard
     driver.close()

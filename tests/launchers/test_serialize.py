@@ -5,6 +5,7 @@ import math
 import pickle
 import random
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 import torch
@@ -19,9 +20,8 @@ from piper.workers import rank_agent
 from piper.workers.blame import Failure
 from piper.workers.messages import (
     CODEC,
-    SHIPMENT,
+    SETUP,
     BatchSlice,
-    Shipment,
     pack_setup,
     unpack_setup,
 )
@@ -162,11 +162,11 @@ def test_messages_of_a_run() -> None:
 def test_plans_travel_in_typed_form() -> None:
     setup = setup_of(compile(job(Cell(case="mlp", schedule="1f1b", dp=2, zero=2))))
     sent = pack_setup(setup)
-    shipment = SHIPMENT.decode(sent)
-    assert isinstance(shipment, Shipment)
-    assert isinstance(shipment.plans, Plans)
-    assert shipment.plans == setup.plans
-    assert shipment.outline == setup.outline
+    data, device, _ = cast("tuple[dict[str, object], str, bytes]", SETUP.decode(sent))
+    assert isinstance(data["plans"], Plans)
+    assert data["plans"] == setup.plans
+    assert data["outline"] == setup.outline
+    assert device == "cpu"
     got = unpack_setup(sent)
     assert got.plans == setup.plans and got.seed == setup.seed and got.device == setup.device
 

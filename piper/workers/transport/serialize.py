@@ -27,9 +27,9 @@ from torch import Tensor, fx, nn
 
 from piper.ir.ids import SlotId
 from piper.process.custom_operators import check_importable, importable, modules_of
+from piper.workers.transport.shared_memory import ALIGNMENT, raw_bytes
 
 HEADER = struct.Struct("!Q")  # length of the JSON header
-ALIGNMENT = 64  # of a tensor's bytes within the message, so that any element type can be read in place
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 PLAIN = (bool, int, float, str)
 CONTAINERS: Mapping[str, Callable[[Iterable[object]], object]] = {"t": tuple, "s": set, "z": frozenset}
@@ -105,10 +105,9 @@ class Codec:
         return {"I": fields}
 
     def _tensor(self, tensor: Tensor, blobs: "_Blobs") -> list[object]:
-        here = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        raw = here.view(-1).view(torch.uint8).numpy().data if here.numel() else memoryview(b"")
+        raw = raw_bytes(tensor.detach().resolve_conj().resolve_neg()).numpy().data
         blobs.append(raw)
-        return [len(raw), str(here.dtype), list(here.shape), tensor.requires_grad]
+        return [len(raw), str(tensor.dtype), list(tensor.shape), tensor.requires_grad]
 
     def decode(self, message: bytes | bytearray) -> object:
         """Return the value that `message` holds. Its tensors share one block of memory."""
@@ -182,9 +181,7 @@ class _Reader:
         return self.view[start : self.at]
 
     def _tensor(self, length: int, dtype: str, shape: list[int], grad: bool) -> Tensor:
-        raw, kind = self._blob(length), DTYPES[dtype]
-        flat = torch.frombuffer(raw, dtype=kind) if length else torch.empty(0, dtype=kind)
-        return flat.view(shape).requires_grad_(grad)
+        return restore_tensor(self._blob(length), DTYPES[dtype], shape, grad)
 
 
 def name_of(cls: type) -> str:
@@ -284,12 +281,13 @@ class FunctionPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no a
 
 def reduce_tensor(tensor: Tensor) -> Reduced:
     """Return how to restore a plain tensor: its own elements, not its whole storage."""
-    here = tensor.detach().cpu().contiguous()
-    raw = here.view(-1).view(torch.uint8).numpy().tobytes() if here.numel() else b""
-    return restore_tensor, (bytearray(raw), here.dtype, tuple(here.shape), tensor.requires_grad)
+    raw = bytearray(raw_bytes(tensor).numpy())
+    return restore_tensor, (raw, tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
-def restore_tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...], grad: bool) -> Tensor:
+def restore_tensor(
+    raw: bytearray | memoryview, dtype: torch.dtype, shape: Sequence[int], grad: bool
+) -> Tensor:
     """Return a tensor over received bytes."""
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.view(shape).requires_grad_(grad)

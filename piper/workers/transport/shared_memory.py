@@ -11,7 +11,7 @@ from torch import Tensor
 
 from piper.workers.transport.nameless_files import nameless_file
 
-ALIGNMENT = 64
+ALIGNMENT = 64  # of a tensor's bytes, so that any element type can be read in place
 Bytes = npt.NDArray[np.uint8]
 
 
