@@ -9,13 +9,14 @@ needed is set aside as `step-00000012.damaged`: it is never deleted.
 
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from piper.checkpoint.metadata import FILE, DamagedError, Record
 from piper.checkpoint.read_record import read_record
-from piper.checkpoint.storage import CheckpointReader, sync
+from piper.checkpoint.storage import CheckpointReader, Written, index_of, sync
 from piper.checkpoint.target import (
     STEP,
     UndroppedError,
@@ -55,12 +56,29 @@ def begin(path: Path) -> Path:
     return partial
 
 
-def commit(path: Path, record: Record) -> None:
-    """Move the checkpoint that was begun, now complete, into its place."""
-    written = hidden_path(path, "partial") / FILE
+@contextmanager
+def begun(path: Path) -> Iterator[Path]:
+    """Yield an empty folder to write a checkpoint into. It is discarded if that fails inside the block."""
+    partial = begin(path)
     try:
-        written.write_text(record.to_json(), encoding="utf-8")
-        sync(written)
+        yield partial
+    except (StorageError, OSError) as error:
+        discard(path)
+        raise unwritten(path, str(error)) from error
+    except ConfigError:
+        discard(path)
+        raise
+
+
+def commit(path: Path, record: Record, written: Sequence[Written] = ()) -> None:
+    """Move the checkpoint that was begun, now complete, into its place; `written`: files for its record."""
+    if written:
+        files = {name: file for one in written for name, file in one.files.items()}
+        record = replace(record, tensors=index_of(one.placed for one in written), files=files)
+    text = hidden_path(path, "partial") / FILE
+    try:
+        text.write_text(record.to_json(), encoding="utf-8")
+        sync(text)
         take_place(path)
     except OSError as error:
         discard(path)

@@ -1,7 +1,7 @@
 """Copies what a worker writes into a checkpoint: its own runs of parameters, moments and buffers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from piper.checkpoint.bucket_spans import (
     spans,
 )
 from piper.checkpoint.json_state import Plain, encode
-from piper.checkpoint.metadata import Trainer
+from piper.checkpoint.metadata import Record, Trainer, kept_by
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.ir.sharding import flat_runs
@@ -186,6 +186,19 @@ def trainer_of(worker: Worker) -> Trainer:
 def name_of(value: object) -> str:
     """Return the full name of an object's class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def record_of(copies: Sequence[Copied], seed: int) -> Record:
+    """Return the record of what all workers have copied, without files."""
+    moments, numbers = merged(c.moments for c in copies), merged(c.numbers for c in copies)
+    trainer = next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer())
+    return Record(
+        step=copies[0].step,
+        seed=seed,
+        trainer=replace(trainer, kept=kept_by(moments, numbers)),
+        moments=moments,
+        numbers=numbers,
+    )
 
 
 def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[str, T]]:

@@ -11,15 +11,15 @@ from torch import Tensor
 from piper.checkpoint.background import Done
 from piper.checkpoint.bucket_spans import held_names
 from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
-from piper.checkpoint.folder import begin, commit, discard, settled
+from piper.checkpoint.folder import begun, commit, discard, settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
-from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer, kept_by
+from piper.checkpoint.metadata import FILE, DamagedError, Spec, Trainer
 from piper.checkpoint.read_record import read_record
 from piper.checkpoint.retention import Retention
-from piper.checkpoint.save import Copied, merged, name_of
-from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, index_of, write_parts
+from piper.checkpoint.save import Copied, name_of, record_of
+from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, write_parts
 from piper.checkpoint.target import target_of, unwritten
-from piper.checkpoint.verified_files import FileRecord, StorageError
+from piper.checkpoint.verified_files import StorageError
 from piper.errors import ConfigError
 from piper.run.callback_states import split_states
 from piper.runtime.setup import JobLike, ProgramLike
@@ -75,13 +75,9 @@ class Checkpoints:
         self.settle()
         target = target_of(path)
         plain = encode(data, "data")
-        partial = begin(target)
-        try:
+        with begun(target) as partial:
             unread = write_parts(partial, "driver", [*whole_parts(unread_kept(self.program, self.unread))])
-            self.ask(WorkerAnswers.save, dict.fromkeys(self.devices, str(partial)))
-        except StorageError as error:
-            discard(target)
-            raise unwritten(target, str(error)) from error
+        self.ask(WorkerAnswers.save, dict.fromkeys(self.devices, str(partial)))
         self.pending = Pending(path=target, keep=keep, data=plain, unread=unread, done={})
         if wait:
             self.settle()
@@ -124,24 +120,9 @@ class Checkpoints:
             raise unwritten(pending.path, trouble)
         written = [pending.unread, *(done.written for done in pending.done.values())]
         copies = [cast(Copied, pending.done[device].copied) for device in self.devices]
-        files: dict[str, FileRecord] = {name: file for one in written for name, file in one.files.items()}
-        trainer = next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer())
-        moments, numbers = (
-            merged([copy.moments for copy in copies]),
-            merged([copy.numbers for copy in copies]),
-        )
-        record = Record(
-            step=copies[0].step,
-            seed=self.program.job.seed,
-            trainer=replace(trainer, kept=kept_by(moments, numbers)),
-            data=pending.data,
-            model=model_of(self.program, self.unread),
-            moments=moments,
-            numbers=numbers,
-            tensors=index_of(one.placed for one in written),
-            files=files,
-        )
-        commit(pending.path, record)
+        model = model_of(self.program, self.unread)
+        record = replace(record_of(copies, self.program.job.seed), data=pending.data, model=model)
+        commit(pending.path, record, written)
         self.retention.trust(pending.path)
         if pending.keep is not None:
             self.retention.start(pending.path.parent, pending.keep)

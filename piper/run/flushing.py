@@ -9,12 +9,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.checkpoint.folder import begin, commit, discard
+from piper.checkpoint.folder import begun, commit
 from piper.checkpoint.json_state import Plain, decode, encode
 from piper.checkpoint.read_record import read_record
-from piper.checkpoint.storage import TensorRange, index_of, sync, write_parts
-from piper.checkpoint.target import target_of, unwritten
-from piper.checkpoint.verified_files import StorageError
+from piper.checkpoint.storage import TensorRange, sync, write_parts
+from piper.checkpoint.target import target_of
 from piper.run.checkpointing import model_of, unread_kept, whole_parts
 from piper.runtime.setup import ProgramLike
 from piper.workers.transport.versions import Versions
@@ -41,21 +40,15 @@ def write_version(
     }
     parts["driver"] = [*whole_parts(unread_kept(program, unread))]
     record_before = versions.reader(step, program.job.seed).record
-    partial = begin(target)  # when nothing can be lost any more with a machine that holds the version
-    try:
+    with begun(target) as partial:  # now nothing can be lost any more with a machine that holds the version
         written = [write_parts(partial, name, ranges) for name, ranges in parts.items()]
-    except StorageError as error:
-        discard(target)
-        raise unwritten(target, str(error)) from error
     record = replace(
         record_before,
         trainer=replace(record_before.trainer, groups=with_options(record_before.trainer.groups, options)),
         data=plain,
         model=model_of(program, unread),
-        tensors=index_of(one.placed for one in written),
-        files={name: file for one in written for name, file in one.files.items()},
     )
-    commit(target, record)
+    commit(target, record, written)
 
 
 def copy_moved(
@@ -66,14 +59,10 @@ def copy_moved(
     options: of the optimizer, which were set after its step.
     """
     target, plain, moved = target_of(path), encode(data, "data"), read_record(state)
-    partial = begin(target)
-    try:
+    with begun(target) as partial:
         for name in moved.files:
             copyfile(state / name, partial / name)
             sync(partial / name)
-    except OSError as error:
-        discard(target)
-        raise unwritten(target, str(error)) from error
     groups = with_options(moved.trainer.groups, options)
     commit(target, replace(moved, trainer=replace(moved.trainer, groups=groups), data=plain))
 

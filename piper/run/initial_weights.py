@@ -6,13 +6,11 @@ from pathlib import Path
 from torch import Tensor
 
 from piper.checkpoint.compatibility import check_model, wanted_model
-from piper.checkpoint.folder import begin, commit, discard
+from piper.checkpoint.folder import begun, commit
 from piper.checkpoint.json_state import dtype_named
 from piper.checkpoint.metadata import Record, Spec
-from piper.checkpoint.storage import TensorRange, index_of, write_parts
-from piper.checkpoint.target import target_of, unwritten
-from piper.checkpoint.verified_files import StorageError
-from piper.errors import ConfigError
+from piper.checkpoint.storage import TensorRange, write_parts
+from piper.checkpoint.target import target_of
 from piper.run.checkpointing import whole_parts
 from piper.runtime.setup import ProgramLike, initial_tensors
 
@@ -42,21 +40,12 @@ def write_start(program: ProgramLike, values: Mapping[str, Tensor], path: Path |
         check_model(target, Record(step=0, model=here), {name: spec})
         return tensor if spec.dtype is None else tensor.to(dtype_named(spec.dtype))
 
-    partial = begin(target)
-    try:
+    with begun(target) as partial:
         written = [
             write_parts(partial, f"values-{number:05}", parts)
             for number, parts in enumerate(batched(wanted, value))
         ]
-    except StorageError as error:
-        discard(target)
-        raise unwritten(target, str(error)) from error
-    except ConfigError:
-        discard(target)
-        raise
-    files = {name: file for one in written for name, file in one.files.items()}
-    index = index_of(one.placed for one in written)
-    commit(target, Record(step=0, model=wanted, tensors=index, files=files))
+    commit(target, Record(step=0, model=wanted), written)
 
 
 def names_here(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, str]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint.json_state import dtype_named
-from piper.checkpoint.metadata import Record, SavedPiece, Trainer, kept_by
-from piper.checkpoint.save import Copied, Shapes, merged
+from piper.checkpoint.metadata import SavedPiece
+from piper.checkpoint.save import Copied, Shapes, record_of
 from piper.checkpoint.storage import CheckpointReader, StoredRange, TensorRange, index_of
 from piper.runtime.accelerator import is_accelerator, pin, unpin
 from piper.workers.transport.serialize import Codec
@@ -207,17 +207,8 @@ class VersionReader(CheckpointReader):
             for one in sections
             for number, placed in enumerate(one.layout.placed)
         }
-        copies = [one.copied for one in sections]
-        moments, numbers = merged([c.moments for c in copies]), merged([c.numbers for c in copies])
-        trainer = next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer())
-        self.record = Record(
-            step=copies[0].step,
-            seed=seed,
-            trainer=replace(trainer, kept=kept_by(moments, numbers)),
-            moments=moments,
-            numbers=numbers,
-            tensors=index_of(one.layout.placed for one in sections),
-        )
+        tensors = index_of(one.layout.placed for one in sections)
+        self.record = replace(record_of([one.copied for one in sections], seed), tensors=tensors)
 
     def values(self, key: str, piece: SavedPiece, first: int, length: int) -> Tensor:
         """Return elements of a stored piece: `length` of them from its element `first` on."""
