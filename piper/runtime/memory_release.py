@@ -6,11 +6,13 @@ still to read it. A plan frees a slot at an instruction that runs after all uses
 freed where it was made can go at once. One that is freed on another stream is *parked*: its tensors are held
 until the stream that made it is known to run after the free, and then dropped. Mostly that stream comes to
 know by the plan's own events. Where it does not, it is made to wait, but not at once: that would hold it up
-for a send or a reduction that nothing else waits for. It may begin one more piece of work first, which is the
-time in which the other stream is expected to finish. Nothing is marked with `record_stream`, which would let
-memory grow with how far the host runs ahead.
+for a reduction that nothing else waits for. It may begin one more piece of work first, which is the time in
+which the other stream is expected to finish. A send ends when its receiver takes the value, however late that
+is, so a stream waits for it only when later values are on their way through the same pipe. Nothing is marked
+with `record_stream`, which would let memory grow with how far the host runs ahead.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from piper.ir.ids import SlotId
@@ -21,6 +23,7 @@ from piper.plan.ops import OPS
 from piper.plan.plan import Plan
 
 LAG = 1  # pieces of work that a stream begins before it waits for what another stream has freed
+SENDS = 2  # later values in a pipe before a stream waits for one that it has sent
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +42,8 @@ class Parked:
 
     slot: SlotId
     place: int  # where it was freed
+    pipe: str | None = None  # through which it was sent, where a send has freed it
+    number: int = 0  # of the values sent through that pipe before
     age: int = 0  # pieces of work that its stream has begun since
 
 
@@ -52,6 +57,7 @@ class Releases:
         self.maker = {slot: self.lane[place] for slot, place in allocations(plan).items()}
         self.parked: list[list[Parked]] = [[] for _ in range(self.clock.count)]  # by their stream
         self.signalled: dict[int, int] = {}  # event -> place
+        self.sent: Counter[str] = Counter()  # values, by their pipe
 
     def run(self) -> list[Handling]:
         """Return what each instruction has to do. Slots still parked at the end are freed after the step."""
@@ -68,7 +74,11 @@ class Releases:
                 found.frees.append(slot)
             else:
                 found.parks.append(slot)
-                self.parked[maker].append(Parked(slot=slot, place=place))
+                pipe = ins.comm if ins.op == "send" else None
+                number = self.sent[pipe] if pipe is not None else 0
+                self.parked[maker].append(Parked(slot=slot, place=place, pipe=pipe, number=number))
+        if ins.op == "send" and ins.comm is not None:
+            self.sent[ins.comm] += 1
         self.clock.issue(place)
         if ins.signals is not None:
             self.signalled[ins.signals] = place
@@ -83,7 +93,7 @@ class Releases:
             late: dict[int, int] = {}  # other stream -> the last place of it to wait for
             for slot in self.parked[lane]:
                 other = self.lane[slot.place]
-                if slot.age >= LAG and not self.clock.knows(lane, slot.place):
+                if self._due(slot) and not self.clock.knows(lane, slot.place):
                     late[other] = slot.place  # they are in the order of their places
             for place in sorted(late.values()):
                 found.waits.append(place)
@@ -96,6 +106,12 @@ class Releases:
                 slot.age += works
                 left.append(slot)
         self.parked[lane] = left
+
+    def _due(self, slot: Parked) -> bool:
+        """Return whether a stream waits until the memory of a slot is free."""
+        if slot.pipe is None:
+            return slot.age >= LAG
+        return self.sent[slot.pipe] - slot.number > SENDS
 
 
 def releases(plan: Plan) -> list[Handling]:
