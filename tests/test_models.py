@@ -3,7 +3,7 @@
 import math
 import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +18,11 @@ from piper.directives import replicate, split
 from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.job import Job
-from piper.models import causal, decoder, deepseek, huggingface, layers, moe
+from piper.models import causal, decoder, huggingface, layers, moe
 from piper.models.layers import rotate
 from piper.plan.memory_timeline import timeline
 from piper.run.launch import launch_inline
-from tests import zoo
+from tests import deepseek, zoo
 
 
 def total(loss: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -151,24 +151,10 @@ def test_a_bias_moves_the_choice_towards_balance_and_not_the_weights() -> None:
     assert torch.equal(layer.bias, kept)
 
 
-@pytest.mark.parametrize(
-    ("model", "size", "billions"),
-    [
-        (decoder, "small", 0.125),
-        (decoder, "medium", 1.138),
-        (decoder, "large", 8.963),
-        (moe, "small", 0.326),
-        (moe, "medium", 1.719),
-        (moe, "large", 8.888),
-        (deepseek, "small", 0.272),
-        (deepseek, "large", 8.971),
-    ],
-)
-def test_sizes_from_one_accelerator_to_nine_billion(model: ModuleType, size: str, billions: float) -> None:
-    built = {decoder: "Decoder", moe: "MoEDecoder", deepseek: "DeepSeekDecoder"}[model]
+def test_a_size_with_a_billion_parameters() -> None:
     with torch.device("meta"):
-        parameters = getattr(model, built)(getattr(model.Config, size)(stages=4)).parameters()
-    assert sum(p.numel() for p in parameters) / 1e9 == pytest.approx(billions, abs=1e-3)
+        parameters = decoder.Decoder(decoder.Config.medium(stages=4)).parameters()
+    assert sum(p.numel() for p in parameters) / 1e9 == pytest.approx(1.138, abs=1e-3)
 
 
 def test_layers_as_regions_let_zero_3_hold_less_and_give_the_same_numbers() -> None:
@@ -257,21 +243,6 @@ def test_experts_with_biases_are_refused() -> None:
             "  top_k:   5\n"
             "  experts: 4\n"
             "  hint:    choose top_k from 1 to 4",
-        ),
-        (
-            lambda: deepseek.Config(experts=4, top_k=5),
-            "Config: a token cannot go to that many experts\n"
-            "  top_k:   5\n"
-            "  experts: 4\n"
-            "  hint:    choose top_k from 1 to 4",
-        ),
-        (
-            lambda: deepseek.Config(kv_heads=4),
-            "Config: latent attention gives every head its own keys, with positions in pairs of features\n"
-            "  heads:    16\n"
-            "  kv_heads: 4\n"
-            "  rope_dim: 32\n"
-            "  hint:     choose kv_heads equal to heads, and an even rope_dim",
         ),
     ],
 )

@@ -10,7 +10,7 @@ VERBS = "cli"  # its files are named after the verbs of the command line
 CLASSES = {
     "Replicate": "the directive, and the placement of a tensor, as DTensor calls it",
     "Shard": "the directive, and the placement of a tensor, as DTensor calls it",
-    "Config": "users write decoder.Config, moe.Config, deepseek.Config: one for each model, with the same role",
+    "Config": "users write decoder.Config and moe.Config: one for each model, with the same role",
 }
 MODULES = {
     "base": "the protocol or base class of a package",

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper.capture.trace.annotate import annotate, annotate_modules
-from piper.models import causal, decoder, deepseek, huggingface, moe
+from piper.models import causal, decoder, huggingface, moe
+from tests import deepseek
 
 VOCAB, LENGTH = 64, 12
 Batch = dict[str, Tensor]

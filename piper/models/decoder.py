@@ -31,30 +31,9 @@ class Config(Sizes):
         )
 
     @classmethod
-    def small(cls, *, stages: int = 1) -> "Config":
-        """Return a size for one accelerator: 0.12 billion parameters."""
-        return cls(dim=768, layers=12, heads=12, kv_heads=4, hidden=2048, stages=stages)
-
-    @classmethod
     def medium(cls, *, stages: int = 1) -> "Config":
         """Return a size with 1.1 billion parameters."""
         return cls(dim=2048, layers=16, heads=16, kv_heads=8, head_dim=128, hidden=8192, stages=stages)
-
-    @classmethod
-    def large(cls, *, stages: int = 1) -> "Config":
-        """Return a size with 9 billion parameters."""
-        return cls(
-            vocab=151_936,
-            dim=4096,
-            layers=40,
-            heads=32,
-            kv_heads=8,
-            head_dim=128,
-            hidden=12_288,
-            qk_norm=True,
-            rope_base=1_000_000.0,
-            stages=stages,
-        )
 
 
 class Decoder(CausalDecoder):

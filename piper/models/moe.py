@@ -48,29 +48,6 @@ class Config(Sizes):
             init_std=0.2,  # far from uniform, so that tests see uneven counts and empty experts
         )
 
-    @classmethod
-    def small(cls, *, stages: int = 1) -> "Config":
-        """Return a size for one accelerator: 0.33 billion parameters."""
-        return cls(dim=768, layers=8, heads=12, kv_heads=4, experts=32, top_k=4, hidden=448, stages=stages)
-
-    @classmethod
-    def medium(cls, *, stages: int = 1) -> "Config":
-        """Return a size with 1.7 billion parameters, of which about a fifth is active for a token."""
-        return cls(stages=stages)
-
-    @classmethod
-    def large(cls, *, stages: int = 1) -> "Config":
-        """Return a size with 9 billion parameters, of which about a fifth is active for a token."""
-        return cls(
-            vocab=151_936,
-            dim=2048,
-            layers=20,
-            head_dim=128,
-            hidden=1024,
-            rope_base=1_000_000.0,
-            stages=stages,
-        )
-
 
 class SparseFeedForward(nn.Module):
     """Experts, of which each token sees the `top_k` that its router scores highest."""

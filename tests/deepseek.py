@@ -1,4 +1,4 @@
-"""A DeepSeek-V3-style decoder: latent attention, a shared expert and routed ones, balance by a bias."""
+"""A DeepSeek-V3-style decoder for tests: latent attention, a shared expert and routed ones, a bias for balance."""
 
 from dataclasses import dataclass
 
@@ -6,11 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.errors import ConfigError
-from piper.models.causal import CausalDecoder, Sizes, loss, token_loss
+from piper.models.causal import CausalDecoder, Sizes
 from piper.models.layers import Block, SwiGLU, gated_experts, rotate
-
-__all__ = ["Config", "DeepSeekDecoder", "LatentAttention", "SharedAndRouted", "loss", "token_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,27 +26,6 @@ class Config(Sizes):
     shared: int = 1  # experts that see every token, as one feed-forward
     scale: float = 2.5  # of the routed experts' sum
     balance: float = 1e-3  # how far a step moves the bias of an expert that saw too many tokens, or too few
-
-    def __post_init__(self) -> None:
-        Sizes.__post_init__(self)  # super() does not find the class that slots=True makes
-        if not 1 <= self.top_k <= self.experts:
-            raise ConfigError(
-                "a token cannot go to that many experts",
-                by="Config",
-                facts={"top_k": str(self.top_k), "experts": str(self.experts)},
-                hint=f"choose top_k from 1 to {self.experts}",
-            )
-        if self.rope_dim % 2 or self.kv_heads != self.heads:
-            raise ConfigError(
-                "latent attention gives every head its own keys, with positions in pairs of features",
-                by="Config",
-                facts={
-                    "heads": str(self.heads),
-                    "kv_heads": str(self.kv_heads),
-                    "rope_dim": str(self.rope_dim),
-                },
-                hint="choose kv_heads equal to heads, and an even rope_dim",
-            )
 
     @property
     def rotary(self) -> int:
@@ -76,39 +52,6 @@ class Config(Sizes):
             stages=stages,
             tied=tied,
             init_std=0.2,  # far from uniform, so that tests see uneven counts and empty experts
-        )
-
-    @classmethod
-    def small(cls, *, stages: int = 1) -> "Config":
-        """Return a size for one accelerator: 0.27 billion parameters."""
-        return cls(
-            dim=768,
-            layers=8,
-            heads=12,
-            kv_heads=12,
-            head_dim=64,
-            dense_hidden=2048,
-            experts=32,
-            hidden=384,
-            stages=stages,
-        )
-
-    @classmethod
-    def large(cls, *, stages: int = 1) -> "Config":
-        """Return a size with 9 billion parameters, of which about a fifth is active for a token."""
-        return cls(
-            vocab=129_280,
-            dim=2048,
-            layers=22,
-            heads=16,
-            kv_heads=16,
-            head_dim=128,
-            rope_dim=64,
-            q_rank=1536,
-            kv_rank=512,
-            dense_hidden=8192,
-            hidden=960,
-            stages=stages,
         )
 
 
