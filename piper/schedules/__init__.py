@@ -1,8 +1,13 @@
 """Pipeline schedules: integers in, `order` directives out. They use public directives only."""
 
+from piper.schedules.alternating import (
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    one_f_one_b,
+    zero_bubble,
+)
 from piper.schedules.dualpipe import dualpipe, dualpipe_v
 from piper.schedules.gpipe import gpipe
-from piper.schedules.one_forward_one_backward import interleaved_1f1b, one_f_one_b
 from piper.schedules.pairs import pairs
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.bound import bound
@@ -10,7 +15,6 @@ from piper.schedules.synthesis.synthesise import Synthesised, synthesise
 from piper.schedules.torch_csv import from_csv
 from piper.schedules.v_memory import v_half, v_min
 from piper.schedules.zbv import zbv
-from piper.schedules.zero_bubbles import interleaved_zero_bubble, zero_bubble
 
 __all__ = [
     "Memory",

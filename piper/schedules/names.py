@@ -15,25 +15,19 @@ InterleavedBuild = TypeVar("InterleavedBuild", bound=Callable[[int, int, int], G
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
-    """A schedule with a fixed number of stages per rank."""
+class NamedSchedule:
+    """A schedule that the command line knows."""
 
-    build: Callable[[int, int], Grid]
-    stages_per_rank: int
-    instead: str  # a schedule that takes another number of stages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interleaved:
-    """A schedule with any number of stages per rank."""
-
-    build: Callable[[int, int, int], Grid]
-    stages_per_rank: int = 2  # unless asked otherwise
+    build: Callable[[int, int, int], Grid]  # ranks, microbatches, stages per rank
+    stages_per_rank: int  # unless asked otherwise
+    instead: str = (
+        ""  # where it has no other number of stages: a schedule that takes one. Empty: it takes any
+    )
 
 
-_KNOWN: dict[str, Fixed | Interleaved] = {}  # filled where schedules are defined, and never changed after
+_KNOWN: dict[str, NamedSchedule] = {}  # filled where schedules are defined, and never changed after
 _RANKS: dict[str, int] = {}
-NAMES: Mapping[str, Fixed | Interleaved] = MappingProxyType(_KNOWN)  # in the order of their ranks
+NAMES: Mapping[str, NamedSchedule] = MappingProxyType(_KNOWN)  # in the order of their ranks
 SYNTHESISED = "synthesised"  # has no grid of its own: the command line searches for one
 
 
@@ -41,7 +35,10 @@ def fixed(name: str, rank: int, *, stages_per_rank: int, instead: str) -> Callab
     """Register the grid of a schedule with a fixed number of stages per rank, at `rank` in every list."""
 
     def register(build: FixedBuild) -> FixedBuild:
-        _register(name, rank, Fixed(build=build, stages_per_rank=stages_per_rank, instead=instead))
+        def of_ranks(ranks: int, microbatches: int, _: int) -> Grid:
+            return build(ranks, microbatches)
+
+        _register(name, rank, NamedSchedule(build=of_ranks, stages_per_rank=stages_per_rank, instead=instead))
         return build
 
     return register
@@ -51,13 +48,13 @@ def interleaved(name: str, rank: int) -> Callable[[InterleavedBuild], Interleave
     """Register the grid of a schedule with any number of stages per rank, at `rank` in every list."""
 
     def register(build: InterleavedBuild) -> InterleavedBuild:
-        _register(name, rank, Interleaved(build=build))
+        _register(name, rank, NamedSchedule(build=build, stages_per_rank=2))
         return build
 
     return register
 
 
-def _register(name: str, rank: int, entry: Fixed | Interleaved) -> None:
+def _register(name: str, rank: int, entry: NamedSchedule) -> None:
     _RANKS[name], _KNOWN[name] = rank, entry
     for other in sorted(_KNOWN, key=_RANKS.__getitem__):  # the order of imports must not show
         _KNOWN[other] = _KNOWN.pop(other)
@@ -82,15 +79,11 @@ def grid_for(name: str, ranks: int, microbatches: int, stages_per_rank: int | No
     entry = NAMES[name]
     stages_per_rank = entry.stages_per_rank if stages_per_rank is None else stages_per_rank
     need_whole(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    match entry:
-        case Interleaved():
-            return entry.build(ranks, microbatches, stages_per_rank)
-        case Fixed():
-            if stages_per_rank != entry.stages_per_rank:
-                raise ScheduleError(
-                    f"stages_per_rank={stages_per_rank}",
-                    by=name,
-                    facts={"needs": f"stages_per_rank={entry.stages_per_rank}"},
-                    hint=f"leave stages_per_rank out, or use {entry.instead}",
-                )
-            return entry.build(ranks, microbatches)
+    if entry.instead and stages_per_rank != entry.stages_per_rank:
+        raise ScheduleError(
+            f"stages_per_rank={stages_per_rank}",
+            by=name,
+            facts={"needs": f"stages_per_rank={entry.stages_per_rank}"},
+            hint=f"leave stages_per_rank out, or use {entry.instead}",
+        )
+    return entry.build(ranks, microbatches, stages_per_rank)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from piper.errors import ScheduleError
 from piper.schedules.grid import Grid
-from piper.schedules.names import NAMES, Fixed, grid_for
+from piper.schedules.names import NAMES, grid_for
 from piper.tuning.choice import SYNTHESISED, Neighbours, Recompute, Shape, StrategyChoice
 
 Sizes = npt.NDArray[np.int64]  # a row for each division into stages
@@ -121,11 +121,7 @@ def schedules_of(space: Space, ranks: int) -> Iterator[tuple[str, int, Shape]]:
                     yield name, count, "v"
             continue
         entry = NAMES[name]
-        counts = (
-            [entry.stages_per_rank]
-            if isinstance(entry, Fixed)
-            else [c for c in space.stages_per_rank if c > 1]
-        )
+        counts = [entry.stages_per_rank] if entry.instead else [c for c in space.stages_per_rank if c > 1]
         for count in counts:
             yield name, count, "v" if name in V_SHAPED else "loop"
 

@@ -16,7 +16,7 @@ from piper.schedules import Memory, Placement, StageCosts, synthesise
 from piper.schedules.action import Action
 from piper.schedules.grid import Grid, orders
 from piper.schedules.grid_check import validate
-from piper.schedules.names import NAMES, Interleaved
+from piper.schedules.names import NAMES
 from piper.schedules.picture import picture
 from piper.schedules.synthesis.alike import Alike, summary, synthesised
 from piper.schedules.timing import makespan, peak_bytes, timeline
@@ -76,13 +76,9 @@ def named(case: Case) -> Iterator[Grid]:
         if name == "dualpipe" or (name == "dualpipe-v" and case.microbatches < 2 * ranks):
             continue
         per_rank, rest = divmod(stages, ranks)
-        if rest or (not isinstance(entry, Interleaved) and entry.stages_per_rank != per_rank):
+        if rest or (entry.instead and entry.stages_per_rank != per_rank):
             continue
-        grid = (
-            entry.build(ranks, case.microbatches, per_rank)
-            if isinstance(entry, Interleaved)
-            else entry.build(ranks, case.microbatches)
-        )
+        grid = entry.build(ranks, case.microbatches, per_rank)
         homes = {(action.stage, rank) for rank, row in enumerate(grid.rows) for g in row for action in g}
         if homes == set(enumerate(case.placement.ranks)):
             yield grid

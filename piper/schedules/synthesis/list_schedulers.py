@@ -1,4 +1,4 @@
-"""List schedulers over a problem: by priority, by a given order of F and BI, and by given rows."""
+"""List schedulers over a problem: by priority, and by a given order of F and BI."""
 
 import heapq
 from collections.abc import Sequence
@@ -233,27 +233,6 @@ def in_sequence(problem: Problem, times: Sequence[float], gap: float = 0.5) -> S
                 continue  # where the wake-up time is not known, the start of what it waits for wakes the rank
             operation = weights
         queues.take(operation, rank)
-        clock.begin(operation, now, rank)
-        clock.wake_readers(operation, now, rank)
-    return clock.result()
-
-
-def in_order(problem: Problem, rows: Sequence[Sequence[int]]) -> Schedule | None:
-    """Let each rank run exactly its row. None is returned where a rank would exceed its limit."""
-    clock = _Clock(problem=problem)
-    while clock.events:
-        now, rank = heapq.heappop(clock.events)
-        position = len(clock.rows[rank])
-        if clock.free_at[rank] > now + clock.tiny or position == len(rows[rank]):
-            continue
-        operation = rows[rank][position]
-        if not fits(problem, operation, rank, clock.held[rank]):
-            return None
-        wake = ready_at(problem, clock.finish, operation)
-        if wake > now + clock.tiny:
-            if wake < NEVER:
-                heapq.heappush(clock.events, (wake, rank))
-            continue  # else the operation it waits for wakes this rank when it starts
         clock.begin(operation, now, rank)
         clock.wake_readers(operation, now, rank)
     return clock.result()

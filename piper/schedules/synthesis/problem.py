@@ -4,12 +4,14 @@ The search starts tens of thousands of simulated steps. It works on flat tuples 
 its result becomes a grid of actions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from piper.ir.chunk import Phase
 from piper.schedules.action import Action
 from piper.schedules.stages import Memory, Placement, StageCosts
+from piper.schedules.timing import gives, needs
 
 F, I, W = 0, 1, 2  # kinds of operations  # noqa: E741
 PHASES: tuple[Phase, ...] = ("F", "BI", "BW")
@@ -69,24 +71,23 @@ def problem_of(
     costs: StageCosts, placement: Placement, microbatches: int, memory: Memory | None = None
 ) -> Problem:
     """Number the operations of a pipeline, and collect what each takes and needs."""
-    numbering = [
-        (kind, stage, microbatch)
+    actions = [
+        Action(stage=stage, phase=phase, microbatch=microbatch)
         for stage in range(costs.stages)
         for microbatch in range(microbatches)
-        for kind in (F, I, W)
+        for phase in PHASES
     ]
-    actions = [Action(stage=s, phase=PHASES[k], microbatch=m) for k, s, m in numbering]
-    before, after = dependencies(costs, placement, microbatches)
+    before, after = dependencies(costs, placement, actions)
     return Problem(
         costs=costs,
         ranks=placement.count,
         stages=costs.stages,
         microbatches=microbatches,
         limits=tuple(memory.limit_of(rank) for rank in range(placement.count)) if memory else None,
-        kind=tuple(kind for kind, _, _ in numbering),
-        stage=tuple(stage for _, stage, _ in numbering),
-        microbatch=tuple(microbatch for _, _, microbatch in numbering),
-        rank=tuple(placement.ranks[stage] for _, stage, _ in numbering),
+        kind=tuple(PHASES.index(action.phase) for action in actions),
+        stage=tuple(action.stage for action in actions),
+        microbatch=tuple(action.microbatch for action in actions),
+        rank=tuple(placement.ranks[action.stage] for action in actions),
         duration=tuple(costs.of(action.stage, action.phase) for action in actions),
         takes=tuple(memory.taken_by(action) if memory else 0 for action in actions),
         frees=tuple(memory.freed_by(action) if memory else 0 for action in actions),
@@ -95,31 +96,17 @@ def problem_of(
     )
 
 
-def dependencies(costs: StageCosts, placement: Placement, microbatches: int) -> tuple[Edges, Edges]:
+def dependencies(costs: StageCosts, placement: Placement, actions: Sequence[Action]) -> tuple[Edges, Edges]:
     """Return what each operation needs, and what needs it, with the transfer time between ranks."""
-    last = costs.stages - 1
-
-    def delay(stage: int, other: int) -> float:
-        same = placement.ranks[stage] == placement.ranks[other]
-        return 0.0 if same else float(costs.hop_between(stage, other))
-
+    maker = {gives(action): number for number, action in enumerate(actions)}
     before: list[tuple[tuple[int, float], ...]] = []
-    after: list[tuple[tuple[int, float], ...]] = []
-    for stage in range(costs.stages):
-        down = delay(stage, stage + 1) if stage < last else 0.0
-        up = delay(stage, stage - 1) if stage else 0.0
-        for microbatch in range(microbatches):
-            forward = (stage * microbatches + microbatch) * 3
-            inputs, weights = forward + I, forward + W
-            deeper, shallower = forward + 3 * microbatches, forward - 3 * microbatches
-            before += [
-                ((shallower, up),) if stage else (),
-                ((forward, 0.0), (deeper + I, down)) if stage < last else ((forward, 0.0),),
-                ((inputs, 0.0),),
-            ]
-            after += [
-                ((deeper, down), (inputs, 0.0)) if stage < last else ((inputs, 0.0),),
-                ((shallower + I, up), (weights, 0.0)) if stage else ((weights, 0.0),),
-                (),
-            ]
-    return tuple(before), tuple(after)
+    after: list[list[tuple[int, float]]] = [[] for _ in actions]
+    for number, action in enumerate(actions):
+        needed = []
+        for value in needs(action, costs.stages - 1):
+            same = placement.ranks[value[1]] == placement.ranks[action.stage]
+            delay = 0.0 if same else float(costs.hop_between(value[1], action.stage))
+            needed.append((maker[value], delay))
+            after[maker[value]].append((number, delay))
+        before.append(tuple(needed))
+    return tuple(before), tuple(map(tuple, after))

@@ -1,19 +1,19 @@
 """Schedule synthesis: from what stages cost and hold to the shortest `order` directives found."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
-from piper.schedules.action import Action
+from piper.schedules.action import Action, Group
 from piper.schedules.grid import Grid, Row, need_whole, orders
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.bound import bound
-from piper.schedules.synthesis.list_schedulers import Schedule, in_order
-from piper.schedules.synthesis.problem import F, I, Problem, W, problem_of
+from piper.schedules.synthesis.list_schedulers import Schedule
+from piper.schedules.synthesis.problem import PHASES, Problem, problem_of
 from piper.schedules.synthesis.search import CLOSE, search
-from piper.schedules.timing import makespan, peak_bytes
+from piper.schedules.timing import makespan, peak_bytes, timeline
 
 TRIALS = 400
 
@@ -82,7 +82,7 @@ def synthesis(
         for grid in (*named, one_at_a_time(placement, microbatches))
         if memory is None or within(grid, memory)
     ]
-    seeds = (in_order(problem, rows_of(problem, grid)) for grid in named)
+    seeds = (schedule_of(problem, grid, memory) for grid in named)
     found = search(problem, least, trials, [seed for seed in seeds if seed is not None])
     if found is not None:
         candidates.insert(0, grid_of(problem, found))
@@ -159,15 +159,17 @@ def unpaired(grid: Grid) -> Grid:
 
 def one_at_a_time(placement: Placement, microbatches: int) -> Grid:
     """Return the grid that finishes each microbatch before the next: no schedule needs less memory."""
-    rows: list[Row] = []
-    for rank in range(placement.count):
-        mine = placement.stages_of(rank)
-        row: list[tuple[Action, ...]] = []
-        for microbatch in range(microbatches):
-            row += [(Action(stage=stage, phase="F", microbatch=microbatch),) for stage in mine]
-            row += [(Action(stage=stage, phase="B", microbatch=microbatch),) for stage in reversed(mine)]
-        rows.append(tuple(row))
-    return Grid(rows=tuple(rows))
+    ranks = range(placement.count)
+    return Grid(rows=tuple(one_by_one(placement.stages_of(rank), microbatches) for rank in ranks))
+
+
+def one_by_one(stages: Sequence[int], microbatches: int) -> Row:
+    """Return the row of a rank that finishes each microbatch before the next."""
+    row: list[Group] = []
+    for microbatch in range(microbatches):
+        row += [(Action(stage=stage, phase="F", microbatch=microbatch),) for stage in stages]
+        row += [(Action(stage=stage, phase="B", microbatch=microbatch),) for stage in reversed(stages)]
+    return tuple(row)
 
 
 def within(grid: Grid, memory: Memory) -> bool:
@@ -175,17 +177,30 @@ def within(grid: Grid, memory: Memory) -> bool:
     return all(peak <= memory.limit_of(rank) for rank, peak in enumerate(peak_bytes(grid, memory)))
 
 
-def rows_of(problem: Problem, grid: Grid) -> list[list[int]]:
-    """Return the operations of a grid without pairs; a whole backward is its two halves."""
-    kinds = {"F": (F,), "B": (I, W), "BI": (I,), "BW": (W,)}
-    return [
-        [
-            problem.number(kind, action.stage, action.microbatch)
-            for (action,) in row
-            for kind in kinds[action.phase]
-        ]
-        for row in grid.rows
-    ]
+def schedule_of(problem: Problem, grid: Grid, memory: Memory | None) -> Schedule | None:
+    """Return a grid without pairs as a schedule, each backward in its two halves. None: it does not fit."""
+    split = Grid(rows=tuple(tuple(half for group in row for half in halves(*group)) for row in grid.rows))
+    if memory is not None and not within(split, memory):
+        return None
+    rows = tuple(
+        tuple(
+            problem.number(PHASES.index(action.phase), action.stage, action.microbatch) for (action,) in row
+        )
+        for row in split.rows
+    )
+    times = timeline(split, problem.costs)
+    start = [0.0] * problem.size
+    for row, starts in zip(rows, times.starts, strict=True):
+        for operation, begin in zip(row, starts, strict=True):
+            start[operation] = begin
+    return Schedule(start=tuple(start), rows=rows, end=times.end)
+
+
+def halves(action: Action) -> tuple[Group, ...]:
+    """Return a whole backward as BI and BW, and another action as it is."""
+    if action.phase != "B":
+        return ((action,),)
+    return (replace(action, phase="BI"),), (replace(action, phase="BW"),)
 
 
 def grid_of(problem: Problem, schedule: Schedule) -> Grid:
@@ -198,22 +213,17 @@ def grid_of(problem: Problem, schedule: Schedule) -> Grid:
     close = CLOSE * schedule.end
     rows: list[Row] = []
     for operations in schedule.rows:
-        row: list[tuple[Action, ...]] = []
+        row: list[Group] = []
         for operation, following in zip(operations, (*operations[1:], -1), strict=True):
             action = problem.action(operation)
             weights = problem.after[operation][-1][0] if action.phase == "BI" else -1
-            if row and row[-1][0].phase == "B" and action.phase == "BW" and same(row[-1][0], action):
-                continue
+            if row and row[-1] == (replace(action, phase="B"),):
+                continue  # the second half of a backward that is whole
             if weights >= 0 and following == weights:
                 end = start[weights] + problem.duration[weights]
                 readers = [(reader, delay) for reader, delay in problem.after[operation] if reader != weights]
                 if all(start[reader] >= end + delay - close for reader, delay in readers):
-                    action = Action(stage=action.stage, phase="B", microbatch=action.microbatch)
+                    action = replace(action, phase="B")
             row.append((action,))
         rows.append(tuple(row))
     return Grid(rows=tuple(rows))
-
-
-def same(one: Action, other: Action) -> bool:
-    """Return whether two actions are of the same stage and microbatch."""
-    return (one.stage, one.microbatch) == (other.stage, other.microbatch)
