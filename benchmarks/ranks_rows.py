@@ -1,0 +1,326 @@
+"""The rows of `gpu_ranks`: whole jobs of four ranks, their models and batches, and each as a job of Piper."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+import piper
+from piper.models import decoder, moe
+from piper.models.causal import CausalDecoder, Sizes
+
+RANKS = 4
+SEED = 0
+WEIGHTS = {  # of a decoder, and the dimension along which tensor parallelism divides them
+    "*attention.q|*attention.k|*attention.v|*ffn.gate|*ffn.up|embedding|head": 0,
+    "*attention.out|*ffn.down": 1,
+}
+FIELDS = {"tokens": 1, "labels": 1}  # and the dimension of their positions
+Schedule = Literal["", "1f1b", "interleaved", "zbv"]
+Precision = Literal["bf16", "fp32"]
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A way to divide a job over four ranks, what both sides are called, and what is asked of the ratio."""
+
+    name: str
+    peer: str
+    ours: str
+    pp: int = 1
+    dp: int = 1  # replicas, of which each has its own samples
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1  # over the replicas
+    zero: int = 0
+    schedule: Schedule = ""
+    asked: float = 1.0  # of the peer's time at most
+
+    @property
+    def stages(self) -> int:
+        """Return the number of stages of the model."""
+        return self.pp * (2 if self.schedule in ("interleaved", "zbv") else 1)
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank of the pipeline that runs a stage."""
+        if self.schedule == "zbv" and stage >= self.pp:
+            return 2 * self.pp - 1 - stage
+        return stage % self.pp
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages that a rank of the pipeline runs."""
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+    def devices_of(self, stage: int) -> list[int]:
+        """Return the ranks of the job that run a stage."""
+        width = RANKS // self.pp
+        first = width * self.rank_of(stage)
+        return [*range(first, first + width)]
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row(name="ddp", dp=4, peer="DistributedDataParallel", ours="zero=0"),
+        Row(name="fsdp", dp=4, zero=3, peer="FSDP2", ours="zero=3"),
+        Row(name="tp4", tp=4, peer="parallelize_module with sequence parallelism", ours="TP, between=1"),
+        Row(name="1f1b", pp=4, schedule="1f1b", peer="Schedule1F1B", ours="one_f_one_b", asked=0.97),
+        Row(
+            name="interleaved",
+            pp=4,
+            schedule="interleaved",
+            peer="ScheduleInterleaved1F1B, 2 stages a rank",
+            ours="interleaved_1f1b",
+            asked=0.97,
+        ),
+        Row(name="zbv", pp=4, schedule="zbv", peer="ScheduleZBVZeroBubble", ours="zbv", asked=0.97),
+        Row(
+            name="pp2_fsdp2",
+            pp=2,
+            dp=2,
+            zero=2,
+            schedule="1f1b",
+            peer="Schedule1F1B + FSDP2, parameters stay gathered",
+            ours="one_f_one_b, zero=2",
+        ),
+        Row(
+            name="pp2_fsdp2_reshard",
+            pp=2,
+            dp=2,
+            zero=3,
+            schedule="1f1b",
+            peer="Schedule1F1B + FSDP2, resharded after forward",
+            ours="one_f_one_b, zero=3",
+        ),
+        Row(
+            name="pp2_tp2",
+            pp=2,
+            tp=2,
+            schedule="1f1b",
+            peer="Schedule1F1B + parallelize_module",
+            ours="one_f_one_b, TP, between=1",
+        ),
+        Row(name="ep4", dp=4, ep=4, peer="DDP, experts by all_to_all_single", ours="zero=0, experts sharded"),
+        Row(
+            name="pp2_ep2",
+            pp=2,
+            dp=2,
+            ep=2,
+            schedule="1f1b",
+            peer="Schedule1F1B, experts by all_to_all_single",
+            ours="one_f_one_b, experts sharded",
+        ),
+        Row(name="cp4", cp=4, peer="DDP + context_parallel", ours="CP, ring, zigzag"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The model and the batch of a row: samples of a microbatch on one replica, and how many microbatches."""
+
+    model: Sizes
+    length: int
+    samples: int
+    microbatches: int = 1
+
+    def rows(self, replicas: int) -> int:
+        """Return the samples of a step."""
+        return self.samples * self.microbatches * replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """The shape of every row at one size, and its types."""
+
+    name: str
+    shapes: Mapping[str, Shape]
+    precision: Precision = "bf16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type in which both sides compute."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+
+SMALL = decoder.Config(vocab=16_384, dim=1024, layers=16, heads=16, kv_heads=8, head_dim=64, hidden=4096)
+SMALL_MOE = moe.Config(
+    vocab=16_384, dim=1024, layers=8, heads=16, kv_heads=8, head_dim=64, experts=16, top_k=4, hidden=512
+)
+MEDIUM = decoder.Config(vocab=32_768, dim=2048, layers=16, heads=16, kv_heads=8, head_dim=128, hidden=8192)
+LARGE = decoder.Config(vocab=32_768, dim=4096, layers=16, heads=32, kv_heads=8, head_dim=128, hidden=14_336)
+LARGE_MOE = moe.Config(
+    vocab=32_768, dim=2048, layers=8, heads=16, kv_heads=8, head_dim=128, experts=64, top_k=4, hidden=1024
+)
+TINY = decoder.Config(vocab=64, dim=32, layers=8, heads=4, kv_heads=4, head_dim=8, hidden=64)
+TINY_MOE = moe.Config(
+    vocab=64, dim=32, layers=4, heads=4, kv_heads=2, head_dim=8, experts=8, top_k=2, hidden=16, init_std=0.2
+)
+
+
+def shapes(
+    dense: Sizes, experts: Sizes, length: int, by_row: Mapping[str, tuple[int, int]]
+) -> dict[str, Shape]:
+    """Return the shapes of rows with one dense model and one of experts: samples and microbatches of each."""
+    return {
+        name: Shape(
+            model=experts if ROWS[name].ep > 1 else dense,
+            length=length,
+            samples=samples,
+            microbatches=microbatches,
+        )
+        for name, (samples, microbatches) in by_row.items()
+    }
+
+
+LONG = 32_768  # tokens of the one sample under context parallelism
+SIZES = {
+    size.name: size
+    for size in (
+        Size(
+            name="small",  # 0.3 billion parameters
+            shapes={
+                **shapes(
+                    SMALL,
+                    SMALL_MOE,
+                    1024,
+                    {
+                        "ddp": (24, 1),
+                        "fsdp": (24, 1),
+                        "tp4": (8, 1),
+                        "1f1b": (8, 8),
+                        "interleaved": (8, 8),
+                        "zbv": (8, 8),
+                        "pp2_fsdp2": (12, 4),
+                        "pp2_fsdp2_reshard": (12, 4),
+                        "pp2_tp2": (4, 4),
+                        "ep4": (4, 1),
+                        "pp2_ep2": (4, 4),
+                    },
+                ),
+                "cp4": Shape(model=SMALL, length=LONG, samples=1),
+            },
+        ),
+        # About 30 GiB a rank. Ranks that gather or reduce whole gradients over sockets have a model of 1.1
+        # billion parameters and more samples, the others one of 3.8 billion.
+        Size(
+            name="large",
+            shapes={
+                **shapes(
+                    MEDIUM,
+                    LARGE_MOE,
+                    1024,
+                    {
+                        "ddp": (4, 1),
+                        "fsdp": (12, 1),
+                        "pp2_fsdp2": (6, 4),
+                        "pp2_fsdp2_reshard": (6, 4),
+                        "ep4": (8, 1),
+                        "pp2_ep2": (4, 4),
+                    },
+                ),
+                **shapes(
+                    LARGE,
+                    LARGE_MOE,
+                    1024,
+                    {
+                        "tp4": (4, 1),
+                        "1f1b": (2, 8),
+                        "interleaved": (2, 8),
+                        "zbv": (2, 8),
+                        "pp2_tp2": (2, 4),
+                    },
+                ),
+                "cp4": Shape(model=replace(MEDIUM, layers=12), length=LONG, samples=1),
+            },
+        ),
+        Size(
+            name="tiny",  # for a host without GPUs
+            shapes={
+                **shapes(
+                    TINY,
+                    TINY_MOE,
+                    16,
+                    {name: (2, 8 if ROWS[name].pp > 1 else 1) for name in ROWS if name != "cp4"},
+                ),
+                "cp4": Shape(model=TINY, length=64, samples=1),
+            },
+            precision="fp32",
+        ),
+    )
+}
+
+
+def model_of(config: Sizes) -> CausalDecoder:
+    """Build the whole model of a row."""
+    return moe.MoEDecoder(config) if isinstance(config, moe.Config) else decoder.Decoder(config)  # type: ignore[arg-type]
+
+
+def batch_of(row: Row, shape: Shape) -> Batch:
+    """Return the batch of all steps, on the host: random tokens, each with the next one as its label."""
+    drawn = torch.Generator().manual_seed(1)
+    tokens = torch.randint(shape.model.vocab, (shape.rows(row.dp), shape.length + 1), generator=drawn)
+    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Return the optimizer of both sides."""
+    return torch.optim.AdamW(params, lr=1e-4, fused=True)
+
+
+def strategy_of(row: Row, microbatches: int) -> list[piper.Directive]:
+    """Return Piper's strategy of a row."""
+    strategy: list[piper.Directive] = []
+    for stage in range(row.stages):
+        selected, devices = piper.at(PP=stage), row.devices_of(stage)
+        if row.tp > 1:
+            tensor = piper.shard(selected, devices, axis="TP", weights=WEIGHTS, between=1)
+            strategy.append(tensor)
+        elif row.cp > 1:
+            ring = piper.shard(selected, devices, axis="CP", batch=FIELDS, attention="ring", balance="zigzag")
+            strategy.append(ring)
+        elif row.dp > 1:
+            strategy.append(piper.replicate(selected, devices, zero=row.zero))
+        else:
+            strategy.append(piper.place(selected, devices))
+        if row.ep > 1:
+            strategy.append(piper.shard(piper.at(PP=stage, EP="*"), devices))
+    if microbatches > 1:
+        strategy.append(piper.split(piper.at(), parts=microbatches))
+    return [*strategy, *order_of(row, microbatches)]
+
+
+def order_of(row: Row, microbatches: int) -> Sequence[piper.Directive]:
+    """Return the order of a pipeline."""
+    match row.schedule:
+        case "1f1b":
+            return piper.schedules.one_f_one_b(row.pp, microbatches)
+        case "interleaved":
+            return piper.schedules.interleaved_1f1b(row.pp, microbatches, stages_per_rank=2)
+        case "zbv":
+            return piper.schedules.zbv(row.pp, microbatches)
+    return ()
+
+
+def job_of(row: Row, size: Size, optimizer: MakeOptimizer = adamw, by_layer: bool | None = None) -> piper.Job:
+    """Return a row as a job.
+
+    by_layer: each layer is a chunk of its own. None: where ZeRO-3 gathers layer by layer.
+    """
+    shape = size.shapes[row.name]
+    layered = row.zero == 3 if by_layer is None else by_layer
+    batch = batch_of(row, shape)
+    return piper.Job(
+        model=partial(model_of, replace(shape.model, stages=row.stages, by_layer=layered)),
+        loss=decoder.token_loss,
+        data=lambda: [batch],
+        strategy=strategy_of(row, shape.microbatches),
+        optimizer=optimizer,
+        precision=size.precision,
+        seed=SEED,
+    )

@@ -1,0 +1,358 @@
+"""The two sides of `gpu_ranks` as processes: each trains a row and hands back its figures.
+
+A side's processes stay for the next row, so that torch is imported once. After an error or too long a wait
+they are ended, and the next row gets new ones.
+"""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+import piper
+from benchmarks.ranks_peer import peer_rank
+from benchmarks.ranks_probe import Probe, Probes
+from benchmarks.ranks_rows import RANKS, ROWS, SIZES, batch_of, job_of
+from piper.compiler import Program
+
+GIB = 2**30
+WARM = 2  # steps before memory is counted
+PROFILED = 2  # steps
+PROFILED_RANK = 1  # a stage in the middle
+CONTROL = "nvidia-cuda-mps-control"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A row at a size, and how it is run."""
+
+    row: str
+    size: str
+    steps: int
+    device: str
+    cache: str
+    compiled: bool = True
+    by_layer: bool | None = None
+    profile: bool = False
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a side measured."""
+
+    times: list[float]  # seconds of each step
+    losses: list[float]
+    norm: float  # of the gradient of the first step
+    memory: list[int]  # bytes of each rank
+    build_s: float  # to the first step
+    profile: dict[str, float] | None = None
+
+    @property
+    def ms(self) -> float:
+        """Return the median of the second half of the steps."""
+        return statistics.median(self.times[len(self.times) // 2 :]) * 1e3
+
+    @property
+    def gib(self) -> float:
+        """Return the memory of the worst rank."""
+        return max(self.memory) / GIB
+
+    @property
+    def fifth(self) -> float:
+        """Return the time of the fifth step over that of the twentieth, or of the last."""
+        if len(self.times) < 5:
+            return float("nan")
+        return self.times[4] / self.times[min(19, len(self.times) - 1)]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return all figures by name."""
+        return {**asdict(self), "ms": self.ms, "gib": self.gib, "fifth_over_twentieth": self.fifth}
+
+
+class Failed(Exception):  # noqa: N818  it is a result as well
+    """A row that could not be run, with the reason."""
+
+
+class Side(Protocol):
+    """A side that runs rows."""
+
+    def run(self, task: Task, patience: float) -> Figures: ...
+    def close(self) -> None: ...
+
+
+# the peer
+
+
+def peer_main(rank: int, pipe: Connection) -> None:
+    """Be a rank of the peer: train one row after another."""
+    serve(pipe, lambda task: train_peer(task, rank))
+
+
+def train_peer(task: Task, rank: int) -> Figures:
+    """Train a row as a rank of the peer."""
+    begin = time.perf_counter()
+    on_gpu = task.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(0)
+    store = TCPStore("127.0.0.1", task.port, RANKS, rank == 0)
+    where = torch.device("cuda", 0) if on_gpu else None
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, device_id=where)
+    try:
+        return measure_peer(task, rank, begin)
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+
+def measure_peer(task: Task, rank: int, begin: float) -> Figures:
+    """Build a rank of the peer, and time its steps, which begin and end together on all ranks."""
+    probe = Probe(task.device)
+
+    def together() -> float:
+        if task.device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        return time.perf_counter()
+
+    times, losses, norm = [], [], 0.0
+    row, size = ROWS[task.row], SIZES[task.size]
+    with peer_rank(row, size, rank, task.device, compiled=task.compiled) as peer:
+        build_s = time.perf_counter() - begin
+        for step in range(task.steps):
+            if step == WARM:
+                probe.reset()
+            start = together()
+            loss, square = peer.step(with_norm=step == 0)
+            times.append(together() - start)
+            losses.append(loss)
+            norm = norm or square
+        profile = None
+        memory = [0] * RANKS
+        dist.all_gather_object(memory, probe.memory())
+        if task.profile:
+            if rank == PROFILED_RANK:
+                probe.start()
+            for _ in range(PROFILED):
+                peer.step()
+            if rank == PROFILED_RANK:
+                profile = probe.stop()
+            together()
+    return Figures(times=times, losses=losses, norm=norm, memory=memory, build_s=build_s, profile=profile)
+
+
+# ours
+
+
+def piper_main(pipe: Connection) -> None:
+    """Drive Piper's side: train one row after another."""
+    serve(pipe, train_piper)
+
+
+def launched(program: Program, device: str) -> piper.Run:
+    """Launch four ranks, which talk by NCCL although they share a GPU."""
+    options: dict[str, Any] = {"share": "nccl"} if device == "cuda" else {}
+    return piper.launch(program, on="local", timeout=300, **options)
+
+
+def train_piper(task: Task) -> Figures:
+    """Train a row with Piper."""
+    begin = time.perf_counter()
+    row, size = ROWS[task.row], SIZES[task.size]
+    batch = batch_of(row, size.shapes[task.row])
+    times, losses, norm = [], [], 0.0
+    with Probes(task.device) as probes:
+        job = job_of(row, size, probes.optimizer, task.by_layer)
+        program = piper.compile(job, device=task.device, compile=task.compiled, cache=task.cache)
+        with launched(program, task.device) as run:
+            probes.meet(RANKS)
+            build_s = time.perf_counter() - begin
+            for step in range(task.steps):
+                if step == WARM:
+                    probes.ask("reset")
+                start = time.perf_counter()
+                result = run.step(batch)
+                times.append(time.perf_counter() - start)
+                losses.append(result.loss)
+                norm = norm or result.grad_norm
+            memory = [*probes.ask("memory").values()]
+            profile = None
+            if task.profile:
+                process = cast("Mapping[int, int]", run.session.group.processes)[PROFILED_RANK]  # type: ignore[attr-defined]
+                probes.ask_one(process, "start")
+                for _ in range(PROFILED):
+                    run.step(batch)
+                profile = probes.ask_one(process, "stop")
+    return Figures(times=times, losses=losses, norm=norm, memory=memory, build_s=build_s, profile=profile)
+
+
+# processes
+
+
+def serve(pipe: Connection, train: Callable[[Task], Figures]) -> None:
+    """Answer tasks with figures, or with the text of an error, until the other end is gone."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer: Figures | str = train(task)
+        except Exception:  # noqa: BLE001  it is the result of the row
+            answer = traceback.format_exc()
+        try:
+            pipe.send(answer)
+        except OSError:  # another rank has failed first
+            return
+
+
+class ProcessSide:
+    """A side whose processes wait for rows."""
+
+    def __init__(self, mains: list[Callable[[Connection], None]], environments: list[dict[str, str]]) -> None:
+        """Take what each process runs, and what it has in its environment besides."""
+        self.mains, self.environments = mains, environments
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+        self.pipes: list[Connection] = []
+
+    def start(self) -> None:
+        """Start the processes."""
+        context = multiprocessing.get_context("spawn")
+        for main, environment in zip(self.mains, self.environments, strict=True):
+            here, there = context.Pipe()
+            process = context.Process(target=main, args=(there,))
+            with set_for_children(environment):
+                process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, task: Task, patience: float) -> Figures:
+        """Train a row. Wait for so many seconds at most."""
+        if not self.processes:
+            self.start()
+        for pipe in self.pipes:
+            pipe.send(task)
+        answers: dict[int, Figures] = {}
+        end = time.monotonic() + patience
+        try:
+            while len(answers) < len(self.pipes):
+                left = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+                ready = cast("list[Connection]", wait(left, max(0.0, end - time.monotonic())))
+                if not ready:
+                    raise Failed(f"no answer within {patience:.0f} s")
+                for pipe in ready:
+                    answers[self.pipes.index(pipe)] = received(pipe)
+        except Failed:
+            self.close()
+            raise
+        chosen = answers[PROFILED_RANK if len(answers) > 1 else 0]
+        return chosen
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(5)
+            process.kill()
+            process.join()
+        self.pipes.clear()
+        self.processes.clear()
+
+
+def received(pipe: Connection) -> Figures:
+    """Return the figures that a process sends; fail with its error, or where it is gone."""
+    try:
+        answer = pipe.recv()
+    except (EOFError, OSError):
+        raise Failed("a process has ended") from None
+    if isinstance(answer, str):
+        raise Failed(answer)
+    return cast(Figures, answer)
+
+
+@contextlib.contextmanager
+def set_for_children(environment: Mapping[str, str]) -> Iterator[None]:
+    """Let processes that start now have these variables."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class PeerMain:
+    """What a process of the peer runs."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, pipe: Connection) -> None:
+        peer_main(self.rank, pipe)
+
+
+def side_of(name: str) -> ProcessSide:
+    """Return a side by its name. NCCL takes the ranks of the peer for machines."""
+    if name == "piper":
+        return ProcessSide([piper_main], [{}])
+    hosts = [{"NCCL_HOSTID": f"peer{rank}"} for rank in range(RANKS)]
+    return ProcessSide([PeerMain(rank) for rank in range(RANKS)], hosts)
+
+
+def free_port() -> int:
+    """Return a port that no one listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def shared_gpu() -> Iterator[bool]:
+    """Let processes that start in here run at once on the GPU, each on a quarter of it, by MPS.
+
+    Yield whether MPS is there. The daemon must not get the limit: all that it ever serves would have it.
+    """
+    control = shutil.which(CONTROL)
+    if control is None:
+        yield False
+        return
+    with tempfile.TemporaryDirectory(prefix="mps") as folder:
+        places = {name: str(Path(folder) / name) for name in ("pipe", "log")}
+        for place in places.values():
+            Path(place).mkdir()
+        ways = {"CUDA_MPS_PIPE_DIRECTORY": places["pipe"], "CUDA_MPS_LOG_DIRECTORY": places["log"]}
+        with set_for_children(ways):
+            subprocess.run([control, "-d"], check=True)
+            try:
+                with set_for_children({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // RANKS)}):
+                    yield True
+            finally:
+                subprocess.run([control], input="quit\n", text=True, check=False, timeout=60)
