@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -169,10 +169,9 @@ def piper_main(pipe: Connection) -> None:
     serve(pipe, train_piper)
 
 
-def launched(program: Program, device: str) -> piper.Run:
-    """Launch four ranks, which talk by NCCL although they share a GPU."""
-    options: dict[str, Any] = {"share": "nccl"} if device == "cuda" else {}
-    return piper.launch(program, on="local", timeout=300, **options)
+def launched(program: Program) -> piper.Run:
+    """Launch four ranks, which talk by NCCL where they share a GPU."""
+    return piper.launch(program, on="local", share="nccl", timeout=300)
 
 
 def train_piper(task: Task) -> Figures:
@@ -184,7 +183,7 @@ def train_piper(task: Task) -> Figures:
     with Probes(task.device) as probes:
         job = job_of(row, size, probes.optimizer, task.by_layer)
         program = piper.compile(job, device=task.device, compile=task.compiled, cache=task.cache)
-        with launched(program, task.device) as run:
+        with launched(program) as run:
             probes.meet(RANKS)
             build_s = time.perf_counter() - begin
             for step in range(task.steps):
