@@ -1,102 +1,63 @@
-"""One suite that every communicator passes: the same results, the same bits, and no wait without an end."""
+"""One suite that every communicator passes: the same results, the same bits, and no wait without an end.
 
-import itertools
-import socket
-from collections.abc import Callable, Iterator
+`tests/gpu/test_ranks_comm.py` runs the tests of `crew` on ranks that use NCCL, whose sums have other last bits.
+"""
+
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.base import CommError, Comms, Form
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.inline import World
-from piper.workers.rendezvous import LOOPBACK, store_on
-from piper.workers.transport.channel import Channel
 from piper.workers.transport.fork_server import fork_server
-from piper.workers.transport.serialize import pack, unpack
+from tests.runtime.comm_crew import Crew, Processes, first_to_last, plans_for
 
-DEVICES = (0, 1, 2, 3)
-PLANS = Plans(
-    plans=(),
-    comms={
-        "all": Comm(name="all", kind="groups", groups=(DEVICES,)),
-        "halves": Comm(name="halves", kind="groups", groups=((0, 1), (2, 3))),
-        "ring": Comm(name="ring", kind="pairs", groups=((0, 1), (1, 2), (2, 3), (3, 0))),
-    },
-    buckets={},
-    seed=1.0,
-    weighted=False,
-)
-Everyone = Callable[[Callable[[int, Comms], object]], list[object]]
+SIZE = 4
+PLANS = plans_for(SIZE)
 TIMEOUT = 1.0
+DTYPES = [torch.float32, torch.bfloat16, torch.int64]
+SIZES = [  # of values that only travel
+    *((torch.float32, 0), (torch.float32, 7), (torch.bfloat16, 1), (torch.bfloat16, 4097), (torch.int64, 9)),
+]
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Everyone]:
-    """Run a function on every device at once, each a process."""
-    numbers = itertools.count()
-    with ExitStack() as held:
-        forks = held.enter_context(fork_server("tests.runtime.gloo_process"))
-        store = store_on(LOOPBACK)
-        channels: list[Channel] = []
-        for _ in DEVICES:
-            here, there = socket.socketpair()
-            with there:
-                forks.fork([there.fileno()])
-            channels.append(Channel(held.enter_context(here), 30.0))
-
-        def run(work: Callable[[int, Comms], object]) -> list[object]:
-            number = next(numbers)
-            for device, channel in enumerate(channels):
-                channel.send(pack((device, PLANS, TIMEOUT, store.port, number, work)))
-            return [unpack(cast(bytes, channel.recv())) for channel in channels]
-
-        yield run
+def processes() -> Iterator[Processes]:
+    with fork_server("tests.runtime.comm_process") as forks:
+        started = Processes(forks, SIZE, bound=30.0)
+        yield started
+        started.close()
 
 
 @pytest.fixture(params=["inline", "gloo", "processes"])
-def everyone(request: pytest.FixtureRequest) -> Iterator[Everyone]:
-    """Run a function on every device at once; its results in the order of the devices."""
+def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    """Devices as threads, as threads that use gloo, and as processes."""
     if request.param == "processes":
-        yield request.getfixturevalue("processes")
+        started: Processes = request.getfixturevalue("processes")
+        yield started.crew(SIZE, "gloo", TIMEOUT)
         return
-    with ThreadPoolExecutor(len(DEVICES)) as threads:
+    devices = range(SIZE)
+    with ThreadPoolExecutor(SIZE) as threads:
         if request.param == "inline":
             world = World(PLANS, TIMEOUT)
-            comms: list[Comms] = [world.member(device) for device in DEVICES]
+            comms: list[Comms] = [world.member(device) for device in devices]
         else:
             store = HashStore()
-            comms = [*threads.map(lambda d: GlooComms(PLANS, d, store, "127.0.0.1", TIMEOUT), DEVICES)]
-        yield lambda work: [*threads.map(work, DEVICES, comms)]
+            comms = [*threads.map(lambda d: GlooComms(PLANS, d, store, "127.0.0.1", TIMEOUT), devices)]
+        yield Crew(size=SIZE, run=lambda work: [*threads.map(work, devices, comms)])
 
 
-def values(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    rng = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=rng, dtype=torch.float64).mul(1000).to(dtype) for _ in DEVICES]
-
-
-def first_to_last(given: list[Tensor]) -> Tensor:
-    """The sum that every communicator must give, written out; short types are added in float32."""
-    a, b, c, d = given
-    if a.dtype == torch.bfloat16:
-        return (((a.float() + b.float()) + c.float()) + d.float()).to(torch.bfloat16)
-    return ((a + b) + c) + d
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
 @pytest.mark.parametrize("length", [1, 3, 4096, 4097, 10_001])
-def test_all_reduce_adds_from_first_to_last(everyone: Everyone, dtype: torch.dtype, length: int) -> None:
-    given = values((length,), dtype)
-    wanted = first_to_last(given)
-    for got in everyone(lambda device, comms: comms.group("all").all_reduce(given[device])):
-        assert isinstance(got, Tensor)
-        assert torch.equal(got, wanted)
+def test_all_reduce_adds_from_first_to_last(crew: Crew, dtype: torch.dtype, length: int) -> None:
+    given, place = crew.values((length,), dtype), crew.place
+    for got in crew.run(lambda device, comms: comms.group("all").all_reduce(given[device].to(place))):
+        crew.assert_sum(got, given)
 
 
 @pytest.mark.parametrize(
@@ -113,108 +74,171 @@ def test_all_reduce_adds_from_first_to_last(everyone: Everyone, dtype: torch.dty
 )
 @pytest.mark.parametrize("length", [1, 4097])
 def test_a_sum_in_numbers(
-    everyone: Everyone, dtype: torch.dtype, given: list[float], wanted: float, length: int
+    crew: Crew, dtype: torch.dtype, given: list[float], wanted: float, length: int
 ) -> None:
     rows = [torch.full((length,), number, dtype=dtype) for number in given]
-    for got in everyone(lambda device, comms: comms.group("all").all_reduce(rows[device])):
+    for got in crew.run(lambda device, comms: comms.group("all").all_reduce(rows[device])):
         assert isinstance(got, Tensor)
         assert got.tolist() == [wanted] * length
 
 
-def test_a_group_knows_only_its_members(everyone: Everyone) -> None:
-    given = values((5,), torch.float32)
-    got = everyone(lambda device, comms: comms.group("halves").all_reduce(given[device]))
-    assert torch.equal(torch.stack(got), torch.stack([given[0] + given[1]] * 2 + [given[2] + given[3]] * 2))  # type: ignore[arg-type]
+def test_a_group_knows_only_its_members(crew: Crew) -> None:
+    given, place, cut = crew.values((5,), torch.float32), crew.place, (crew.size + 1) // 2
+    got = crew.run(lambda device, comms: comms.group("halves").all_reduce(given[device].to(place)))
+    for device, total in enumerate(got):
+        crew.assert_sum(total, given[:cut] if device < cut else given[cut:])
 
 
-@pytest.mark.parametrize("length", [1, 2, 8, 9, 5000])
-def test_reduce_scatter_pads_with_zeros(everyone: Everyone, length: int) -> None:
-    given = values((length,), torch.float32)
-    shard = -(-length // len(DEVICES))
-    got = everyone(lambda device, comms: comms.group("all").reduce_scatter(given[device], shard))
+@pytest.mark.parametrize(
+    ("dtype", "length"),
+    [*((torch.float32, length) for length in (1, 2, 8, 9, 5000)), (torch.bfloat16, 4097), (torch.int64, 7)],
+)
+def test_reduce_scatter_pads_with_zeros(crew: Crew, dtype: torch.dtype, length: int) -> None:
+    given, place = crew.values((length,), dtype), crew.place
+    shard = -(-length // crew.size)
+    got = crew.run(lambda device, comms: comms.group("all").reduce_scatter(given[device].to(place), shard))
     whole = torch.cat(got)  # type: ignore[arg-type]
-    assert torch.equal(whole[:length], first_to_last(given))
+    crew.assert_sum(whole[:length], given)
     assert not whole[length:].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_gather_in_place_and_apart(everyone: Everyone, dtype: torch.dtype) -> None:
-    given = values((7,), dtype)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_uneven_reduce_scatter_and_all_gather(crew: Crew, dtype: torch.dtype) -> None:
+    lengths = [0, 5, 1, 8][: crew.size]
+    given, place = crew.values((sum(lengths),), dtype), crew.place
+
+    def work(device: int, comms: Comms) -> tuple[Tensor, Tensor, Tensor]:
+        group = comms.group("all")
+        shard = group.reduce_scatter_uneven(given[device].to(place), lengths)
+        apart, within = (torch.zeros(sum(lengths), dtype=dtype, device=place) for _ in range(2))
+        group.all_gather_uneven(shard, apart, lengths)
+        own = within.split(lengths)[device]
+        own.copy_(shard)
+        group.all_gather_uneven(own, within, lengths)
+        return shard, apart, within
+
+    results = crew.run(work)
+    whole = torch.cat([shard for shard, _, _ in results])  # type: ignore[misc, attr-defined]
+    crew.assert_sum(whole, given)
+    for _, apart, within in results:  # type: ignore[misc, attr-defined]
+        assert torch.equal(apart, whole) and torch.equal(within, whole)
+
+
+@pytest.mark.parametrize(("dtype", "length"), SIZES)
+def test_all_gather_in_place_and_apart(crew: Crew, dtype: torch.dtype, length: int) -> None:
+    given, place, size = crew.values((length,), dtype), crew.place, crew.size
 
     def work(device: int, comms: Comms) -> tuple[Tensor, Tensor]:
         group = comms.group("all")
-        apart, within = torch.empty(28, dtype=dtype), torch.zeros(28, dtype=dtype)
-        group.all_gather(given[device], apart)
-        own = within[7 * device : 7 * device + 7]
+        apart, within = (torch.zeros(length * size, dtype=dtype, device=place) for _ in range(2))
+        group.all_gather(given[device].to(place), apart)
+        own = within[length * device : length * (device + 1)]
         own.copy_(given[device])
         group.all_gather(own, within)
         return apart, within
 
-    for pair in everyone(work):
+    for pair in crew.run(work):
         assert isinstance(pair, tuple)
         assert all(torch.equal(got, torch.cat(given)) for got in pair)
 
 
-def test_all_to_all_is_uneven_and_may_be_empty(everyone: Everyone) -> None:
-    counts = torch.tensor([[0, 2, 1, 0], [3, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 4]])
-    given = [torch.arange(int(row.sum()) * 3.0).view(-1, 3) + 100 * i for i, row in enumerate(counts)]
+UNEVEN = [[0, 2, 1, 0], [3, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 4]]
+COUNTS = {
+    "none": [[0] * 4] * 4,
+    "to the last": [[0, 7, 7, 7], [0, 3, 3, 3], [0, 1, 1, 1], [0, 5, 5, 5]],
+    "even": [[3] * 4] * 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*(("uneven", dtype) for dtype in DTYPES), *((case, torch.bfloat16) for case in COUNTS)],
+)
+def test_all_to_all_is_uneven_and_may_be_empty(crew: Crew, dtype: torch.dtype, case: str) -> None:
+    counts, place = torch.tensor(COUNTS.get(case, UNEVEN))[: crew.size, : crew.size], crew.place
+    rows = [torch.arange(int(row.sum()) * 3).view(-1, 3) + 50 * i for i, row in enumerate(counts)]
+    given = [value.to(dtype) for value in rows]
 
     def work(device: int, comms: Comms) -> Tensor:
         gives, gets = counts[device].tolist(), counts[:, device].tolist()
-        return torch.cat(comms.group("all").all_to_all(given[device], gives, gets))
+        return torch.cat(comms.group("all").all_to_all(given[device].to(place), gives, gets))
 
-    sent = [rows.split(row.tolist()) for rows, row in zip(given, counts, strict=True)]
-    for device, got in enumerate(everyone(work)):
+    sent = [value.split(row.tolist()) for value, row in zip(given, counts, strict=True)]
+    for device, got in enumerate(crew.run(work)):
         assert isinstance(got, Tensor)
         assert torch.equal(got, torch.cat([parts[device] for parts in sent]))
 
 
+@pytest.mark.parametrize(("dtype", "length"), SIZES)
 @pytest.mark.parametrize("by", [1, -1])
-def test_a_shift_gives_to_the_next_and_takes_from_the_one_before(everyone: Everyone, by: int) -> None:
-    given = values((5,), torch.float32)
+def test_a_shift_gives_to_the_next_and_takes_from_the_one_before(
+    crew: Crew, by: int, length: int, dtype: torch.dtype
+) -> None:
+    given, place, size = crew.values((length,), dtype), crew.place, crew.size
 
     def work(device: int, comms: Comms) -> Tensor:
-        got = comms.group("all").shift(given[device], by)
-        assert got.data_ptr() != given[(device - by) % 4].data_ptr()  # it may be added to where it arrives
+        got = comms.group("all").shift(given[device].to(place), by)
+        # It may be added to where it arrives.
+        assert not length or got.data_ptr() != given[(device - by) % size].data_ptr()
         return got
 
-    for device, got in enumerate(everyone(work)):
+    for device, got in enumerate(crew.run(work)):
         assert isinstance(got, Tensor)
-        assert torch.equal(got, given[(device - by) % 4])
+        assert torch.equal(got, given[(device - by) % size])
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
-def test_broadcast_gives_the_first_ones_value(everyone: Everyone, shape: tuple[int, ...]) -> None:
-    given = values(shape, torch.float32)
-    for got in everyone(lambda device, comms: comms.group("all").broadcast(given[device])):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_uneven_shift(crew: Crew, dtype: torch.dtype) -> None:
+    lengths = [3, 0, 7, 1][: crew.size]
+    given = [value[:length] for value, length in zip(crew.values((7,), dtype), lengths, strict=True)]
+    place = crew.place
+
+    def work(device: int, comms: Comms) -> Tensor:
+        return comms.group("all").shift_uneven(given[device].to(place), lengths[device - 1])
+
+    for device, got in enumerate(crew.run(work)):
+        assert isinstance(got, Tensor)
+        assert torch.equal(got, given[device - 1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((), torch.float32), ((3,), torch.bfloat16), ((2, 2), torch.int64), ((0, 3), torch.float32)],
+)
+def test_broadcast_gives_the_first_ones_value(crew: Crew, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    given, place = crew.values(shape, dtype), crew.place
+    for got in crew.run(lambda device, comms: comms.group("all").broadcast(given[device].to(place))):
         assert isinstance(got, Tensor)
         assert torch.equal(got, given[0])
 
 
-def test_pipes_keep_the_order(everyone: Everyone) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pipes_keep_the_order(crew: Crew, dtype: torch.dtype) -> None:
+    place, shapes = crew.place, [(2, 3), (), (4097,)]
+
     def work(device: int, comms: Comms) -> list[Tensor]:
         out, into = comms.outgoing("ring"), comms.incoming("ring")
-        forms = [Form() for _ in range(4)]
+        outward, inward = ([Form() for _ in shapes] for _ in range(2))
         got = []
         for step in range(2):
             # A send may wait for its receive, so half of them receive first.
             for receive in (device % 2 == 1, device % 2 == 0):
                 if receive:
-                    got += [into.recv(forms[2]), into.recv(forms[3])]
+                    got += [into.recv(form) for form in inward]
                     continue
-                for shape, form in zip([(2, 3), ()], forms[:2], strict=True):
-                    out.send(torch.full(shape, 10.0 * device + step), form)
+                for shape, form in zip(shapes, outward, strict=True):
+                    out.send(torch.full(shape, 10 * device + step, dtype=dtype, device=place), form)
         return got
 
-    for device, got in enumerate(everyone(work)):
+    for device, got in enumerate(crew.run(work)):
         assert isinstance(got, list)
-        before = (device - 1) % 4
-        for step in range(2):
-            assert torch.equal(got[2 * step], torch.full((2, 3), 10.0 * before + step))
-            assert torch.equal(got[2 * step + 1], torch.tensor(10.0 * before + step))
+        before = (device - 1) % crew.size
+        wanted = [torch.full(shape, 10 * before + step, dtype=dtype) for step in range(2) for shape in shapes]
+        assert [value.dtype for value in got] == [dtype] * len(wanted)
+        assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
 
 
-def test_a_wait_for_nobody_ends(everyone: Everyone) -> None:
+def test_a_wait_for_nobody_ends(crew: Crew) -> None:
     def work(device: int, comms: Comms) -> bool:
         if device == 1:
             return True
@@ -222,7 +246,17 @@ def test_a_wait_for_nobody_ends(everyone: Everyone) -> None:
             comms.group("all").all_reduce(torch.ones(3))
         return True
 
-    assert all(everyone(work))
+    assert all(crew.run(work))
+
+
+def test_sums_of_a_crew_are_compared() -> None:
+    """A wrong sum is noticed, to the bit or beyond what rounding explains."""
+    given = [torch.tensor([1e8, 3.0]), torch.tensor([1.0, 4.0])]
+    for exact in (True, False):
+        crew = Crew(size=2, run=lambda work: [], exact=exact)
+        crew.assert_sum(first_to_last(given), given)
+        with pytest.raises(AssertionError):
+            crew.assert_sum(torch.tensor([1e8, 8.0]), given)
 
 
 def test_stopping_a_world_ends_every_wait() -> None:
