@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
 import torch
@@ -117,10 +118,10 @@ def test_uneven_reduce_scatter_and_all_gather(crew: Crew, dtype: torch.dtype) ->
         group.all_gather_uneven(own, within, lengths)
         return shard, apart, within
 
-    results = crew.run(work)
-    whole = torch.cat([shard for shard, _, _ in results])  # type: ignore[misc, attr-defined]
+    results = cast("list[tuple[Tensor, Tensor, Tensor]]", crew.run(work))
+    whole = torch.cat([shard for shard, _, _ in results])
     crew.assert_sum(whole, given)
-    for _, apart, within in results:  # type: ignore[misc, attr-defined]
+    for _, apart, within in results:
         assert torch.equal(apart, whole) and torch.equal(within, whole)
 
 
