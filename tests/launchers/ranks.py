@@ -1,10 +1,14 @@
-"""A script as torchrun runs it, the same on every rank; each writes down what it saw: `ranks.py FOLDER WHAT...`."""
+"""A script as torchrun runs it, the same on every rank; each writes down what it saw: `ranks.py FOLDER WHAT...`.
+
+PIPER_RANKS_DEVICE: the kind of device to run on. PIPER_RANKS_SHARE: how ranks that share one exchange values.
+"""
 
 import json
 import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,16 +18,21 @@ from piper.errors import PiperError
 from piper.workers.rank_agent import Hear, ServedAgent
 from piper.workers.rank_environment import RankEnvironment
 from piper.workers.rendezvous import DriverAddress
+from tests.gpu.rank_process import become_rank
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
 
 CELL = Cell(case="mlp", schedule="1f1b", dp=1)  # two devices
 MANY = Cell(case="mlp", schedule="1f1b", dp=2)
+SHARE = "PIPER_RANKS_SHARE"
+DEVICE = os.environ.get("PIPER_RANKS_DEVICE")
+launch = partial(piper.launch, share=os.environ.get(SHARE, "host"))
 
 
 def main(folder: Path, acts: list[str]) -> None:
-    program = piper.compile(job(CELL))
+    become_rank()
+    program = piper.compile(job(CELL), device=DEVICE)
     for what in acts:
         seen = act(program, folder, what)
         path = folder / f"{what}.rank{os.environ['RANK']}.json"
@@ -34,7 +43,7 @@ def act(program: Program, folder: Path, what: str) -> dict[str, object]:
     seen: dict[str, object] = {}
     rank = os.environ["RANK"]
     if what == "all":
-        with piper.launch(program, on="local", timeout=30) as run:
+        with launch(program, on="local", timeout=30) as run:
             seen["results"] = [[r.loss, r.grad_norm] for r in (run.step(batch) for batch in batches(CELL, 2))]
             seen["uneven"] = run.step({name: value[:3] for name, value in batches(CELL, 1)[0].items()}).loss
             seen["trained"] = [result.loss for result in run.train(1)]
@@ -44,14 +53,14 @@ def act(program: Program, folder: Path, what: str) -> dict[str, object]:
             if rank == "0":
                 run.gradients()  # the others need not ask for all that rank 0 does
             seen["state"] = {name: value.tolist() for name, value in run.state_dict().items()}
-        with piper.launch(program, on="torchrun", timeout=30, resume=folder / "saved") as run:
+        with launch(program, on="torchrun", timeout=30, resume=folder / "saved") as run:
             seen["resumed"] = [r.loss for r in (run.step(batch) for batch in batches(CELL, 1))]
         with (
             patch("piper.run.mirrored.ServedAgent", elsewhere),
-            piper.launch(program, on="local", timeout=30) as run,
+            launch(program, on="local", timeout=30) as run,
         ):
             seen["far"] = [[r.loss, r.grad_norm] for r in (run.step(batch) for batch in batches(CELL, 2))]
-        seen["size"] = error_of(piper.compile(job(MANY)))
+        seen["size"] = error_of(piper.compile(job(MANY), device=DEVICE))
         seen["broken"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.fail))
     if what == "die":
         seen["dead"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.die))
@@ -70,7 +79,7 @@ def elsewhere(world: RankEnvironment, address: DriverAddress, hear: Hear) -> Ser
 def error_of(program: object, timeout: float = 30) -> str:
     """What a launch and two steps end with."""
     try:
-        with piper.launch(program, on="local", timeout=timeout) as run:  # type: ignore[arg-type]
+        with launch(program, on="local", timeout=timeout) as run:  # type: ignore[arg-type]
             for batch in batches(CELL, 2):
                 run.step(batch)
     except PiperError as error:

@@ -1,4 +1,7 @@
-"""One suite that every launcher passes: the same bits, the same errors, and an end that can be asked for twice."""
+"""One suite that every launcher passes: the same bits, the same errors, and an end that can be asked for twice.
+
+`tests/gpu/test_ranks_launchers.py` runs it on ranks that use NCCL, whose sums have other last bits.
+"""
 
 import os
 import re
@@ -45,6 +48,9 @@ class Trained:
     gradients: dict[str, Tensor]
 
 
+Same = Callable[[Trained, Trained], None]
+
+
 @pytest.fixture(scope="module", params=["inline", "local", pytest.param("ray", marks=pytest.mark.ray)])
 def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
     """A launcher; what it can share between launches is started once."""
@@ -80,13 +86,19 @@ def assert_same_bits(left: Trained, right: Trained) -> None:
         assert all(torch.equal(value, those[name]) for name, value in these.items())
 
 
+@pytest.fixture(scope="module")
+def same() -> Same:
+    """How runs are compared."""
+    return assert_same_bits
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", CELLS)
 def test_every_launcher_gives_the_same_bits(
-    launcher: Launcher, programs: dict[str, Program], name: str
+    launcher: Launcher, programs: dict[str, Program], same: Same, name: str
 ) -> None:
     wanted = train(launch_inline, programs[name], CELLS[name])
-    assert_same_bits(train(launcher, programs[name], CELLS[name]), wanted)
+    same(train(launcher, programs[name], CELLS[name]), wanted)
 
 
 def test_the_same_bits_every_time(programs: dict[str, Program]) -> None:
@@ -111,7 +123,9 @@ def test_an_exception_is_one_error_and_the_end(launcher: Launcher, programs: dic
 
 
 @pytest.mark.timeout(180)
-def test_every_launcher_trains_on_several_shapes(launcher: Launcher, programs: dict[str, Program]) -> None:
+def test_every_launcher_trains_on_several_shapes(
+    launcher: Launcher, programs: dict[str, Program], same: Same
+) -> None:
     sizes = (4, 2, 4, 3, 2)  # 3 samples do not divide into 2 microbatches
     rows = batches(PAIR, len(sizes))
     given = [{name: v[:size] for name, v in batch.items()} for size, batch in zip(sizes, rows, strict=True)]
@@ -120,7 +134,7 @@ def test_every_launcher_trains_on_several_shapes(launcher: Launcher, programs: d
         with start(programs[str(PAIR)], Options(keep_gradients=True)) as run:
             results = [run.step(batch) for batch in given]
             found.append(Trained(results=results, state=run.state_dict(), gradients=run.gradients()))
-    assert_same_bits(*found)
+    same(found[1], found[0])
     assert len(programs[str(PAIR)].shapes) == 2
 
 
@@ -142,7 +156,7 @@ def test_closing_kills_a_worker_that_does_not_answer(
     launcher: Launcher, programs: dict[str, Program]
 ) -> None:
     with launcher(programs[str(PAIR)], Options()) as run:
-        workers = getattr(run, "group", None)
+        workers = run.session.group
         if not isinstance(workers, LocalWorkerGroup):
             pytest.skip("its workers are no processes of this machine")
         pids = [*workers.processes.values()]

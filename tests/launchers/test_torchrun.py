@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from inspect import cleandoc
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from piper.compiler import compile
+from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.recipe import load_recipe
 from piper.run.launch import check_launcher, launch_inline
@@ -76,9 +77,11 @@ def command(*words: str) -> list[str]:
     return [sys.executable, *start, "--master-port", str(free_port()), *words]
 
 
-def torchrun(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    *words: str, folder: Path, env: Mapping[str, str] = ENVIRONMENT
+) -> subprocess.CompletedProcess[str]:
     with family() as ranks:
-        process = ranks.start(command(*words), env=ENVIRONMENT, folder=folder)
+        process = ranks.start(command(*words), env=env, folder=folder)
         out, err = process.communicate(timeout=BOUND)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
@@ -91,24 +94,29 @@ def seen(folder: Path, what: str, rank: int) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run the script on two ranks that train and fail, then one dies; return where they write what they saw.
+    """Run the script on two ranks that train and fail, then one dies; return where they write what they saw."""
+    folder = tmp_path_factory.mktemp("scripts")
+    run_scripts(folder, ENVIRONMENT)
+    return folder
+
+
+def run_scripts(folder: Path, env: Mapping[str, str]) -> None:
+    """Run the script on two ranks.
 
     The ranks are started by hand, with the environment that torchrun gives them, which saves a process.
     `test_the_command_line_trains_once` goes through torchrun.
     """
-    folder = tmp_path_factory.mktemp("scripts")
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with family() as ranks:
         processes = [
             ranks.start(
                 [sys.executable, str(SCRIPT), str(folder), "all", "die"],
-                env={**ENVIRONMENT, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env={**env, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(2)
         ]
         ended = [(process.communicate(timeout=BOUND)[1], process.returncode) for process in processes]
     assert [code for _, code in ended] == [0, 0], ended
-    return folder
 
 
 def test_ranks_that_are_started_again_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,16 +135,30 @@ def test_a_script_runs_unchanged(scripts: Path) -> None:
     """It trains, saves, starts again from there, and fails, on every rank alike."""
     first = seen(scripts, "all", 0)
     assert first == seen(scripts, "all", 1)
-    with launch_inline(compile(job(CELL))) as run:
-        assert first["results"] == [[r.loss, r.grad_norm] for r in map(run.step, batches(CELL, 2))]
-        assert first["far"] == first["results"], "as if the other rank were on another machine"
+    wanted = of_one_process(compile(job(CELL)))
+    assert {name: first[name] for name in wanted} == wanted
+    assert_refused(first)
+
+
+def of_one_process(program: Program) -> dict[str, object]:
+    """Return what the script sees where devices are threads of one process."""
+    with launch_inline(program) as run:
+        results = [[r.loss, r.grad_norm] for r in map(run.step, batches(CELL, 2))]
         smaller = {name: value[:3] for name, value in batches(CELL, 1)[0].items()}
-        assert first["uneven"] == run.step(smaller).loss
-        assert first["trained"] == [result.loss for result in run.train(1)]
-        assert first["evaluated"] == run.evaluate(batches(CELL, 2)).loss
-        assert first["rates"] == [group["lr"] for group in run.optimizer]
-        assert first["state"] == {name: value.tolist() for name, value in run.state_dict().items()}
-        assert first["resumed"] == [run.step(batches(CELL, 1)[0]).loss]
+        return {
+            "results": results,
+            "far": results,  # as if the other rank were on another machine
+            "uneven": run.step(smaller).loss,
+            "trained": [result.loss for result in run.train(1)],
+            "evaluated": run.evaluate(batches(CELL, 2)).loss,
+            "rates": [group["lr"] for group in run.optimizer],
+            "state": {name: value.tolist() for name, value in run.state_dict().items()},
+            "resumed": [run.step(batches(CELL, 1)[0]).loss],
+        }
+
+
+def assert_refused(first: Mapping[str, object]) -> None:
+    """Check how the script's launches on too few ranks, and of a program that fails, ended."""
     assert first["size"] == "ConfigError: " + cleandoc("""
         launch: there is not one process for each device
           processes: WORLD_SIZE=2
@@ -151,6 +173,11 @@ def test_a_script_runs_unchanged(scripts: Path) -> None:
 
 def test_a_worker_that_dies(scripts: Path) -> None:
     """Its rank lives, and raises what rank 0 raises."""
+    assert_died(scripts)
+
+
+def assert_died(scripts: Path) -> None:
+    """Check how the script's launch ended whose worker is killed."""
     assert seen(scripts, "die", 0) == seen(scripts, "die", 1)
     error = text(seen(scripts, "die", 0)["dead"])
     assert error.startswith("WorkerError: device 1 (process N): the process was killed by SIGKILL\n  at: ")
