@@ -18,8 +18,7 @@ from piper.capture.autodiff.code_cache import CodeCache
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.servers import CompileServers, start_kernel_compilers
-from piper.capture.shard.request import Request, groups_of
-from piper.capture.shard.shard_traced import sharded
+from piper.capture.shard.request import Request, groups_of, sharded
 from piper.capture.trace.annotate import listed_regions
 from piper.capture.trace.build_model import buffers_of, build_fake, parameters_of
 from piper.capture.trace.record import LossFn

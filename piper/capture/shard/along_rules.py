@@ -7,13 +7,14 @@ the dimension that is sharded it is refused, because no device holds all that is
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import fx
-from torch.fx.node import Argument, map_arg
+from torch.fx.node import Argument
 
 from piper.capture.shard.axis_sharding import NoRuleError
-from piper.capture.shard.shape_rules import argument, number, operand, unchanged
+from piper.capture.shard.shape_rules import argument, number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
-from piper.ir.sharding import REPLICATE, Placement, Shard
+from piper.ir.sharding import REPLICATE, Shard
 
 Worked = Callable[
     [fx.Node, int], set[int]
@@ -40,17 +41,11 @@ def along(worked: Worked) -> Rule:
         if len({d.shape(s)[layout.dim] for s in peers}) > 1:
             raise NoRuleError("its operands have different sizes along the sharded dimension")
         local = {s: d.to(s, layout if s in peers else REPLICATE, varies=True) for s in sources}
-        made = d.emit(
-            node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__)
-        )
-        lost = sum(dim < layout.dim for dim in worked(node, rank))
-        results = made.meta["example_value"]
-        several = isinstance(results, tuple | list)
-        layouts: list[Placement] = [
-            layout.at(layout.dim - lost if value.dim() < rank else layout.dim)
-            for value in (results if several else [results])
-        ]
-        d.done(node, made, layouts if several else layouts[0])
+        result = d.replay(node, local)
+        values = result.meta["example_value"]
+        reduced = (values if isinstance(values, torch.Tensor) else values[0]).dim() < rank
+        lost = sum(dim < layout.dim for dim in worked(node, rank)) if reduced else 0
+        d.done(node, result, layout.at(layout.dim - lost))
 
     return apply
 
@@ -115,7 +110,7 @@ def glu(d: Sharder, node: fx.Node) -> None:
     if have.dim == dim and (have.blocks % 2 or have.zigzag):
         raise NoRuleError("its two halves lie on different devices")
     layout = replace(have, blocks=have.blocks // 2) if have.dim == dim else have
-    d.done(node, unchanged(d, node), layout)
+    d.done(node, d.replay(node), layout)
 
 
 LAST = named(2, default=-1)  # of operations with another argument before the dimension

@@ -60,15 +60,15 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
             by="shard",
             hint="leave out its `options`, or write linear and cross_entropy",
         )
-    made = [node for node in graph.nodes if node.op == "placeholder"]
     results = next(node for node in graph.nodes if node.op == "output").args[0]
     assert isinstance(results, tuple | list)
-    for old, new in zip(placeholders, made, strict=True):
+    inputs = dict(zip((node for node in graph.nodes if node.op == "placeholder"), placeholders, strict=True))
+    for new, old in inputs.items():
         new.meta["example_value"] = old.meta["example_value"]
     return Recording(
         graph=graph,
         root=traced,
-        origins={new: recording.origins[old] for old, new in zip(placeholders, made, strict=True)},
+        origins={new: recording.origins[old] for new, old in inputs.items()},
         results=tuple(node for node in results if isinstance(node, fx.Node)),
         tags=number_regions(
             {node: node.meta.get("custom") or {} for node in graph.nodes}, recording.regions
@@ -113,7 +113,7 @@ def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node]) -> fx.Grap
         given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
         try:
             return make_fx(interpreter.run, DECOMPOSED, pre_dispatch=True)(*given)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:  # of any operation that the model calls
             raise CaptureError(
                 "the model cannot be written in ATen operations, so it cannot be sharded",
                 by="shard",
@@ -160,9 +160,3 @@ def _autocasts(mode: Mode) -> Iterator[None]:
             entered = autocast_mode._enter_autocast(*arguments)
             stack.callback(autocast_mode._exit_autocast, entered)
         yield
-
-
-def shape_of(value: object) -> tuple[int, ...]:
-    """Return the shape of a fake."""
-    assert isinstance(value, Tensor)
-    return tuple(value.shape)

@@ -11,7 +11,7 @@ the gradients of its block. The output's gradient goes through the blocks from t
 block's gradient of keys and values can travel back while that of the block before is computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from piper.capture.shard.block_attention import (
     SEQUENCE,
+    Attended,
     AttentionBlock,
     Turn,
     attend,
@@ -65,34 +66,25 @@ def attend_prefix_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `attend_prefix`."""
     blocks = prefix_blocks(int(place), ways, zigzag, query.shape[SEQUENCE])
-    return _grads(grad, query, key, value, out, total, None, scale, blocks)
+    return _grads(grad, Attended(query, key, value, out, total, None, scale), blocks)
 
 
 def _grads(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    total: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    blocks: Sequence[AttentionBlock],
+    grad: Tensor, attended: Attended, blocks: Sequence[AttentionBlock]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add up the gradients of blocks; no two of them share queries."""
+    query, key, value, *_ = attended
     whole = (0, query.shape[SEQUENCE]), (0, key.shape[SEQUENCE])
     if len(blocks) == 1 and (blocks[0].queries, blocks[0].keys) == whole:
-        dq, dk, dv = attend_grad(grad, query, key, value, out, total, mask, scale, blocks[0].causal)
+        dq, dk, dv = attend_grad(grad, attended, blocks[0].causal)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    made = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
+    sums = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
     for block in blocks:
-        given, own, made_out, sums = (rows_of(x, block.queries) for x in (grad, query, out, total))
-        keys, values = rows_of(key, block.keys), rows_of(value, block.keys)
-        dq, dk, dv = attend_grad(given, own, keys, values, made_out, sums, mask, scale, block.causal)
-        rows_of(made[0], block.queries).copy_(dq)
-        rows_of(made[1], block.keys).add_(dk)
-        rows_of(made[2], block.keys).add_(dv)
-    return made
+        dq, dk, dv = attend_grad(rows_of(grad, block.queries), attended.part(block), block.causal)
+        rows_of(sums[0], block.queries).copy_(dq)
+        rows_of(sums[1], block.keys).add_(dk)
+        rows_of(sums[2], block.keys).add_(dv)
+    return sums
 
 
 def _prefix_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ANN401 (the signature is torch's)
@@ -146,19 +138,14 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Te
     return out, query.new_empty(query.shape[:3], dtype=width(query))
 
 
-@torch.library.custom_op("piper::ring_pass", mutates_args=())
-def ring_pass(
-    passed: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    total: Tensor,
-    place: Tensor,
-    scale: float,
-    turn: Sequence[int],
-) -> Tensor:
+_OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor out, Tensor total"
+_TURN = "Tensor place, float scale, SymInt[] turn"
+
+
+@torch.library.custom_op(
+    "piper::ring_pass", mutates_args=(), schema=f"(Tensor passed, {_OPERANDS}, {_TURN}) -> Tensor"
+)
+def ring_pass(passed: Tensor, *_: object) -> Tensor:
     """Hand the output on. Backward, compute the gradients of one block; see [Note: ring attention]."""
     return passed.clone(memory_format=torch.contiguous_format)
 
@@ -168,23 +155,17 @@ def _(passed: Tensor, *_: object) -> Tensor:
     return passed.new_empty(passed.shape)
 
 
-@torch.library.custom_op("piper::ring_grad", mutates_args=())
-def ring_grad(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    total: Tensor,
-    place: Tensor,
-    scale: float,
-    turn: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "piper::ring_grad",
+    mutates_args=(),
+    schema=f"(Tensor grad, {_OPERANDS}, {_TURN}) -> (Tensor, Tensor, Tensor)",
+)
+def ring_grad(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
     """Return one block's share of the gradients of queries, keys and values."""
+    query, key, value, mask, out, total, place, scale, turn = operands
     here, how = int(place), Turn.of(turn)
     blocks = how.blocks(here, query.shape[SEQUENCE], key.shape[SEQUENCE])
-    return _grads(grad, query, key, value, out, total, how.columns(mask, here), scale, blocks)
+    return _grads(grad, Attended(query, key, value, out, total, how.columns(mask, here), scale), blocks)
 
 
 @attend_prefix_grad.register_fake
@@ -209,44 +190,29 @@ ring_pass.register_autograd(_pass_backward, setup_context=_pass_context)
 Shape = Sequence[int]
 
 
-def _products(query: Shape, value: Shape, pairs: int, *, backward: bool) -> int:
-    """Return the floating-point operations of attention over pairs of queries and keys."""
+def _flops(query: Shape, value: Shape, blocks: Sequence[Sequence[AttentionBlock]], *, backward: bool) -> int:
+    """Return the floating-point operations of attention, for the device that has most to do."""
+    pairs = max(sum(block.pairs for block in of_device) for of_device in blocks)
     each = 2 * query[0] * query[1] * pairs
     return each * (3 * query[3] + 2 * value[3] if backward else query[3] + value[3])
 
 
-def _of_prefix(query: Shape, value: Shape, ways: int, zigzag: bool, *, backward: bool) -> int:
-    """Count for the device that has most to do."""
+def _of_prefix(query: Shape, key: Shape, value: Shape, *rest: Any, backward: bool) -> int:  # noqa: ANN401
+    ways, zigzag = rest[-2:]
     blocks = [prefix_blocks(place, ways, zigzag, query[SEQUENCE]) for place in range(ways)]
-    return _products(query, value, _most_pairs(blocks), backward=backward)
+    return _flops(query, value, blocks, backward=backward)
 
 
-def _of_turn(query: Shape, key: Shape, value: Shape, turn: Sequence[int], *, backward: bool) -> int:
-    """Count for the device that has most to do."""
-    how = Turn.of(turn)
+def _of_turn(query: Shape, key: Shape, value: Shape, *rest: Any, backward: bool) -> int:  # noqa: ANN401
+    how = Turn.of(rest[-1])
     blocks = [how.blocks(place, query[SEQUENCE], key[SEQUENCE]) for place in range(how.ways)]
-    return _products(query, value, _most_pairs(blocks), backward=backward)
+    return _flops(query, value, blocks, backward=backward)
 
 
-def _most_pairs(blocks: Sequence[Sequence[AttentionBlock]]) -> int:
-    return max(sum(block.pairs for block in of_device) for of_device in blocks)
+def _register_flops(attention: object, gradient: object, count: Callable[..., int]) -> None:
+    register_flop_formula(attention)(lambda *given, **_: count(*given, backward=False))
+    register_flop_formula(gradient)(lambda grad, *given, **_: count(*given, backward=True))
 
 
-@register_flop_formula(torch.ops.piper.attend_prefix)
-def _(query: Shape, key: Shape, value: Shape, *rest: Any, **_: object) -> int:  # noqa: ANN401
-    return _of_prefix(query, value, *rest[-2:], backward=False)
-
-
-@register_flop_formula(torch.ops.piper.attend_prefix_grad)
-def _(grad: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: object) -> int:  # noqa: ANN401
-    return _of_prefix(query, value, *rest[-2:], backward=True)
-
-
-@register_flop_formula(torch.ops.piper.ring_attend)
-def _(query: Shape, key: Shape, value: Shape, *rest: Any, **_: object) -> int:  # noqa: ANN401
-    return _of_turn(query, key, value, rest[-1], backward=False)
-
-
-@register_flop_formula(torch.ops.piper.ring_grad)
-def _(grad: Shape, query: Shape, key: Shape, value: Shape, *rest: Any, **_: object) -> int:  # noqa: ANN401
-    return _of_turn(query, key, value, rest[-1], backward=True)
+_register_flops(torch.ops.piper.attend_prefix, torch.ops.piper.attend_prefix_grad, _of_prefix)
+_register_flops(torch.ops.piper.ring_attend, torch.ops.piper.ring_grad, _of_turn)

@@ -1,53 +1,73 @@
-"""Rules for attention: sharded by heads, or by the sequence with keys and values from every device."""
+"""Rules for attention: sharded by heads, or by the sequence with keys and values from every device.
 
+In ring attention blocks of keys and values go round, each attended to while the next is on its way.
+See [Note: ring attention] in `attention_operators.py` for why the backward comes in passes of its own.
+Each step and each pass is a chunk of its own, so that the shifts between them are nodes of the plan.
+"""
+
+import math
 import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import Argument, map_arg
+from torch.fx.node import Argument
 
+import piper.capture.shard.attention_operators  # noqa: F401  registers the operators
+from piper.capture.shard.attention_shapes import WEIGHTS
 from piper.capture.shard.axis_sharding import NoRuleError, UnevenError
+from piper.capture.shard.block_attention import SEQUENCE, Turn
 from piper.capture.shard.compute_rules import aligned
-from piper.capture.shard.draws import attend_and_drop, causal_mask, mask_of
 from piper.capture.shard.layout import divides
-from piper.capture.shard.masks import is_causal, unrepeated
-from piper.capture.shard.ring import by_ring, scale_of
+from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.shape_rules import argument
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import draws
+from piper.capture.trace.upstream import upstream
+from piper.ir.chunk import Collective
 from piper.ir.sharding import REPLICATE, Shard
 
-HEADS, SEQUENCE = 1, 2  # dimensions of [batch, heads, sequence, head size]
+HEADS = 1  # dimension of [batch, heads, sequence, head size]
+ATTENTION_RANK = 4  # [batch, heads, queries, keys]
+OTHERWISE = 'use attention="gather" there'
+LARGEST = 2**26  # elements of a mask that is evaluated to see whether it is causal
+CAUSAL = "piper_causal"  # under which a mask's meta keeps the answer
 
 
 def attention(d: Sharder, node: fx.Node) -> None:
     """Attend: with all operands sharded by heads or samples, else by the sequence as the directive says."""
-    query, key, value = node.args[:3]
-    assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
-    layouts = [d.settle(x) for x in (query, key, value)]
+    operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
+    layouts = [d.settle(x) for x in operands]
     have = next((layout for layout in layouts if isinstance(layout, Shard)), None)
     if have is None:  # the mask alone is sharded
         d.plain(node)
-        return
-    if have.dim != SEQUENCE:
-        _alike(d, node, query, key, value, have)
+    elif have.dim != SEQUENCE:
+        if have.dim > HEADS:
+            raise NoRuleError("it is sharded along the size of a head")
+        _on_heads(d, node, operands, have)
     elif d.sharding.attention == "ring":
-        by_ring(d, node, query, key, value, have)
+        _by_ring(d, node, operands, have)
     elif d.sharding.attention == "heads":
-        _by_heads_for_a_while(d, node, query, key, value, have)
+        heads = Shard(HEADS, d.sharding.inner)  # so a device of an inner group has some of its own heads
+        if not all(divides(d.shape(x)[HEADS], heads, d.degree) for x in operands):
+            heads = Shard(HEADS)
+        _on_heads(d, node, operands, heads)
+        d.done(node, d.to(node, have, varies=True), have)  # the heads are exchanged for the sequence
     else:
-        _by_queries(d, node, query, key, value, have)
+        _by_queries(d, node, operands, have)
 
 
-def _alike(d: Sharder, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node, have: Shard) -> None:
+def _on_heads(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard) -> None:
     """Attend on a device's own heads or samples."""
-    if have.dim > HEADS:
-        raise NoRuleError("it is sharded along the size of a head")
-    for x in (query, key, value):
+    _check_heads(d, operands, have)
+    local = [d.to(x, have, varies=True) for x in operands]
+    d.done(node, _attend(d, node, local, have), have)
+
+
+def _check_heads(d: Sharder, operands: Iterable[fx.Node], have: Shard) -> None:
+    for x in operands:
         if not divides(size := d.shape(x)[have.dim], have, d.degree):
             raise UnevenError(f"{size} heads", size, d.degree)
-    local = [d.to(x, have, varies=True) for x in (query, key, value)]
-    d.done(node, _attend(d, node, local, have), have)
 
 
 def _attend(
@@ -55,30 +75,15 @@ def _attend(
 ) -> fx.Node:
     mask = mask or mask_of(d, node, have)
     if draws(node):
-        return attend_and_drop(d, node, local, have, mask)
+        return _attend_and_drop(d, node, local, have, mask)
     causal = bool(argument(node, 5, "is_causal", False)) and mask is None
     kwargs: dict[str, Argument] = {n: node.kwargs[n] for n in ("scale", "enable_gqa") if n in node.kwargs}
     return d.emit(node.target, (*local, mask, 0.0, causal), kwargs)
 
 
-def _by_heads_for_a_while(
-    d: Sharder, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node, have: Shard
-) -> None:
-    """Exchange the sequence for the heads, attend, and exchange back."""
-    heads = Shard(HEADS, d.sharding.inner)  # so a device of an inner group has some of its own heads
-    if not all(divides(d.shape(x)[HEADS], heads, d.degree) for x in (query, key, value)):
-        heads = Shard(HEADS)
-    for x in (query, key, value):
-        if not divides(size := d.shape(x)[HEADS], heads, d.degree):
-            raise UnevenError(f"{size} heads", size, d.degree)
-    local = [d.to(x, heads, varies=True) for x in (query, key, value)]
-    d.done(node, _attend(d, node, local, heads), heads)
-    back = d.to(node, have, varies=True)
-    d.done(node, back, have)
-
-
-def _by_queries(d: Sharder, node: fx.Node, query: fx.Node, key: fx.Node, value: fx.Node, have: Shard) -> None:
+def _by_queries(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard) -> None:
     """Attend from a device's own queries to the keys and values of all devices."""
+    query, key, value = operands
     own = d.to(query, have, varies=True)
     lengths = [d.shape(x)[SEQUENCE] for x in (query, key)]
     if not is_causal(node) or have.blocks > 1 or lengths[0] != lengths[1] or draws(node):
@@ -94,19 +99,205 @@ def _by_queries(d: Sharder, node: fx.Node, query: fx.Node, key: fx.Node, value: 
     d.done(node, d.emit(operator.getitem, (both, 0)), have)
 
 
+def _attend_and_drop(
+    d: Sharder, node: fx.Node, local: list[fx.Node], have: Shard, mask: fx.Node | None
+) -> fx.Node:
+    """Attend from a device's own heads or queries, and drop the weights that one device would drop.
+
+    The weights are computed one by one, because a fused kernel draws for what it is given.
+    """
+    query, key, value = local
+    groups = _size(query, 1) // _size(key, 1)
+    if groups > 1:
+        key, value = (d.emit(aten.repeat_interleave.self_int, (x, groups, 1)) for x in (key, value))
+    products = d.emit(aten.matmul.default, (query, d.emit(aten.transpose.int, (key, -2, -1))))
+    scores = d.emit(aten.mul.Scalar, (products, scale_of(d, node)))
+    if mask is None and argument(node, 5, "is_causal", False):
+        mask = causal_mask(d, _size(scores, -2), _size(scores, -1))
+    if mask is not None and mask.meta["example_value"].is_floating_point():
+        scores = d.emit(aten.add.Tensor, (scores, mask))
+    elif mask is not None:
+        scores = d.emit(aten.where.ScalarOther, (mask, scores, -math.inf))
+    weights = d.emit(aten._safe_softmax.default, (scores, -1))  # a query that sees no key has zeros
+    example = weights.meta["example_value"]
+    shape = [int(size) for size in example.shape]
+    shape[have.dim] *= d.degree
+    options: dict[str, Argument] = {"dtype": example.dtype, "device": example.device}
+    ones = d.emit(aten.ones.default, (list(node.meta.get(WEIGHTS, shape)),), options)
+    drawn = d.emit(aten.dropout.default, (ones, argument(node, 4, "dropout_p", 0.0), True))
+    own = d.take(d.emit(aten.reshape.default, (drawn, shape)), have)
+    return d.emit(aten.matmul.default, (d.emit(aten.mul.Tensor, (weights, own)), value))
+
+
+def mask_of(d: Sharder, node: fx.Node, have: Shard) -> fx.Node | None:
+    """Return a device's part of the mask that attention is given, if it is given one."""
+    given = argument(node, 3, "attn_mask")
+    if not isinstance(given, fx.Node):
+        return None
+    return d.to(given, aligned(d, given, have, ATTENTION_RANK), varies=True)
+
+
+def causal_mask(d: Sharder, queries: int, keys: int) -> fx.Node:
+    """Return which keys each query attends to: those up to its own place."""
+    assert d.node is not None
+    value = value_of(d.node)
+    assert isinstance(value, Tensor)
+    options: dict[str, Argument] = {"dtype": None, "device": value.device}
+    rows, columns = (d.emit(aten.arange.default, (count,), options) for count in (queries, keys))
+    return d.emit(aten.ge.Tensor, (d.emit(aten.unsqueeze.default, (rows, 1)), columns))
+
+
+def scale_of(d: Sharder, node: fx.Node) -> float:
+    """Return what the scores of an attention are multiplied by."""
+    query, scale = node.args[0], node.kwargs.get("scale")
+    assert isinstance(query, fx.Node)
+    return float(scale) if isinstance(scale, int | float) else 1 / math.sqrt(d.shape(query)[-1])
+
+
+def _size(node: fx.Node, dim: int) -> int:
+    return int(node.meta["example_value"].shape[dim])
+
+
+class _Block:
+    """Keys or values as they travel: before reshapes, which each reader writes for itself."""
+
+    def __init__(self, d: Sharder, x: fx.Node, have: Shard) -> None:
+        self.d, self.reshapes = d, list[fx.Node]()
+        x = unrepeated(d, x)
+        if d.layout(x) == have:
+            while (base := d.base(x)) is not None:
+                self.reshapes.append(x)
+                x = base
+            self.arrived = [d.local[x]]
+        else:
+            self.arrived = [d.to(x, have, varies=True)]
+
+    def shift(self) -> None:
+        """Write the shift after which a device has the block that the device before it had."""
+        d, last = self.d, self.arrived[-1]
+        how = Collective(axis=d.sharding.axis, degree=d.degree, op="shift", back="shift_back")
+        self.arrived.append(d.exchange(last, how))
+
+    def read(self, step: int) -> fx.Node:
+        """Write the reshapes from what arrived for a step to what attention reads."""
+        block = self.arrived[step]
+        for node in reversed(self.reshapes):
+            if node.target is aten.transpose.int:
+                block = self.d.emit(node.target, (block, *node.args[1:]))
+            else:
+                shape = [int(size) for size in self.d.local[node].meta["example_value"].shape]
+                target = node.target if node.target is aten.expand.default else aten.reshape.default
+                block = self.d.emit(target, (block, shape))
+        return block
+
+
+def _by_ring(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard) -> None:
+    """Attend from a device's own queries to one block of keys and values after another."""
+    query, key, value = operands
+    lengths = [d.shape(x)[SEQUENCE] for x in operands]
+    if len(set(lengths)) > 1:
+        what = f"a ring passes on as many keys as there are queries, not {lengths[1]} for {lengths[0]}"
+        raise NoRuleError(what, OTHERWISE)
+    if draws(node):
+        raise NoRuleError("dropout inside attention does not go round a ring", OTHERWISE)
+    if have.blocks > 1:
+        raise NoRuleError("a ring passes on one run of the sequence", OTHERWISE)
+    causal, mask = is_causal(node), None
+    given = argument(node, 3, "attn_mask")
+    if isinstance(given, fx.Node) and not causal:
+        if d.trains(d.local[given]):
+            raise NoRuleError("its mask has a gradient, which a ring does not compute", OTHERWISE)
+        mask = mask_of(d, node, have)
+    own, keys, values = d.to(query, have, varies=True), _Block(d, key, have), _Block(d, value, have)
+    turns = [Turn(ways=d.degree, step=i, causal=causal, zigzag=have.zigzag) for i in range(d.degree)]
+    how = (d.host_place(), scale_of(d, node))
+    result: list[fx.Node] = []  # output and log-sum-exp so far
+    for turn in turns:
+        if turn.step + 1 < d.degree:
+            keys.shift()
+            values.shift()
+        with d.chunk():
+            fixed = [
+                d.emit(aten.detach.default, (x,)) for x in (own, keys.read(turn.step), values.read(turn.step))
+            ]
+            arguments: tuple[Argument, ...] = (*fixed, mask, list(result), *how, turn.numbers)
+            both = d.emit(torch.ops.piper.ring_attend.default, arguments)
+            result = [d.emit(operator.getitem, (both, index)) for index in (0, 1)]
+    passed = result[0]
+    for turn in turns:
+        with d.chunk():
+            block = (keys.read(turn.step), values.read(turn.step))
+            arguments = (passed, own, *block, mask, *result, *how, turn.numbers)
+            passed = d.emit(torch.ops.piper.ring_pass.default, arguments)
+    d.done(node, passed, have)
+
+
+def is_causal(node: fx.Node) -> bool:
+    """Return whether each query sees the keys up to its own place, by a flag or by a mask that says so."""
+    mask = argument(node, 3, "attn_mask")
+    if not isinstance(mask, fx.Node):
+        return bool(argument(node, 5, "is_causal", False))
+    if CAUSAL not in mask.meta:
+        mask.meta[CAUSAL] = _is_causal_mask(mask)
+    return bool(mask.meta[CAUSAL])
+
+
+def _is_causal_mask(mask: fx.Node) -> bool:
+    """Evaluate a mask that depends on no input, as `transformers` makes them, and compare it."""
+    example = value_of(mask)
+    if not isinstance(example, Tensor) or example.dtype is not torch.bool or example.dim() < 2:
+        return False
+    if example.shape[-1] != example.shape[-2] or example.numel() > LARGEST:
+        return False
+    needed = upstream([mask])
+    if not all(isinstance(node.target, torch._ops.OpOverload) for node in needed):
+        return False
+
+    def on_host(given: Argument) -> object:
+        """Return an argument as it is on the host."""
+        if isinstance(given, fx.Node):
+            return values[given]
+        return torch.device("cpu") if isinstance(given, torch.device) else given
+
+    values: dict[fx.Node, object] = {}
+    for node in mask.graph.nodes:
+        if node in needed:
+            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), on_host)  # type: ignore[arg-type]
+            values[node] = node.target(*args, **kwargs)
+    value = values[mask]
+    causal = torch.ones(example.shape[-2:], dtype=torch.bool).tril()
+    return isinstance(value, Tensor) and bool((value == causal).all())
+
+
+def unrepeated(d: Sharder, x: fx.Node) -> fx.Node:
+    """Return keys or values before their heads are repeated for groups of heads of queries."""
+    repeated, expanded = x, x.all_input_nodes[0] if x.all_input_nodes else x
+    single = expanded.all_input_nodes[0] if expanded.all_input_nodes else expanded
+    kinds = (
+        repeated.target in RESHAPES
+        and expanded.target is aten.expand.default
+        and single.target is aten.unsqueeze.default
+    )
+    if not kinds:
+        return x
+    base = single.all_input_nodes[0]
+    batch, heads, *rest = d.shape(base)
+    apart = d.shape(expanded)
+    right = len(apart) == 5 and apart[:2] == (batch, heads) and list(apart[3:]) == rest
+    right = right and d.shape(single) == (batch, heads, 1, *rest)
+    return base if right and d.shape(repeated) == (batch, heads * apart[2], *rest) else x
+
+
 def by_heads(d: Sharder, node: fx.Node) -> None:
     """Shard attention that is sharded by the sequence already: by heads."""
     sources = [x for x in node.all_input_nodes if len(d.shape(x)) > 1]
     have = next(layout for x in sources if isinstance(layout := d.settle(x), Shard))
     if have.dim != HEADS:
         raise NoRuleError("attention that is sharded by the sequence is sharded by heads alone")
-    for x in sources:
-        if d.shape(x)[HEADS] != 1 and not divides(size := d.shape(x)[HEADS], have, d.degree):
-            raise UnevenError(f"{size} heads", size, d.degree)
+    _check_heads(d, (x for x in sources if d.shape(x)[HEADS] != 1), have)
     local = {x: d.to(x, aligned(d, x, have, len(d.shape(x))), varies=True) for x in sources}
     local |= {x: d.local[x] for x in node.all_input_nodes if x not in local}
-    made = d.emit(node.target, map_arg(node.args, local.__getitem__), node.kwargs)
-    d.done(node, made, have if isinstance(made.meta["example_value"], Tensor) else [have, have])
+    d.done(node, d.replay(node, local), have)
 
 
 RULES: dict[object, Rule] = {

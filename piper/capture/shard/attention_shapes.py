@@ -31,7 +31,7 @@ class _Writer:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.made: dict[tuple[fx.Node, object, tuple[int, ...]], fx.Node] = {}
+        self.written: dict[tuple[fx.Node, object, tuple[int, ...]], fx.Node] = {}
 
     def rewrite(self, node: fx.Node) -> None:
         """Give an attention operands of four dimensions."""
@@ -65,21 +65,21 @@ class _Writer:
     def _in_four(self, node: fx.Node, x: fx.Node, full: Sequence[int]) -> fx.Node:
         """Return an operand expanded to a shape, of which all but the last three dimensions become one."""
         if math.prod(_shape(x)) != math.prod(full):
-            x = self._written(node, aten.expand.default, x, full)
-        return self._written(node, aten.reshape.default, x, (math.prod(full[:-3]), *full[-3:]))
+            x = self._reshaped(node, aten.expand.default, x, full)
+        return self._reshaped(node, aten.reshape.default, x, (math.prod(full[:-3]), *full[-3:]))
 
-    def _written(self, node: fx.Node, target: object, x: fx.Node, shape: Sequence[int]) -> fx.Node:
+    def _reshaped(self, node: fx.Node, target: object, x: fx.Node, shape: Sequence[int]) -> fx.Node:
         if _shape(x) == tuple(shape):
             return x
         key = (x, target, tuple(shape))
-        if key not in self.made:
+        if key not in self.written:
             value = value_of(x)
             assert isinstance(value, Tensor)
-            made = self.graph.call_function(target, (x, list(shape)))  # type: ignore[arg-type]
-            made.meta = dict(x.meta if x.op == "call_function" else node.meta)
-            made.meta["val"] = value.new_empty(tuple(shape))
-            self.made[key] = made
-        return self.made[key]
+            reshaped = self.graph.call_function(target, (x, list(shape)))  # type: ignore[arg-type]
+            reshaped.meta = dict(x.meta if x.op == "call_function" else node.meta)
+            reshaped.meta["val"] = value.new_empty(tuple(shape))
+            self.written[key] = reshaped
+        return self.written[key]
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

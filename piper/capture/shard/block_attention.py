@@ -7,6 +7,7 @@ half, or seen whole by the second half of the queries: the same work on every de
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,36 +97,47 @@ def attend(
     There may be fewer heads of keys and values than of queries; each serves neighbouring ones.
     """
     if _fast(query, key, value, mask):
-        made = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
-        return made[0], made[1]
+        out, total, *_ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=scale
+        )
+        return out, total
     scores, _, wide = _scores(query, key, value, mask, scale, causal)
     total = scores.logsumexp(-1)
     return (_weights(scores, total) @ wide).to(query.dtype), total
 
 
-def attend_grad(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    total: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values.
+class Attended(NamedTuple):
+    """An attention that was computed: its operands, its output and the log-sum-exp of its scores.
 
     out, total: of all the keys that the queries see, of which these may be a part.
     """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    total: Tensor
+    mask: Tensor | None
+    scale: float
+
+    def part(self, block: AttentionBlock) -> "Attended":
+        """Return the attention of the queries and keys of one block."""
+        query, out, total = (rows_of(x, block.queries) for x in (self.query, self.out, self.total))
+        key, value = rows_of(self.key, block.keys), rows_of(self.value, block.keys)
+        return self._replace(query=query, key=key, value=value, out=out, total=total)
+
+
+def attend_grad(grad: Tensor, attended: Attended, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values."""
+    query, key, value, out, total, mask, scale = attended
     if _fast(query, key, value, mask):
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of dropout
         lengths = (query.shape[SEQUENCE], key.shape[SEQUENCE])
-        made = _aten._scaled_dot_product_flash_attention_backward(
+        grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_backward(
             grad, query, key, value, out, total.contiguous(), None, None, *lengths, 0.0, causal,
             unused, unused, scale=scale,
         )  # fmt: skip
-        return made[0], made[1], made[2]
+        return grads
     scores, keys, values = _scores(query, key, value, mask, scale, causal)
     weights = _weights(scores, total)
     given = grad.to(scores.dtype)

@@ -1,14 +1,15 @@
 """Rules for operations that compute: pointwise work, products, tables, norms, reductions."""
 
+import math
 import operator
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import Argument, map_arg
 
+from piper.capture.shard.along_rules import named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.reshapes import value_of
-from piper.capture.shard.shape_rules import argument, getitem, number, operand, unchanged
+from piper.capture.shard.shape_rules import argument, getitem, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.ir.sharding import REPLICATE, Partial, Placement, Shard
 
@@ -52,7 +53,7 @@ def by_family(node: fx.Node) -> Rule | None:
 
 
 def aligned(d: Sharder, source: fx.Node, layout: Shard, rank: int) -> Placement:
-    """Return how an operand of broadcast work is held when the result of `rank` dimensions has `layout`."""
+    """Return the layout of an operand of broadcast work whose result of `rank` dimensions has `layout`."""
     shape = d.shape(source)
     dim = layout.dim - (rank - len(shape))
     return REPLICATE if dim < 0 or shape[dim] == 1 else layout.at(dim)
@@ -60,12 +61,10 @@ def aligned(d: Sharder, source: fx.Node, layout: Shard, rank: int) -> Placement:
 
 def spread(d: Sharder, sources: list[fx.Node], rank: int) -> Shard | None:
     """Return the sharding of broadcast work over operands: that of the largest sharded one."""
-    found = [(len(d.shape(s)), s) for s in sources if isinstance(d.layout(s), Shard)]
-    if not found:
+    sharded = [(source, have) for source in sources if isinstance(have := d.layout(source), Shard)]
+    if not sharded:
         return None
-    source = max((s for _, s in found), key=lambda s: torch.Size(d.shape(s)).numel())
-    have = d.layout(source)
-    assert isinstance(have, Shard)
+    source, have = max(sharded, key=lambda pair: math.prod(d.shape(pair[0])))
     return have.at(have.dim + rank - len(d.shape(source)))
 
 
@@ -91,18 +90,14 @@ def pointwise(d: Sharder, node: fx.Node) -> None:
     if layout is None:
         d.plain(node)
         return
-    made = d.emit(node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__))
-    d.done(node, made, layout)
+    d.done(node, d.replay(node, local), layout)
 
 
 def _stays_sum(d: Sharder, node: fx.Node, sources: list[fx.Node]) -> bool:
     """Write linear work on terms of a sum: the result is such a sum too."""
     if any(d.layout(source) != Partial() for source in sources) or not _is_linear(node):
         return False
-    made = d.emit(
-        node.target, map_arg(node.args, d.local.__getitem__), map_arg(node.kwargs, d.local.__getitem__)
-    )
-    d.done(node, made, Partial())
+    d.done(node, d.replay(node), Partial())
     return True
 
 
@@ -121,9 +116,9 @@ def _is_linear(node: fx.Node) -> bool:
 
 def _keeps_fractions(node: fx.Node) -> bool:
     """Return whether no cast rounds terms of a sum, each by itself, to integers or truth values."""
-    made, given = value_of(node), value_of(operand(node))
-    assert isinstance(made, Tensor) and isinstance(given, Tensor)
-    return made.is_floating_point() or (not given.is_floating_point() and made.dtype is not torch.bool)
+    result, given = value_of(node), value_of(operand(node))
+    assert isinstance(result, Tensor) and isinstance(given, Tensor)
+    return result.is_floating_point() or (not given.is_floating_point() and result.dtype is not torch.bool)
 
 
 def linear(d: Sharder, node: fx.Node) -> None:
@@ -146,25 +141,22 @@ def addmm(d: Sharder, node: fx.Node) -> None:
 def _product(
     d: Sharder, node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None, out_dim: int
 ) -> None:
-    d.settle(x)
-    held, given = d.layout(weight), d.layout(x)
+    given, have = d.settle(x), d.settle(weight)
     last = len(d.shape(x)) - 1
-    if isinstance(held, Partial):
-        held = d.settle(weight)
-    if held == REPLICATE:
+    if have == REPLICATE:
         out: Placement = given if isinstance(given, Shard) and given.dim != last else REPLICATE
         sharded = isinstance(out, Shard)
         varies = sharded or d.varies([x, weight])
         args = [d.to(x, out, varies=varies), d.to(weight, REPLICATE, varies=varies)]
         args += [d.to(bias, REPLICATE, varies=varies)] if bias is not None else []
         d.done(node, _multiply(d, node, args), out)
-    elif isinstance(held, Shard) and held.dim == out_dim:
+    elif isinstance(have, Shard) and have.dim == out_dim:
         args = [d.to(x, REPLICATE, varies=True), d.local[weight]]
-        args += [d.to(bias, held.at(0), varies=True)] if bias is not None else []
-        d.done(node, _multiply(d, node, args), held.at(last))
+        args += [d.to(bias, have.at(0), varies=True)] if bias is not None else []
+        d.done(node, _multiply(d, node, args), have.at(last))
     else:
-        assert isinstance(held, Shard)
-        want = held.at(last)
+        assert isinstance(have, Shard)
+        want = have.at(last)
         if isinstance(given, Shard) and given != want:
             raise NoRuleError(
                 f"its input is sharded along dimension {given.dim}, its weight along the inputs"
@@ -211,8 +203,8 @@ def matmul(d: Sharder, node: fx.Node) -> None:
         out = spread(d, [a, b], rank) or REPLICATE
         assert isinstance(out, Shard)
         wa, wb = aligned(d, a, out, rank), aligned(d, b, out, rank)
-    made = d.emit(node.target, (d.to(a, wa, varies=True), d.to(b, wb, varies=True)))
-    d.done(node, made, out)
+    # Not replayed: a value that is multiplied by itself has two layouts.
+    d.done(node, d.emit(node.target, (d.to(a, wa, varies=True), d.to(b, wb, varies=True))), out)
 
 
 def _vector_product(d: Sharder, node: fx.Node, a: fx.Node, b: fx.Node) -> None:
@@ -225,66 +217,51 @@ def _vector_product(d: Sharder, node: fx.Node, a: fx.Node, b: fx.Node) -> None:
         wants, out = {a: layout.at(summed[a]), b: layout.at(summed[b])}, Partial()
     else:
         wants[x], out = layout, layout.at(layout.dim - (layout.dim > summed[x]))
-    made = d.emit(node.target, (d.to(a, wants[a], varies=True), d.to(b, wants[b], varies=True)))
-    d.done(node, made, out)
-
-
-def dims_of(d: Sharder, node: fx.Node) -> tuple[int, ...]:
-    """Return the dimensions that a reduction goes over."""
-    rank = len(d.shape(operand(node)))
-    dims: Argument = argument(node, 1, "dim")
-    if isinstance(dims, int):
-        dims = [dims]
-    if not isinstance(dims, list | tuple) or not dims:
-        return tuple(range(rank))
-    return tuple(number(dim) % rank for dim in dims)
+    d.done(node, d.replay(node, {x: d.to(x, want, varies=True) for x, want in wants.items()}), out)
 
 
 def reduction(d: Sharder, node: fx.Node) -> None:
     """Reduce other dimensions locally; over the sharded one every device has a term."""
     x = operand(node)
     if d.layout(x) == Partial() and node.target not in MAXIMA and _keeps_fractions(node):
-        d.done(node, unchanged(d, node), Partial())
+        d.done(node, d.replay(node), Partial())
         return
-    d.settle(x)
-    have = d.layout(x)
+    have = d.settle(x)
     if not isinstance(have, Shard):
         d.plain(node)
         return
-    dims = () if node.target in NO_DIMS else dims_of(d, node)
-    dims = dims or tuple(range(len(d.shape(x))))
+    dims = sorted(named(1)(node, len(d.shape(x))))
     keep = len(d.shape(node)) == len(d.shape(x))
-    made = unchanged(d, node)
+    result = d.replay(node)
     if have.dim not in dims:
         lost = 0 if keep else sum(dim < have.dim for dim in dims)
-        d.done(node, made, have.at(have.dim - lost))
+        d.done(node, result, have.at(have.dim - lost))
     elif node.target in MEANS:
-        d.done(node, d.emit(aten.div.Scalar, (made, d.degree)), Partial())
+        d.done(node, d.emit(aten.div.Scalar, (result, d.degree)), Partial())
     elif node.target in MAXIMA:
-        _maximum(d, node, x, made, dims)
+        _maximum(d, node, x, result, dims)
     else:
-        d.done(node, made, Partial())
+        d.done(node, result, Partial())
 
 
-def _maximum(d: Sharder, node: fx.Node, x: fx.Node, made: fx.Node, dims: tuple[int, ...]) -> None:
+def _maximum(d: Sharder, node: fx.Node, x: fx.Node, own: fx.Node, dims: list[int]) -> None:
     """Take a maximum over the sharded dimension; all elements that are equal to it share its gradient."""
-    fixed = d.emit(aten.detach.default, (made,))
-    if not d.trains(made):
+    fixed = d.emit(aten.detach.default, (own,))
+    if not d.trains(own):
         d.done(node, fixed, Partial("max"))
         return
     shape = [1 if dim in dims else size for dim, size in enumerate(d.shape(x))]
     largest = d.emit(aten.reshape.default, (d.collect(fixed, Partial("max")), shape))
     equal = d.emit(aten.eq.Tensor, (d.local[x], largest))
-    counts = d.emit(aten.to.dtype, (equal, made.meta["example_value"].dtype))
-    count = d.collect(d.emit(aten.sum.dim_IntList, (counts, list(dims), True)), Partial())
+    counts = d.emit(aten.to.dtype, (equal, own.meta["example_value"].dtype))
+    count = d.collect(d.emit(aten.sum.dim_IntList, (counts, dims, True)), Partial())
     shares = d.emit(aten.div.Tensor, (d.emit(aten.where.ScalarOther, (equal, d.local[x], 0.0)), count))
     keep = len(d.shape(node)) == len(d.shape(x))
-    d.done(node, d.emit(aten.sum.dim_IntList, (shares, list(dims), keep)), Partial())
+    d.done(node, d.emit(aten.sum.dim_IntList, (shares, dims, keep)), Partial())
 
 
 MEANS = frozenset((aten.mean.default, aten.mean.dim))
 MAXIMA = frozenset((aten.amax.default,))
-NO_DIMS = frozenset((aten.sum.default, aten.mean.default))
 
 RULES: dict[object, Rule] = {
     aten.linear.default: linear,

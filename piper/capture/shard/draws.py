@@ -5,24 +5,18 @@ which costs less than to exchange it. Generators fill memory in order, so the wh
 that of the undivided program does.
 """
 
-import math
-
 import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from piper.capture.shard.attention_shapes import WEIGHTS
 from piper.capture.shard.axis_sharding import NoRuleError
-from piper.capture.shard.compute_rules import aligned, pointwise
+from piper.capture.shard.compute_rules import pointwise
 from piper.capture.shard.loss_rules import softmax
 from piper.capture.shard.reshapes import value_of
-from piper.capture.shard.ring import scale_of
-from piper.capture.shard.shape_rules import argument, number, operand
+from piper.capture.shard.shape_rules import number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import draws
 from piper.ir.sharding import Shard
-
-ATTENTION_RANK = 4  # [batch, heads, queries, keys]
 
 
 def dropout(d: Sharder, node: fx.Node) -> None:
@@ -54,39 +48,9 @@ def _whole(d: Sharder, x: fx.Node, make: object) -> fx.Node:
         strides = torch.empty_like(value).stride()
     order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
     options: dict[str, Argument] = {"dtype": local.dtype, "device": local.device}
-    made = d.emit(make, ([d.shape(x)[dim] for dim in order],), options)
+    whole = d.emit(make, ([d.shape(x)[dim] for dim in order],), options)
     back = [order.index(dim) for dim in range(value.dim())]
-    return made if back == sorted(back) else d.emit(aten.permute.default, (made, back))
-
-
-def attend_and_drop(
-    d: Sharder, node: fx.Node, local: list[fx.Node], have: Shard, mask: fx.Node | None
-) -> fx.Node:
-    """Attend from a device's own heads or queries, and drop the weights that one device would drop.
-
-    The weights are computed one by one, because a fused kernel draws for what it is given.
-    """
-    query, key, value = local
-    groups = _size(query, 1) // _size(key, 1)
-    if groups > 1:
-        key, value = (d.emit(aten.repeat_interleave.self_int, (x, groups, 1)) for x in (key, value))
-    products = d.emit(aten.matmul.default, (query, d.emit(aten.transpose.int, (key, -2, -1))))
-    scores = d.emit(aten.mul.Scalar, (products, scale_of(d, node)))
-    if mask is None and argument(node, 5, "is_causal", False):
-        mask = causal_mask(d, _size(scores, -2), _size(scores, -1))
-    if mask is not None and mask.meta["example_value"].is_floating_point():
-        scores = d.emit(aten.add.Tensor, (scores, mask))
-    elif mask is not None:
-        scores = d.emit(aten.where.ScalarOther, (mask, scores, -math.inf))
-    weights = d.emit(aten._safe_softmax.default, (scores, -1))  # a query that sees no key has zeros
-    example = weights.meta["example_value"]
-    shape = [int(size) for size in example.shape]
-    shape[have.dim] *= d.degree
-    options: dict[str, Argument] = {"dtype": example.dtype, "device": example.device}
-    ones = d.emit(aten.ones.default, (list(node.meta.get(WEIGHTS, shape)),), options)
-    drawn = d.emit(aten.dropout.default, (ones, argument(node, 4, "dropout_p", 0.0), True))
-    own = d.take(d.emit(aten.reshape.default, (drawn, shape)), have)
-    return d.emit(aten.matmul.default, (d.emit(aten.mul.Tensor, (weights, own)), value))
+    return whole if back == sorted(back) else d.emit(aten.permute.default, (whole, back))
 
 
 def safe_softmax(d: Sharder, node: fx.Node) -> None:
@@ -95,28 +59,6 @@ def safe_softmax(d: Sharder, node: fx.Node) -> None:
     if isinstance(have, Shard) and have.dim == number(node.args[1]) % len(d.shape(node)):
         raise NoRuleError("it normalises over the sharded dimension")
     softmax(d, node)
-
-
-def mask_of(d: Sharder, node: fx.Node, have: Shard) -> fx.Node | None:
-    """Return a device's part of the mask that attention is given, if it is given one."""
-    given = argument(node, 3, "attn_mask")
-    if not isinstance(given, fx.Node):
-        return None
-    return d.to(given, aligned(d, given, have, ATTENTION_RANK), varies=True)
-
-
-def causal_mask(d: Sharder, queries: int, keys: int) -> fx.Node:
-    """Return which keys each query attends to: those up to its own place."""
-    assert d.node is not None
-    value = value_of(d.node)
-    assert isinstance(value, Tensor)
-    options: dict[str, Argument] = {"dtype": None, "device": value.device}
-    rows, columns = (d.emit(aten.arange.default, (count,), options) for count in (queries, keys))
-    return d.emit(aten.ge.Tensor, (d.emit(aten.unsqueeze.default, (rows, 1)), columns))
-
-
-def _size(node: fx.Node, dim: int) -> int:
-    return int(node.meta["example_value"].shape[dim])
 
 
 RULES: dict[object, Rule] = {

@@ -1,6 +1,7 @@
-"""How the devices of a group hold one value between them."""
+"""How the devices of a group hold one value between them, and the collectives from one layout to another."""
 
-from piper.ir.sharding import Partial, Placement, Replicate, Shard
+from piper.ir.chunk import Collective, CollectiveOp
+from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
 
 
 def in_words(layout: Placement) -> str:
@@ -44,8 +45,8 @@ def reshaped(old: tuple[int, ...], new: tuple[int, ...], layout: Shard, degree: 
         for dim in news:
             size = new[dim]
             if outer % prefix == 0 and outer < prefix * size:
-                found = Shard(dim, outer // prefix, layout.zigzag)
-                return found if divides(size, found, degree) else None
+                result = Shard(dim, outer // prefix, layout.zigzag)
+                return result if divides(size, result, degree) else None
             prefix *= size
         return None
     return None
@@ -84,7 +85,7 @@ def _joined(
     groups: list[tuple[list[int], list[int]]], old: tuple[int, ...], new: tuple[int, ...]
 ) -> list[tuple[list[int], list[int]]]:
     """Join a group of ones on one side only, which holds nothing, to the group after it."""
-    found: list[tuple[list[int], list[int]]] = []
+    joined: list[tuple[list[int], list[int]]] = []
     waiting: tuple[list[int], list[int]] = ([], [])
     for olds, news in groups:
         olds, news = [*waiting[0], *olds], [*waiting[1], *news]
@@ -93,8 +94,44 @@ def _joined(
         if ones and (not olds or not news):
             waiting = (olds, news)
         else:
-            found.append((olds, news))
+            joined.append((olds, news))
     if any(waiting):
-        last = found.pop() if found else ([], [])
-        found.append(([*last[0], *waiting[0]], [*last[1], *waiting[1]]))
-    return found
+        last = joined.pop() if joined else ([], [])
+        joined.append(([*last[0], *waiting[0]], [*last[1], *waiting[1]]))
+    return joined
+
+
+def change(axis: str, degree: int, have: Placement, want: Placement, varies: bool) -> Collective:
+    """Return the collective that brings a value from one layout to another.
+
+    varies: the reader's work is sharded, so the gradient of a whole value comes back as a sum over the group.
+    """
+
+    def collective(
+        op: CollectiveOp, back: CollectiveOp, joined: Placement = REPLICATE, cut: Placement = REPLICATE
+    ) -> Collective:
+        return Collective(
+            axis=axis,
+            degree=degree,
+            op=op,
+            back=back,
+            joined=joined if isinstance(joined, Shard) else None,
+            cut=cut if isinstance(cut, Shard) else None,
+        )
+
+    match have, want:
+        case Shard(), Replicate():
+            return collective("all_gather", "reduce_scatter" if varies else "slice", joined=have)
+        case Shard(), Shard():
+            return collective("all_to_all", "all_to_all", joined=have, cut=want)
+        case Partial(op="max"), Replicate():
+            return collective("max", "none")
+        case Partial(), Replicate():
+            return collective("all_reduce", "none")
+        case Partial(op="sum"), Shard():
+            return collective("reduce_scatter", "all_gather", cut=want)
+        case Replicate(), Shard():
+            return collective("slice", "all_gather", cut=want)
+        case Replicate(), Replicate():
+            return collective("none", "all_reduce")
+    raise AssertionError(f"no collective leads from {have} to {want}")

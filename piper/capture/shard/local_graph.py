@@ -1,4 +1,4 @@
-"""Writes the operations of one device of a group: which local value stands for which, and how it is held."""
+"""Writes the operations of one device of a group: which local value stands for which, in which layout."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ from piper.capture.shard.reshapes import value_of
 from piper.capture.trace.markers import collective
 from piper.capture.trace.recording import Mode, Recording
 from piper.capture.trace_errors import node_line
+from piper.errors import CaptureError
 from piper.ir.chunk import AxisPosition, Collective, HostPlace, Tags
 from piper.ir.sharding import REPLICATE, Placement, Shard
 
@@ -45,10 +46,10 @@ class LocalGraph:
 
     def layout(self, node: fx.Node) -> Placement:
         """Return how the group holds a value."""
-        found = self.layouts[node]
-        if isinstance(found, list):
+        layout = self.layouts[node]
+        if isinstance(layout, list):
             raise NoRuleError("it reads several values at once")
-        return found
+        return layout
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Return the shape of the undivided value."""
@@ -68,24 +69,30 @@ class LocalGraph:
         assert self.node is not None
         if args and isinstance(args[0], fx.Node) and args[0].target is collective and _writes(target):
             args = (self.emit(aten.clone.default, (args[0],)), *args[1:])  # what a collective gives stays
-        made = self.graph.call_function(target, args, dict(kwargs or {}))  # type: ignore[arg-type]
+        call = self.graph.call_function(target, args, dict(kwargs or {}))  # type: ignore[arg-type]
         mode = self.recording.modes.get(self.node, Mode())
-        made.meta = {key: self.node.meta[key] for key in ("custom", "stack_trace") if key in self.node.meta}
+        call.meta = {key: self.node.meta[key] for key in ("custom", "stack_trace") if key in self.node.meta}
 
         def value(used: fx.Node) -> Argument:
             return used.meta["example_value"]  # type: ignore[no-any-return]
 
         with self.fakes, torch.set_grad_enabled(mode.grad):
             result = target(*map_arg(args, value), **map_arg(dict(kwargs or {}), value))  # type: ignore[operator]
-        made.meta["example_value"] = result
-        self.modes[made] = mode
-        self.tags[made] = self.region_of(self.node) or ()
+        call.meta["example_value"] = result
+        self.modes[call] = mode
+        self.tags[call] = self.region_of(self.node) or ()
         bundle = self.bundle or self.recording.bundles.get(self.node)
         if bundle is not None:
-            self.bundles[made] = bundle
-        if any(used in self.varying for used in made.all_input_nodes):
-            self.varying.add(made)
-        return made
+            self.bundles[call] = bundle
+        if any(used in self.varying for used in call.all_input_nodes):
+            self.varying.add(call)
+        return call
+
+    def replay(self, node: fx.Node, local: Mapping[fx.Node, fx.Node] | None = None) -> fx.Node:
+        """Write an operation with its own arguments. local: its operands; None: as they are."""
+        values = self.local if local is None else local
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        return self.emit(node.target, args, kwargs)
 
     @contextmanager
     def chunk(self) -> Iterator[None]:
@@ -98,13 +105,18 @@ class LocalGraph:
             self.bundle = None
 
     def done(self, node: fx.Node, local: fx.Node, layout: Placement | list[Placement]) -> None:
-        """Say what became of an operation, and check the shape that its layout promises."""
+        """Say what became of an operation, and check the shape that its layout promises.
+
+        One layout is that of all results of an operation with several.
+        """
+        result = local.meta["example_value"]
+        if isinstance(result, tuple | list) and not isinstance(layout, list):
+            layout = [layout for _ in result]
         self.local[node], self.layouts[node] = local, layout
-        made = local.meta["example_value"]
-        if isinstance(made, Tensor) and isinstance(layout, Shard):
+        if isinstance(result, Tensor) and isinstance(layout, Shard):
             want = local_shape(self.shape(node), layout, self.degree)
-            assert tuple(made.shape) == want, (
-                f"{node} {node.target}: {tuple(made.shape)} for {layout} of {want}"
+            assert tuple(result.shape) == want, (
+                f"{node} {node.target}: {tuple(result.shape)} for {layout} of {want}"
             )
 
     def exchange(self, local: fx.Node, how: Collective) -> fx.Node:
@@ -139,10 +151,10 @@ class LocalGraph:
         if kind not in self.ranks:
             first = next(iter(self.graph.nodes), None)
             with self.graph.inserting_before(first):
-                made = self.graph.placeholder(f"{kind.__name__.lower()}_in_{self.sharding.axis}")
+                rank = self.graph.placeholder(f"{kind.__name__.lower()}_in_{self.sharding.axis}")
             with self.fakes:
-                made.meta["example_value"] = torch.empty(1, dtype=torch.int64, device=device)
-            self.ranks[kind] = made
+                rank.meta["example_value"] = torch.empty(1, dtype=torch.int64, device=device)
+            self.ranks[kind] = rank
         return self.ranks[kind]
 
     @contextmanager
@@ -155,19 +167,20 @@ class LocalGraph:
             self.node = before
 
     def is_whole(self, node: fx.Node) -> bool:
-        found = self.layouts[node]
-        return all(layout == REPLICATE for layout in found) if isinstance(found, list) else found == REPLICATE
+        layout = self.layouts[node]
+        return all(each == REPLICATE for each in (layout if isinstance(layout, list) else [layout]))
 
-    def facts(self) -> dict[str, str]:
-        """Return what an error says about the operation: its source line, and how its operands are held."""
+    def refused(self, what: str, hint: str) -> CaptureError:
+        """Return the error of an operation: its source line, and how its operands are sharded."""
         assert self.node is not None
-        held = [
+        operands = [
             f"{source.name} {list(value.shape)} {in_words(layout)}"
             for source in self.node.all_input_nodes
             if isinstance(value := value_of(source), Tensor)
             and not isinstance(layout := self.layouts.get(source, REPLICATE), list)
         ]
-        return {"operation": f"{self.node.target}{node_line(self.node)}", "operands": ", ".join(held)}
+        facts = {"operation": f"{self.node.target}{node_line(self.node)}", "operands": ", ".join(operands)}
+        return CaptureError(what, by=self.sharding.by, facts=facts, hint=hint)
 
 
 def _writes(target: object) -> bool:

@@ -2,7 +2,6 @@
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import aligned, spread
@@ -17,32 +16,32 @@ def embedding(d: Sharder, node: fx.Node) -> None:
     assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
     if d.whole(node):
         return
-    held, given = d.layout(table), d.layout(index)
+    have, given = d.layout(table), d.layout(index)
     rest = (argument(node, 2, "padding_idx", -1), argument(node, 3, "scale_grad_by_freq", False))
-    if rest[1] and (given != REPLICATE or held not in (REPLICATE, Shard(1))):
+    if rest[1] and (given != REPLICATE or have not in (REPLICATE, Shard(1))):
         raise NoRuleError("how often an index occurs, by which it scales gradients, is not counted")
-    if held == REPLICATE:
-        made = d.emit(node.target, (d.to(table, REPLICATE, varies=True), d.local[index], *rest))
-        d.done(node, made, given)
-    elif isinstance(held, Shard) and held.dim == 1:
-        made = d.emit(node.target, (d.local[table], d.to(index, REPLICATE, varies=True), *rest))
-        d.done(node, made, held.at(len(d.shape(node)) - 1))
+    if have == REPLICATE:
+        local = (d.to(table, REPLICATE, varies=True), d.local[index], *rest)
+        d.done(node, d.emit(node.target, local), given)
+    elif isinstance(have, Shard) and have.dim == 1:
+        local = (d.local[table], d.to(index, REPLICATE, varies=True), *rest)
+        d.done(node, d.emit(node.target, local), have.at(len(d.shape(node)) - 1))
     else:
-        assert isinstance(held, Shard)
+        assert isinstance(have, Shard)
         whole = d.to(index, REPLICATE, varies=True)
-        rows, outside = own_rows(d, whole, held, d.shape(table)[0])
-        found = d.emit(aten.embedding.default, (d.local[table], rows))
+        rows, outside = own_rows(d, whole, have, d.shape(table)[0])
+        read = d.emit(aten.embedding.default, (d.local[table], rows))
         padding = number(rest[0])
         if padding >= 0:  # the padding row has no gradient
-            fixed = d.emit(aten.detach.default, (found,))
+            fixed = d.emit(aten.detach.default, (read,))
             pad = d.emit(aten.unsqueeze.default, (d.emit(aten.eq.Scalar, (whole, padding)), -1))
-            found = d.emit(aten.where.self, (pad, fixed, found))
-        d.done(node, masked(d, found, outside), Partial())
+            read = d.emit(aten.where.self, (pad, fixed, read))
+        d.done(node, masked(d, read, outside), Partial())
 
 
-def own_rows(d: Sharder, index: fx.Node, held: Shard, size: int) -> tuple[fx.Node, fx.Node]:
+def own_rows(d: Sharder, index: fx.Node, have: Shard, size: int) -> tuple[fx.Node, fx.Node]:
     """Return indices within a device's own rows of a sharded table, and which of them lie outside."""
-    if held.blocks > 1 or held.zigzag:
+    if have.blocks > 1 or have.zigzag:
         raise NoRuleError("the rows of a table are sharded in one run")
     rows = size // d.degree
     first = d.emit(aten.mul.Tensor, (d.place(), rows))
@@ -53,12 +52,12 @@ def own_rows(d: Sharder, index: fx.Node, held: Shard, size: int) -> tuple[fx.Nod
     return d.emit(aten.clamp.default, (shifted, 0, rows - 1)), d.emit(aten.logical_or.default, (low, high))
 
 
-def masked(d: Sharder, found: fx.Node, outside: fx.Node) -> fx.Node:
+def masked(d: Sharder, values: fx.Node, outside: fx.Node) -> fx.Node:
     """Return values with zeros in place of those from outside a device's own rows."""
-    more = found.meta["example_value"].dim() - outside.meta["example_value"].dim()
+    more = values.meta["example_value"].dim() - outside.meta["example_value"].dim()
     for _ in range(more):
         outside = d.emit(aten.unsqueeze.default, (outside, -1))
-    return d.emit(aten.masked_fill.Scalar, (found, outside, 0.0))
+    return d.emit(aten.masked_fill.Scalar, (values, outside, 0.0))
 
 
 def gather(d: Sharder, node: fx.Node) -> None:
@@ -80,8 +79,8 @@ def gather(d: Sharder, node: fx.Node) -> None:
         or d.shape(x)[layout.dim] != d.shape(index)[layout.dim]
     ):
         raise NoRuleError("its index is sharded in another way than its values")
-    made = d.emit(node.target, (d.to(x, layout, varies=True), dim, d.to(index, layout, varies=True)))
-    d.done(node, made, layout)
+    picked = d.emit(node.target, (d.to(x, layout, varies=True), dim, d.to(index, layout, varies=True)))
+    d.done(node, picked, layout)
 
 
 def indexed(d: Sharder, node: fx.Node) -> None:
@@ -97,7 +96,6 @@ def indexed(d: Sharder, node: fx.Node) -> None:
     have, first = d.layout(x), at[0] if at[-1] - at[0] == len(at) - 1 else 0
     rank = max(len(d.shape(index)) for index in indices)
     index_layout = spread(d, indices, rank)
-    local: dict[fx.Node, fx.Node] = {}
     if isinstance(have, Shard):
         if have.dim in at:
             raise NoRuleError("it picks elements of the sharded dimension")
@@ -109,7 +107,7 @@ def indexed(d: Sharder, node: fx.Node) -> None:
         out = index_layout.at(index_layout.dim + first)
         local = {i: d.to(i, aligned(d, i, index_layout, rank), varies=True) for i in indices}
         local[x] = d.to(x, REPLICATE, varies=True)
-    d.done(node, d.emit(node.target, map_arg(node.args, local.__getitem__)), out)
+    d.done(node, d.replay(node, local), out)
 
 
 RULES: dict[object, Rule] = {

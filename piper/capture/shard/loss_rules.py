@@ -18,19 +18,18 @@ def softmax(d: Sharder, node: fx.Node) -> None:
     have = d.settle(x)
     dim = number(node.args[1]) % max(1, len(d.shape(x)))
     if not isinstance(have, Shard) or dim != have.dim:
-        made = d.emit(node.target, (d.local[x], *node.args[1:]), node.kwargs)
-        d.done(node, made, have)
+        d.done(node, d.replay(node), have)
         return
     local, total = _exponentials(d, x, dim, varies=True)
     logarithm = node.target in (aten.log_softmax.int, aten._log_softmax.default)
     if logarithm:
-        made = d.emit(aten.sub.Tensor, (local, d.emit(aten.log.default, (total,))))
+        result = d.emit(aten.sub.Tensor, (local, d.emit(aten.log.default, (total,))))
     else:
-        made = d.emit(aten.div.Tensor, (d.emit(aten.exp.default, (local,)), total))
+        result = d.emit(aten.div.Tensor, (d.emit(aten.exp.default, (local,)), total))
     dtype = argument(node, 2, "dtype")
     if dtype is not None and not isinstance(dtype, bool):
         raise NoRuleError("it changes its type on the way")
-    d.done(node, made, have)
+    d.done(node, result, have)
 
 
 def _exponentials(d: Sharder, x: fx.Node, dim: int, *, varies: bool) -> tuple[fx.Node, fx.Node]:
@@ -115,8 +114,9 @@ def _over_vocabulary(d: Sharder, logits: fx.Node, labels: fx.Node, have: Shard, 
     counts = d.emit(aten.ne.Scalar, (whole, ignored))
     safe = d.emit(aten.where.ScalarOther, (counts, whole, 0))
     rows, outside = own_rows(d, safe, have, d.shape(logits)[have.dim])
-    found = d.emit(aten.gather.default, (shifted, have.dim, d.emit(aten.unsqueeze.default, (rows, have.dim))))
-    own = masked(d, d.emit(aten.squeeze.dim, (found, have.dim)), outside)
+    index = d.emit(aten.unsqueeze.default, (rows, have.dim))
+    logit = d.emit(aten.gather.default, (shifted, have.dim, index))
+    own = masked(d, d.emit(aten.squeeze.dim, (logit, have.dim)), outside)
     picked = d.collect(own, Partial())
     logs = d.emit(aten.squeeze.dim, (d.emit(aten.log.default, (total,)), have.dim))
     losses = d.emit(aten.sub.Tensor, (logs, picked))
@@ -173,9 +173,8 @@ RULES: dict[object, Rule] = {
     aten.cross_entropy_loss.default: cross_entropy,
     aten.nll_loss_nd.default: cross_entropy,
     **dict.fromkeys((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default), compared(2)),
-    **dict.fromkeys(
-        (aten.huber_loss.default, aten.soft_margin_loss.default, aten.kl_div.default), compared(2)
-    ),
+    **dict.fromkeys((aten.huber_loss.default, aten.soft_margin_loss.default), compared(2)),
+    aten.kl_div.default: compared(2),
     aten.binary_cross_entropy.default: compared(3),
     aten.binary_cross_entropy_with_logits.default: compared(4),
 }

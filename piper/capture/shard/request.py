@@ -1,4 +1,4 @@
-"""What `shard` over an axis asks of a captured model: which parameters, batch fields and regions."""
+"""What `shard` over an axis asks of a captured model, and the model as one device then computes it."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +15,7 @@ from piper.capture.shard.shard_forward import shard_forward
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.recording import FromParameter, Recording
 from piper.capture.trace.regions import find_regions
+from piper.capture.trace.trace import Traced, cut_model
 from piper.errors import ScheduleError
 from piper.ir.chunk import Parameter, Tags, TensorSpec
 from piper.ir.mesh import Mesh
@@ -71,12 +72,12 @@ def shard_model(
         first = merged[0]
         regions = {tags for request in merged for tags in request.regions}
         inner = {g[0].axis: g[0].degree for g in groups if any(regions & r.regions.keys() for r in g)}
-        recording, parameters = _divided(recording, merged, parameters, batch, math.prod(inner.values()))
+        recording, parameters = _sharded_once(recording, merged, parameters, batch, math.prod(inner.values()))
         for name, dim in first.batch.items():
-            held = AxisPlacement(
+            placed = AxisPlacement(
                 axis=first.axis, degree=first.degree, placement=Shard(dim, zigzag=first.zigzag)
             )
-            fields[name] = (held, *fields.get(name, ()))
+            fields[name] = (placed, *fields.get(name, ()))
     return ShardedModel(recording=recording, parameters=tuple(parameters), batch=fields)
 
 
@@ -93,7 +94,7 @@ def groups_of(requests: Sequence[Request]) -> list[list[Request]]:
     return groups
 
 
-def _divided(
+def _sharded_once(
     recording: Recording,
     requests: Sequence[Request],
     parameters: Sequence[Parameter],
@@ -120,8 +121,8 @@ def _divided(
     def peers(a: Tags, b: Tags) -> bool:
         return a in meshes and b in meshes and meshes[a] == meshes[b]
 
-    made = shard_forward(recording, sharding, meshes.__contains__, peers)
-    shards = made.sharding.weights
+    forward = shard_forward(recording, sharding, meshes.__contains__, peers)
+    shards = forward.sharding.weights
     sharded = tuple(
         replace(
             parameter,
@@ -130,7 +131,7 @@ def _divided(
                     axis=first.axis,
                     degree=first.degree,
                     placement=shards.get(parameter.name, REPLICATE),
-                    partial=parameter.name in made.summed,
+                    partial=parameter.name in forward.summed,
                 ),
                 *parameter.placements,
             ),
@@ -139,7 +140,7 @@ def _divided(
         else parameter
         for parameter in parameters
     )
-    return made.recording, sharded
+    return forward.recording, sharded
 
 
 def _parameters_of(recording: Recording, regions: Iterable[Tags]) -> set[str]:
@@ -160,7 +161,7 @@ def _parameters_of(recording: Recording, regions: Iterable[Tags]) -> set[str]:
 
 def _weights(request: Request, parameters: Sequence[Parameter], used: set[str]) -> dict[str, Shard]:
     """Return which parameters are sharded along which dimension. A module's name stands for its weight."""
-    found: dict[str, Shard] = {}
+    weights: dict[str, Shard] = {}
     known = {name: parameter for parameter in parameters for name in (parameter.name, *parameter.aliases)}
     for patterns, dim in request.weights.items():
         for pattern in patterns.split("|"):
@@ -179,8 +180,8 @@ def _weights(request: Request, parameters: Sequence[Parameter], used: set[str]) 
                 parameter = known[name]
                 _check_weight(request, parameter, dim)
                 if parameter.name in used:
-                    found[parameter.name] = Shard(dim)
-    return found
+                    weights[parameter.name] = Shard(dim)
+    return weights
 
 
 def _check_weight(request: Request, parameter: Parameter, dim: int) -> None:
@@ -220,3 +221,31 @@ def _check_fields(request: Request, batch: Mapping[str, TensorSpec]) -> None:
                 facts={"shape": str(list(shape)), "slices": str(slices)},
                 hint="dimension 0 is the samples; choose a later one whose size divides by the slices",
             )
+
+
+def sharded(traced: Traced, requests: Sequence[Request]) -> Traced:
+    """Return the model as one device of its groups computes it, cut into chunks and collectives."""
+    sharded_model = shard_model(
+        traced.recording, requests, traced.outline.parameters, traced.outline.batch, exact=traced.exact
+    )
+    model_cut = cut_model(sharded_model.recording)
+    outline = replace(
+        traced.outline,
+        chunks=model_cut.chunks,
+        loss=model_cut.loss,
+        weight=model_cut.weight,
+        metrics=model_cut.metrics,
+        parameters=sharded_model.parameters,
+        fields=sharded_model.batch,
+        degrees=degrees_of(requests),
+    )
+    return replace(traced, outline=outline, pieces=model_cut.pieces, recording=sharded_model.recording)
+
+
+def degrees_of(requests: Sequence[Request]) -> dict[Tags, int]:
+    """Return how many devices share the same samples, for each region that is sharded."""
+    degrees: dict[Tags, int] = {}
+    for request in requests:
+        for tags in request.regions:
+            degrees[tags] = degrees.get(tags, 1) * request.degree
+    return degrees

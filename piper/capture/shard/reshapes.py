@@ -44,4 +44,4 @@ def read_again(source: fx.Node, write: fx.Node) -> bool:
 def _is_view(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem
-    return any(made.alias_info is not None for made in node.target._schema.returns)
+    return any(result.alias_info is not None for result in node.target._schema.returns)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+from torch import fx
 
 from piper.capture.shard import (
     along_rules,
@@ -11,11 +12,33 @@ from piper.capture.shard import (
     draws,
     lookup_rules,
     loss_rules,
-    routing,
     shape_rules,
 )
-from piper.capture.shard.sharder import Rule
+from piper.capture.shard.along_rules import KEYWORD, along, named
+from piper.capture.shard.axis_sharding import NoRuleError
+from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.errors import ConfigError
+
+
+def or_all_rows(rule: Rule) -> Rule:
+    """Make the rule of an operation of routers, which gathers the rows of the group where they are sorted.
+
+    Under sequence parallelism a mixture of experts does what a dense feed-forward does: the rows of the group
+    are gathered before it, and each device keeps its own part of the result. Elsewhere this is `rule`.
+    """
+
+    def apply(d: Sharder, node: fx.Node) -> None:
+        if d.sharding.between is None or d.sharding.batch:
+            try:
+                rule(d, node)
+            except NoRuleError:
+                what = "it needs the rows of every device, as a mixture of experts does"
+                raise NoRuleError(what) from None
+        else:
+            d.gathered(node)
+
+    return apply
+
 
 _RULES: dict[object, Rule] = {
     **shape_rules.RULES,
@@ -25,7 +48,9 @@ _RULES: dict[object, Rule] = {
     **loss_rules.RULES,
     **attention_rules.RULES,
     **draws.RULES,
-    **routing.RULES,
+    aten.argsort.stable: or_all_rows(along(named(KEYWORD, default=-1))),
+    aten.index.Tensor: or_all_rows(lookup_rules.indexed),
+    aten.scatter_add.default: or_all_rows(along(named(1))),
 }
 # ^ grows by `sharding_rule` alone
 

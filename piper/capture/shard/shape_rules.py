@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 
-import torch
 from torch import fx
 from torch.fx.node import Argument
 
@@ -51,16 +50,9 @@ def moves(rule: Callable[[Sharder, fx.Node, fx.Node, Shard], None]) -> Rule:
             rule(d, node, source, have)
             return
         assert isinstance(have, Partial), "an operation on whole values needs no rule"
-        local = unchanged(d, node)
-        made = local.meta["example_value"]
-        d.done(node, local, have if isinstance(made, torch.Tensor) else [have for _ in made])
+        d.done(node, d.replay(node), have)
 
     return apply
-
-
-def unchanged(d: Sharder, node: fx.Node) -> fx.Node:
-    """Write an operation with its own arguments over the local value of its operand."""
-    return d.emit(node.target, (d.local[operand(node)], *node.args[1:]), node.kwargs)
 
 
 def heads_of(old: tuple[int, ...], new: tuple[int, ...], have: Shard) -> int:
@@ -73,50 +65,34 @@ def heads_of(old: tuple[int, ...], new: tuple[int, ...], have: Shard) -> int:
 def reshape(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
     """Shard the dimension of the result that holds the sharded one."""
     new = d.shape(node)
-    found = reshaped(d.shape(source), new, have, d.degree)
-    if found is None:
+    layout = reshaped(d.shape(source), new, have, d.degree)
+    if layout is None:
         if uneven := heads_of(d.shape(source), new, have):
             raise UnevenError(f"{uneven} heads", uneven, d.degree)
         raise NoRuleError(
             f"{list(d.shape(source))} sharded along {have.dim} has no even sharding as {list(new)}"
         )
-    local = d.emit(aten.reshape.default, (d.local[source], list(local_shape(new, found, d.degree))))
-    d.done(node, local, found)
-
-
-def _permuted(d: Sharder, node: fx.Node, have: Shard, order: list[int]) -> None:
-    """Write a permutation; `order` holds the old dimension of each new one."""
-    d.done(node, unchanged(d, node), have.at(order.index(have.dim)))
-
-
-@moves
-def transpose(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
-    """Swap two dimensions."""
-    rank = len(d.shape(source))
-    order = list(range(rank))
-    a, b = (
-        (-2, -1)
-        if node.target in (aten.t.default, aten.mT.default)
-        else (number(node.args[1]), number(node.args[2]))
-    )
-    if rank > 1:
-        order[a], order[b] = order[b], order[a]
-    _permuted(d, node, have, order)
+    local = d.emit(aten.reshape.default, (d.local[source], list(local_shape(new, layout, d.degree))))
+    d.done(node, local, layout)
 
 
 @moves
 def permute(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
-    """Put dimensions into another order."""
-    dims = node.args[1]
-    assert isinstance(dims, list | tuple)
-    rank = len(d.shape(source))
-    _permuted(d, node, have, [number(dim) % rank for dim in dims])
+    """Put dimensions into another order, or swap two of them: the last two where none are named."""
+    order = list(range(len(d.shape(source))))  # the old dimension of each new one
+    dims = node.args[1] if node.target is aten.permute.default else None
+    if isinstance(dims, list | tuple):
+        order = [order[number(dim)] for dim in dims]
+    elif len(order) > 1:
+        a, b = map(number, node.args[1:] or (-2, -1))
+        order[a], order[b] = order[b], order[a]
+    d.done(node, d.replay(node), have.at(order.index(have.dim)))
 
 
 @moves
 def same_shape(d: Sharder, node: fx.Node, _: fx.Node, have: Shard) -> None:
     """Copy or view a value: its layout stays."""
-    d.done(node, unchanged(d, node), have)
+    d.done(node, d.replay(node), have)
 
 
 def expand(d: Sharder, node: fx.Node) -> None:
@@ -150,7 +126,7 @@ def slice_(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
     shape = d.shape(source)
     dim = number(argument(node, 1, "dim", 0)) % len(shape)
     if dim != have.dim:
-        d.done(node, unchanged(d, node), have)
+        d.done(node, d.replay(node), have)
         return
     size = shape[dim]
     if number(argument(node, 4, "step", 1), 1) != 1:
@@ -164,11 +140,13 @@ def slice_(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
 
 @moves
 def select(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
-    """Take one index of a dimension that is not sharded."""
-    dim = number(node.args[1]) % len(d.shape(source))
+    """Take one index of a dimension that is not sharded, or each of them."""
+    dim = number(argument(node, 1, "dim", 0)) % len(d.shape(source))
     if dim == have.dim:
-        raise NoRuleError("it takes one element of a sharded dimension")
-    d.done(node, unchanged(d, node), have.at(have.dim - (dim < have.dim)))
+        apart = node.target is aten.unbind.int
+        what = "a sharded dimension apart" if apart else "one element of a sharded dimension"
+        raise NoRuleError(f"it takes {what}")
+    d.done(node, d.replay(node), have.at(have.dim - (dim < have.dim)))
 
 
 @moves
@@ -179,7 +157,7 @@ def split(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
     parts = value_of(node)
     assert isinstance(parts, tuple | list)
     if dim != have.dim:
-        d.done(node, unchanged(d, node), [have for _ in parts])
+        d.done(node, d.replay(node), have)
         return
     start, sizes, layouts = 0, [], []
     for part in parts:
@@ -189,17 +167,6 @@ def split(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
         layouts.append(layout)
     local = d.emit(aten.split_with_sizes.default, (d.local[source], sizes, dim))
     d.done(node, local, list(layouts))
-
-
-@moves
-def unbind(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
-    """Split into the indices of a dimension that is not sharded."""
-    dim = number(argument(node, 1, "dim", 0)) % len(d.shape(source))
-    if dim == have.dim:
-        raise NoRuleError("it takes a sharded dimension apart")
-    parts = value_of(node)
-    assert isinstance(parts, tuple | list)
-    d.done(node, unchanged(d, node), [have.at(have.dim - (dim < have.dim)) for _ in parts])
 
 
 def getitem(d: Sharder, node: fx.Node) -> None:
@@ -218,24 +185,22 @@ def cat(d: Sharder, node: fx.Node) -> None:
     assert isinstance(sources, list | tuple)
     # torch lets an empty vector stand beside values of any shape: a cache that is still empty
     parts = [s for s in sources if isinstance(s, fx.Node) and (d.shape(s) != (0,) or len(d.shape(node)) == 1)]
-    for part in parts:
-        d.settle(part)
+    layouts = [layout for part in parts if isinstance(layout := d.settle(part), Shard)]
     rank, stacked = len(d.shape(parts[0])), node.target is aten.stack.default
     dim = number(argument(node, 1, "dim", 0)) % (rank + stacked)
-    held = [layout for part in parts if isinstance(layout := d.layout(part), Shard)]
-    if not held:
+    if not layouts:
         d.plain(node)
         return
-    have = next((layout for layout in held if layout.dim != dim), held[0])  # better than to join slices
+    have = next((layout for layout in layouts if layout.dim != dim), layouts[0])  # better than to join slices
     if stacked:
         out = have.at(have.dim + (dim <= have.dim))
     elif dim != have.dim:
         out = have
     else:
-        blocks = {d.shape(part)[dim] // layout.blocks for part, layout in zip(parts, held, strict=False)}
-        if len(held) < len(parts) or len(blocks) > 1 or any(layout.zigzag for layout in held):
+        blocks = {d.shape(part)[dim] // layout.blocks for part, layout in zip(parts, layouts, strict=False)}
+        if len(layouts) < len(parts) or len(blocks) > 1 or any(layout.zigzag for layout in layouts):
             raise NoRuleError("it joins values along their sharded dimension")
-        out = Shard(dim, sum(layout.blocks for layout in held))
+        out = Shard(dim, sum(layout.blocks for layout in layouts))
     local = [
         d.local[part] if out.dim == dim and not stacked else d.to(part, have, varies=True) for part in parts
     ]
@@ -278,9 +243,9 @@ RULES: dict[object, Rule] = {
     **{target: reshape for target in RESHAPES},
     aten.squeeze.default: reshape,
     aten.squeeze.dims: reshape,
-    aten.transpose.int: transpose,
-    aten.t.default: transpose,
-    aten.mT.default: transpose,
+    aten.transpose.int: permute,
+    aten.t.default: permute,
+    aten.mT.default: permute,
     aten.permute.default: permute,
     aten.expand.default: expand,
     aten.slice.Tensor: slice_,
@@ -288,7 +253,7 @@ RULES: dict[object, Rule] = {
     aten.split.Tensor: split,
     aten.chunk.default: split,
     aten.split_with_sizes.default: split,
-    aten.unbind.int: unbind,
+    aten.unbind.int: select,
     aten.cat.default: cat,
     aten.stack.default: cat,
     **{

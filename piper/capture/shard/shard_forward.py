@@ -53,7 +53,7 @@ def shard_forward(
     }
     for kind, node in sharder.ranks.items():
         origins[node] = kind(axis=sharding.axis)
-    made = replace(
+    own = replace(
         recording,
         graph=sharder.graph,
         origins=origins,
@@ -62,7 +62,7 @@ def shard_forward(
         modes=sharder.modes,
         bundles=sharder.bundles,
     )
-    return ShardedForward(recording=made, sharding=sharding, summed=frozenset(sharder.summed))
+    return ShardedForward(recording=own, sharding=sharding, summed=frozenset(sharder.summed))
 
 
 PRODUCTS = {
@@ -80,38 +80,38 @@ def _with_biases(recording: Recording, weights: Mapping[str, Shard]) -> dict[str
     names = {
         node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)
     }
-    found = dict(weights)
+    shards = dict(weights)
     for node in recording.graph.nodes:
         if node.target not in PRODUCTS:
             continue
         weight, outputs, bias = PRODUCTS[node.target]
         given = names.get(node.args[weight])
-        held = weights.get(given) if given is not None else None
-        if given is None or held is None or held.dim != outputs:
+        shard = weights.get(given) if given is not None else None
+        if given is None or shard is None or shard.dim != outputs:
             continue
-        found[given] = Shard(outputs, _blocks(node))
+        shards[given] = Shard(outputs, _blocks(node))
         added = names.get(node.args[bias]) if len(node.args) > bias else None
         if added is not None:
-            found[added] = Shard(0, _blocks(node))
-    return found
+            shards[added] = Shard(0, _blocks(node))
+    return shards
 
 
 def _blocks(node: fx.Node) -> int:
     """Return into how many equal parts the last dimension of a product is split."""
     while len(node.users) == 1:
         user = next(iter(node.users))
-        made, given = value_of(user), value_of(node)
+        result, given = value_of(user), value_of(node)
         if user.target in SPLITS:
-            assert isinstance(made, tuple | list)
-            last = made[0].dim() - 1
+            assert isinstance(result, tuple | list)
+            last = result[0].dim() - 1
             dim = number(argument(user, 2, "dim", 0))
-            sizes = {int(part.shape[last]) for part in made}
-            return len(made) if dim % (last + 1) == last and len(sizes) == 1 else 1
+            sizes = {int(part.shape[last]) for part in result}
+            return len(result) if dim % (last + 1) == last and len(sizes) == 1 else 1
         if user.target is aten.glu.default and isinstance(given, Tensor):
             return 2 if number(argument(user, 1, "dim", -1)) in (-1, given.dim() - 1) else 1
-        if user.target not in RESHAPES or not isinstance(made, Tensor) or not isinstance(given, Tensor):
+        if user.target not in RESHAPES or not isinstance(result, Tensor) or not isinstance(given, Tensor):
             return 1
-        if not made.dim() or made.shape[-1] != given.shape[-1]:
+        if not result.dim() or result.shape[-1] != given.shape[-1]:
             return 1
         node = user
     return 1

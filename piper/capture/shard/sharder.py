@@ -13,15 +13,13 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from piper.capture.shard.axis_sharding import DRAWN, AxisSharding, NoRuleError, UnevenError
-from piper.capture.shard.collective import change
-from piper.capture.shard.layout import divides, local_shape
+from piper.capture.shard.layout import change, divides, local_shape
 from piper.capture.shard.local_graph import LocalGraph, RegionOf
 from piper.capture.shard.reshapes import REPLAYED, read_again, value_of
 from piper.capture.trace.effects import draws, name_of, writes
 from piper.capture.trace.markers import collective
 from piper.capture.trace.recording import FromParameter, Mode, Recording
 from piper.capture.trace_errors import reason
-from piper.errors import CaptureError
 from piper.ir.chunk import Tags
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
 
@@ -61,13 +59,10 @@ class Sharder(LocalGraph):
             for source in node.all_input_nodes
         }
         try:
-            made = self.emit(
-                node.target, map_arg(node.args, local.__getitem__), map_arg(node.kwargs, local.__getitem__)
-            )
-        except (RuntimeError, NotImplementedError) as error:
+            result = self.replay(node, local)
+        except RuntimeError as error:  # any operation: each fake kernel raises a kind of its own
             raise NoRuleError(f"its result is not known before it runs: {reason(error)}") from error
-        value = made.meta["example_value"]
-        self.done(node, made, [REPLICATE for _ in value] if isinstance(value, tuple | list) else REPLICATE)
+        self.done(node, result, REPLICATE)
 
     def varies(self, sources: list[fx.Node]) -> bool:
         """Return whether work on whole values is part of sharded work: one of them varies."""
@@ -87,11 +82,9 @@ class Sharder(LocalGraph):
             if divides(shape[wish.dim], wish, self.degree):
                 want = wish
             elif like is None:
-                raise CaptureError(
+                raise self.refused(
                     f"dimension {wish.dim} of size {shape[wish.dim]} does not divide by {self.degree}",
-                    by=self.sharding.by,
-                    facts=self.facts(),
-                    hint=f"choose another `between` or a size that divides: {list(shape)}",
+                    f"choose another `between` or a size that divides: {list(shape)}",
                 )
         local = self.to(node, want, varies=False)
         self.local[node], self.layouts[node] = local, want
@@ -101,12 +94,8 @@ class Sharder(LocalGraph):
         """Return the local value of a node in a layout, through a collective where it has another."""
         have, local = self.layout(node), self.local[node]
         origin = self.recording.origins.get(node)
-        if (
-            isinstance(origin, FromParameter)
-            and have == want == REPLICATE
-            and not varies
-            and self.trains(local)
-        ):
+        same = have == want == REPLICATE and not varies and self.trains(local)
+        if isinstance(origin, FromParameter) and same:
             self.same.add(origin.name)  # every device reads it for the same work
         if have == want and not (isinstance(want, Replicate) and varies and self._must_vary(node, local)):
             return local
@@ -150,18 +139,16 @@ class Sharder(LocalGraph):
     def collect(self, local: fx.Node, have: Partial, *, varies: bool = False) -> fx.Node:
         """Write the sum or maximum of the terms that the devices hold; `varies`: sharded work reads it."""
         whole = self._collect(local, have, REPLICATE, varies=False)
-        return (
-            self._collect(whole, REPLICATE, REPLICATE, varies=True)
-            if varies and self.trains(whole)
-            else whole
-        )
+        if varies and self.trains(whole):
+            return self._collect(whole, REPLICATE, REPLICATE, varies=True)
+        return whole
 
     def _collect(self, local: fx.Node, have: Placement, want: Placement, varies: bool) -> fx.Node:
-        made = self.exchange(local, change(self.sharding.axis, self.degree, have, want, varies))
-        self.varying.discard(made)
+        result = self.exchange(local, change(self.sharding.axis, self.degree, have, want, varies))
+        self.varying.discard(result)
         if varies and isinstance(want, Replicate):
-            self.varying.add(made)
-        return made
+            self.varying.add(result)
+        return result
 
     def _place(self, node: fx.Node, have: Placement) -> fx.Node:
         """Return the node in whose region a value changes its layout: a sum's maker, a slice's reader."""
@@ -215,9 +202,11 @@ class Sharder(LocalGraph):
     def _attribute(self, node: fx.Node) -> None:
         """Copy a tensor that the trace holds as an attribute."""
         local = self.graph.node_copy(node)
-        held = getattr(self.recording.root, str(node.target))
-        with self.fakes:
-            local.meta["example_value"] = self.fakes.from_tensor(held) if isinstance(held, Tensor) else held
+        value = getattr(self.recording.root, str(node.target))
+        if isinstance(value, Tensor):
+            with self.fakes:
+                value = self.fakes.from_tensor(value)
+        local.meta["example_value"] = value
         self.local[node], self.layouts[node] = local, REPLICATE
         self.modes[local], self.tags[local] = Mode(), ()
 
@@ -235,15 +224,10 @@ class Sharder(LocalGraph):
         except UnevenError as error:
             ways = [n for n in range(1, error.size + 1) if error.size % n == 0]
             hint = f"choose `ways` among the divisors of {error.size}: {', '.join(map(str, ways))}"
-            raise CaptureError(str(error), by=self.sharding.by, facts=self.facts(), hint=hint) from None
+            raise self.refused(str(error), hint) from None
         except NoRuleError as error:
             what = name_of(node) if node.target is collective else node.target
-            raise CaptureError(
-                f"{what} cannot be sharded: {error}",
-                by=self.sharding.by,
-                facts=self.facts(),
-                hint=error.hint or HINT,
-            ) from None
+            raise self.refused(f"{what} cannot be sharded: {error}", error.hint or HINT) from None
 
     def _by_rule(self, node: fx.Node, rule: Rule | None) -> None:
         """Write an operation by its rule; one on integers alone that this refuses, on gathered operands."""
@@ -266,11 +250,9 @@ class Sharder(LocalGraph):
 
     def _check_draws(self, node: fx.Node) -> None:
         if draws(node) and node.target not in DRAWN:
-            raise CaptureError(
+            raise self.refused(
                 f"{node.target} draws random numbers for a sharded value",
-                by=self.sharding.by,
-                facts=self.facts(),
-                hint="leave it out of sharded regions; dropout, rand_like and randn_like have rules",
+                "leave it out of sharded regions; dropout, rand_like and randn_like have rules",
             )
 
     def gathered(self, node: fx.Node) -> None:
@@ -281,23 +263,16 @@ class Sharder(LocalGraph):
     def _check_write(self, node: fx.Node, source: fx.Node, local: fx.Node) -> None:
         """Refuse a write in place that went into a copy, where the value is read again under another name."""
         if local not in self.local[node].all_input_nodes and read_again(source, node):
-            raise CaptureError(
+            raise self.refused(
                 f"{node.target} writes into a copy, because a layout changes, of what a view reads later",
-                by=self.sharding.by,
-                facts=self.facts(),
-                hint="write `x = f(x)` in place of `f_(x)`, or read the view after the write",
+                "write `x = f(x)` in place of `f_(x)`, or read the view after the write",
             )
 
     def _without_rule(self, node: fx.Node) -> None:
         if self.whole(node):
             return
         if not self._of_integers(node):
-            raise CaptureError(
-                f"{node.target} has no rule for how it is sharded",
-                by=self.sharding.by,
-                facts=self.facts(),
-                hint=HINT,
-            )
+            raise self.refused(f"{node.target} has no rule for how it is sharded", HINT)
         self.plain(node)
 
     def whole(self, node: fx.Node) -> bool:
@@ -306,10 +281,10 @@ class Sharder(LocalGraph):
         for source in sources:
             if isinstance(self.layouts[source], Partial):
                 self.settle(source)
-        found = all(self.is_whole(source) for source in sources)
-        if found:
+        is_whole = all(self.is_whole(source) for source in sources)
+        if is_whole:
             self.plain(node)
-        return found
+        return is_whole
 
     def _of_integers(self, node: fx.Node) -> bool:
         """Return whether an operation reads only integers of the group: labels, masks, positions.
