@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from piper.capture.cost.aliases import draws_random, recomputable
+from piper.capture.cost.aliases import recomputable
 from piper.capture.trace.effects import draws
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def call(target: object, *arguments: object, **named: object) -> fx.Node:
     ids=lambda value: str(value),
 )
 def test_attention_draws_only_where_it_drops(node: fx.Node, wanted: bool) -> None:
-    assert draws_random(node) is wanted
+    assert draws(node) is wanted
 
 
 def test_a_random_fill_is_not_made_again() -> None:

@@ -19,8 +19,7 @@ from piper.capture import recordings
 from piper.capture.autodiff.code_cache import CodeCache
 from piper.capture.autodiff.differentiate import Captured, differentiate
 from piper.capture.compile.cache import Cache
-from piper.capture.shard.request import Request
-from piper.capture.shard.request import sharded
+from piper.capture.shard.request import Request, sharded
 from piper.capture.trace.trace import Traced, trace
 from piper.check.check import ComparedNumbers, Report, check, numbers
 from piper.check.localise import Launch

@@ -331,10 +331,8 @@ def test_attention_dropout_taken_for_deterministic(monkeypatch: pytest.MonkeyPat
     report = checked(compile(made, device="cpu"))
     assert report.ok, report
     assert report.notes == ()
-    for module, name in ((effects, "draws"), (assemble, "draws"), (regions, "draws")):
-        monkeypatch.setattr(module, name, lambda node: False)
-    for owner in (aliases, code, remat):
-        monkeypatch.setattr(owner, "draws_random", lambda node: False)
+    for module in (effects, assemble, regions, aliases, code, remat):
+        monkeypatch.setattr(module, "draws", lambda node: False)
     assert not checked(compile(made, device="cpu")).ok
 
 

@@ -9,9 +9,10 @@ from torch import Tensor, fx
 
 from piper.capture.autodiff.partition import Partition
 from piper.capture.compile.operators import EMBEDDING_GRAD
-from piper.capture.cost.aliases import draws_random, is_view, memory_of
+from piper.capture.cost.aliases import is_view, memory_of
 from piper.capture.cost.estimate import Cost, cost_of
 from piper.capture.cost.section import KINDS, Kind, Section, Write
+from piper.capture.trace.effects import draws
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace_errors import made_at
 from piper.ir.chunk import Phase, TensorSpec
@@ -170,7 +171,7 @@ def _shape_of(partition: Partition, compiled: bool, flat: bool) -> Shape:
         carried=tuple(sizes.spec(node.meta["val"]) for node in partition.carried),
         storages=storages,
         mutated=tuple(sorted(joint.mutated)),
-        random=any(draws_random(node) for node in forward.body),
+        random=any(draws(node) for node in forward.body),
         phases=phases,
     )
 

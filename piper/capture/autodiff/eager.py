@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from piper.capture.autodiff.code import PhaseCode, Shape, Signature
 from piper.capture.cost.section import Kind
+from piper.capture.trace.graph_walks import upstream
 from piper.capture.trace.piece import CapturedChunk
-from piper.capture.trace.upstream import upstream
 from piper.ir.chunk import Phase, TensorSpec
 
 _OPAQUE = TensorSpec(shape=(), dtype="object", nbytes=0)

@@ -3,13 +3,12 @@
 A compiler fuses a value into a kernel if nothing that the kernel waits for comes between them.
 """
 
-import heapq
 from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
 from piper.capture.cost.aliases import cheap, memory_readers, read_from_memory, recomputable
-from piper.capture.trace.upstream import upstream
+from piper.capture.trace.graph_walks import ready_first, upstream
 
 
 def order_recomputed(
@@ -22,7 +21,7 @@ def order_recomputed(
     used = dict(writers)
     while used:
         awaited = _awaited(body, used)
-        ordered = _in_awaited_order(body, awaited)
+        ordered = ready_first(awaited)
         if len(ordered) == len(body):
             return ordered, used
         stuck = awaited.keys() - set(ordered)
@@ -57,26 +56,6 @@ def _kernel(result: fx.Node, writers: Mapping[fx.Node, fx.Node], inside: Collect
         return node in inside and cheap(node) and not read_from_memory(node, inside.__contains__)
 
     return upstream([result], fused)
-
-
-def _in_awaited_order(body: Sequence[fx.Node], awaited: Mapping[fx.Node, set[fx.Node]]) -> list[fx.Node]:
-    """Return the nodes that can run, each as early as its place in the body and what it awaits allow."""
-    place = {node: position for position, node in enumerate(body)}
-    users: dict[fx.Node, list[fx.Node]] = {node: [] for node in body}
-    for node, sources in awaited.items():
-        for source in sources:
-            users[source].append(node)
-    missing = {node: len(sources) for node, sources in awaited.items()}
-    ready = [place[node] for node in body if not missing[node]]
-    ordered: list[fx.Node] = []
-    while ready:
-        node = body[heapq.heappop(ready)]
-        ordered.append(node)
-        for user in users[node]:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, place[user])
-    return ordered
 
 
 def _awaits_itself(

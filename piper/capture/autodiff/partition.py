@@ -24,7 +24,7 @@ from piper.capture.cost.aliases import (
     tensors_in,
 )
 from piper.capture.cost.section import KINDS, Kind, Section, Write
-from piper.capture.trace.upstream import upstream
+from piper.capture.trace.graph_walks import upstream
 from piper.ir.chunk import Phase
 
 _aten = torch.ops.aten

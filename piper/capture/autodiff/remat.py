@@ -17,7 +17,6 @@ from piper.capture.autodiff.partition import Partition, backward_nodes, casts
 from piper.capture.autodiff.written_again import writers
 from piper.capture.cost.aliases import (
     cheap,
-    draws_random,
     memory_of,
     read_from_memory,
     recomputable,
@@ -25,7 +24,8 @@ from piper.capture.cost.aliases import (
     tensors_in,
 )
 from piper.capture.cost.estimate import flops_of, traffic_of
-from piper.capture.trace.upstream import upstream
+from piper.capture.trace.effects import draws
+from piper.capture.trace.graph_walks import upstream
 
 _FLOPS_PER_BYTE = 200  # computed while one byte moves; only the ranking of costs depends on it
 
@@ -114,7 +114,7 @@ class _Chooser:
         """
         if self._passes(node):
             return False
-        if not isinstance(node.target, torch._ops.OpOverload) or draws_random(node):
+        if not isinstance(node.target, torch._ops.OpOverload) or draws(node):
             return True
         whole = any(not t.is_floating_point() and t.dtype is not torch.bool for t in tensors_in(node))
         return whole and not {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded} & {*node.target.tags}

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from piper.capture.compile.hashing import digest_of, node_lines
 from piper.capture.compile.operators import mm_into
-from piper.capture.trace.repeated_runs import RepeatedRun, repeated_runs
+from piper.capture.trace.graph_walks import RepeatedRun, repeated_runs
 
 FEWEST = 3  # layers that are equal
 SMALLEST = 8  # operations of a layer

@@ -1,11 +1,12 @@
 """Finds which values of a traced graph share memory, and which are free to recompute."""
 
-import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
+
+from piper.capture.trace.effects import draws, is_tagged
 
 _aten = torch.ops.aten
 _MEMORY = "memory"
@@ -75,7 +76,7 @@ def recomputable(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return recomputable(node.all_input_nodes[0])
     if not node.all_input_nodes:
-        return not draws_random(node)
+        return not draws(node)
     return node.target is _aten.lift_fresh_copy.default or is_view(node)
 
 
@@ -87,9 +88,9 @@ def takes_one(node: fx.Node) -> bool:
 def cheap(node: fx.Node) -> bool:
     """Return whether a compiler can fuse an operation with its neighbours: pointwise, a copy or a pad."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or draws_random(node):
+    if not isinstance(target, torch._ops.OpOverload) or draws(node):
         return False
-    return _is_tagged(target, torch.Tag.pointwise) or target in _FUSED
+    return is_tagged(target, torch.Tag.pointwise) or target in _FUSED
 
 
 def fuses_arguments(node: fx.Node) -> bool:
@@ -114,23 +115,3 @@ def memory_readers(node: fx.Node, readers: Callable[[fx.Node], bool]) -> Iterato
 def read_from_memory(node: fx.Node, readers: Callable[[fx.Node], bool]) -> bool:
     """Return whether one of the `readers` of a value needs it in memory."""
     return next(memory_readers(node, readers), None) is not None
-
-
-def draws_random(node: fx.Node) -> bool:
-    """Return whether an operation draws random numbers. Attention only does with dropout."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if not _is_tagged(target, torch.Tag.nondeterministic_seeded):
-        return False
-    names = [argument.name for argument in target._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    position = names.index("dropout_p")
-    chance = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return bool(chance != 0.0)
-
-
-@functools.cache  # a graph of many layers asks for few operators many times
-def _is_tagged(target: torch._ops.OpOverload, tag: torch.Tag) -> bool:
-    return tag in target.tags

@@ -13,6 +13,7 @@ from piper.capture.cost.aliases import cheap, memories, read_from_memory, storag
 from piper.capture.cost.fused_kernels import Traffic, fused, kernel_of, operations, product_shape
 from piper.capture.cost.section import Section
 from piper.capture.cost.workspace import workspace_of
+from piper.capture.trace.effects import argument
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.ir.chunk import Kernel
 
@@ -90,13 +91,9 @@ def _one_hot(node: fx.Node) -> bool:
     return constant and [*places.meta["val"].shape] == shape
 
 
-def traffic_of(node: fx.Node, sizes: SymbolicSizes, fleeting: Collection[int] = ()) -> int:
-    """Return the bytes an operation reads and writes, without the storages in `fleeting`."""
-    return sum(
-        sizes.nbytes(tensor)
-        for storage, tensor in storages([node, *node.all_input_nodes])
-        if storage not in fleeting
-    )
+def traffic_of(node: fx.Node, sizes: SymbolicSizes) -> int:
+    """Return the bytes an operation reads and writes."""
+    return sum(sizes.nbytes(tensor) for _, tensor in storages([node, *node.all_input_nodes]))
 
 
 def flops_of(node: fx.Node, sizes: SymbolicSizes) -> int:
@@ -144,7 +141,8 @@ def _attention_flops(node: fx.Node, sizes: SymbolicSizes, *, backward: bool) -> 
     sources = [source for source in node.args if isinstance(source, fx.Node)]
     query, key, value = (sizes.shape(source.meta["val"]) for source in sources[backward : backward + 3])
     batch, heads, length, width = query
-    scores = 2 * batch * heads * pairs_of_tokens(length, key[2], causal=_is_causal(node))
+    causal = bool(argument(node, "is_causal", False))  # a mask counts as no saving
+    scores = 2 * batch * heads * pairs_of_tokens(length, key[2], causal=causal)
     return scores * (3 * width + 2 * value[3] if backward else width + value[3])
 
 
@@ -158,13 +156,3 @@ def pairs_of_tokens(queries: int, keys: int, *, causal: bool) -> int:
         return queries * keys
     short = min(queries, keys)
     return short * (short + 1) // 2 + (queries - short) * keys
-
-
-def _is_causal(node: fx.Node) -> bool:
-    """Return whether an attention operation is given as causal. A mask counts as no saving."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    if "is_causal" not in names:
-        return False
-    at = names.index("is_causal")
-    return bool(node.args[at] if at < len(node.args) else node.kwargs.get("is_causal", False))

@@ -7,6 +7,7 @@ from torch import Tensor, fx
 
 from piper.capture.cost.aliases import cheap, fuses_arguments, is_view, memories, storages, tensors_in
 from piper.capture.precision.fp8 import fp8_mm
+from piper.capture.trace.effects import argument
 from piper.capture.trace.sizes import SymbolicSizes, dtype_name
 from piper.ir.chunk import Kernel
 
@@ -141,8 +142,7 @@ def kernel_of(group: Sequence[fx.Node], flops: int, nbytes: int, sizes: Symbolic
     node = group[0]
     if not flops:
         return Kernel(kind="traffic", dtype=_type_of(node), nbytes=nbytes)
-    assert isinstance(node.target, torch._ops.OpOverload)
-    attends = {"query", "key"} <= {argument.name for argument in node.target._schema.arguments}
+    attends = argument(node, "query") is not None and argument(node, "key") is not None
     return Kernel(
         kind="attention" if attends else "product",
         dtype=_type_of(node),
@@ -174,9 +174,7 @@ def product_shape(node: fx.Node, sizes: SymbolicSizes) -> tuple[int, ...]:
 
 def attention_shape(node: fx.Node, sizes: SymbolicSizes) -> tuple[int, ...]:
     """Return the number of heads of all samples, the queries, the keys, and the width of a head."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    query, key = (node.args[names.index(name)] for name in ("query", "key"))
+    query, key = argument(node, "query"), argument(node, "key")
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
     batch, heads, length, width = sizes.shape(query.meta["val"])
     return batch * heads, length, sizes.shape(key.meta["val"])[2], width

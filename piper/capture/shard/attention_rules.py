@@ -23,7 +23,7 @@ from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.shape_rules import argument
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import draws
-from piper.capture.trace.upstream import upstream
+from piper.capture.trace.graph_walks import upstream
 from piper.ir.chunk import Collective
 from piper.ir.sharding import REPLICATE, Shard
 

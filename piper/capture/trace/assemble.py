@@ -1,21 +1,22 @@
 """Makes each chunk a piece of code of its own: its inputs, its outputs, and the graph between."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, fx
+from torch.amp import autocast_mode
 
-from piper.capture.trace.copy_nodes import emit
 from piper.capture.trace.cut import Cut
-from piper.capture.trace.effects import draws
+from piper.capture.trace.effects import draws, writes
 from piper.capture.trace.functionalize import memory_of, value, written_memory
-from piper.capture.trace.linear_layers import weights_of
+from piper.capture.trace.graph_walks import upstream
+from piper.capture.trace.linear_layers import WEIGHT, weights_of
 from piper.capture.trace.markers import how_of, marker
 from piper.capture.trace.piece import Body, CapturedChunk, Experts, Segment, SegmentOutput
-from piper.capture.trace.recording import FromBuffer, FromParameter, Recording
+from piper.capture.trace.recording import FromBuffer, FromParameter, Mode, Recording
 from piper.capture.trace.regions import Regions
 from piper.capture.trace.segments import split_nodes
 from piper.capture.trace.sizes import SymbolicSizes
-from piper.capture.trace.upstream import upstream
 from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
 from piper.ir.chunk import Chunk, Output, Source, TensorSpec
@@ -50,13 +51,11 @@ class Assembler:
         """Return the values of a chunk that other chunks read or the loss returns."""
         if cut.kind in ("route", "unroute", "collective"):
             return [node for node in cut.nodes if isinstance(value(node), Tensor)]
-        inside = set(cut.nodes)
         return [
-            node for node in cut.nodes if node in self.recording.results or self._read_outside(node, inside)
+            node
+            for node in cut.nodes
+            if node in self.recording.results or any(self.cut_of.get(u, cut) is not cut for u in node.users)
         ]
-
-    def _read_outside(self, node: fx.Node, inside: set[fx.Node]) -> bool:
-        return any(user in self.cut_of and user not in inside for user in node.users)
 
     def _source(self, node: fx.Node) -> Source:
         if node in self.cut_of:
@@ -131,7 +130,7 @@ class Assembler:
             return isinstance(self.recording.origins.get(node), FromBuffer)  # its new value is a result
 
         return Body(
-            graph=emit(
+            graph=_emitted(
                 nodes,
                 [node for group in reads for node in group],
                 results,
@@ -244,3 +243,68 @@ def _check_buffers(chunks: Sequence[Chunk]) -> None:
                         facts={"changed": chunk.name, "read": other.name},
                         hint="give each region a module of its own, or put both uses into one region",
                     )
+
+
+def _emitted(
+    nodes: Sequence[fx.Node],
+    reads: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    *,
+    modes: Mapping[fx.Node, Mode],
+    changes: Callable[[fx.Node], bool],
+) -> fx.Graph:
+    """Copy nodes into a new graph. Placeholders stand for `reads`; the graph returns `results`.
+
+    What is read is copied before anything writes into it in place, with all its views, but for what it
+    `changes`. A result that is written later is returned as it was.
+    """
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in reads}
+    last = {memory_of(target): position for position, node in enumerate(nodes) for target in writes(node)}
+    last.pop(None, None)  # what has no memory to ask for
+    for node in reads:
+        if memory_of(node) in last and not changes(node):
+            copies[node] = graph.call_method("clone", (copies[node],))
+    returned: dict[fx.Node, fx.Node] = {}
+    current = _Modes(graph)
+    for position, node in enumerate(nodes):
+        current.enter(modes[node])
+        copy = graph.node_copy(node, copies.__getitem__)
+        copy.meta = {key: node.meta.get(key) for key in ("stack_trace", WEIGHT) if key in node.meta}
+        if _is_strict_view(copy):
+            copy.target = "reshape"
+        copies[node] = copy
+        if node in results and last.get(memory_of(node), -1) > position:
+            returned[node] = graph.call_method("clone", (copy,))
+    current.enter(Mode())
+    graph.output(tuple(returned.get(node, copies[node]) for node in results))
+    return graph
+
+
+def _is_strict_view(node: fx.Node) -> bool:
+    """Return whether a node is a `view`. It needs strides that a value may lose between chunks."""
+    return (
+        node.op == "call_method"
+        and node.target == "view"
+        and not any(isinstance(argument, torch.dtype) for argument in [*node.args, *node.kwargs.values()])
+    )
+
+
+class _Modes:
+    """Writes the calls that change from one mode to another into a graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.mode = Mode()
+        self.open: list[fx.Node] = []
+
+    def enter(self, mode: Mode) -> None:
+        if mode.autocast != self.mode.autocast:
+            for _ in self.mode.autocast:
+                self.graph.call_function(autocast_mode._exit_autocast, (self.open.pop(),))
+        if mode.grad != self.mode.grad:
+            self.graph.call_function(torch._C._set_grad_enabled, (mode.grad,))
+        if mode.autocast != self.mode.autocast:
+            for arguments in mode.autocast:
+                self.open.append(self.graph.call_function(autocast_mode._enter_autocast, arguments))
+        self.mode = mode

@@ -28,14 +28,12 @@ def build_fake(
     with quiet():
         shapes, mode.shape_env = mode.shape_env, None  # without symbols, to read a value is an error
         try:
-            with mode, device, converting_fakes():
-                model = model_fn()
-        except DataDependentOutputException:
-            model = _build_real(model_fn)
+            model = _built(model_fn, mode, device)
         except PiperError:  # such as one of `annotate_layers`, which says all there is to say
             raise
         except Exception as error:
-            raise _not_built(error) from error
+            hint = "build the model alone, without Piper, to see the whole traceback"
+            raise refused("the model cannot be built", error, hint=hint) from error
         finally:
             mode.shape_env = shapes
         if not isinstance(model, nn.Module):
@@ -52,20 +50,15 @@ def build_fake(
     return model
 
 
-def _build_real(model_fn: Callable[[], nn.Module]) -> nn.Module:
-    """Build the model with memory, on the CPU: its constructor reads values, as `orthogonal` does."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # the driver's random state stays as it is
-        try:
+def _built(model_fn: Callable[[], nn.Module], mode: FakeTensorMode, device: torch.device) -> nn.Module:
+    """Call the user's function: with fakes, or with memory, on the CPU, if its constructor reads values."""
+    try:
+        with mode, device, converting_fakes():
             return model_fn()
-        except PiperError:
-            raise
-        except Exception as error:
-            raise _not_built(error) from error
-
-
-def _not_built(error: Exception) -> CaptureError:
-    hint = "build the model alone, without Piper, to see the whole traceback"
-    return refused("the model cannot be built", error, hint=hint)
+    except DataDependentOutputException:
+        # The driver's random state stays as it is.
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            return model_fn()
 
 
 def _check_types(model: nn.Module) -> None:

@@ -1,6 +1,5 @@
 """Cuts the captured graph into chunks: as few as the regions allow, without a cycle between chunks."""
 
-import heapq
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from piper.capture.trace.functionalize import Entangled
+from piper.capture.trace.graph_walks import ready_first
 from piper.capture.trace.markers import how_of, marker
 from piper.capture.trace.recording import Recording
 from piper.capture.trace.regions import Regions
@@ -110,23 +110,10 @@ class _Groups:
 
     def sorted(self, order: Mapping[fx.Node, int]) -> list[GrowingChunk]:
         """Return the groups in topological order. Groups that could run at once keep program order."""
-        waits = {group.number: len(group.sources) for group in self.all}
-        readers: dict[int, list[int]] = {}
-        for group in self.all:
-            for source in group.sources:
-                readers.setdefault(source, []).append(group.number)
-        ready = [(order[group.nodes[0]], group.number) for group in self.all if not waits[group.number]]
-        heapq.heapify(ready)
-        done: list[GrowingChunk] = []
-        while ready:
-            _, number = heapq.heappop(ready)
-            done.append(self.all[number])
-            for reader in readers.get(number, []):
-                waits[reader] -= 1
-                if not waits[reader]:
-                    heapq.heappush(ready, (order[self.all[reader].nodes[0]], reader))
-        assert len(done) == len(self.all), "chunks wait for each other"
-        return done
+        by_place = sorted(self.all, key=lambda group: order[group.nodes[0]])
+        numbers = ready_first({group.number: group.sources for group in by_place})
+        assert len(numbers) == len(self.all), "chunks wait for each other"
+        return [self.all[number] for number in numbers]
 
 
 def _named(groups: list[GrowingChunk]) -> list[Cut]:

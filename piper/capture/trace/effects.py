@@ -78,11 +78,12 @@ def draws(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     if isinstance(node.target, torch._ops.OpOverload):
-        if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-            return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
         if node.target is torch.ops.aten.dropout.default:
             return bool(node.args[1]) and bool(node.args[2])
-        return bool(torch.Tag.nondeterministic_seeded in node.target.tags)
+        if not is_tagged(node.target, torch.Tag.nondeterministic_seeded):
+            return False
+        drops = "dropout_p" in _parameters(node.target)  # attention draws only if it drops
+        return not drops or argument(node, "dropout_p", 0.0) != 0.0
     name = name_of(node)
     if _DROPS.fullmatch(name):
         return bool(argument(node, "training", True)) and argument(node, "p", 0.5) != 0.0
@@ -109,7 +110,7 @@ def argument(node: fx.Node, name: str, default: object = None) -> object:
     """Return an argument of a function by name, whether it was passed by position or by keyword."""
     if name in node.kwargs:
         return node.kwargs[name]
-    if inspect.isfunction(node.target):
+    if inspect.isfunction(node.target) or isinstance(node.target, torch._ops.OpOverload):
         names = _parameters(node.target)
         position = names.index(name) if name in names else len(node.args)
     else:
@@ -119,4 +120,12 @@ def argument(node: fx.Node, name: str, default: object = None) -> object:
 
 @functools.cache
 def _parameters(function: Callable[..., object]) -> Sequence[str]:
+    if isinstance(function, torch._ops.OpOverload):
+        return tuple(each.name for each in function._schema.arguments)
     return tuple(inspect.signature(function).parameters)
+
+
+@functools.cache  # a graph of many layers asks for few operators many times
+def is_tagged(target: torch._ops.OpOverload, tag: torch.Tag) -> bool:
+    """Return whether torch marks an operator so."""
+    return tag in target.tags

@@ -5,10 +5,9 @@ of a parameter, of a value inside the forward or of a module would run on the gr
 samples, before the sum over slices, replicas and shards, which is another number than in plain PyTorch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
-import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
@@ -24,39 +23,27 @@ _ELSEWHERE = (
 
 def check_hooks(model: nn.Module, loss: object) -> None:
     """Refuse hooks on gradients that the model's or the loss's constructor registered."""
-    for kind, hooks in (
-        ("register_module_full_backward_hook", modules._global_backward_hooks),
-        ("register_module_full_backward_pre_hook", modules._global_backward_pre_hooks),
-    ):
-        for hook in hooks.values():
-            raise _refused("every module", kind, hook)
-    for what, root in (("model", model), ("loss", loss)):
-        if isinstance(root, nn.Module):
-            _check_modules(what, root)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            _check_tensor(f"the parameter {name}", parameter)
-
-
-def _check_modules(what: str, root: nn.Module) -> None:
-    for path, module in root.named_modules():
-        where = f"the module {path}" if path else f"the {what}"
-        for kind, hooks in (
-            ("register_full_backward_hook", module._backward_hooks),
-            ("register_full_backward_pre_hook", module._backward_pre_hooks),
-        ):
-            for hook in hooks.values():
-                raise _refused(where, kind, hook)
-
-
-def _check_tensor(where: str, tensor: torch.Tensor) -> None:
-    registered: tuple[tuple[str, Mapping[int, Callable[..., object]] | None], ...] = (
-        ("register_hook", tensor._backward_hooks),
-        ("register_post_accumulate_grad_hook", tensor._post_accumulate_grad_hooks),
-    )
-    for kind, hooks in registered:
+    for where, kind, hooks in _registered(model, loss):
         for hook in (hooks or {}).values():
             raise _refused(where, kind, hook)
+
+
+def _registered(
+    model: nn.Module, loss: object
+) -> Iterator[tuple[str, str, Mapping[int, Callable[..., object]] | None]]:
+    """Yield the hooks on each gradient, with what has it and the function that registers them."""
+    yield "every module", "register_module_full_backward_hook", modules._global_backward_hooks
+    yield "every module", "register_module_full_backward_pre_hook", modules._global_backward_pre_hooks
+    for what, root in (("model", model), ("loss", loss)):
+        for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            where = f"the module {path}" if path else f"the {what}"
+            yield where, "register_full_backward_hook", module._backward_hooks
+            yield where, "register_full_backward_pre_hook", module._backward_pre_hooks
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            where = f"the parameter {name}"
+            yield where, "register_hook", parameter._backward_hooks
+            yield where, "register_post_accumulate_grad_hook", parameter._post_accumulate_grad_hooks
 
 
 def _refused(where: str, kind: str, hook: object, line: str = "") -> CaptureError:

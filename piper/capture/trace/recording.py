@@ -7,7 +7,7 @@ from torch import Tensor, fx, nn
 
 from piper.capture.trace.annotate import PREFIX, Mark, Region
 from piper.capture.trace.effects import writes
-from piper.capture.trace.upstream import upstream
+from piper.capture.trace.graph_walks import upstream
 from piper.errors import CaptureError
 from piper.ir.chunk import AxisPosition, Batch, Constant, HostPlace, Tags
 

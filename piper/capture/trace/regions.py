@@ -1,7 +1,7 @@
 """Decides to which region each node of the captured graph belongs, and which nodes belong to none."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -39,9 +39,19 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
     ]
     order = {node: position for position, node in enumerate(nodes)}
     tied = frozenset(node for group in entangled for node in group.nodes)
+
+    def anywhere(node: fx.Node) -> bool:
+        """Return whether a node may run on every device, with the same result."""
+        known = isinstance(value(node), Tensor | tuple | list) or node.op == "get_attr"
+        return known and marker(node) is None and node not in recording.bundles and node not in tied
+
+    def untrained(node: fx.Node) -> bool:
+        result = value(node)
+        return anywhere(node) and not (isinstance(result, Tensor) and result.requires_grad)
+
     fixed = (FromBuffer, Constant, AxisPosition, HostPlace)
-    copied = _made_from(recording, nodes, fixed, tied)
-    weights = _made_from(recording, nodes, (*fixed, FromParameter), tied) - copied
+    copied = _derived(recording, nodes, fixed, untrained)
+    weights = _derived(recording, nodes, (*fixed, FromParameter), anywhere) - copied
     areas = _expert_areas(recording, nodes, copied | weights)
     sunk = _only_for_experts(nodes, weights, areas)
     routed = {source for node in nodes if marker(node) for source in node.all_input_nodes}
@@ -55,7 +65,7 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
         copied=copied | crossing,
         weights=weights,
         areas=areas,
-        fixed=_fixed(recording, nodes),
+        fixed=_derived(recording, nodes, (*fixed, FromParameter), lambda node: True),
     )
 
 
@@ -84,58 +94,35 @@ def _crossing(
     )
 
 
-def _fixed(recording: Recording, nodes: list[fx.Node]) -> frozenset[fx.Node]:
-    """Return the nodes that depend on no sample, draw nothing and read no buffer that the forward writes."""
-    written = written_memory(nodes)
-    fixed = {
-        node
-        for node, origin in recording.origins.items()
-        if not isinstance(origin, Batch) and memory_of(node) not in written
-    }
-    for node in nodes:
-        if all(source in fixed for source in node.all_input_nodes) and not draws(node):
-            fixed.add(node)
-    return frozenset(fixed)
-
-
-def _made_from(
-    recording: Recording, nodes: list[fx.Node], kinds: tuple[type, ...], tied: frozenset[fx.Node]
+def _derived(
+    recording: Recording, nodes: list[fx.Node], kinds: tuple[type, ...], counts: Callable[[fx.Node], bool]
 ) -> frozenset[fx.Node]:
-    """Return the nodes that depend on inputs of these kinds alone, with the same result on every device."""
+    """Return the nodes that depend on inputs of these kinds alone: none draws, or reads what is written.
+
+    counts: whether a node, and what depends on it, counts.
+    """
     written = written_memory(nodes)
-    sources = {
+    known = {
         node
         for node, origin in recording.origins.items()
         if isinstance(origin, kinds) and memory_of(node) not in written
     }
-    trains = FromParameter in kinds
-    derived = set()
+    inputs = frozenset(known)
     for node in nodes:
-        result = value(node)
-        fixed = isinstance(result, Tensor | tuple | list) or node.op == "get_attr"
-        if (
-            fixed
-            and all(source in sources for source in node.all_input_nodes)
-            and not draws(node)
-            and marker(node) is None
-            and node not in recording.bundles
-            and node not in tied
-            and (trains or not (isinstance(result, Tensor) and result.requires_grad))
-        ):
-            sources.add(node)
-            derived.add(node)
-    return frozenset(derived)
+        if all(source in known for source in node.all_input_nodes) and not draws(node) and counts(node):
+            known.add(node)
+    return frozenset(known - inputs)
 
 
 def _expert_areas(
-    recording: Recording, nodes: list[fx.Node], made_anywhere: frozenset[fx.Node]
+    recording: Recording, nodes: list[fx.Node], everywhere: frozenset[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
     """Return the nodes between each `route` and its `unroute`, each with its `route`.
 
     These are the nodes that depend on routed rows.
     """
     anywhere = {node for node, origin in recording.origins.items() if not isinstance(origin, Batch)}
-    anywhere |= made_anywhere
+    anywhere |= everywhere
     routed: dict[fx.Node, fx.Node] = {}  # what a `route` returns and what is made of it
     area: dict[fx.Node, fx.Node] = {}
     for node in nodes:

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from torch import Tensor, fx
 
 from piper.capture.trace.functionalize import memory_of, value, written_memory
-from piper.capture.trace.repeated_runs import repeated_runs
+from piper.capture.trace.graph_walks import repeated_runs
 
 LEAST = 24  # nodes of a segment: shorter ones cost more to begin than they save
 LONGEST = 64  # places at which a layer could be cut: one with more is not looked for

@@ -1,5 +1,6 @@
 """Reads sizes off fake tensors, also where a size depends on routing."""
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -32,10 +33,7 @@ class SymbolicSizes:
 
     def nbytes(self, value: Tensor) -> int:
         """Return the bytes of a tensor's elements."""
-        total = value.element_size()
-        for size in value.shape:
-            total *= self.number(size)
-        return total
+        return value.element_size() * math.prod(self.shape(value))
 
     def storage_bytes(self, value: Tensor) -> int:
         """Return the bytes of a tensor's storage."""

@@ -19,7 +19,7 @@ from piper.capture.trace.record import LossFn, record
 from piper.capture.trace.recording import Recording
 from piper.capture.trace.regions import Regions, find_regions
 from piper.capture.trace.sizes import SymbolicSizes
-from piper.capture.trace.uneven_means import uneven_means
+from piper.capture.trace.sliced_losses import uneven_means
 from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel, Chunk, Output
 from piper.ir.dtypes import DTYPES, JobPrecision

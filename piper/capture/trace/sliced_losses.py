@@ -1,11 +1,17 @@
-"""Finds sums over samples in a captured loss: the mean over slices of a batch is only a part of such a sum.
+"""Finds what the mean over slices of a batch gets wrong in a captured loss: sums over samples, uneven means.
 
-A loss is divided by nothing (`reduction="sum"`, `x.sum()`), or by a number that does not grow with the batch.
-`x.sum() / x.numel()` is a mean: its divisor does grow. One recording cannot tell the two apart, so the loss
-is recorded for two sizes of batch, and what differs between them decides. Where an element of the sum may
-hold such a divisor itself (softmax over samples, a division by a count), nothing is said.
+A mean over an axis of fixed size divides every slice of a batch by the same number. These do not: a mean
+cross entropy over several labels per sample, because labels can be ignored; one with a weight for each class;
+a mean over rows that a mask selects; a sum divided by a count of the batch. Their slices may weigh unevenly.
+
+A loss that is a sum over samples is divided by nothing (`reduction="sum"`, `x.sum()`), or by a number that
+does not grow with the batch; the mean over slices is only a part of it. `x.sum() / x.numel()` is a mean: its
+divisor does grow. One recording cannot tell the two apart, so the loss is recorded for two sizes of batch,
+and what differs between them decides. Where an element of the sum may hold such a divisor itself (softmax over
+samples, a division by a count), nothing is said.
 """
 
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,10 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 from piper.capture.trace.effects import argument, name_of
 from piper.capture.trace.functionalize import value
-from piper.capture.trace.recording import Recording
+from piper.capture.trace.graph_walks import upstream
+from piper.capture.trace.recording import Recording, live
 from piper.capture.trace_errors import node_line
 from piper.ir.chunk import Batch
 
+_ENTROPIES = ("cross_entropy", "nll_loss", "cross_entropy_loss")
+_DIVISIONS = (operator.truediv, torch.div, torch.true_divide)
 _TERMS = re.compile(r"_*r?(add|sub|neg)_*|to|float|double|clone|squeeze|reshape|view|contiguous")
 _FACTORS = re.compile(r"_*r?(mul|multiply|(true_?)?div|divide)_*")
 _NUMBERS = re.compile(
@@ -30,6 +39,46 @@ _PRODUCTS = re.compile(
 )
 _SUMS = re.compile(r"sum|v?dot|inner|(linalg_)?vecdot|_*r?matmul_*|mm|mv|einsum|tensordot")  # to one number
 _OVER_AN_AXIS = ("softmax", "log_softmax", "normalize", "cumsum", "cumprod")
+
+
+def uneven_means(recording: Recording, rows: int) -> tuple[str, ...]:
+    """Return each mean of a loss whose slices may count unevenly, with its line. rows: the samples traced."""
+    if recording.weighted:
+        return ()  # a sum with its weight
+    needed = live(recording.graph, recording.results[:1])
+    means = (
+        text for node in recording.graph.nodes if node in needed for text in _uneven(recording, node, rows)
+    )
+    return tuple(dict.fromkeys(means))
+
+
+def _uneven(recording: Recording, node: fx.Node, rows: int) -> Iterator[str]:
+    result = value(node)
+    if not isinstance(result, Tensor) or result.dim() or not result.requires_grad:
+        return
+    name = name_of(node)
+    if name in _ENTROPIES and argument(node, "reduction", "mean") == "mean":
+        labels = value(node.all_input_nodes[1])
+        several = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.numel() > rows
+        if several or isinstance(argument(node, "weight"), fx.Node):
+            yield f"{name}{node_line(node)}"
+    elif name == "mean" and _dynamic(value(node.all_input_nodes[0])):
+        yield f"mean{node_line(node)}"
+    elif (node.target in _DIVISIONS or name in ("div", "__truediv__")) and len(node.all_input_nodes) == 2:
+        below = node.all_input_nodes[1]
+        if node.args[1] is below and _counts_batch(recording, below):
+            yield f"division{node_line(node)}"
+
+
+def _dynamic(tensor: object) -> bool:
+    """Return whether a size of a tensor depends on values."""
+    return isinstance(tensor, Tensor) and any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
+def _counts_batch(recording: Recording, node: fx.Node) -> bool:
+    """Return whether a number depends on the batch and constants alone."""
+    origins = [recording.origins[read] for read in upstream([node]) if read.op == "placeholder"]
+    return bool(origins) and all(isinstance(origin, Batch) for origin in origins)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

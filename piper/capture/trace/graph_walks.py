@@ -1,0 +1,76 @@
+"""Walks over graphs: what values are computed from, in which order they can run, and runs that repeat."""
+
+import heapq
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import fx
+
+K = TypeVar("K", bound=Hashable)
+
+
+def upstream(roots: Iterable[fx.Node], within: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
+    """Return the roots and the nodes that they are computed from. within: which nodes count and lead on."""
+    stack, reached = list(roots), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node not in reached and within(node):
+            reached.add(node)
+            stack += node.all_input_nodes
+    return reached
+
+
+def ready_first(awaited: Mapping[K, Collection[K]]) -> list[K]:
+    """Return the keys that can run, each as early as its place in the mapping and what it awaits allow."""
+    keys = list(awaited)
+    place = {key: position for position, key in enumerate(keys)}
+    readers: dict[K, list[K]] = {key: [] for key in keys}
+    for key, sources in awaited.items():
+        for source in sources:
+            readers[source].append(key)
+    missing = {key: len(sources) for key, sources in awaited.items()}
+    ready = [place[key] for key in keys if not missing[key]]
+    ordered: list[K] = []
+    while ready:
+        key = keys[heapq.heappop(ready)]
+        ordered.append(key)
+        for reader in readers[key]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, place[reader])
+    return ordered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedRun:
+    """A run of labels in which each equals the one a period later."""
+
+    start: int
+    stop: int
+    period: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def times(self) -> int:
+        """Return how many whole periods it has."""
+        return self.length // self.period
+
+
+def repeated_runs(labels: Sequence[Hashable], periods: Iterable[int]) -> Iterator[RepeatedRun]:
+    """Yield the longest runs of two periods or more, period by period.
+
+    >>> [(run.start, run.stop) for run in repeated_runs("abcbcbd", [2])]
+    [(1, 6)]
+    """
+    for period in periods:
+        start = 0
+        for place in range(len(labels) - period + 1):
+            if place < len(labels) - period and labels[place] == labels[place + period]:
+                continue
+            if place - start >= period:
+                yield RepeatedRun(start=start, stop=place + period, period=period)
+            start = place + 1
