@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from piper.capture.autodiff.code_cache import CodeCache
-from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.autodiff.differentiate import Captured, CodeCache, differentiate
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.servers import CompileServers, start_kernel_compilers
 from piper.capture.shard.request import Request, groups_of, sharded
@@ -25,10 +24,8 @@ from piper.capture.trace.record import LossFn
 from piper.capture.trace.sizes import dtype_name
 from piper.capture.trace.trace import Traced, trace
 from piper.errors import ConfigError
-from piper.ir.chunk import Tags
 from piper.ir.chunk_options import CodeOptions
 from piper.ir.dtypes import DTYPES, JobPrecision
-from piper.ir.mesh import Mesh
 
 log = logging.getLogger("piper")
 RequestKey = tuple[object, ...]  # what requests ask, as a key
@@ -106,7 +103,7 @@ def request_key(requests: Sequence[Request]) -> RequestKey:
 
     How many devices a region has does not matter, only which regions are arranged alike.
     """
-    grids: dict[object, int] = {}
+    meshes: dict[object, int] = {}
     return tuple(
         (
             request.axis,
@@ -116,7 +113,10 @@ def request_key(requests: Sequence[Request]) -> RequestKey:
             request.between,
             request.attention,
             request.zigzag,
-            tuple((tags, grids.setdefault(grid, len(grids))) for tags, grid in sorted_regions(request)),
+            tuple(  # in an order that does not depend on the directives
+                (tags, meshes.setdefault(request.regions[tags], len(meshes)))
+                for tags in sorted(request.regions)
+            ),
         )
         for request in requests
     )
@@ -128,11 +128,6 @@ def merged(requests: Sequence[Request]) -> list[Request]:
         replace(group[0], regions={tags: mesh for one in group for tags, mesh in one.regions.items()})
         for group in groups_of(requests)
     ]
-
-
-def sorted_regions(request: Request) -> list[tuple[Tags, Mesh]]:
-    """Return the regions of a request in an order that does not depend on the directives."""
-    return sorted(request.regions.items(), key=lambda region: region[0])
 
 
 def same_function(one: Callable[..., object], other: Callable[..., object]) -> bool:

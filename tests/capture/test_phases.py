@@ -5,8 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from piper.capture.autodiff.code_cache import CodeCache
-from piper.capture.autodiff.differentiate import differentiate
+from piper.capture.autodiff.differentiate import CodeCache, differentiate
 from piper.capture.trace.annotate import annotate
 from piper.capture.trace.trace import trace
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec

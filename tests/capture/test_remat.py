@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.capture.autodiff.code_cache import CodeCache
-from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.autodiff.differentiate import Captured, CodeCache, differentiate
 from piper.capture.trace.annotate import annotate
 from piper.capture.trace.trace import trace
 from piper.ir.chunk import Chunk

@@ -16,8 +16,7 @@ from unittest.mock import patch
 
 from piper import compiler
 from piper.capture import recordings
-from piper.capture.autodiff.code_cache import CodeCache
-from piper.capture.autodiff.differentiate import Captured, differentiate
+from piper.capture.autodiff.differentiate import Captured, CodeCache, differentiate
 from piper.capture.compile.cache import Cache
 from piper.capture.shard.request import Request, sharded
 from piper.capture.trace.trace import Traced, trace

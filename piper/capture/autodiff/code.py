@@ -50,10 +50,7 @@ class Shape:
 class Code(Protocol):
     """The code of one distinct chunk."""
 
-    @property
-    def shape(self) -> Shape:
-        """Return what the chunk's phases read and write."""
-        ...
+    shape: Shape  # what the chunk's phases read and write
 
     def build(self, phase: Phase) -> PhaseCode:
         """Make the callable of a phase."""
@@ -70,11 +67,7 @@ class GraphCode:
         gradients into memory that the caller gives, where it can.
         """
         self.partition, self.compiled = partition, compiled
-        self._shape = _shape_of(partition, compiled, flat)
-
-    @property
-    def shape(self) -> Shape:
-        return self._shape
+        self.shape = _shape_of(partition, compiled, flat)
 
     def build(self, phase: Phase) -> fx.GraphModule:
         """Copy the phase's part of the joint graph into a module of its own. Its arguments are `examples`."""
@@ -89,9 +82,7 @@ class GraphCode:
             copies[size] = graph.call_function(torch.ops.aten.sym_size.int, (copies[node], axis))
         for node in section.body:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = (
-                {"val": node.meta["val"]} if "val" in node.meta else {}
-            )  # not the stacks: large
+            copies[node].meta = {"val": node.meta.get("val")}  # not the stacks: large
             if node.target is torch.ops.aten.view.default and not self.compiled:
                 # Some kernels lay their results out otherwise than a trace says: such a view needs a copy.
                 copies[node].target = torch.ops.aten.reshape.default

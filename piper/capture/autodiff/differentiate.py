@@ -1,7 +1,7 @@
 """Gives every chunk of a captured model its phases: explicit forward and backward code."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 
@@ -9,9 +9,13 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.code import Code, GraphCode, PhaseCode, Shape
-from piper.capture.autodiff.code_cache import CodeCache
-from piper.capture.autodiff.remat import Choice
+from piper.capture.autodiff.compose import Joints
+from piper.capture.autodiff.eager import EagerCode
+from piper.capture.autodiff.joint import Joint, UntraceableError
+from piper.capture.autodiff.partition import partition
+from piper.capture.autodiff.remat import Choice, choose
 from piper.capture.compile.cache import Cache
+from piper.capture.compile.hashing import structural_key
 from piper.capture.compile.servers import CompileServers
 from piper.capture.precision.fp8 import in_fp8
 from piper.capture.trace.piece import CapturedChunk
@@ -20,6 +24,62 @@ from piper.errors import CaptureError
 from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Parameter, Phase, PhaseSpec, TensorSpec
 from piper.ir.chunk_options import CodeOptions
 from piper.process.gc_pause import no_collection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledChunk:
+    """The code of one distinct chunk."""
+
+    key: str
+    code: Code
+    fallback: str | None = None  # why it runs under eager autograd
+    choice: Choice | None = None  # what is kept between its phases, where some is made again
+
+
+class CodeCache:
+    """The code of one captured model's chunks, made when first asked for."""
+
+    def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
+        self.device, self.compiled = device, compiled
+        self.joints = Joints(device, decompose=compiled)
+        self.codes: dict[str, CompiledChunk] = {}
+
+    def find(
+        self,
+        piece: CapturedChunk,
+        *,
+        trained: Sequence[bool],
+        tangents: Sequence[int],
+        params: Sequence[TensorSpec],
+        options: CodeOptions,
+    ) -> CompiledChunk:
+        """Return the code of a piece. Trace it if no equal piece has been traced.
+
+        trained: for each parameter, whether it has a gradient. tangents: the outputs that have one.
+        params: its parameters on one device.
+        """
+        assert piece.body is not None, "a marker has no code"
+        budget, ways = options.budget, options.ways
+        variant = f"compiled {self.compiled} budget {budget}" if self.compiled or budget is not None else ""
+        variant += " flat" if options.flat and self.compiled else ""
+        key = structural_key(piece.body, trained, tangents, ways, self.device, variant)
+        if key not in self.codes:
+            try:
+                joint = self.joints.of_piece(piece, trained, tangents, ways)
+                self.codes[key] = self._code_of(key, joint, options)
+            except UntraceableError as error:
+                code = EagerCode(piece, trained, tangents, params)
+                self.codes[key] = CompiledChunk(key=key, code=code, fallback=str(error))
+        return self.codes[key]
+
+    def _code_of(self, key: str, joint: Joint, options: CodeOptions) -> CompiledChunk:
+        plain = partition(joint)
+        if not self.compiled and options.budget is None:
+            return CompiledChunk(key=key, code=GraphCode(plain))
+        choice = choose(plain, options.budget, compiled=self.compiled)
+        cut = partition(joint, choice.keep, choice.writers)
+        code = GraphCode(cut, compiled=self.compiled, flat=options.flat)
+        return CompiledChunk(key=key, code=code, choice=choice)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,11 +202,11 @@ class _Differentiator:
         self.wanted[outline.loss.chunk].add(outline.loss.index)
         done: list[Chunk] = []
         for piece in reversed(self.traced.pieces):
-            chunk = self._divided(piece.chunk)
+            chunk = self._on_one_device(piece.chunk)
             chunk = self._marker(piece, chunk) if piece.body is None else self._compute(piece, chunk)
             for index in chunk.phases["B"].grad_inputs if "B" in chunk.phases else ():
                 source = chunk.inputs[index]
-                assert isinstance(source, Output), "only what a chunk made has a gradient"
+                assert isinstance(source, Output), "only what a chunk computes has a gradient"
                 self.wanted[source.chunk].add(source.index)
             done.append(chunk)
         return Captured(
@@ -157,7 +217,7 @@ class _Differentiator:
             choices=dict(reversed(self.choices.items())),
         )
 
-    def _divided(self, chunk: Chunk) -> Chunk:
+    def _on_one_device(self, chunk: Chunk) -> Chunk:
         """Return the chunk on one of the devices that share its experts, with the counts of those only."""
         ways = self.ways.get(chunk.name, 1)
         if chunk.kind == "route":

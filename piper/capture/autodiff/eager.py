@@ -46,11 +46,7 @@ class EagerCode:
         self.grad_inputs = tuple(i for i, wanted in enumerate(wants) if wanted and i in reached)
         first = len(piece.inputs)
         self.grad_params = tuple(i for i, wanted in enumerate(trained) if wanted and first + i in reached)
-        self._shape = self._make_shape(params)
-
-    @property
-    def shape(self) -> Shape:
-        return self._shape
+        self.shape = self._make_shape(params)
 
     def _make_shape(self, params: Sequence[TensorSpec]) -> Shape:
         piece = self.piece
@@ -133,5 +129,5 @@ def _reached(graph: fx.Graph, tangents: Sequence[int]) -> set[int]:
     """Return the positions of the placeholders that the differentiated outputs depend on."""
     results = next(iter(reversed(graph.nodes))).args[0]
     reached = upstream(results[index] for index in tangents)
-    places = [node for node in graph.nodes if node.op == "placeholder"]
-    return {position for position, node in enumerate(places) if node in reached}
+    inputs = graph.find_nodes(op="placeholder")
+    return {position for position, node in enumerate(inputs) if node in reached}

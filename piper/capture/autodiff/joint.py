@@ -75,7 +75,9 @@ def trace_joint(
             table = {**decompositions()} if decompose else {torch.ops.aten.copy.default: _copied}
             exported = aot_export_joint_with_descriptors(stack, module, fakes, decompositions=table)
             traced = exported.graph_module
-        except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, KeyError) as error:
+        # The user's functions, their derivatives and torch's tracer raise any of these on code that cannot be
+        # traced. The chunk then runs under eager autograd, and its reason names the error.
+        except (RuntimeError, AssertionError, TypeError, ValueError, KeyError) as error:
             raise UntraceableError(reason(error)) from error
     correct_sums(traced.graph)
     _without_aliases(traced.graph)
@@ -107,18 +109,16 @@ def _without_aliases(graph: fx.Graph) -> None:
     Torch adds some where Python happens to hold one more reference to a value, as while a profiler looks.
     Equal models would then have unequal graphs, which are not found in the cache.
     """
-    for node in graph.nodes:
-        if node.target is torch.ops.aten.alias.default:
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.erase_node(node)
 
 
 def _with_memory(graph: fx.Graph) -> None:
     """Give zeros memory: those of autograd, as in the gradient of `sgn`, have none that could be added to."""
-    for node in graph.nodes:
-        if node.target is torch.ops.aten._efficientzerotensor.default:
-            node.target = torch.ops.aten.zeros.default
-            node.meta["val"] = node.meta["val"].clone()
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._efficientzerotensor.default):
+        node.target = torch.ops.aten.zeros.default
+        node.meta["val"] = node.meta["val"].clone()
 
 
 def _sizes(body: Body, rows: torch.SymInt | None) -> SymbolicSizes:
@@ -142,13 +142,11 @@ def _unknown_rows(shapes: ShapeEnv) -> torch.SymInt:
 def _with_results(body: Body, tangents: Sequence[int]) -> fx.Graph:
     """Return the body's graph with a copy around every result. Detach the results that need no gradient."""
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in body.graph.nodes:
-        if node.op != "output":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+    returned = graph.graph_copy(body.graph, {})
+    assert isinstance(returned, tuple)
     results = []
-    for index, node in enumerate(next(iter(reversed(body.graph.nodes))).args[0]):
-        copy = copies[node] if index in tangents else graph.call_method("detach", (copies[node],))
+    for index, result in enumerate(returned):
+        copy = result if index in tangents else graph.call_method("detach", (result,))
         # The copy separates views of inputs and of one another. A later pass drops it where it is not needed.
         results.append(graph.call_method("clone", (copy,), {"memory_format": torch.contiguous_format}))
     graph.output(tuple(results))
@@ -220,9 +218,7 @@ def _read_placeholders(traced: fx.GraphModule) -> tuple[dict[int, fx.Node], dict
     """Return the joint graph's arguments by position, and its tangents by output."""
     plain: dict[int, fx.Node] = {}
     tangents: dict[int, fx.Node] = {}
-    for node in traced.graph.nodes:
-        if node.op != "placeholder":
-            continue
+    for node in traced.graph.find_nodes(op="placeholder"):
         match node.meta["desc"]:
             case aot.PlainAOTInput(idx=index):
                 plain[index] = node

@@ -6,18 +6,20 @@ always be recomputed, and so may factors of products that a kernel of the backwa
 allows more operations, cheapest per freed byte first, until it is met.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
 
+from piper.capture.autodiff.joint import Joint
 from piper.capture.autodiff.mincut import INFINITE, Network
 from piper.capture.autodiff.partition import Partition, backward_nodes, casts
-from piper.capture.autodiff.written_again import writers
 from piper.capture.cost.aliases import (
     cheap,
     memory_of,
+    memory_readers,
     read_from_memory,
     recomputable,
     takes_one,
@@ -62,10 +64,12 @@ class _Chooser:
         self.overwritten = {joint.buffers[position] for position in joint.mutated}
         self.region = self._region()
         candidates = [node for node in self.region if tensors_in(node) and not self._fixed(node)]
-        free = {node for node in candidates if compiled and cheap(node) and not self._in_memory(node)}
-        factors = [node for node in candidates if compiled and cheap(node) and node not in free]
-        self.writers = writers(joint, self.backward, factors)
-        self.free = free | self.writers.keys() | {node for node in self.region if self._passes(node)}
+        fusible = [node for node in candidates if compiled and cheap(node)]
+        # To recompute what the backward needs in memory costs a kernel.
+        factors = [node for node in fusible if read_from_memory(node, self.backward.__contains__)]
+        self.writers = _Writers(joint, self.backward).find(factors)
+        passing = {node for node in self.region if self._passes(node)}
+        self.free = {*fusible} - {*factors} | self.writers.keys() | passing
         self.costly = sorted((node for node in candidates if node not in self.free), key=self._density)
 
     def run(self, budget: float | None) -> Choice:
@@ -119,10 +123,6 @@ class _Chooser:
         whole = any(not t.is_floating_point() and t.dtype is not torch.bool for t in tensors_in(node))
         return whole and not {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded} & {*node.target.tags}
 
-    def _in_memory(self, node: fx.Node) -> bool:
-        """Return whether the backward needs a value in memory, so that recomputing it would cost a kernel."""
-        return read_from_memory(node, self.backward.__contains__)
-
     def _density(self, node: fx.Node) -> float:
         """Return the cost of recomputing a value, per byte that it holds."""
         nbytes = sum(self.sizes.nbytes(tensor) for tensor in tensors_in(node))
@@ -153,3 +153,76 @@ class _Chooser:
         if several or recomputable(node) or node in self.casts:
             return INFINITE
         return max(1, self.sizes.storage_bytes(node.meta["val"]))
+
+
+class _Writers:
+    """Looks for kernels of one joint graph's backward that can write forward values.
+
+    A product needs its factors in memory. A factor that is recomputed, such as the gated product of a
+    feed-forward layer or the output of a norm, has to be written a second time. That takes no launch and no
+    read of its own if a kernel of the backward reads all that the factor is computed from, and makes a result
+    of the same length: the compiler then writes the factor as one more result of that kernel.
+    """
+
+    def __init__(self, joint: Joint, backward: set[fx.Node]) -> None:
+        self.graph, self.backward = joint.graph, backward
+        self.length = {
+            node: math.prod(joint.sizes.shape(tensors_in(node)[0]))
+            for node in joint.graph.nodes
+            if len(tensors_in(node)) == 1
+        }
+        gradients = {*joint.grad_inputs.values(), *joint.grad_params.values()}
+        self.results = {
+            node: None
+            for node in joint.graph.nodes
+            if node in backward
+            and cheap(node)
+            and (node in gradients or read_from_memory(node, backward.__contains__))
+        }
+        self.roots = self._roots()
+        self.written: dict[fx.Node, list[fx.Node]] = {}  # by result: the values so far
+
+    def find(self, values: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Return, for each value that costs only one more write to recompute, the result it is written with.
+
+        values: forward values that a compiler can fuse, and that the backward reads from memory.
+        """
+        writers: dict[fx.Node, fx.Node] = {}
+        for value in values:
+            wanted = {root for root, length in self.roots[value].items() if length >= self.length[value]}
+            fitting = [
+                result
+                for result in self.results
+                if self.length[result] == self.length[value] and self.roots[result].keys() >= wanted
+            ]
+            # The last of them is that of the value's own layer: others only see it through later layers.
+            if wanted and fitting and fitting[-1] not in self._behind(value):
+                writers[value] = fitting[-1]
+                self.written.setdefault(fitting[-1], []).append(value)
+        return writers
+
+    def _roots(self) -> dict[fx.Node, dict[int, int]]:
+        """Return the memory that a kernel reads to compute each value, with the lengths there."""
+        roots: dict[fx.Node, dict[int, int]] = {}
+        for node in self.graph.nodes:
+            roots[node] = {}
+            if cheap(node) or (node.all_input_nodes and recomputable(node)):
+                for source in node.all_input_nodes:
+                    stored = source in self.results
+                    roots[node] |= {memory_of(source): self.length[source]} if stored else roots[source]
+            elif node in self.length:
+                roots[node] = {memory_of(node): self.length[node]}
+        return roots
+
+    def _behind(self, value: fx.Node) -> set[fx.Node]:
+        """Return what can only run once a value is in memory, given where earlier values are written."""
+        stack = list(memory_readers(value, self.backward.__contains__))
+        reached: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node not in reached:
+                reached.add(node)
+                stack += node.users
+                for later in self.written.get(node, ()):
+                    stack += memory_readers(later, self.backward.__contains__)
+        return reached

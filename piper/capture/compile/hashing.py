@@ -43,16 +43,14 @@ def _lines(
             grad = tensor.requires_grad if group == "input" else ""
             yield f"{group} {_shape(tensor)} {tensor.dtype} {grad}"
     yield f"trained {list(trained)} tangents {list(tangents)}"
-    yield from graph_lines(body.graph, body.root)
-
-
-def graph_lines(graph: fx.Graph, root: nn.Module) -> Iterator[str]:
-    """Yield a graph as text: each operation and its arguments, without the names that the trace chose."""
-    return node_lines(graph.nodes, root, {})
+    yield from node_lines(body.graph.nodes, body.root, {})
 
 
 def node_lines(nodes: Iterable[fx.Node], root: nn.Module, numbers: dict[fx.Node, int]) -> Iterator[str]:
-    """Yield operations as text. numbers: of the values from outside; those of the operations are added."""
+    """Yield operations as text: each with its arguments, without the names that the trace chose.
+
+    numbers: of the values from outside; those of the operations are added.
+    """
     for node in nodes:
         numbers[node] = len(numbers)
         shown = [_text(argument, numbers) for argument in node.args]

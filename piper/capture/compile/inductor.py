@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piper.capture.compile.cache import Cache, CacheEntry
-from piper.capture.compile.hashing import digest_of, graph_lines
+from piper.capture.compile.hashing import digest_of, node_lines
 from piper.capture.compile.tuning import keep_measured, measuring_kernels, tuning_in
 from piper.capture.trace_errors import quiet, reason
 from piper.errors import CaptureError, PiperError
@@ -230,7 +230,7 @@ def _lines(source: Source) -> Iterator[str]:
     yield _machine(source.arguments[0].device.type if source.arguments else "cpu")
     for value in source.arguments:
         yield f"{_known(value.shape)} {_known(value.stride())} {value.dtype} {value.device.type}"
-    yield from graph_lines(source.module.graph, source.module)
+    yield from node_lines(source.module.graph.nodes, source.module, {})
 
 
 def _known(sizes: Sequence[int | torch.SymInt]) -> str:

@@ -147,9 +147,10 @@ class Crossing:
         self.nbytes, self.others = [0] * (len(body) + 1), [0] * (len(body) + 1)
         for node, place in places.items():
             last = max((places[user] for user in node.users if user in places), default=place)
-            size, other = bytes_of(node), not isinstance(node.meta.get("val"), Tensor)
+            value = node.meta.get("val")
+            size, other = (value.nbytes, 0) if isinstance(value, Tensor) else (0, 1)
             if last > place:
-                for changes, change in ((self.nbytes, size), (self.others, int(other))):
+                for changes, change in ((self.nbytes, size), (self.others, other)):
                     changes[place + 1] += change
                     changes[last + 1] -= change
         self.nbytes, self.others = [*accumulate(self.nbytes)], [*accumulate(self.others)]
@@ -165,12 +166,6 @@ def ends_kernel(node: fx.Node) -> bool:
 def is_product(node: fx.Node) -> bool:
     """Return whether an operation is a kernel of its own."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.name().partition(".")[0] in PRODUCTS
-
-
-def bytes_of(node: fx.Node) -> int:
-    """Return the size of an operation's result."""
-    value = node.meta.get("val")
-    return value.nbytes if isinstance(value, Tensor) else 0
 
 
 def piece_of(module: fx.GraphModule, run: Sequence[fx.Node], known: dict[str, fx.GraphModule]) -> PhasePiece:

@@ -164,8 +164,4 @@ def peak(length: int, size: Mapping[int, int], first: Mapping[int, int], last: M
     for storage, nbytes in size.items():
         change[first[storage]] += nbytes
         change[last[storage] + 1] -= nbytes
-    most = alive = 0
-    for step in change:
-        alive += step
-        most = max(most, alive)
-    return most
+    return max(itertools.accumulate(change, initial=0))

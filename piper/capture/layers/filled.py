@@ -68,29 +68,31 @@ class _Filler:
         # A region may end with operations of the block that runs after its own.
         if [own.chunk(chunk, 1, {third: fourth, fourth: last_block}) for chunk in self.before] != self.block:
             return None
-        copies = {chunk.name: (chunk, chunk) for chunk in self.begin}
+        chunks = {chunk.name: chunk for chunk in self.begin}
+        origins = dict(chunks)
         for shift in range(self.skipped + 1):
             here, after = self.blocks[FIRST - 1 + shift], self.blocks[FIRST + shift]
             for chunk in self.block:
                 copy = own.chunk(chunk, shift, {fourth: here, last_block: after})
-                copies[copy.name] = (copy, chunk)
+                chunks[copy.name], origins[copy.name] = copy, chunk
         last = _Copier(self, ends, source=own)
+        before = {chunk.name for chunk in self.before}
         for chunk in self.end:
-            if any(isinstance(one, Output) and self._within(one, self.before) for one in chunk.inputs):
+            if any(isinstance(source, Output) and source.chunk in before for source in chunk.inputs):
                 return None
             copy = last.chunk(chunk, 1, {})
-            copies[copy.name] = (copy, chunk)
-        return self._whole({name: pair[0] for name, pair in copies.items()},
-                           {name: pair[1] for name, pair in copies.items()}, last)  # fmt: skip
+            chunks[copy.name], origins[copy.name] = copy, chunk
+        return self._whole(chunks, origins, last)
 
     def _whole(
         self, chunks: Mapping[str, Chunk], origins: Mapping[str, Chunk], last: "_Copier"
     ) -> Filled | None:
         outline = self.outline
         known = {parameter.name: parameter for parameter in outline.parameters}
+        copied = dict.fromkeys(skipped_blocks(self.blocks), self.blocks[FIRST - 1])
         parameters = []
         for parameter in outline.parameters:
-            likeness = known.get(self._likeness(parameter.name))
+            likeness = known.get(_moved(parameter.name, copied))
             if likeness is None or (likeness.shape, likeness.dtype) != (parameter.shape, parameter.dtype):
                 return None
             parameters.append(replace(likeness, name=parameter.name, aliases=parameter.aliases))
@@ -110,13 +112,6 @@ class _Filler:
             empty={pair: place for pair, place in outline.empty.items() if pair not in tagged},
         )
         return Filled(outline=whole, origins=origins)
-
-    def _likeness(self, name: str) -> str:
-        """Return the parameter of the copied block that a parameter of a skipped block is like."""
-        return _moved(name, dict.fromkeys(skipped_blocks(self.blocks), self.blocks[FIRST - 1]))
-
-    def _within(self, source: Output, chunks: Sequence[Chunk]) -> bool:
-        return any(chunk.name == source.chunk for chunk in chunks)
 
     def _steps(self) -> tuple[dict[str, int] | None, dict[str, int] | None]:
         """Return by how much each tag grows from block to block, and in the end behind the skipped blocks.

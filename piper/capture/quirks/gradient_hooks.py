@@ -13,7 +13,7 @@ from typing import Any
 
 from torch._dynamo.variables.tensor import TensorVariable
 
-from piper.capture.quirks.source_names import source_name
+from piper.capture.quirks.side_effects import source_name
 from piper.process.attributes import replaced
 
 _INTERCEPTED = ("method_register_hook", "method_register_post_accumulate_grad_hook")

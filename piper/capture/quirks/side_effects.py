@@ -15,7 +15,6 @@ from torch import fx, nn
 from torch._dynamo.side_effects import SideEffects
 from torch.utils._pytree import tree_leaves
 
-from piper.capture.quirks.source_names import source_name
 from piper.process.attributes import replaced
 
 Number = bool | int | float | str | None
@@ -148,3 +147,12 @@ def _computed(node: fx.Node) -> bool:
         if not called.startswith(_NEW):
             waiting += node.all_input_nodes[:1] if called in _CAST else node.all_input_nodes
     return False
+
+
+def source_name(source: Any) -> str:  # noqa: ANN401  a source of Dynamo
+    """Return where Dynamo found a value: `L['self'].model.history`; empty where it made the value itself.
+
+    In torch 2.11 the name of a source is a method, from torch 2.13 on a property.
+    """
+    name = getattr(source, "name", "")
+    return str(name() if callable(name) else name)

@@ -90,13 +90,9 @@ def _copy_of(recording: Recording) -> tuple[fx.GraphModule, dict[fx.Node, Mode]]
     """Return a copy of a recorded graph whose nodes note their gradient mode, and the modes of the nodes."""
     source = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in recording.graph.nodes:
-        if node.op != "output":
-            copies[node] = source.node_copy(node, copies.__getitem__)
-            copies[node].meta = dict(node.meta)
-            copies[node].meta[MODE] = (
-                Mode(grad=recording.modes[node].grad) if node in recording.modes else Mode()
-            )
+    source.graph_copy(recording.graph, copies)
+    for node, copy in copies.items():
+        copy.meta[MODE] = Mode(grad=recording.modes[node].grad) if node in recording.modes else Mode()
     source.output(tuple(copies[result] for result in recording.results))
     modes = {copies[node]: mode for node, mode in recording.modes.items()}
     return fx.GraphModule(recording.root, source), modes

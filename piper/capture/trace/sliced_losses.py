@@ -7,8 +7,8 @@ a mean over rows that a mask selects; a sum divided by a count of the batch. The
 A loss that is a sum over samples is divided by nothing (`reduction="sum"`, `x.sum()`), or by a number that
 does not grow with the batch; the mean over slices is only a part of it. `x.sum() / x.numel()` is a mean: its
 divisor does grow. One recording cannot tell the two apart, so the loss is recorded for two sizes of batch,
-and what differs between them decides. Where an element of the sum may hold such a divisor itself (softmax over
-samples, a division by a count), nothing is said.
+and what differs between them decides. Where an element of the sum may hold such a divisor itself (softmax
+over samples, a division by a count), nothing is said.
 """
 
 import operator
