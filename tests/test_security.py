@@ -13,6 +13,7 @@ EXACT = {
     "np.load",
     "numpy.load",
     "CompiledArtifact.load",
+    "GraphPickler.loads",
     "torch.compiler.load_cache_artifacts",
 }
 ALLOWED = {
@@ -29,7 +30,7 @@ ALLOWED = {
     # Through pipes between a process and the processes that it starts to compile, which nothing else can open.
     ("capture/compile/servers.py", "_drive", "pickle.load"),
     ("capture/compile/servers.py", "serve", "pickle.load"),
-    ("capture/compile/servers.py", "compile_request", "pickle.loads"),
+    ("capture/compile/servers.py", "compile_request", "GraphPickler.loads"),
     ("tuning/forked_calls.py", "result", "pickle.loads"),  # from a process that this one forked
 }
 RUN = {

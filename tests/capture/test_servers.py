@@ -2,7 +2,6 @@
 
 import logging
 import operator
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +12,13 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._graph_pickler import GraphPickler
 
 from piper.capture.compile import phases
 from piper.capture.compile.cache import Cache, CacheEntry
 from piper.capture.compile.inductor import Compiled, Source, name_of
 from piper.capture.compile.phases import compile_phases
-from piper.capture.compile.servers import CompileServers, read, request_of
+from piper.capture.compile.servers import CompileServers, request_of
 from piper.capture.recordings import Capturing, Recordings
 from piper.errors import CaptureError
 from piper.ir.chunk import Phase
@@ -112,7 +112,11 @@ def test_a_graph_arrives_as_it_was_sent(tmp_path: Path) -> None:
     given.module.recompile()
     request = request_of("name", given, Cache(folder=tmp_path))
     assert request is not None
-    arrived = read(pickle.loads(request.nodes))
+    sent = GraphPickler.loads(request.source, FakeTensorMode())
+    assert isinstance(sent, Source) and (sent.chunk, sent.phase) == (given.chunk, given.phase)
+    assert [(each.shape, each.dtype) for each in sent.arguments] == [((3, 4), torch.float32)]
+    arrived = sent.module
+    arrived.recompile()
     assert [str(node.target) for node in arrived.graph.nodes] == [str(node.target) for node in graph.nodes]
     x = torch.arange(12.0).view(3, 4)
     first, second = arrived(x)

@@ -24,11 +24,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from piper.capture.compile.cache import Cache
 from piper.errors import PiperError
-from piper.ir.chunk import Phase
 from piper.process.custom_operators import modules_of
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ MOST_SERVERS = 4
 IDLE = 120.0  # seconds after which a server that has nothing to do ends
 GRACE = 10.0  # seconds that a server has to end
 _START = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({device!r}, {threads})"
-_UNSENT = (pickle.PicklingError, AttributeError, RuntimeError, TypeError, ValueError)
+_UNSENT = (pickle.PicklingError, AssertionError, AttributeError, RuntimeError, TypeError, ValueError)
 _FAILED = (
     AssertionError,
     AttributeError,
@@ -52,89 +50,32 @@ _FAILED = (
     ValueError,
 )
 _BROKEN_OFF = (OSError, EOFError, ValueError, pickle.UnpicklingError)  # ValueError: the pipe is closed
-Described = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]  # shape, strides, type, device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operator:
-    """An operator of torch by its names: namespace and name, and overload."""
-
-    name: str
-    overload: str
-
-    def resolve(self) -> Callable[..., object]:
-        """Return the operator."""
-        namespace, _, name = self.name.partition("::")
-        operator: Callable[..., object] = getattr(getattr(getattr(torch.ops, namespace), name), self.overload)
-        return operator
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeResult:
-    """The result of a node, as an argument of a later one."""
-
-    node: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRequest:
-    """A graph to compile. It can be read once the modules that define its operators are imported.
-
-    A pickle of torch's runs operations that have no tensor among their arguments, and so changes the graph.
-    """
+    """A graph to compile. It can be read once the modules that define its operators are imported."""
 
     name: str
     modules: tuple[str, ...]
-    nodes: bytes  # a pickle of the op, target, positional and named arguments of each node
-    arguments: tuple[Described, ...]
-    chunk: str
-    phase: Phase
+    source: bytes  # by `GraphPickler`: another pickle of a module would run operations without tensors
     cache: Cache
 
 
 def request_of(name: str, source: "Source", cache: Cache) -> CompileRequest | None:
     """Return a graph as a request. None: it cannot be sent, reads attributes, or has unknown sizes."""
+    from torch.fx._graph_pickler import GraphPickler, Options  # it takes a second to import
+
     sizes = [size for value in source.arguments for size in (*value.shape, *value.stride())]
     attributes = any(node.op == "get_attr" for node in source.module.graph.nodes)
     if attributes or any(isinstance(size, torch.SymInt) for size in sizes):
         return None
     try:
-        nodes = pickle.dumps(list(written(source.module.graph)))
+        sent = GraphPickler.dumps(source, Options(ops_filter=None))
     except _UNSENT:
         return None
-    described = [(tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in source.arguments]
-    return CompileRequest(
-        name=name,
-        modules=tuple(sorted(modules_of(source.module.graph))),
-        nodes=nodes,
-        arguments=tuple(described),
-        chunk=source.chunk,
-        phase=source.phase,
-        cache=cache,
-    )
-
-
-def written(graph: fx.Graph) -> Iterator[tuple[object, ...]]:
-    """Yield the nodes of a graph as values that can be sent."""
-    numbers = {node: number for number, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        target = node.target
-        if isinstance(target, torch._ops.OpOverload):
-            target = Operator(name=target._schema.name, overload=target._overloadname)
-        sent = pytree.tree_map_only(
-            fx.Node, lambda used: NodeResult(node=numbers[used]), (node.args, node.kwargs)
-        )
-        yield (node.op, target, *sent)
-
-
-def read(nodes: Sequence[tuple[str, object, tuple[object, ...], dict[str, object]]]) -> fx.GraphModule:
-    """Return the graph whose nodes were written."""
-    graph, results = fx.Graph(), list[fx.Node]()
-    for op, target, args, kwargs in nodes:
-        given = pytree.tree_map_only(NodeResult, lambda used: results[used.node], (args, kwargs))
-        called = target.resolve() if isinstance(target, Operator) else target
-        results.append(graph.create_node(op, called, *given))  # type: ignore[arg-type]
-    return fx.GraphModule({}, graph)
+    modules = tuple(sorted(modules_of(source.module.graph)))
+    return CompileRequest(name=name, modules=modules, source=sent, cache=cache)
 
 
 def start_kernel_compilers() -> None:
@@ -306,18 +247,16 @@ def warm_up(device: torch.device) -> str:
 
 def compile_request(request: CompileRequest) -> str:
     """Compile a graph and store it. Return why that failed, or an empty text."""
+    from torch.fx._graph_pickler import GraphPickler
+
     from piper.capture.compile.inductor import Source, compiled, name_of
 
     try:
         for needed in request.modules:
             importlib.import_module(needed)
-        with FakeTensorMode():
-            arguments = [
-                torch.empty_strided(shape, strides, dtype=dtype, device=device)
-                for shape, strides, dtype, device in request.arguments
-            ]
-        module = read(pickle.loads(request.nodes))
-        source = Source(module=module, arguments=arguments, chunk=request.chunk, phase=request.phase)
+        source = GraphPickler.loads(request.source, FakeTensorMode())
+        assert isinstance(source, Source)
+        source.module.recompile()  # what is sent is the graph alone
         if name_of(source) != request.name:
             return "another graph arrived than was sent"
         compiled(request.name, source, request.cache)
