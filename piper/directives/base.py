@@ -4,7 +4,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -71,12 +71,21 @@ class Directive:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ChunkDirective(Directive):
+class SelectingDirective(Directive):
+    """A directive that decides options of the chunks of the nodes that it selects."""
+
+    at: At
+
+    def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
+        """Return the graph with the options of the chunks of selected nodes changed."""
+        raise AssertionError(f"{self.verb} does not say what it decides")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ChunkDirective(SelectingDirective):
     """A directive that decides an option of whole chunks, and places nothing."""
 
     places: ClassVar[bool] = False
-
-    at: At
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
@@ -85,9 +94,19 @@ class ChunkDirective(Directive):
         graph = self.decide(graph, nodes, number)
         return graph.update(node.changed(origin=touched(node, number)) for node in nodes)
 
-    def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
-        """Return the graph with the options of the chunks of selected nodes changed."""
-        raise AssertionError(f"{self.verb} does not say what it decides")
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlacingDirective(SelectingDirective):
+    """A directive that places the selected nodes on devices, and may decide how their chunks live there."""
+
+    devices: tuple[int, ...]
+
+    def apply(self, graph: Graph, number: int) -> Graph:
+        by = self.title(number)
+        devices = checked_devices(self.devices, by)
+        nodes = selected(graph, self.at, by)
+        graph = self.decide(graph, nodes, number)
+        return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
 
 def verb_of(kind: type[Directive]) -> str:

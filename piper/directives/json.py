@@ -1,11 +1,11 @@
 """Strategies as JSON, in the published form: a list of objects, one per directive."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from piper.directives.arguments import is_number, is_whole
 from piper.directives.base import STREAM, Directive, form_of, known_directives
@@ -231,48 +231,29 @@ def read_groups(value: object, where: str, key: str, wanted: str) -> tuple[tuple
     )
 
 
-def read_devices(value: object, where: str, key: str, wanted: str) -> tuple[int, ...]:
-    """Read a list of devices; their values are checked where the directive is applied."""
-    if not isinstance(value, list) or not all(is_whole(device) for device in value):
-        raise wrong(where, key, value, wanted)
-    return tuple(value)
+def checked(test: Callable[[Any], bool], change: Callable[[Any], object] = lambda value: value) -> Read:
+    """Return a reader that refuses a value without a property. change: makes the field of the value."""
+
+    def read(value: object, where: str, key: str, wanted: str) -> object:
+        if not test(value):
+            raise wrong(where, key, value, wanted)
+        return change(value)
+
+    return read
 
 
-def read_dims(value: object, where: str, key: str, wanted: str) -> tuple[tuple[str, int], ...]:
-    """Read names with a dimension each."""
-    if not isinstance(value, dict) or not all(is_whole(dim) and dim >= 0 for dim in value.values()):
-        raise wrong(where, key, value, wanted)
-    return tuple(value.items())
+def is_word(value: object) -> bool:
+    """Return whether a value is a name in one word."""
+    return isinstance(value, str) and STREAM.fullmatch(value) is not None
 
 
-def read_word(value: object, where: str, key: str, wanted: str) -> str:
-    """Read a name."""
-    if not (isinstance(value, str) and STREAM.fullmatch(value)):
-        raise wrong(where, key, value, wanted)
-    return value
-
-
-def read_whole(value: object, where: str, key: str, wanted: str) -> int:
-    """Read a whole number."""
-    if not is_whole(value):
-        raise wrong(where, key, value, wanted)
-    return value
-
-
-def read_number(value: object, where: str, key: str, wanted: str) -> float:
-    """Read a number."""
-    if not is_number(value):
-        raise wrong(where, key, value, wanted)
-    return value
-
-
-def read_flag(value: object, where: str, key: str, wanted: str) -> bool:
-    """Read a yes or no."""
-    if not isinstance(value, bool):
-        raise wrong(where, key, value, wanted)
-    return value
-
-
+read_flag = checked(lambda value: isinstance(value, bool))
+read_word, read_whole, read_number = checked(is_word), checked(is_whole), checked(is_number)
+read_devices = checked(lambda value: isinstance(value, list) and all(map(is_whole, value)), tuple)
+read_dims = checked(
+    lambda value: isinstance(value, dict) and all(map(is_index, value.values())),
+    lambda value: tuple(value.items()),
+)
 INDICES = (
     'a whole number from 0, several as [0, 2] or {"from": 0, "to": 4} (without 4), "*" for any '
     'or "-" for without'

@@ -4,22 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from piper.directives.base import (
-    Directive,
-    checked_devices,
+    PlacingDirective,
     given_devices,
     given_filter,
     given_stream,
     registered,
-    selected,
-    touched,
 )
 from piper.ir.graph import Graph
+from piper.ir.node import Compute
 from piper.ir.select import At
 
 
 @registered(0)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Place(Directive):
+class Place(PlacingDirective):
     """Run the selected nodes on `devices`.
 
     F[PP=0]
@@ -27,20 +25,15 @@ class Place(Directive):
     F[PP=0] @0,2      (a data edge to a node elsewhere will become a transfer on `stream`)
     """
 
-    at: At
-    devices: tuple[int, ...]
     stream: str | None = None
 
-    def apply(self, graph: Graph, number: int) -> Graph:
-        by = self.title(number)
-        devices = checked_devices(self.devices, by)
-        nodes = selected(graph, self.at, by)
-        if self.stream:
-            graph = graph.with_options(
-                {node.chunk for node in nodes},
-                lambda _, options: replace(options, transfer_stream=self.stream),
-            )
-        return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
+    def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
+        if not self.stream:
+            return graph
+        return graph.with_options(
+            {node.chunk for node in nodes},
+            lambda _, options: replace(options, transfer_stream=self.stream),
+        )
 
 
 def place(at: At, devices: Sequence[int] | int, stream: str | None = None) -> Place:

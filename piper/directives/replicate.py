@@ -5,16 +5,14 @@ from dataclasses import dataclass, replace
 
 from piper.directives.arguments import POSITIVE_SIZE, argument, one_of
 from piper.directives.base import (
-    Directive,
-    checked_devices,
+    PlacingDirective,
     given_devices,
     given_filter,
     given_stream,
     registered,
-    selected,
-    touched,
 )
 from piper.ir.graph import Graph
+from piper.ir.node import Compute
 from piper.ir.select import At
 
 ZERO = one_of(0, 1, 2, 3)
@@ -24,7 +22,7 @@ FLAGS = {"shard_optimizer": 1, "shard_grads": 2, "shard_params": 3}  # what JSON
 
 @registered(1)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Replicate(Directive):
+class Replicate(PlacingDirective):
     """Keep the selected chunks' parameters on every device of a set, whole or sharded.
 
     B[PP=0] @0
@@ -32,8 +30,6 @@ class Replicate(Directive):
     B[PP=0] @0,2 --> reduce over 0,2 --> update       (zero: what is sharded between uses)
     """
 
-    at: At
-    devices: tuple[int, ...]
     zero: int = argument(ZERO, default=0, hint=ZERO_LEVELS, flags=FLAGS)
     bucket_mb: float | None = argument(
         POSITIVE_SIZE, default=None, hint="leave it out for one bucket per chunk", key="bucket_size"
@@ -44,11 +40,8 @@ class Replicate(Directive):
         one_of("fp32", "bf16"), default=None, hint='gradients travel in it; "bf16" is half the bytes'
     )
 
-    def apply(self, graph: Graph, number: int) -> Graph:
-        by = self.title(number)
-        devices = checked_devices(self.devices, by)
-        nodes = selected(graph, self.at, by)
-        graph = graph.with_policies(
+    def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
+        return graph.with_policies(
             nodes,
             lambda _, policy: replace(
                 policy,
@@ -62,7 +55,6 @@ class Replicate(Directive):
                 origin=number,
             ),
         )
-        return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
 
 def replicate(

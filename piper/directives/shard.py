@@ -5,20 +5,19 @@ from dataclasses import dataclass, replace
 
 from piper.directives.base import (
     Directive,
-    checked_devices,
+    PlacingDirective,
     given_devices,
     given_filter,
     given_stream,
     group_size,
     registered,
-    selected,
-    touched,
 )
 from piper.directives.shard_axis import ShardAxis, given_dims
 from piper.errors import ScheduleError
 from piper.ir.chunk import Chunk
 from piper.ir.graph import Graph
 from piper.ir.mesh import EXPERTS
+from piper.ir.node import Compute
 from piper.ir.select import At
 from piper.ir.sharding import AxisPlacement
 from piper.ir.sharding import Shard as ShardDim
@@ -28,7 +27,7 @@ ROUTED = ("route", "expert", "unroute")
 
 @registered(2)
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Shard(Directive):
+class Shard(PlacingDirective):
     """Shard the experts of the selected regions over each group of `ways` devices.
 
     route --> experts --> unroute
@@ -36,16 +35,11 @@ class Shard(Directive):
     counts, all-to-all --> experts / ways @group --> all-to-all back
     """
 
-    at: At
-    devices: tuple[int, ...]
     ways: int | None = None
     stream: str | None = None
 
-    def apply(self, graph: Graph, number: int) -> Graph:
-        by = self.title(number)
-        devices = checked_devices(self.devices, by)
-        nodes = selected(graph, self.at, by)
-        chunks = graph.chunks
+    def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
+        by, chunks = self.title(number), graph.chunks
         experts = [name for name in dict.fromkeys(n.chunk for n in nodes) if chunks[name].kind in ROUTED]
         if not experts:
             raise ScheduleError(
@@ -54,7 +48,7 @@ class Shard(Directive):
                 facts={"asked": str(self.at), "but": f"{nodes[0].chunk} has no route ... unroute"},
                 hint="call piper.route and piper.unroute inside the region, and select it by its tag",
             )
-        ways = group_size(self.ways, devices, by, "expert group")
+        ways = group_size(self.ways, self.devices, by, "expert group")
         for name in experts:
             if chunks[name].experts % ways:
                 raise ScheduleError(
@@ -63,7 +57,7 @@ class Shard(Directive):
                     facts={"region": name, "asked": f"ways={ways}"},
                     hint="choose ways among the divisors of the number of experts",
                 )
-        graph = graph.with_policies(
+        return graph.with_policies(
             (node for node in nodes if chunks[node.chunk].kind in ROUTED),
             lambda name, policy: replace(
                 policy,
@@ -73,7 +67,6 @@ class Shard(Directive):
                 origin=number,
             ),
         )
-        return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
 
 
 def by_expert(graph: Graph, chunk: Chunk, ways: int) -> dict[str, AxisPlacement]:

@@ -4,26 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from piper.directives.arguments import argument, is_whole, one_of, whole
-from piper.directives.base import (
-    Directive,
-    checked_devices,
-    group_size,
-    refused,
-    registered,
-    selected,
-    touched,
-)
+from piper.directives.base import PlacingDirective, group_size, refused, registered
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import AxisPolicy, Policy
 from piper.ir.graph import Graph
-from piper.ir.select import At
+from piper.ir.node import Compute
 
 ATTENTION = one_of("gather", "heads", "ring")
 
 
 @registered(2, key="axis")
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ShardAxis(Directive):
+class ShardAxis(PlacingDirective):
     """Shard the work of the selected regions over each group of `ways` neighbouring devices.
 
     F[PP=0] @0
@@ -33,8 +25,6 @@ class ShardAxis(Directive):
     Groups of one device shard nothing: the directive then only places the regions.
     """
 
-    at: At
-    devices: tuple[int, ...]
     axis: str
     ways: int | None = None
     weights: tuple[tuple[str, int], ...] = ()
@@ -50,11 +40,9 @@ class ShardAxis(Directive):
     def verb(self) -> str:
         return "shard"
 
-    def apply(self, graph: Graph, number: int) -> Graph:
+    def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
         by = self.title(number)
         self._check_words(by)
-        devices = checked_devices(self.devices, by)
-        nodes = selected(graph, self.at, by)
         if any(self.axis in dict(chunk.tags) for chunk in graph.outline.chunks if chunk.kind != "collective"):
             raise ScheduleError(
                 f"{self.axis!r} is a tag of the model already",
@@ -62,7 +50,7 @@ class ShardAxis(Directive):
                 facts={"asked": f"axis={self.axis!r}"},
                 hint="collectives carry the axis as a tag: name an axis that no annotation uses",
             )
-        ways = group_size(self.ways, devices, by)
+        ways = group_size(self.ways, self.devices, by)
         own = AxisPolicy(
             axis=self.axis,
             degree=ways,
@@ -76,8 +64,7 @@ class ShardAxis(Directive):
             others = tuple(held for held in policy.axes if held.axis != self.axis)
             return replace(policy, axes=(*others, own) if ways > 1 else others)
 
-        graph = graph.with_policies(nodes, sharded)
-        return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
+        return graph.with_policies(nodes, sharded)
 
     def _check_words(self, by: str) -> None:
         """Refuse arguments that fit no model."""

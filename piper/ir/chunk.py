@@ -84,9 +84,8 @@ class Kernel:
     flops: int = 0
     nbytes: int = 0  # read from memory and written to it
     count: int = 1
-    shape: tuple[
-        int, ...
-    ] = ()  # product: how many, rows, columns, depth; attention: heads, queries, keys, width
+    shape: tuple[int, ...] = ()
+    # ^ of a product: how many, rows, columns, depth; of attention: heads, queries, keys, width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +127,7 @@ class Chunk:
     mutated: tuple[str, ...] = ()  # buffers F writes back
     fixed: tuple[int, ...] = ()  # outputs that are the same for all samples
     outputs: tuple[TensorSpec, ...] = ()
-    saved: tuple[
-        TensorSpec, ...
-    ] = ()  # F writes, B / BI / BW read; parameters and inputs are never among them
+    saved: tuple[TensorSpec, ...] = ()  # F writes, B / BI / BW read; never parameters or inputs
     carried: tuple[TensorSpec, ...] = ()
     storages: tuple[int, ...] = ()  # bytes of each storage that several of outputs and saved share
     kept_inputs: Mapping[Phase, tuple[int, ...]] = field(default_factory=dict)
@@ -224,9 +221,7 @@ class CapturedModel:
     rows: int = 1  # samples in the captured slice
     fields: Mapping[str, tuple[AxisPlacement, ...]] = field(default_factory=dict)  # those that are sharded
     degrees: Mapping[Tags, int] = field(default_factory=dict)  # of regions: devices that share samples
-    empty: Mapping[tuple[str, int], str] = field(
-        default_factory=dict
-    )  # regions without operations: their lines
+    empty: Mapping[tuple[str, int], str] = field(default_factory=dict)  # regions without operations: lines
 
     @property
     def reached(self) -> set[str]:

@@ -47,21 +47,9 @@ SlotKind = Literal[
     "total",  # the norm, the loss, the weight and the metrics over all devices
     "seed",  # the gradient that each microbatch's loss starts from
 ]
-OF_STEP: Final[Collection[SlotKind]] = (
-    "loss",
-    "weight",
-    "metrics",
-    "norm",
-    "total",
-    "seed",
-)  # these have no owner
-NAMED: Final[Collection[SlotKind]] = (
-    "batch",
-    "buffer",
-    "constant",
-    "place",
-    "host_place",
-)  # these are named after their kind
+# Slots without an owner, and slots that are named after their kind.
+OF_STEP: Final[Collection[SlotKind]] = ("loss", "weight", "metrics", "norm", "total", "seed")
+NAMED: Final[Collection[SlotKind]] = ("batch", "buffer", "constant", "place", "host_place")
 INDEXED: Final[Mapping[SlotKind, str]] = {
     "output": "out",
     "input_gradient": "din",
@@ -225,34 +213,19 @@ def base_slot(
     again: bool,
 ) -> SlotId:
     """Return the id of a slot for all microbatches."""
-    base = str.__new__(SlotId, base_text(kind, owner, position, number, reader, devices, again))
+    where = "".join(f"@{show(each)}" for each in devices)
+    word: str = "g" if kind == "gradient" else kind
+    if kind in INDEXED:
+        word = f"{INDEXED[kind]}{position}" + (f".{number}" if kind == "gradient_sum" else "")
+    given_by = f"<{plain(reader)}>" if reader else ""
+    text = f"{plain(owner)}.{word}{given_by}{where}{'.again' if again else ''}"
+    if kind in NAMED:
+        text = f"{kind}.{plain(owner) if '@' not in owner else quoted(owner)}{where}"
+    base = str.__new__(SlotId, kind if kind in OF_STEP else text)
     base.kind, base.owner, base.position, base.number = kind, owner, position, number
     base.reader, base.devices, base.again = reader, devices, again
     base.part, base.run, base.piece, base.base = (), None, -1, base
     return base
-
-
-def base_text(
-    kind: SlotKind,
-    owner: str,
-    position: int,
-    number: int,
-    reader: str,
-    devices: tuple[Devices, ...],
-    again: bool,
-) -> str:
-    """Write an id without its microbatch."""
-    where = "".join(f"@{show(each)}" for each in devices)
-    if kind in OF_STEP:
-        return kind
-    if kind in NAMED:
-        return f"{kind}.{plain(owner) if '@' not in owner else quoted(owner)}{where}"
-    if kind in INDEXED:
-        word = f"{INDEXED[kind]}{position}" + (f".{number}" if kind == "gradient_sum" else "")
-    else:
-        word = "g" if kind == "gradient" else kind
-    given_by = f"<{plain(reader)}>" if reader else ""
-    return f"{plain(owner)}.{word}{given_by}{where}{'.again' if again else ''}"
 
 
 def read_slot(text: str, axes: Collection[str] = ()) -> SlotId:

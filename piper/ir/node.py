@@ -71,18 +71,30 @@ def compute_name(chunk: str, phase: Phase | Literal["R"], part: Tags) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class StepNode:
+    """The fields of every node but `Compute`, which directives place, and `Transfer`, which has two sets."""
+
+    devices: Devices
+    reads: tuple[SlotId, ...] = ()
+    writes: tuple[SlotId, ...] = ()
+    stream: str = COMPUTE_STREAM
+    origin: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the name of the node, by its content."""
+        raise AssertionError(f"{type(self).__name__} nodes have no name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(StepNode):
     """Load one field of the batch, for one microbatch, on the devices that read it."""
 
     batch_field: str
     part: Tags
-    devices: Devices
-    writes: tuple[SlotId, ...]
     degree: int = 1  # how many neighbours share their samples
     slices: tuple[Sharding, ...] = ()  # of the field, where its other dimensions are sharded
     stream: str = "load"
-    reads: tuple[SlotId, ...] = ()
-    origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -100,10 +112,7 @@ class Transfer:
     writes: tuple[SlotId, ...]
     stream: str = ""  # "pp": pp.send and pp.recv; empty: send and recv
     sliced: bool = True  # the first axis is the samples; else every receiver gets the whole value
-    degrees: tuple[int, int] = (
-        1,
-        1,
-    )  # how many neighbours share their samples at the source, and at the target
+    degrees: tuple[int, int] = (1, 1)  # neighbours that share their samples, at the source and the target
     origin: tuple[int, ...] = ()
     name: str = field(init=False, compare=False)
 
@@ -117,7 +126,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalNode:
+class LocalNode(StepNode):
     """A node that is one instruction on each of its devices, without peers, and is given by its slots alone.
 
     A rewrite that adds its own kind of node derives the class next to itself, and lowering takes it as it is.
@@ -125,17 +134,7 @@ class LocalNode:
 
     op: ClassVar[str]  # its operation, one of `plan/ops.py`
 
-    devices: Devices
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
-    stream: str = COMPUTE_STREAM
-    origin: tuple[int, ...] = ()
     nbytes: int = 0  # that it moves to or from the host
-
-    @property
-    def name(self) -> str:
-        """Return the name of the node, by its content."""
-        raise AssertionError(f"{self.op} nodes have no name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,17 +151,13 @@ class Add(LocalNode):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class Counts(StepNode):
     """Send each device of an expert group the number of rows it will get from each. The host waits for it."""
 
     chunk: str
     part: Tags
-    devices: Devices
     axis: Axis  # of the experts
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
     stream: str
-    origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -170,19 +165,15 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class Exchange(StepNode):
     """Send rows to the devices of their experts, or back: an all-to-all with uneven counts."""
 
     chunk: str
     phase: Phase  # F or B
     part: Tags
-    devices: Devices
     axis: Axis  # of the experts
     outward: bool  # to the experts; else back to the rows' owners
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
     stream: str
-    origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -190,19 +181,15 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collect:
+class Collect(StepNode):
     """Run a collective that changes the layout of a sharded value, or of its gradient, within each group."""
 
     chunk: str
     phase: Phase  # F, B or BI
     part: Tags
-    devices: Devices
     axis: Axis  # along which the groups lie
     how: Collective  # of this phase
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
     stream: str
-    origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -210,16 +197,12 @@ class Collect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gather:
+class Gather(StepNode):
     """All-gather a bucket's sharded parameters, for a run of uses or after an update."""
 
     bucket: str
     run: Pass | None  # the first of the passes that use it; None: all of them, after an update
-    devices: Devices
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
     stream: str
-    origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -227,16 +210,11 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accumulate:
+class Accumulate(StepNode):
     """Add one backward's weight gradients, or one microbatch's loss, to the sum of the step."""
 
     run: Pass  # whose results are added
-    devices: Devices
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
     some: bool = False  # other devices begin the sum where these add to it, or the other way round
-    stream: str = COMPUTE_STREAM
-    origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -245,17 +223,13 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduce:
+class Reduce(StepNode):
     """Sum a bucket's gradients over the replicas. With `scatter`, each replica keeps only its shard."""
 
     bucket: str
     run: Pass | None  # the last backward it covers; None: it sums the copies of a tied parameter
-    devices: Devices
     scatter: bool
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
     stream: str
-    origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -274,14 +248,10 @@ class Norm(LocalNode):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Total:
+class Total(StepNode):
     """Sum the norms, losses and weights over all devices, so that every device has the step's result."""
 
-    devices: Devices
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
     stream: str = "reduce"
-    origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -302,15 +272,11 @@ class Update(LocalNode):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broadcast:
+class Broadcast(StepNode):
     """Broadcast the first replica's buffers to the others. Buffers of sharded experts are never written."""
 
     chunk: str
-    devices: Devices
-    reads: tuple[SlotId, ...]
-    writes: tuple[SlotId, ...]
     stream: str = "reduce"
-    origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -318,15 +284,12 @@ class Broadcast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mirror:
+class Mirror(StepNode):
     """Give the copies of each device's state to the next device of its group, around the end."""
 
-    devices: Devices
     groups: tuple[Devices, ...]
     reads: tuple[SlotId, ...]  # of which a device has some
-    writes: tuple[SlotId, ...]
     stream: str
-    origin: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
