@@ -3,15 +3,16 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from piper.ir.devices import Devices
+from piper.ir.devices import show
 from piper.ir.ids import TOTAL, SlotId, param_slot
 from piper.ir.mesh import EXPERTS
+from piper.ir.sharding import Collective
+from piper.plan.instr import Collecting
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm
 from piper.proof.amounts import Amount
-from piper.proof.collectives import Collectives
 from piper.proof.covers import Contributor
-from piper.proof.decode import bucket_named, described, routed, subject
+from piper.proof.decode import bucket_named, collected, described, routed, shown_collective, subject
 from piper.proof.local_rules import LocalRules
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState
 from piper.proof.symbolic_values import NO_COVER, SymbolicValue, Terms, Value
@@ -24,7 +25,6 @@ class CollectiveRules:
 
     def __init__(self, state: SymbolicState, local: LocalRules) -> None:
         self.state, self.local = state, local
-        self.collectives = Collectives(state, local)
         self.symbols, self.covers, self.spec = state.symbols, state.covers, state.spec
         self.kernels: dict[Op, Callable[[Comm | None, Sequence[ProgramInstr]], None]] = {
             "counts": self.counts,
@@ -42,26 +42,28 @@ class CollectiveRules:
     def receive(self, at: ProgramInstr, comm: Comm, sent: dict[int, Value | None]) -> None:
         """Receive what the programs on the other side of a pipe sent."""
         values = {sender: value for sender, value in sent.items() if value is not None}
-        same = {(self.symbols.moved(value[0], NO_COVER), *value[1:]) for value in values.values()}
+        same = set(map(self.symbols.without_samples, values.values()))
         if len(values) < len(sent) or len(at.ins.writes) != 1:
             return  # the sender has been complained about, or nothing is written that could be read
         if len(same) != 1:
-            held = ", ".join(sorted(map(self.symbols.describe, values.values())))
-            self.state.complain(at, f"receives different values from different devices: {held}")
+            given = ", ".join(sorted(map(self.symbols.describe, values.values())))
+            self.state.complain(at, f"receives different values from different devices: {given}")
             return
         first = next(iter(values.values()))
         covers = tuple((sender, self.symbols.symbol(value).cover) for sender, value in sorted(values.items()))
         if NO_COVER not in dict(covers).values():
-            first = (self.symbols.moved(first[0], self.covers.received(comm, at.program, covers)), *first[1:])
+            first = (
+                self.symbols.moved(first[0], self.covers.received(comm.name, at.program, covers)),
+                *first[1:],
+            )
         self.state.slots[at.program][at.ins.writes[0]] = first
 
     def meet(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Run a collective, now that all its members have reached it."""
         subjects = {subject(member.ins) for member in members}
         if len(subjects) > 1:
-            first = members[0]
             what = " and ".join(sorted(map(described, subjects)))
-            self.state.complain(first, f"is about different things on its devices: {what}")
+            self.state.complain(members[0], f"is about different things on its devices: {what}")
             return
         self.kernels[members[0].ins.op](comm, members)
 
@@ -69,10 +71,10 @@ class CollectiveRules:
         """Give copies of the state to other devices."""
         for member in members:
             for slot in member.ins.reads:
-                found = self.state.slots[member.program].get(slot)
+                value = self.state.slots[member.program].get(slot)
                 wanted = self.state.value(SymbolicValue("copy", slot.owner))
-                if found != wanted:
-                    self.state.mismatch(member, slot, found, wanted)
+                if value != wanted:
+                    self.state.mismatch(member, slot, value, wanted)
 
     def counts(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Agree on the rows that travel to experts."""
@@ -109,7 +111,59 @@ class CollectiveRules:
     def collect(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Run a collective of a sharded region on values or on their gradients."""
         for member in members:
-            self.collectives.collect(member, comm)
+            self.collect_on(member, comm)
+
+    def collect_on(self, at: ProgramInstr, comm: Comm | None) -> None:
+        """Run a member of a collective: the values of its group become one value in another layout."""
+        collecting = collected(at.ins)
+        wanted = self._wanted(at, collecting)
+        if collecting is None or wanted is None:
+            return
+        if wanted.op == "slice":
+            self.state.complain(at, "communicates; each device should take its own part")
+        elif comm is None and wanted.degree > 1:
+            self.state.complain(at, f"has no communicator; it should go over {wanted.degree} devices")
+        elif comm is not None:
+            mesh = self.state.expected_at(at.ins.part).meshes[collecting.run.chunk]
+            groups = partial(mesh.groups, wanted.axis)
+            whose = f"{wanted.axis} of {collecting.run.chunk}"
+            self.state.check_groups(at, comm, whose, groups)
+
+    def take(self, at: ProgramInstr) -> None:
+        """Take a device's own slice of a value that all devices of its group hold."""
+        collecting = collected(at.ins)
+        wanted = self._wanted(at, collecting)
+        if collecting is None or wanted is None:
+            return
+        mesh = self.state.expected_at(at.ins.part).meshes[collecting.run.chunk]
+        stride = mesh.axis(wanted.axis).stride
+        if wanted.op != "slice":
+            self.state.complain(at, f"takes a part by itself; it should be {shown_collective(wanted)}")
+        elif (collecting.devices, collecting.stride) != (mesh.devices, stride):
+            takes, should = (
+                f"{show(devices)}, {apart} apart"
+                for devices, apart in ((collecting.devices, collecting.stride), (mesh.devices, stride))
+            )
+            self.state.complain(at, f"takes the parts of devices {takes}; it should be {should}")
+
+    def _wanted(self, at: ProgramInstr, collecting: Collecting | None) -> Collective | None:
+        """Check a collective against the specification, and return the right one. None: it must not run."""
+        backward = collecting is not None and collecting.run.phase != "F"
+        expected = None
+        if collecting is not None:
+            of_collective = self.state.expected_at(at.ins.part).of_collective
+            expected = of_collective(at.program, collecting.run.chunk, backward)
+        if collecting is None or expected is None:
+            self.state.complain(at, f"does {described(at.ins.payload)}, which must not happen here")
+            return None
+        how = self.spec.chunks[collecting.run.chunk].collective
+        assert how is not None, "its chunk is a collective"
+        wanted = how.adjoint if backward else how
+        if collecting.how != wanted:
+            does, should = shown_collective(collecting.how), shown_collective(wanted)
+            self.state.complain(at, f"does {does}; it should do {should}")
+        self.local.follow(at, expected)
+        return wanted
 
     def gather(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Gather the shards of a bucket."""
@@ -118,7 +172,7 @@ class CollectiveRules:
             bucket = self.state.plans.buckets.get(name)
             slot = param_slot(name)
             slots = self.state.slots[member.program]
-            if bucket is None or not self._on(member, bucket):
+            if bucket is None or not self.state.is_on(member.program, bucket):
                 self.state.complain(member, f"gathers {name!r}, of which this device holds nothing")
                 continue
             self._check_replicas(member, comm, bucket)
@@ -136,10 +190,11 @@ class CollectiveRules:
                 continue
             assert isinstance(value[1], str)
             slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), GATHERED[value[1]])
-        found = {self.state.slots[m.program].get(m.ins.writes[0]) if m.ins.writes else None for m in members}
-        if len(found) > 1:
-            held = " and ".join(sorted(map(self.symbols.describe, found)))
-            self.state.complain(members[0], f"gathers shards of different steps: {held}")
+        slots_of = self.state.slots
+        gathered = {slots_of[m.program].get(m.ins.writes[0]) if m.ins.writes else None for m in members}
+        if len(gathered) > 1:
+            given = " and ".join(sorted(map(self.symbols.describe, gathered)))
+            self.state.complain(members[0], f"gathers shards of different steps: {given}")
 
     def all_reduce(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Sum gradients over replicas, or over the copies of a tied parameter."""
@@ -150,16 +205,10 @@ class CollectiveRules:
             ins = member.ins
             bucket = self.state.gradient_bucket(ins.writes[0]) if len(ins.writes) == 1 else None
             named = bucket is not None and bucket_named(ins) in (bucket.name, *bucket.siblings)
-            if (
-                bucket is None
-                or not named
-                or not self._on(member, bucket)
-                or ins.reads not in ((), ins.writes)
-            ):
-                self.state.complain(
-                    member,
-                    f"sums {', '.join(ins.reads)} into {', '.join(ins.writes)} for {bucket_named(ins)}",
-                )
+            here = bucket is not None and named and self.state.is_on(member.program, bucket)
+            if bucket is None or not here or ins.reads not in ((), ins.writes):
+                read, written = ", ".join(ins.reads), ", ".join(ins.writes)
+                self.state.complain(member, f"sums {read} into {written} for {bucket_named(ins)}")
                 return
             buckets.append(bucket.name)
             about = "shard" if ins.writes[0].kind == "grad_shard" else "whole"
@@ -203,7 +252,7 @@ class CollectiveRules:
         for member in members:
             ins = member.ins
             bucket = self.state.plans.buckets.get(bucket_named(ins))
-            if bucket is None or not self._on(member, bucket) or len(ins.writes) != 1:
+            if bucket is None or not self.state.is_on(member.program, bucket) or len(ins.writes) != 1:
                 self.state.complain(
                     member, f"scatters {bucket_named(ins)!r}, of which this device holds nothing"
                 )
@@ -252,7 +301,7 @@ class CollectiveRules:
         programs = tuple(member.program for member in members)
         sums: dict[int, list[tuple[int, Amount]]] = {program: [] for program in programs}
         for amount, contributors in by_amount.items():
-            covers = self.covers.summed(comm, tuple(contributors), programs)
+            covers = self.covers.summed(comm.name, tuple(contributors), programs)
             for program in programs:
                 sums[program].append((covers[program], amount))
         return [self.state.merged(tuple(sums[program])) for program in programs]
@@ -265,9 +314,9 @@ class CollectiveRules:
             slots, ins = self.state.slots[member.program], member.ins
             value = slots.get(ins.reads[0]) if len(ins.reads) == 1 else None
             if value != wanted:
-                held, should = self.symbols.describe(value), self.symbols.describe(wanted)
+                contents, should = self.symbols.describe(value), self.symbols.describe(wanted)
                 read = ", ".join(ins.reads)
-                self.state.complain(member, f"reads {read}, which holds {held}; it should hold {should}")
+                self.state.complain(member, f"reads {read}, which holds {contents}; it should hold {should}")
             if comm is None and len(everyone) > 1:
                 self.state.complain(member, "sums over one device; it should sum over all")
             if comm is not None:
@@ -288,24 +337,14 @@ class CollectiveRules:
                 symbol = None if value is None else self.symbols.symbol(value)
                 writers = [c for c in self.spec.outline.chunks if symbol and symbol.name in c.mutated]
                 if value is None or symbol is None or symbol.kind != "buffer" or not writers:
-                    held = self.symbols.describe(value)
-                    self.state.complain(
-                        member,
-                        f"gives away {slot}, which holds {held}; it should be a buffer that is written",
-                    )
+                    contents = f"gives away {slot}, which holds {self.symbols.describe(value)}"
+                    self.state.complain(member, f"{contents}; it should be a buffer that is written")
                     continue
-                first = writers[0].name
-                wanted = partial(self._replicas, first)
-                self.state.check_groups(member, comm, f"replicas {first}", wanted)
+                # Buffers that a chunk writes are never sharded: all its devices hold the same.
+                replicas = partial(tuple, [self.spec.placement[writers[0].name]])
+                self.state.check_groups(member, comm, f"replicas {writers[0].name}", replicas)
                 slots[slot] = (value[0], "first", value[2])
-
-    def _replicas(self, chunk: str) -> tuple[Devices, ...]:
-        """Return the devices that hold the same buffers of a chunk. Those it writes are never sharded."""
-        return (self.spec.placement[chunk],)
 
     def _check_replicas(self, member: ProgramInstr, comm: Comm | None, bucket: Bucket) -> None:
         if comm is not None:
             self.state.check_groups(member, comm, f"bucket {bucket.name}", lambda: bucket.groups)
-
-    def _on(self, member: ProgramInstr, bucket: Bucket) -> bool:
-        return self.state.is_on(member.program, bucket)

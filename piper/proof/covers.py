@@ -15,11 +15,12 @@ from itertools import pairwise
 
 from piper.ir.devices import Devices
 from piper.ir.mesh import Axis
-from piper.plan.plan import Comm, Plans
+from piper.plan.plan import Plans
 from piper.proof.meshes import Numbering, shard_number
+from piper.proof.once import once
 
 Segment = tuple[int, int, int]  # from cell, to cell, how often
-Held = tuple[Segment, ...]  # on one device, in order and without overlap
+Cells = tuple[Segment, ...]  # on one device, in order and without overlap
 Cover = int  # the number of an interned cover
 Contributor = tuple[int, Cover]  # a program, and a cover of its devices
 
@@ -34,22 +35,14 @@ class Covers:
             for number, plan in enumerate(plans)
             for place, device in enumerate(plan.devices)
         }
-        self._held: list[tuple[Held, ...]] = []
-        self._numbers: dict[tuple[Held, ...], Cover] = {}
-        self._sets: dict[tuple[int, Devices, int, int, Numbering], Cover | None] = {}
-        self._complete: dict[tuple[int, Devices, int, int, Numbering, Numbering, bool], Cover] = {}
-        self._cuts: dict[tuple[Cover, int, int, int], Cover | None] = {}
-        self._joins: dict[tuple[Cover, ...], Cover | None] = {}
-        self._sums: dict[tuple[str, tuple[Contributor, ...]], dict[int, Cover]] = {}
-        self._received: dict[tuple[str, int, tuple[Contributor, ...]], Cover] = {}
-        self._groups: dict[str, dict[int, int]] = {}
-        self._sending: dict[tuple[str, int], tuple[int, ...]] = {}
-        self._senders: dict[tuple[str, int], tuple[tuple[int, int], ...]] = {}
+        self._covers: list[tuple[Cells, ...]] = []
+        self._numbers: dict[tuple[Cells, ...], Cover] = {}
 
-    def held(self, cover: Cover) -> tuple[Held, ...]:
+    def on_devices(self, cover: Cover) -> tuple[Cells, ...]:
         """Return the cells that each device of the program holds."""
-        return self._held[cover]
+        return self._covers[cover]
 
+    @once
     def of_set(
         self, program: int, devices: Devices, degree: int = 1, shared: int = 1, numbered: Numbering = ()
     ) -> Cover | None:
@@ -58,34 +51,29 @@ class Covers:
         `degree`: experts are sharded over groups of so many slices; each works on all rows of its group.
         `shared`: so many devices share their samples; `numbered`: the shards they hold, where values differ.
         """
-        key = (program, devices, degree, shared, numbered)
-        if key not in self._sets:
-            position = {device: i for i, device in enumerate(devices)}
-            members = [position.get(device, -1) for device in self.plans.plans[program].devices]
-            slices = len(devices) // shared if shared > 0 else 0
-            even = slices > 0 and slices * shared == len(devices) and slices % degree == 0
-            inside = even and min(members) >= 0 and self.cells % slices == 0
-            self._sets[key] = (
-                self._intern(tuple(self._of_member(i, slices, degree, shared, numbered) for i in members))
-                if inside
-                else None
-            )
-        return self._sets[key]
-
-    def _of_member(self, position: int, slices: int, degree: int, shared: int, numbered: Numbering) -> Held:
+        position = {device: i for i, device in enumerate(devices)}
+        members = [position.get(device, -1) for device in self.plans.plans[program].devices]
+        slices = len(devices) // shared if shared > 0 else 0
+        even = slices > 0 and slices * shared == len(devices) and slices % degree == 0
+        if not even or min(members) < 0 or self.cells % slices:
+            return None
         each = self.cells // slices * degree
-        group, share = divmod(position // shared, degree)
-        return self._slice(shard_number(position, numbered), share, group * each, each)
+        cells: list[Cells] = []
+        for member in members:
+            group, share = divmod(member // shared, degree)
+            cells.append(self._slice(shard_number(member, numbered), share, group * each, each))
+        return self._intern(tuple(cells))
 
-    def _slice(self, shard: int, share: int, first: int, count: int) -> Held:
+    def _slice(self, shard: int, share: int, first: int, count: int) -> Cells:
         start = (shard * self.shares + share) * self.cells + first
         return ((start, start + count, 1),)
 
     def everything(self, program: int, shares: int = 1) -> Cover:
         """Return the cover of all cells, at every share of the experts, on each device."""
-        held = ((0, shares * self.cells, 1),)
-        return self._intern((held,) * len(self.plans.plans[program].devices))
+        cells = ((0, shares * self.cells, 1),)
+        return self._intern((cells,) * len(self.plans.plans[program].devices))
 
+    @once
     def own_share(
         self,
         program: int,
@@ -101,121 +89,109 @@ class Covers:
         `own`: axes along which a device has its own place alone; `summed`: those with all places together.
         `every_share`: at all shares of the experts instead.
         """
-        key = (program, devices, degree, shared, own, summed, every_share)
-        if key not in self._complete:
-            position = {device: i for i, device in enumerate(devices)}
-            places = [0]
-            for axis, worth in summed:
-                places = [place + i * worth for place in places for i in range(axis.degree)]
-            cells: list[Held] = []
-            for device in self.plans.plans[program].devices:
-                here = position[device]
-                shares = (
-                    range(degree) if every_share else (Axis(degree=degree, stride=shared).coordinate(here),)
-                )
-                shards = [shard_number(here, own) + place for place in places]
-                pieces = [self._slice(shard, share, 0, self.cells) for shard in shards for share in shares]
-                cells.append(_overlaid([piece for held in pieces for piece in held]))
-            self._complete[key] = self._intern(tuple(cells))
-        return self._complete[key]
+        position = {device: i for i, device in enumerate(devices)}
+        places = [0]
+        for axis, worth in summed:
+            places = [place + i * worth for place in places for i in range(axis.degree)]
+        cells: list[Cells] = []
+        for device in self.plans.plans[program].devices:
+            here = position[device]
+            own_share = Axis(degree=degree, stride=shared).coordinate(here)
+            shares = range(degree) if every_share else (own_share,)
+            shards = [shard_number(here, own) + place for place in places]
+            pieces = [self._slice(shard, share, 0, self.cells) for shard in shards for share in shares]
+            cells.append(_overlaid([segment for piece in pieces for segment in piece]))
+        return self._intern(tuple(cells))
 
+    @once
     def cut(self, cover: Cover, start: int, stop: int, of: int) -> Cover | None:
         """Return the cover of some rows. None: they are not whole cells of one slice."""
-        key = (cover, start, stop, of)
-        if key not in self._cuts:
-            pieces = [_cut(cells, start, stop, of) for cells in self._held[cover]]
-            whole = tuple(cells for cells in pieces if cells is not None)
-            self._cuts[key] = self._intern(whole) if len(whole) == len(pieces) else None
-        return self._cuts[key]
+        return self._if_whole([_cut(cells, start, stop, of) for cells in self._covers[cover]])
 
+    @once
     def joined(self, covers: tuple[Cover, ...]) -> Cover | None:
         """Return the cover of consecutive pieces. None: a piece does not begin where the one before ends."""
-        if covers not in self._joins:
-            joins = [_joined(pieces) for pieces in zip(*(self._held[c] for c in covers), strict=True)]
-            whole = tuple(cells for cells in joins if cells is not None)
-            self._joins[covers] = self._intern(whole) if len(whole) == len(joins) else None
-        return self._joins[covers]
+        return self._if_whole(
+            [_joined(pieces) for pieces in zip(*(self._covers[c] for c in covers), strict=True)]
+        )
 
-    def senders(self, comm: Comm, program: int) -> tuple[tuple[int, int], ...]:
+    def _if_whole(self, pieces: Sequence[Cells | None]) -> Cover | None:
+        """Return the cover of what each device holds. None: one of them holds nothing whole."""
+        whole = tuple(cells for cells in pieces if cells is not None)
+        return self._intern(whole) if len(whole) == len(pieces) else None
+
+    @once
+    def senders(self, comm: str, program: int) -> tuple[tuple[int, int], ...]:
         """Return for each device of a program the program and the place of the device it receives from."""
-        key = (comm.name, program)
-        if key not in self._senders:
-            sender = {target: source for source, target in reversed(comm.groups)}
-            devices = self.plans.plans[program].devices
-            self._senders[key] = tuple(self.where[sender[device]] for device in devices)
-        return self._senders[key]
+        sender = {target: source for source, target in reversed(self.plans.comms[comm].groups)}
+        return tuple(self.where[sender[device]] for device in self.plans.plans[program].devices)
 
-    def sending_programs(self, comm: Comm, program: int) -> tuple[int, ...]:
+    @once
+    def sending_programs(self, comm: str, program: int) -> tuple[int, ...]:
         """Return the programs that a program receives from."""
-        key = (comm.name, program)
-        if key not in self._sending:
-            self._sending[key] = tuple(dict.fromkeys(sender for sender, _ in self.senders(comm, program)))
-        return self._sending[key]
+        return tuple(dict.fromkeys(sender for sender, _ in self.senders(comm, program)))
 
-    def received(self, comm: Comm, program: int, sent: tuple[Contributor, ...]) -> Cover:
+    @once
+    def received(self, comm: str, program: int, sent: tuple[Contributor, ...]) -> Cover:
         """Return the cover of what a program receives, given the cover of what each sender sends."""
-        key = (comm.name, program, sent)
-        if key not in self._received:
-            by_program = dict(sent)
-            cells = [self._held[by_program[p]][place] for p, place in self.senders(comm, program)]
-            self._received[key] = self._intern(tuple(cells))
-        return self._received[key]
+        by_program = dict(sent)
+        cells = [self._covers[by_program[p]][place] for p, place in self.senders(comm, program)]
+        return self._intern(tuple(cells))
 
-    def summed(self, comm: Comm, given: tuple[Contributor, ...], programs: Sequence[int]) -> dict[int, Cover]:
+    @once
+    def summed(
+        self, comm: str, given: tuple[Contributor, ...], programs: tuple[int, ...]
+    ) -> dict[int, Cover]:
         """Return for each program the cover of a sum over each group, of what its members contribute."""
-        key = (comm.name, given)
-        if key not in self._sums:
-            groups: dict[int, list[Segment]] = {}
-            group_of = self.group_of(comm)
-            for program, cover in given:
-                for device, held in zip(self.plans.plans[program].devices, self._held[cover], strict=True):
-                    groups.setdefault(group_of[device], []).extend(held)
-            sums = {group: _overlaid(segments) for group, segments in groups.items()}
-            self._sums[key] = {
-                program: self._intern(
-                    tuple(sums.get(group_of[device], ()) for device in self.plans.plans[program].devices)
-                )
-                for program in programs
-            }
-        return self._sums[key]
+        groups: dict[int, list[Segment]] = {}
+        group_of = self.group_of(comm)
+        for program, cover in given:
+            for device, cells in zip(self.plans.plans[program].devices, self._covers[cover], strict=True):
+                groups.setdefault(group_of[device], []).extend(cells)
+        sums = {group: _overlaid(segments) for group, segments in groups.items()}
+        return {
+            program: self._intern(
+                tuple(sums.get(group_of[device], ()) for device in self.plans.plans[program].devices)
+            )
+            for program in programs
+        }
 
-    def group_of(self, comm: Comm) -> dict[int, int]:
+    @once
+    def group_of(self, comm: str) -> dict[int, int]:
         """Return the number of the group that each device of a communicator is in."""
-        if comm.name not in self._groups:
-            numbers: dict[int, int] = {}
-            for number, group in enumerate(comm.groups):
-                for device in group:
-                    numbers.setdefault(device, number)
-            self._groups[comm.name] = numbers
-        return self._groups[comm.name]
+        numbers: dict[int, int] = {}
+        for number, group in enumerate(self.plans.comms[comm].groups):
+            for device in group:
+                numbers.setdefault(device, number)
+        return numbers
 
-    def _intern(self, held: tuple[Held, ...]) -> Cover:
-        number = self._numbers.get(held)
+    def _intern(self, cells: tuple[Cells, ...]) -> Cover:
+        number = self._numbers.get(cells)
         if number is None:
-            number = self._numbers[held] = len(self._held)
-            self._held.append(held)
+            number = self._numbers[cells] = len(self._covers)
+            self._covers.append(cells)
         return number
 
 
-def _cut(held: Held, start: int, stop: int, of: int) -> Held | None:
+def _cut(cells: Cells, start: int, stop: int, of: int) -> Cells | None:
     """Return some rows of one slice. None: the rows cut a cell, or there are several slices."""
-    if len(held) != 1 or not 0 <= start < stop <= of:
+    if len(cells) != 1 or not 0 <= start < stop <= of:
         return None
-    low, high, count = held[0]
+    low, high, count = cells[0]
     if (high - low) % of or count != 1:
         return None
     each = (high - low) // of
     return ((low + start * each, low + stop * each, 1),)
 
 
-def _joined(pieces: Iterable[Held]) -> Held | None:
+def _joined(pieces: Iterable[Cells]) -> Cells | None:
     """Return neighbouring slices as one. None: they are not neighbours in this order."""
-    segments = [segment for held in pieces for segment in held]
+    segments = [segment for piece in pieces for segment in piece]
     follows = all(a[1] == b[0] and a[2] == b[2] for a, b in pairwise(segments))
     return ((segments[0][0], segments[-1][1], segments[0][2]),) if follows else None
 
 
-def _overlaid(segments: list[Segment]) -> Held:
+def _overlaid(segments: list[Segment]) -> Cells:
     """Return the sum of segments: the number of times that each cell is in them."""
     changes: dict[int, int] = {}
     for low, high, count in segments:

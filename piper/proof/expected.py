@@ -1,7 +1,7 @@
 """What each phase of each chunk must read and gives on each program, once for all microbatches."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, Output, Phase, Tags, bundles
@@ -10,6 +10,7 @@ from piper.plan.plan import Bucket, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers
 from piper.proof.meshes import numbering
+from piper.proof.once import once
 from piper.proof.specification import PartMeshes, Specification
 from piper.proof.symbolic_values import Kind, SymbolicValue, SymbolTable, Terms, places_along, shown_cuts
 
@@ -32,9 +33,7 @@ class Expected:
     chunk: str
     reads: tuple[Entry, ...]
     writes: tuple[Entry, ...]
-    sample_independent: frozenset[int] = (
-        frozenset()
-    )  # reads that are the same for all samples: any slice will do
+    sample_independent: frozenset[int] = frozenset()  # reads that are the same for all samples
     buffers: frozenset[int] = frozenset()  # reads of buffers that change during the step
     weights: tuple[BucketGradients, ...] = ()
     mutated: tuple[str, ...] = ()
@@ -52,9 +51,9 @@ class Expectations:
         amounts: Amounts,
         symbols: SymbolTable,
     ) -> None:
-        self.plans, self.spec, self.covers, self.amounts, self.symbols = plans, spec, covers, amounts, symbols
+        self.plans, self.spec, self.covers, self.amounts = plans, spec, covers, amounts
+        self._number = symbols.number
         self.parts, self.meshes = layout.parts, layout.meshes
-        self._phases: dict[tuple[int, str, str], Expected | None] = {}
         self._finals: dict[tuple[int, str], Terms] = {}
         self._sums: dict[tuple[str, int, str], Amount] = {}
         self._weights: dict[str, int] = {}  # by bucket
@@ -64,14 +63,10 @@ class Expectations:
             for name in bucket.chunks:
                 self._buckets.setdefault(name, []).append(bucket)
 
-    def of_phase(self, program: int, chunk: str, phase: Phase) -> Expected | None:
-        """Return what a phase must read and write on a program. None: it must not run there."""
-        key = (program, chunk, phase)
-        if key not in self._phases:
-            self._phases[key] = self._of_phase(program, self.spec.chunks.get(chunk), phase)
-        return self._phases[key]
-
-    def _of_phase(self, program: int, chunk: Chunk | None, phase: Phase) -> Expected | None:
+    @once
+    def of_phase(self, program: int, name: str, phase: Phase) -> Expected | None:
+        """Return what a phase of a chunk must read and write on a program. None: it must not run there."""
+        chunk = self.spec.chunks.get(name)
         if chunk is None or chunk.kind in ("route", "unroute", "collective") or phase not in chunk.phases:
             return None
         cover = self.own_cover(program, chunk.name)
@@ -94,21 +89,18 @@ class Expectations:
         reads += [self._of_chunk("carried", chunk.name, 0, cover)] if spec.carried else []
         reads += [self._tangent(program, chunk.name, index) for index in spec.tangents]
         forward = phase == "F"
+        writes = self._forward if forward else self._backward
         return Expected(
             chunk=chunk.name,
             reads=tuple(reads),
-            writes=tuple(
-                self._forward(program, chunk, cover)
-                if forward
-                else self._backward(program, chunk, phase, cover)
-            ),
+            writes=tuple(writes(program, chunk, phase, cover)),
             sample_independent=frozenset(independent),
             buffers=frozenset(buffers),
             weights=() if forward else tuple(self._given_weights(chunk, phase, cover)),
             mutated=chunk.mutated if forward else (),
         )
 
-    def _forward(self, program: int, chunk: Chunk, cover: Cover) -> Iterator[Entry]:
+    def _forward(self, program: int, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[Entry]:
         """Yield what a forward writes, except buffers."""
         for index in range(len(chunk.outputs)):
             yield self._output(program, chunk.name, index, chunk.name)
@@ -129,44 +121,29 @@ class Expectations:
             if names:
                 yield BucketGradients(symbol=self.weights(bucket), cover=cover, suffix=partial(bucket, names))
 
-    def of_exchange(self, program: int, chunk: str, outward: bool) -> Expected | None:
-        """Return what an exchange of rows must read and write. None: there must be no exchange."""
-        key = (program, chunk, "out" if outward else "back")
-        if key not in self._phases:
-            captured = self.spec.chunks.get(chunk)
-            sharded = (
-                captured is not None and captured.kind in ("route", "unroute") and self.spec.degree(chunk) > 1
-            )
-            self._phases[key] = (
-                self._of_exchange(program, captured, outward) if captured and sharded else None
-            )
-        return self._phases[key]
-
-    def _of_exchange(self, program: int, chunk: Chunk, outward: bool) -> Expected | None:
-        if self.own_cover(program, chunk.name) is None:
+    @once
+    def of_exchange(self, program: int, name: str, outward: bool) -> Expected | None:
+        """Return what an exchange of a chunk's rows must read and write. None: there must be no exchange."""
+        chunk = self.spec.chunks.get(name)
+        if chunk is None or chunk.kind not in ("route", "unroute") or self.spec.degree(name) == 1:
             return None
-        splits = self._splits(program, chunk)
-        if outward == (chunk.kind == "route"):  # the forward of a route goes out, that of an unroute back
-            reads = (self._input(program, chunk, 0), splits)
-            return Expected(
-                chunk=chunk.name, reads=reads, writes=(self._output(program, chunk.name, 0, chunk.name),)
-            )
-        if "B" not in chunk.phases:
+        backward = outward != (chunk.kind == "route")  # the forward of a route goes out, of an unroute back
+        moved = self._moved(program, chunk, backward)
+        if moved is None:
             return None
-        reads = (self._tangent(program, chunk.name, 0), splits)
-        return Expected(chunk=chunk.name, reads=reads, writes=(self._given(program, chunk, 0),))
+        return replace(moved, reads=(*moved.reads, self._splits(program, chunk)))
 
-    def of_collective(self, program: int, chunk: str, *, backward: bool) -> Expected | None:
+    @once
+    def of_collective(self, program: int, name: str, backward: bool) -> Expected | None:
         """Return what a collective inside a region must read and write. None: there must be none."""
-        key = (program, chunk, "gradient" if backward else "value")
-        if key not in self._phases:
-            captured = self.spec.chunks.get(chunk)
-            self._phases[key] = self._of_collective(program, captured, backward) if captured else None
-        return self._phases[key]
+        chunk = self.spec.chunks.get(name)
+        if chunk is None or chunk.collective is None or self.spec.moves_nothing(name, backward=backward):
+            return None
+        return self._moved(program, chunk, backward)
 
-    def _of_collective(self, program: int, chunk: Chunk, backward: bool) -> Expected | None:
-        moves = chunk.collective is not None and not self.spec.moves_nothing(chunk.name, backward=backward)
-        if not moves or self.own_cover(program, chunk.name) is None or (backward and "B" not in chunk.phases):
+    def _moved(self, program: int, chunk: Chunk, backward: bool) -> Expected | None:
+        """Return what a chunk that moves one value, or its gradient, must read and write. None: nothing."""
+        if self.own_cover(program, chunk.name) is None or (backward and "B" not in chunk.phases):
             return None
         if backward:
             read, written = self._tangent(program, chunk.name, 0), self._given(program, chunk, 0)
@@ -174,21 +151,19 @@ class Expectations:
             read, written = self._input(program, chunk, 0), self._output(program, chunk.name, 0, chunk.name)
         return Expected(chunk=chunk.name, reads=(read,), writes=(written,))
 
-    def of_counts(self, program: int, chunk: str) -> Expected | None:
+    @once
+    def of_counts(self, program: int, name: str) -> Expected | None:
         """Return what the counting of a route's rows must read and write. None: there must be no counts."""
-        key = (program, chunk, "counts")
-        if key not in self._phases:
-            captured = self.spec.chunks.get(chunk)
-            route = captured is not None and captured.kind == "route" and self.spec.degree(chunk) > 1
-            cover = self.own_cover(program, chunk) if route else None
-            self._phases[key] = None
-            if captured is not None and cover is not None:
-                self._phases[key] = Expected(
-                    chunk=chunk,
-                    reads=(self._input(program, captured, 1),),
-                    writes=(self._splits(program, captured), self._output(program, chunk, 1, chunk)),
-                )
-        return self._phases[key]
+        chunk = self.spec.chunks.get(name)
+        if chunk is None or chunk.kind != "route" or self.spec.degree(name) == 1:
+            return None
+        if self.own_cover(program, name) is None:
+            return None
+        return Expected(
+            chunk=name,
+            reads=(self._input(program, chunk, 1),),
+            writes=(self._splits(program, chunk), self._output(program, name, 1, name)),
+        )
 
     def own_cover(self, program: int, chunk: str) -> Cover | None:
         """Return the samples that a chunk works on, and which shards of them. None: it does not run there."""
@@ -267,9 +242,6 @@ class Expectations:
     def single(self, chunk: str, microbatch: Tags, suffix: str = "") -> Amount:
         """Return the contribution of a chunk on one microbatch."""
         return self.amounts.single(f"{chunk}{show_part(microbatch)}{suffix}")
-
-    def _number(self, symbol: SymbolicValue) -> int:
-        return self.symbols.number(symbol)
 
     def _of_chunk(self, kind: str, name: str, index: int, cover: Cover) -> Entry:
         return self._number(SymbolicValue(kind, name, index, cover)), None, NOTHING  # type: ignore[arg-type]

@@ -1,5 +1,7 @@
 """The effect on symbolic values of instructions that need no other device."""
 
+from collections.abc import Iterator
+
 from piper.ir.chunk import Output
 from piper.ir.ids import LOSS, METRICS, TOTAL, WEIGHT, Pass, SlotId, param_slot, show_part, state_slot
 from piper.plan.plan import Bucket
@@ -67,21 +69,31 @@ class LocalRules:
         slots, begun = self.state.slots[at.program], self.state.initial[at.program]
         for slot in at.ins.reads:
             if slot not in begun or slots.get(slot) != begun[slot]:
-                held = self.symbols.describe(slots.get(slot))
-                self.state.complain(at, f"copies {slot}, which holds {held}; the step wrote it")
+                contents = self.symbols.describe(slots.get(slot))
+                self.state.complain(at, f"copies {slot}, which holds {contents}; the step wrote it")
         for slot in at.ins.writes:
             slots[slot] = self.state.value(SymbolicValue("copy", slot.owner))
 
+    def _copied(self, at: ProgramInstr, uneven: str) -> Iterator[tuple[SlotId, SlotId, Value | None]]:
+        """Yield each slot that an instruction copies, the slot of the copy, and the value.
+
+        uneven: the complaint if there are not as many of both.
+        """
+        if len(at.ins.reads) != len(at.ins.writes):
+            self.state.complain(at, uneven)
+        for read, written in zip(at.ins.reads, at.ins.writes, strict=False):
+            yield read, written, self.state.slots[at.program].get(read)
+
     def offload(self, at: ProgramInstr) -> None:
         """Copy values to the host. Only a fetch can read the copies."""
-        slots = self.state.slots[at.program]
         if any(slot.kind == "state" for slot in at.ins.writes):
             self._state_out(at)
             return
-        if len(at.ins.reads) != len(at.ins.writes):
-            self.state.complain(at, f"makes {len(at.ins.writes)} copies of {len(at.ins.reads)} values")
-        for read, written in zip(at.ins.reads, at.ins.writes, strict=False):
-            if (value := slots.get(read)) is None:
+        slots, ins = self.state.slots[at.program], at.ins
+        for read, written, value in self._copied(
+            at, f"makes {len(ins.writes)} copies of {len(ins.reads)} values"
+        ):
+            if value is None:
                 self.state.complain(at, f"copies {read}, which holds nothing")
                 continue
             self.on_host[at.program, written] = value
@@ -89,41 +101,40 @@ class LocalRules:
 
     def fetch(self, at: ProgramInstr) -> None:
         """Bring copies back from the host, each as the value that it is of."""
-        slots = self.state.slots[at.program]
         if any(slot.kind == "state" for slot in at.ins.reads):
             self._state_back(at)
             return
-        if len(at.ins.reads) != len(at.ins.writes):
-            self.state.complain(at, f"brings {len(at.ins.reads)} copies as {len(at.ins.writes)}")
-        for read, written in zip(at.ins.reads, at.ins.writes, strict=False):
-            if slots.get(read) != self.state.value(SymbolicValue("host", read)):
-                held = self.symbols.describe(slots.get(read))
-                self.state.complain(at, f"brings {read}, which holds {held}, from the host")
+        slots, ins = self.state.slots[at.program], at.ins
+        for read, written, value in self._copied(at, f"brings {len(ins.reads)} copies as {len(ins.writes)}"):
+            if value != self.state.value(SymbolicValue("host", read)):
+                self._complain_of_host(at, read, value)
                 continue
             slots[written] = self.on_host[at.program, read]
 
+    def _complain_of_host(self, at: ProgramInstr, slot: SlotId, value: Value | None) -> None:
+        contents = self.symbols.describe(value)
+        self.state.complain(at, f"brings {slot}, which holds {contents}, from the host")
+
     def _state_back(self, at: ProgramInstr) -> None:
         """Bring the state of a bucket to the device: as the last step left it, and once."""
-        slots, (held, *others) = self.state.slots[at.program], at.ins.reads
-        if others or len(at.ins.writes) != 2 or at.ins.writes[1] != held:
+        slots, (home, *others) = self.state.slots[at.program], at.ins.reads
+        if others or len(at.ins.writes) != 2 or at.ins.writes[1] != home:
             self.state.complain(at, "brings the state of other buckets than one")
             return
-        if slots.get(held) != self.state.value(SymbolicValue("host", held), "old"):
-            described = self.symbols.describe(slots.get(held))
-            self.state.complain(at, f"brings {held}, which holds {described}, from the host")
-        slots[held] = self.state.value(SymbolicValue("host", held), "outdated")
-        slots[at.ins.writes[0]] = self.state.value(SymbolicValue("state", held.owner), "old")
+        if slots.get(home) != self.state.value(SymbolicValue("host", home), "old"):
+            self._complain_of_host(at, home, slots.get(home))
+        slots[home] = self.state.value(SymbolicValue("host", home), "outdated")
+        slots[at.ins.writes[0]] = self.state.value(SymbolicValue("state", home.owner), "old")
 
     def _state_out(self, at: ProgramInstr) -> None:
         """Copy the updated state of a bucket to its place on the host."""
-        slots, held = self.state.slots[at.program], at.ins.writes[0]
-        found = slots.get(at.ins.reads[0]) if at.ins.reads else None
-        if len(at.ins.reads) != 1 or len(at.ins.writes) != 1 or self.plan_host(at.program, held) == 0:
+        slots, home = self.state.slots[at.program], at.ins.writes[0]
+        value = slots.get(at.ins.reads[0]) if at.ins.reads else None
+        if len(at.ins.reads) != 1 or len(at.ins.writes) != 1 or self.plan_host(at.program, home) == 0:
             self.state.complain(at, "copies other than the state of one bucket to the host")
-        elif found != self.state.value(SymbolicValue("state", held.owner), "new"):
-            described = self.symbols.describe(found)
-            self.state.complain(at, f"copies {described} to the host, as {held}")
-        slots[held] = self.state.value(SymbolicValue("host", held), "new")
+        elif value != self.state.value(SymbolicValue("state", home.owner), "new"):
+            self.state.complain(at, f"copies {self.symbols.describe(value)} to the host, as {home}")
+        slots[home] = self.state.value(SymbolicValue("host", home), "new")
 
     def plan_host(self, program: int, slot: SlotId) -> int:
         """Return the bytes of a resident slot that are on the host."""
@@ -140,10 +151,8 @@ class LocalRules:
         for given in expected.weights:
             amount = self.state.expected.single(expected.chunk, part, given.suffix)
             values.append((given.symbol, "whole", ((given.cover, amount),)))
-            if (
-                len(values) <= len(at.ins.writes)
-                and (slot := at.ins.writes[len(values) - 1]) in at.ins.adds_to
-            ):
+            slot = at.ins.writes[len(values) - 1] if len(values) <= len(at.ins.writes) else None
+            if slot in at.ins.adds_to:
                 values[-1] = self._added(at, slot, values[-1])
         for name in expected.mutated:
             symbol = self.symbols.number(SymbolicValue("buffer", name))
@@ -158,31 +167,19 @@ class LocalRules:
         wanted: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.reads]
         sums = at.ins.adds_to
         reads = [slot for slot in at.ins.reads if slot not in sums]
-        found = [slots.get(slot) for slot in reads]
-        if found == wanted:
+        values = [slots.get(slot) for slot in reads]
+        if values == wanted:
             return
-        if len(found) != len(wanted):
-            self.state.complain(at, f"reads {len(found)} slots; it should read {len(wanted)}")
+        if len(values) != len(wanted):
+            self.state.complain(at, f"reads {len(values)} slots; it should read {len(wanted)}")
             return
-        for i, (slot, value, should) in enumerate(zip(reads, found, wanted, strict=True)):
-            if value == should:
-                continue
+        for i, (slot, value, should) in enumerate(zip(reads, values, wanted, strict=True)):
             if value is not None and i in expected.buffers and value[0] == should[0]:
                 continue  # a buffer that changes during the step: as it is
-            if (
-                value is not None
-                and i in expected.sample_independent
-                and self._differ_only_in_samples(value, should)
-            ):
-                continue
-            self.state.mismatch(at, slot, value, should)
-
-    def _differ_only_in_samples(self, found: Value, should: Value) -> bool:
-        """Return whether two values differ only in the samples they belong to."""
-        return (self.symbols.moved(found[0], NO_COVER), *found[1:]) == (
-            self.symbols.moved(should[0], NO_COVER),
-            *should[1:],
-        )
+            if value is not None and i in expected.sample_independent:
+                value, should = self.symbols.without_samples(value), self.symbols.without_samples(should)
+            if value != should:
+                self.state.mismatch(at, slot, values[i], wanted[i])
 
     def _buffer(self, at: ProgramInstr, symbol: int) -> int:
         """Return the history of a buffer that an instruction reads before it writes it."""
@@ -222,14 +219,14 @@ class LocalRules:
         """Join neighbouring pieces of one value."""
         slots = self.state.slots[at.program]
         values = [value for slot in at.ins.reads if (value := slots.get(slot)) is not None]
-        pieces = {(self.symbols.moved(value[0], NO_COVER), *value[1:]) for value in values}
+        pieces = set(map(self.symbols.without_samples, values))
         covers = tuple(self.symbols.symbol(value).cover for value in values)
         cover = None
         if len(values) == len(at.ins.reads) and len(pieces) == 1 and NO_COVER not in covers:
             cover = self.covers.joined(covers)
         if cover is None:
-            held = ", ".join(self.symbols.describe(value) for value in values)
-            self.state.complain(at, f"joins what are not neighbouring pieces of one value: {held}")
+            given = ", ".join(map(self.symbols.describe, values))
+            self.state.complain(at, f"joins what are not neighbouring pieces of one value: {given}")
             return
         first = values[0]
         self._write(at, ((self.symbols.moved(first[0], cover), *first[1:]),))
@@ -246,8 +243,8 @@ class LocalRules:
                 total = self.state.amounts.add(left[2], right[2])
                 self._write(at, ((left[0], left[1], total),))
                 return
-        held = " and ".join(map(self.symbols.describe, values))
-        self.state.complain(at, f"adds what are not gradients of one value: {held}")
+        given = " and ".join(map(self.symbols.describe, values))
+        self.state.complain(at, f"adds what are not gradients of one value: {given}")
 
     def accumulate(self, at: ProgramInstr) -> None:
         """Start a sum of gradients, losses or weights, or add to it."""
@@ -265,8 +262,8 @@ class LocalRules:
         slot = accumulated_slot(at.ins)
         given = None if value is None or slot is None else self._accumulated(value, slot)
         if given is None:
-            held = state.symbols.describe(value)
-            state.complain(at, f"adds {at.ins.reads[0]}, which holds {held}, to {at.ins.writes[0]}")
+            contents = state.symbols.describe(value)
+            state.complain(at, f"adds {at.ins.reads[0]}, which holds {contents}, to {at.ins.writes[0]}")
             return
         if again:
             given = self._added(at, again[0], given)
@@ -289,11 +286,8 @@ class LocalRules:
             wanted = (self.state.expected.weights(bucket), "whole")
             return value if value[:2] == wanted else None
         for name, source in self.sums():
-            if slot == name and (symbol.kind, symbol.name, symbol.index) == (
-                "output",
-                source.chunk,
-                source.index,
-            ):
+            of = (symbol.kind, symbol.name, symbol.index)
+            if slot == name and of == ("output", source.chunk, source.index):
                 assert not isinstance(value[1], str)
                 amount = self.state.expected.single(source.chunk, value[1])
                 return self.state.value(SymbolicValue("sum", name), "", ((symbol.cover, amount),))
@@ -365,8 +359,8 @@ class LocalRules:
             before, after = UPDATED[bucket.zero]
             symbol = SymbolicValue("param", bucket.name)
             if slots.get(written) != state.value(symbol, before):
-                held = self.symbols.describe(slots.get(written))
-                state.complain(at, f"updates {written}, which holds {held}, a second time")
+                contents = self.symbols.describe(slots.get(written))
+                state.complain(at, f"updates {written}, which holds {contents}, a second time")
             slots[written] = state.value(symbol, after)
             slots[slot] = state.value(SymbolicValue("spent"))
             if self.plan_host(at.program, state_slot(bucket.name)):
@@ -376,10 +370,10 @@ class LocalRules:
         """Update the state of a bucket, which the host has given to the device."""
         old, new = (self.state.value(SymbolicValue("state", bucket), about) for about in ("old", "new"))
         slots = self.state.slots[at.program]
-        found = [slot for slot in at.ins.reads if slots.get(slot) == old and slot in at.ins.writes]
-        if len(found) != 1:
+        brought = [slot for slot in at.ins.reads if slots.get(slot) == old and slot in at.ins.writes]
+        if len(brought) != 1:
             self.state.complain(at, f"updates {bucket} without its state, which is on the host")
-        slots.update(dict.fromkeys(found, new))
+        slots.update(dict.fromkeys(brought, new))
 
     def _write(self, at: ProgramInstr, values: tuple[Value, ...]) -> None:
         if len(values) != len(at.ins.writes):

@@ -57,14 +57,14 @@ class Holding:
 @lru_cache(maxsize=1024)  # many parameters of a region are sharded alike
 def holding(mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> Holding:
     """Return how a region holds a parameter."""
-    sharded = {held.axis for held in placements if isinstance(held.placement, Shard)}
-    summed = {held.axis for held in placements if held.partial} - sharded
+    sharded = {each.axis for each in placements if isinstance(each.placement, Shard)}
+    summed = {each.axis for each in placements if each.partial} - sharded
     own = [axis for axis in mesh.sharing if axis.name not in summed]
     return Holding(
         shardings=in_any_order(shardings_on(mesh, placements)),
         own=numbering(mesh, axes=own),
         summed=numbering(mesh, axes=[axis for axis in mesh.sharing if axis.name in summed]),
         shared=mesh.degree,
-        experts=math.prod(held.degree for held in placements if held.axis == EXPERTS),
+        experts=math.prod(each.degree for each in placements if each.axis == EXPERTS),
         distinct=tuple(axis for axis in mesh.axes if axis in own or axis.name in sharded),
     )

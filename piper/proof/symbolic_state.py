@@ -1,4 +1,4 @@
-"""The symbolic state of all programs: the contents of each slot, and the problems found."""
+"""The symbolic state of all programs: the contents of each slot, and the problems of plans."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from piper.ir.mesh import axis_through
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Comm, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
-from piper.proof.covers import Cover, Covers, Held, Segment
+from piper.proof.covers import Cover, Covers, Cells, Segment
 from piper.proof.expected import Expectations
+from piper.proof.once import once
 from piper.proof.specification import Specification
 from piper.proof.symbolic_values import SymbolicValue, SymbolTable, Terms, Value, places_along
 
@@ -46,11 +47,8 @@ class SymbolicState:
         self.initial = [self._residents(number) for number in range(len(plans))]
         self.slots: list[Slots] = [dict(residents) for residents in self.initial]
         self.histories: list[tuple[int, str]] = [(0, "")]  # of buffers: what was there before, who wrote
-        self._written: dict[tuple[int, str], int] = {}
-        self._equal: dict[tuple[int, Terms, Terms], bool] = {}
         self._members = {name: frozenset(bucket.devices) for name, bucket in plans.buckets.items()}
         self._same_groups: dict[tuple[str, str], bool] = {}
-        self._trained: dict[int, list[Bucket]] = {}
 
     def _residents(self, number: int) -> Slots:
         plan = self.plans.plans[number]
@@ -96,27 +94,22 @@ class SymbolicState:
         plan = self.plans.plans[at.program]
         self.problems.append(f"{at.ins.node} {what}\n{plan.around(at.place)}")
 
-    def mismatch(self, at: ProgramInstr, slot: SlotId, found: Value | None, wanted: Value) -> None:
+    def mismatch(self, at: ProgramInstr, slot: SlotId, value: Value | None, wanted: Value) -> None:
         """Note that an instruction reads a wrong value."""
-        holds, should = self.symbols.describe(found), self.symbols.describe(wanted)
-        if holds == should and found is not None:
-            where = self._differing(at.program, found, wanted)
-            holds, should = (self._detail(at.program, where, value) for value in (found, wanted))
+        holds, should = self.symbols.describe(value), self.symbols.describe(wanted)
+        if holds == should and value is not None:
+            places = range(len(self.plans.plans[at.program].devices))
+            differ = (p for p in places if self._samples(value, p) != self._samples(wanted, p))
+            where = next(differ, 0)
+            holds, should = (self._detail(at.program, where, each) for each in (value, wanted))
         self.complain(at, f"reads {slot}, which holds {holds}; it should hold {should}")
-
-    def _differing(self, program: int, found: Value, wanted: Value) -> int:
-        """Return the first device of a program on which two values hold different samples, or the first."""
-        for place in range(len(self.plans.plans[program].devices)):
-            if self._samples(found, place) != self._samples(wanted, place):
-                return place
-        return 0
 
     def _samples(self, value: Value, place: int) -> object:
         """Return which samples, and of a sum which contributions, a device holds."""
         if isinstance(value[2], tuple):
             return self._by_cell(value[2], place)
         cover = self.symbols.symbol(value).cover
-        return self.covers.held(cover)[place] if cover >= 0 else None
+        return self.covers.on_devices(cover)[place] if cover >= 0 else None
 
     def _detail(self, program: int, place: int, value: Value) -> str:
         """Describe a value with the samples or the contributions that it holds on one device of a program."""
@@ -125,26 +118,26 @@ class SymbolicState:
             return self.contributions(place, value[2])
         if symbol.cover < 0:
             return f"{self.symbols.describe(value)} ({value[1]} {value[2]})"
-        device, held = self.plans.plans[program].devices[place], self.covers.held(symbol.cover)[place]
-        return f"{self.symbols.describe(value)}, on device {device} of {self._shown(held)}"
+        device, cells = self.plans.plans[program].devices[place], self.covers.on_devices(symbol.cover)[place]
+        return f"{self.symbols.describe(value)}, on device {device} of {self._shown(cells)}"
 
     def contributions(self, place: int, terms: Terms) -> str:
         """Describe the contributions of a sum on one device of a program."""
         shown = []
         for cover, amount in terms:
-            cells = self._shown(self.covers.held(cover)[place])
+            cells = self._shown(self.covers.on_devices(cover)[place])
             counted = sorted(self.amounts.contributions(amount).items())
             some = " + ".join(label if n == 1 else f"{n} x {label}" for label, n in counted[:8])
             shown.append(f"({some}{' + ...' if counted[8:] else ''}) over {cells}")
         return " and ".join(shown) or "nothing"
 
-    def _shown(self, held: Held) -> str:
+    def _shown(self, cells: Cells) -> str:
         """Describe the cells that a device holds, and of which shard where devices share their samples."""
         if self.spec.sharing == 1:
-            return show_cells(held)
+            return show_cells(cells)
         size = self.spec.shares * self.spec.cells
         shards: dict[int, list[Segment]] = {}
-        for low, high, count in held:
+        for low, high, count in cells:
             for shard in range(low // size, -(-high // size)):
                 first, last = max(low, shard * size), min(high, (shard + 1) * size)
                 shards.setdefault(shard, []).append((first - shard * size, last - shard * size, count))
@@ -158,20 +151,16 @@ class SymbolicState:
             sums[cover] = self.amounts.add(sums.get(cover, NOTHING), amount)
         return tuple(sorted(sums.items()))
 
+    @once
     def equal(self, program: int, left: Terms, right: Terms) -> bool:
         """Return whether two sums hold the same contributions on every device of a program."""
-        if left == right:
-            return True
-        key = (program, left, right)
-        if key not in self._equal:
-            devices = range(len(self.plans.plans[program].devices))
-            self._equal[key] = all(self._by_cell(left, i) == self._by_cell(right, i) for i in devices)
-        return self._equal[key]
+        devices = range(len(self.plans.plans[program].devices))
+        return left == right or all(self._by_cell(left, i) == self._by_cell(right, i) for i in devices)
 
     def _by_cell(self, terms: Terms, place: int) -> list[tuple[int, int, Amount]]:
         """Return what a sum holds on one device, for each range of cells."""
         segments = [
-            (*segment, amount) for cover, amount in terms for segment in self.covers.held(cover)[place]
+            (*segment, amount) for cover, amount in terms for segment in self.covers.on_devices(cover)[place]
         ]
         edges = sorted({edge for low, high, _, _ in segments for edge in (low, high)})
         steps: list[tuple[int, int, Amount]] = []
@@ -186,13 +175,11 @@ class SymbolicState:
                 steps.append((low, high, total))
         return steps
 
+    @once
     def written(self, history: int, writer: str) -> int:
         """Return the history of a buffer after one more write."""
-        key = (history, writer)
-        if key not in self._written:
-            self._written[key] = len(self.histories)
-            self.histories.append(key)
-        return self._written[key]
+        self.histories.append((history, writer))
+        return len(self.histories) - 1
 
     def writers(self, history: int) -> list[str]:
         """Return the instructions that wrote a buffer, first to last."""
@@ -210,15 +197,14 @@ class SymbolicState:
         """Return whether a bucket lies on a program's devices."""
         return self.plans.plans[program].devices[0] in self._members[bucket.name]
 
+    @once
     def trained_on(self, program: int) -> list[Bucket]:
         """Return the trained buckets on a program's devices."""
-        if program not in self._trained:
-            self._trained[program] = [
-                bucket
-                for bucket in self.plans.buckets.values()
-                if self.is_on(program, bucket) and any(self.spec.is_trained(p.name) for p in bucket.pieces)
-            ]
-        return self._trained[program]
+        return [
+            bucket
+            for bucket in self.plans.buckets.values()
+            if self.is_on(program, bucket) and any(self.spec.is_trained(p.name) for p in bucket.pieces)
+        ]
 
     def check_groups(
         self, at: ProgramInstr, comm: Comm, whose: str, wanted: Callable[[], Sequence[Devices]]
@@ -235,9 +221,9 @@ class SymbolicState:
             self.complain(at, f"goes over {comm.name}, groups {groups}; it should be {should}")
 
 
-def show_cells(held: Held) -> str:
+def show_cells(cells: Cells) -> str:
     """Describe the cells of the samples that something holds."""
-    ranges = [f"{low}-{high - 1}" + (f" {n} times" if n > 1 else "") for low, high, n in held]
+    ranges = [f"{low}-{high - 1}" + (f" {n} times" if n > 1 else "") for low, high, n in cells]
     return f"cells {', '.join(ranges)}" if ranges else "no cells"
 
 

@@ -82,6 +82,10 @@ class SymbolTable:
             self._moved[key] = self.number(replace(self._symbols[number], cover=cover))
         return self._moved[key]
 
+    def without_samples(self, value: Value) -> Value:
+        """Return a value without the samples that it belongs to."""
+        return (self.moved(value[0], NO_COVER), *value[1:])
+
     def describe(self, value: Value | None) -> str:
         """Describe a value in the words of a plan."""
         if value is None:

@@ -25,9 +25,9 @@ def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     parameters = {param.name: param for param in spec.outline.parameters}
     for bucket in plans.buckets.values():
         family = {b.name: b for piece in bucket.pieces for b in holders[piece.name]}
-        held_as = holdings(spec, bucket, list(family.values()), parameters)
-        yield from bucket_problems(spec, bucket, list(family.values()), held_as)
-        yield from piece_problems(spec, bucket, parameters, held_as)
+        ways_held = holdings(spec, bucket, list(family.values()), parameters)
+        yield from bucket_problems(spec, bucket, list(family.values()), ways_held)
+        yield from piece_problems(spec, bucket, parameters, ways_held)
     for name, chunk in spec.chunks.items():
         for param in chunk.params:
             count = sum(name in bucket.chunks for bucket in holders.get(param, ()))
@@ -59,15 +59,15 @@ def header_problems(plans: Plans, spec: Specification) -> Iterator[str]:
     devices = sorted(device for plan in plans for device in plan.devices)
     if devices != list(spec.devices):
         yield f"the plans are for devices {show(tuple(devices))}; they should be for {show(spec.devices)}"
-    for name, found, wanted in (
+    for name, said, wanted in (
         ("seed", plans.seed, spec.seed),
         ("weighted", plans.weighted, spec.outline.weight is not None),
         ("cells", plans.cells, spec.cells),
         ("copies", plans.copies, spec.copies),
         ("axes", dict(plans.axes), spec.axes),
     ):
-        if found != wanted:
-            yield f"the plans say {name}={found}; it should be {wanted}"
+        if said != wanted:
+            yield f"the plans say {name}={said}; it should be {wanted}"
     for what, source in (("weight", spec.outline.weight), ("metric", spec.outline.metrics)):
         if source is not None and spec.meshes[source.chunk].degree != spec.copies:
             there = spec.meshes[source.chunk].degree
@@ -84,13 +84,11 @@ def sharding_problems(spec: Specification) -> Iterator[str]:
         if how is not None and axes.get(how.axis) != how.degree:
             there = axes.get(how.axis, 1)
             yield f"{name} is for {how.degree} devices along {how.axis}; its region has {there}"
-    placements = {param.name: param.placements for param in spec.outline.parameters} | dict(
-        spec.outline.fields
-    )
-    for name, found in placements.items():
-        for held in found:
-            if held.degree not in degrees.get(held.axis, ()):
-                yield f"{name} is sharded over {held.degree} devices along {held.axis}; no region is"
+    placements = {param.name: param.placements for param in spec.outline.parameters}
+    for name, along_axes in (*placements.items(), *spec.outline.fields.items()):
+        for along in along_axes:
+            if along.degree not in degrees.get(along.axis, ()):
+                yield f"{name} is sharded over {along.degree} devices along {along.axis}; no region is"
 
 
 def pair_problems(plans: Plans) -> Iterator[str]:
@@ -121,11 +119,11 @@ def holdings(
 
 
 def bucket_problems(
-    spec: Specification, bucket: Bucket, family: list[Bucket], held_as: Mapping[str, list[Holding]]
+    spec: Specification, bucket: Bucket, family: list[Bucket], ways_held: Mapping[str, list[Holding]]
 ) -> Iterator[str]:
     """Yield the problems of a bucket: its devices, its groups, and the holders of its gradient.
 
-    `family`: the buckets that hold a parameter of this one, itself included. `held_as`: see `holdings`.
+    `family`: the buckets that hold a parameter of this one, itself included. `ways_held`: see `holdings`.
     """
     placements = [spec.placement[name] for name in bucket.chunks if name in spec.chunks]
     if len(placements) < len(bucket.chunks) or not set(bucket.devices).issuperset(
@@ -135,7 +133,7 @@ def bucket_problems(
         return
     apart = any(placement != bucket.devices for placement in placements)
     problems = [
-        p for name, each in held_as.items() for p in group_problems(bucket, len(family), name, each, apart)
+        p for name, each in ways_held.items() for p in group_problems(bucket, len(family), name, each, apart)
     ]
     yield from problems[:1]  # what is wrong with one parameter is so with all
     siblings = tuple(b.name for b in family if b.name != bucket.name)
@@ -161,8 +159,8 @@ def group_problems(
             yield f"{bucket.name} holds {name}, which is sharded, on other devices than its chunks"
         groups = groups_apart(bucket.devices, holding.distinct)
         if bucket.groups != groups:
-            found, wanted = (" and ".join(map(show, some[:4])) for some in (bucket.groups, groups))
-            yield f"{bucket.name} reduces within {found}; it should be {wanted}"
+            reduced, wanted = (" and ".join(map(show, some[:4])) for some in (bucket.groups, groups))
+            yield f"{bucket.name} reduces within {reduced}; it should be {wanted}"
         shards = bucket.group_size if bucket.zero else 1
         copies = family * len(bucket.devices) // (holding.slices * shards)
         if bucket.copies != copies:
@@ -197,18 +195,15 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
                 if plan.devices[0] not in placement or resident.sharding.degree == wanted.degree == 1:
                     continue
                 if (resident.sharding, resident.placed) != (wanted, placed):
-                    found, should = (
-                        shown_shardings([each], devices)
-                        for each, devices in ((resident.sharding, resident.placed), (wanted, placed))
-                    )
-                    yield f"{user} finds {slot} {found}; it should be {should}"
+                    here = shown_shardings([resident.sharding], resident.placed)
+                    yield f"{user} finds {slot} {here}; it should be {shown_shardings([wanted], placed)}"
 
 
 def piece_problems(
     spec: Specification,
     bucket: Bucket,
     parameters: Mapping[str, Parameter],
-    held_as: Mapping[str, list[Holding]],
+    ways_held: Mapping[str, list[Holding]],
 ) -> Iterator[str]:
     """Yield the problems with the parameters of a bucket."""
     ends = [0, *(piece.offset + piece.numel for piece in bucket.pieces)]
@@ -219,15 +214,15 @@ def piece_problems(
         if param is None:
             yield f"{bucket.name} holds {piece.name}, which the model does not have"
             continue
-        wanted_shardings = {each.shardings for each in held_as[piece.name]}
+        wanted_shardings = {each.shardings for each in ways_held[piece.name]}
         if wanted_shardings - {in_any_order(piece.shardings)}:
             should = " and ".join(sorted(map(shown_shardings, wanted_shardings)))
-            found = shown_shardings(piece.shardings)
-            yield f"{bucket.name} holds {piece.name} {found}; it should be {should}"
+            here = shown_shardings(piece.shardings)
+            yield f"{bucket.name} holds {piece.name} {here}; it should be {should}"
             continue
         shape = local_sizes(param.shape, piece.shardings)
         if piece.shape != shape or bucket.dtype != param.dtype:
-            found, wanted = f"{piece.shape} of {bucket.dtype}", f"{shape} of {param.dtype}"
-            yield f"{bucket.name} holds {piece.name} as {found}; it should be {wanted}"
+            held_as = f"{piece.shape} of {bucket.dtype}"
+            yield f"{bucket.name} holds {piece.name} as {held_as}; it should be {shape} of {param.dtype}"
         if bucket.trainable != spec.is_trained(piece.name):
             yield f"{bucket.name} says trainable={bucket.trainable} of {piece.name}; the model says otherwise"

@@ -27,6 +27,7 @@ from piper.plan.prove import MOST_PROBLEMS, ProofError
 from piper.process.gc_pause import no_collection
 from piper.proof.collective_rules import CollectiveRules
 from piper.proof.local_rules import LocalRules
+from piper.proof.once import once
 from piper.proof.specification import Specification
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState
 from piper.proof.symbolic_values import SymbolicValue, Value
@@ -70,7 +71,7 @@ class SymbolicRun:
             **{op: self.local.copy for op, operation in OPS.items() if operation.unchanged},
             "concat": self.local.concat,
             "add": self.local.add,
-            "slice": self.collective.collectives.take,
+            "slice": self.collective.take,
             "accumulate": self.local.accumulate,
             "norm": self.local.norm,
             "update": self.local.update,
@@ -85,7 +86,6 @@ class SymbolicRun:
         self.received: Counter[tuple[str, int]] = Counter()
         self.met: Counter[tuple[str, int]] = Counter()  # collectives behind each program, by communicator
         self.waiting: dict[tuple[str, int, int], list[ProgramInstr]] = {}
-        self._circles: dict[str, dict[int, tuple[int, ...]]] = {}
 
     def run(self) -> None:
         """Run every program to its end, then check what the step leaves behind."""
@@ -154,7 +154,7 @@ class SymbolicRun:
     def recv(self, at: ProgramInstr, comm: Comm) -> bool:
         """Receive a value. Return False if a program at the other end has not sent it yet."""
         number = self.received[comm.name, at.program]
-        senders = self.state.covers.sending_programs(comm, at.program)
+        senders = self.state.covers.sending_programs(comm.name, at.program)
         boxes = {sender: self.sent.get((comm.name, sender), []) for sender in senders}
         if any(len(box) <= number for box in boxes.values()):
             self.receiving.setdefault(comm.name, []).append(at.program)
@@ -165,7 +165,7 @@ class SymbolicRun:
 
     def meet(self, at: ProgramInstr, comm: Comm) -> bool:
         """Join a collective. Return whether all members have joined: the last one runs it for all."""
-        circle = self.circle(comm, at.program)
+        circle = self.circles(comm.name)[at.program]
         key = (comm.name, circle[0], self.met[comm.name, at.program])
         there = self.waiting.setdefault(key, [])
         if all(member.program != at.program for member in there):
@@ -185,17 +185,16 @@ class SymbolicRun:
                 self.ready.append(member.program)
         return True
 
-    def circle(self, comm: Comm, program: int) -> tuple[int, ...]:
-        """Return the programs that a communicator's groups join to a program, directly or through others."""
-        if comm.name not in self._circles:
-            circles: dict[int, set[int]] = {}
-            for group in comm.groups:
-                members = {self.state.covers.where[device][0] for device in group}
-                merged = members.union(*(circles[member] for member in members if member in circles))
-                for member in merged:
-                    circles[member] = merged
-            self._circles[comm.name] = {p: tuple(sorted(members_of)) for p, members_of in circles.items()}
-        return self._circles[comm.name][program]
+    @once
+    def circles(self, comm: str) -> dict[int, tuple[int, ...]]:
+        """Return the programs that a communicator's groups join to each, directly or through others."""
+        circles: dict[int, set[int]] = {}
+        for group in self.plans.comms[comm].groups:
+            members = {self.state.covers.where[device][0] for device in group}
+            merged = members.union(*(circles[member] for member in members if member in circles))
+            for member in merged:
+                circles[member] = merged
+        return {program: tuple(sorted(joined)) for program, joined in circles.items()}
 
     def check_end(self, program: int) -> None:
         """Complain about what a step leaves behind: stale parameters, buffers or sums."""
@@ -210,12 +209,11 @@ class SymbolicRun:
                 wanted[kept] = state.value(SymbolicValue("host", kept), "new")
         changing = {buffer_slot(name): name for name in self.spec.mutated}
         for slot, value in wanted.items():
-            found = slots.get(slot)
+            left = slots.get(slot)
             if slot in changing:
-                self.check_buffer(program, slot, changing[slot], found)
-            elif found != value:
-                held, should = state.symbols.describe(found), state.symbols.describe(value)
-                self.left_behind(program, slot, held, should)
+                self.check_buffer(program, slot, changing[slot], left)
+            elif left != value:
+                self.left_behind(program, slot, state.symbols.describe(left), state.symbols.describe(value))
 
     def check_buffer(self, program: int, slot: SlotId, name: str, value: Value | None) -> None:
         """Complain unless a buffer has seen the forwards of its device, and then is that of the first."""
@@ -227,20 +225,22 @@ class SymbolicRun:
             for part in self.spec.microbatches[chunk]
             if device in self.spec.part_devices[chunk][part]
         ]
-        found: list[str] = []
+        writers: list[str] = []
         if value is not None and self.state.symbols.symbol(value) == SymbolicValue("buffer", name):
             assert isinstance(value[2], int)
-            found = self.state.writers(value[2])
+            writers = self.state.writers(value[2])
         ordered = len(chunks) == 1 and self.spec.in_order(chunks[0])
-        if found != wanted if ordered else Counter(found) != Counter(wanted):
-            held, should = (", ".join(some) or "nothing" for some in (found, wanted))
-            self.left_behind(program, slot, f"what {held} wrote", f"what {should} write")
+        if writers != wanted if ordered else Counter(writers) != Counter(wanted):
+            wrote, should = (", ".join(some) or "nothing" for some in (writers, wanted))
+            self.left_behind(program, slot, f"what {wrote} wrote", f"what {should} write")
         copies = len(self.spec.placement[chunks[0]]) > self.spec.degree(chunks[0])
         if copies and (value is None or value[1] != "first"):
             self.left_behind(program, slot, "the buffer of each replica", "that of the first replica")
 
-    def left_behind(self, program: int, slot: SlotId, held: str, should: str) -> None:
+    def left_behind(self, program: int, slot: SlotId, contents: str, should: str) -> None:
         """Note the contents of a slot at the end of a step."""
         device = self.plans.plans[program].devices[0]
-        problem = f"at the end of the step {slot} on device {device} holds {held}; it should hold {should}"
+        problem = (
+            f"at the end of the step {slot} on device {device} holds {contents}; it should hold {should}"
+        )
         self.state.problems.append(problem)

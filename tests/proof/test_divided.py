@@ -511,25 +511,25 @@ def test_how_a_region_holds_a_parameter() -> None:
 
 
 def four_devices() -> Covers:
+    over = Comm(name="all", kind="groups", groups=((0, 1, 2, 3),))
     plan = Plan(devices=(0, 1, 2, 3), instrs=(), slots={}, residents={})
-    return Covers(Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False), cells=2)
+    return Covers(Plans(plans=(plan,), comms={"all": over}, buckets={}, seed=1.0, weighted=False), cells=2)
 
 
 def test_neighbours_share_their_samples_and_have_shards_of_their_own() -> None:
     covers = four_devices()
     shared = covers.of_set(0, (0, 1, 2, 3), 1, 2)
     assert shared is not None
-    assert covers.held(shared) == (((0, 1, 1),), ((0, 1, 1),), ((1, 2, 1),), ((1, 2, 1),))
+    assert covers.on_devices(shared) == (((0, 1, 1),), ((0, 1, 1),), ((1, 2, 1),), ((1, 2, 1),))
     shards = covers.of_set(0, (0, 1, 2, 3), 1, 2, ((Axis(degree=2), 1),))
     assert shards is not None
-    assert covers.held(shards) == (((0, 1, 1),), ((2, 3, 1),), ((1, 2, 1),), ((3, 4, 1),))
+    assert covers.on_devices(shards) == (((0, 1, 1),), ((2, 3, 1),), ((1, 2, 1),), ((3, 4, 1),))
     assert covers.of_set(0, (0, 1, 2, 3), 1, 3) is None
     own = covers.own_share(0, (0, 1, 2, 3), 1, 2, own=((Axis(degree=2), 1),))
-    assert covers.held(own) == (((0, 2, 1),), ((2, 4, 1),), ((0, 2, 1),), ((2, 4, 1),))
+    assert covers.on_devices(own) == (((0, 2, 1),), ((2, 4, 1),), ((0, 2, 1),), ((2, 4, 1),))
     every = covers.own_share(0, (0, 1, 2, 3), 1, 2, summed=((Axis(degree=2), 1),))
-    assert covers.held(every) == (((0, 4, 1),),) * 4
-    over = Comm(name="all", kind="groups", groups=((0, 1, 2, 3),))
-    assert covers.summed(over, ((0, shards),), (0,)) == {0: every}
+    assert covers.on_devices(every) == (((0, 4, 1),),) * 4
+    assert covers.summed("all", ((0, shards),), (0,)) == {0: every}
 
 
 def test_shares_of_experts_within_shards() -> None:
@@ -537,11 +537,11 @@ def test_shares_of_experts_within_shards() -> None:
     covers = Covers(Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False), cells=2, shares=2)
     rows = covers.of_set(0, (0, 1, 2, 3), 2, 2, ((Axis(degree=2), 1),))
     assert rows is not None
-    assert covers.held(rows) == (((0, 2, 1),), ((4, 6, 1),), ((2, 4, 1),), ((6, 8, 1),))
+    assert covers.on_devices(rows) == (((0, 2, 1),), ((4, 6, 1),), ((2, 4, 1),), ((6, 8, 1),))
     own = covers.own_share(0, (0, 1, 2, 3), 2, 2, own=((Axis(degree=2), 1),))
-    assert covers.held(own) == covers.held(rows)
+    assert covers.on_devices(own) == covers.on_devices(rows)
     every = covers.own_share(0, (0, 1, 2, 3), 2, 2, own=((Axis(degree=2), 1),), every_share=True)
-    assert covers.held(every) == (((0, 4, 1),), ((4, 8, 1),), ((0, 4, 1),), ((4, 8, 1),))
+    assert covers.on_devices(every) == (((0, 4, 1),), ((4, 8, 1),), ((0, 4, 1),), ((4, 8, 1),))
 
 
 def test_a_slot_of_places_is_read_as_the_runtime_reads_it() -> None:

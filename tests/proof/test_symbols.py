@@ -43,15 +43,16 @@ def test_a_sum_can_be_written_out() -> None:
     assert amounts.contributions(NOTHING) == Counter()
 
 
-def four_devices(*programs: tuple[int, ...]) -> Covers:
+def four_devices(*programs: tuple[int, ...], comms: tuple[Comm, ...] = ()) -> Covers:
     """Covers of programs of a job on four devices, whose samples are cut into four cells."""
     plans = [Plan(devices=devices, instrs=(), slots={}, residents={}) for devices in programs]
-    return Covers(Plans(plans=tuple(plans), comms={}, buckets={}, seed=1.0, weighted=False), cells=4)
+    by_name = {comm.name: comm for comm in comms}
+    return Covers(Plans(plans=tuple(plans), comms=by_name, buckets={}, seed=1.0, weighted=False), cells=4)
 
 
 def held(covers: Covers, cover: int | None) -> tuple[tuple[tuple[int, int, int], ...], ...]:
     assert cover is not None
-    return covers.held(cover)
+    return covers.on_devices(cover)
 
 
 def test_the_slices_of_a_set() -> None:
@@ -92,26 +93,27 @@ def test_cutting_and_joining() -> None:
 
 
 def test_sums_over_groups() -> None:
-    covers = four_devices((0, 1), (2, 3))
+    everyone = Comm(name="all", kind="groups", groups=((0, 1, 2, 3),))
+    across = Comm(name="across", kind="groups", groups=((0, 2), (1, 3)))
+    covers = four_devices((0, 1), (2, 3), comms=(everyone, across))
     slices = [covers.of_set(0, (0, 1, 2, 3)), covers.of_set(1, (0, 1, 2, 3))]
     assert slices[0] is not None and slices[1] is not None
     given = ((0, slices[0]), (1, slices[1]))
-    everyone = Comm(name="all", kind="groups", groups=((0, 1, 2, 3),))
-    assert covers.summed(everyone, given, (0, 1)) == {0: covers.everything(0), 1: covers.everything(1)}
-    crossed = covers.summed(Comm(name="x", kind="groups", groups=((0, 2), (1, 3))), given, (0, 1))
+    assert covers.summed("all", given, (0, 1)) == {0: covers.everything(0), 1: covers.everything(1)}
+    crossed = covers.summed("across", given, (0, 1))
     assert held(covers, crossed[0]) == (((0, 1, 1), (2, 3, 1)), ((1, 2, 1), (3, 4, 1)))
     full = ((0, covers.everything(0)), (1, covers.everything(1)))
-    assert held(covers, covers.summed(everyone, full, (0, 1))[0]) == (((0, 4, 4),),) * 2
+    assert held(covers, covers.summed("all", full, (0, 1))[0]) == (((0, 4, 4),),) * 2
 
 
 def test_what_is_received_is_what_the_peer_sent() -> None:
-    covers = four_devices((0, 1), (2, 3))
-    sent = covers.of_set(0, (0, 1))
-    assert sent is not None
     straight = Comm(name="straight", kind="pairs", groups=((0, 2), (1, 3)))
     crossed = Comm(name="crossed", kind="pairs", groups=((0, 3), (1, 2)))
-    assert held(covers, covers.received(straight, 1, ((0, sent),))) == (((0, 2, 1),), ((2, 4, 1),))
-    assert held(covers, covers.received(crossed, 1, ((0, sent),))) == (((2, 4, 1),), ((0, 2, 1),))
+    covers = four_devices((0, 1), (2, 3), comms=(straight, crossed))
+    sent = covers.of_set(0, (0, 1))
+    assert sent is not None
+    assert held(covers, covers.received("straight", 1, ((0, sent),))) == (((0, 2, 1),), ((2, 4, 1),))
+    assert held(covers, covers.received("crossed", 1, ((0, sent),))) == (((2, 4, 1),), ((0, 2, 1),))
 
 
 def test_payloads_are_read_as_the_runtime_reads_them() -> None:
