@@ -11,7 +11,7 @@ from piper.ir.mesh import axis_through
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Comm, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
-from piper.proof.covers import Cover, Covers, Cells, Segment
+from piper.proof.covers import Cells, Cover, Covers, Segment
 from piper.proof.expected import Expectations
 from piper.proof.once import once
 from piper.proof.specification import Specification
