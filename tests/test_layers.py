@@ -59,8 +59,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"losses", "errors", "experts", "capture", "torch"},
     "job": {"callbacks", "directives", "errors", "ir", "process", "torch"},
     "recipe": {"errors", "job", "process"},
-    "runtime": {"callbacks", "errors", "ir", "plan", "process", "torch"},  # callbacks: a job has some
-    "check": {"errors", "ir", "plan", "process", "runtime", "torch"},
+    "runtime": {"callbacks", "errors", "ir", "job", "plan", "process", "torch"},  # callbacks: a job has some
+    "check": {"errors", "ir", "job", "plan", "process", "runtime", "torch"},
     "checkpoint": {"errors", "ir", "plan", "runtime", "torch"},
     "data": {"errors", "process", "torch"},
     "workers": {
@@ -68,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
         "experts",  # code calls its operators
         "ir",
+        "job",
         "plan",
         "process",
         "ray",
@@ -81,6 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data",  # the batches of the training loop
         "errors",
         "ir",
+        "job",
         "plan",
         "process",
         "runtime",

@@ -21,12 +21,13 @@ from piper.check.fp8_products import Fp8Products
 from piper.check.replay import Replay, ReplayError
 from piper.check.slicing import BatchSlicing, slicing_of, take
 from piper.ir.dtypes import DTYPES
+from piper.job import Mean, Metrics
 from piper.process.attributes import replaced
 from piper.process.usercode import raised
 from piper.runtime.accelerator import device_of
 from piper.runtime.batch import as_run, wanted_batch
 from piper.runtime.initial_draws import seeded_draws
-from piper.runtime.setup import Mean, Metrics, ProgramLike, drawing_device, setup_of
+from piper.runtime.setup import ProgramLike, drawing_device, setup_of
 from piper.runtime.trainers import make_optimizer
 from piper.runtime.uneven import COUNTS
 

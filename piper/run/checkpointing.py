@@ -21,8 +21,9 @@ from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, wri
 from piper.checkpoint.target import target_of, unwritten
 from piper.checkpoint.verified_files import StorageError
 from piper.errors import ConfigError
+from piper.job import Job
 from piper.run.callback_states import split_states
-from piper.runtime.setup import JobLike, ProgramLike
+from piper.runtime.setup import ProgramLike
 from piper.runtime.trainers import empty_optimizer
 from piper.workers.answers import WorkerAnswers
 from piper.workers.results import Resumed
@@ -211,7 +212,7 @@ def read_unread(program: ProgramLike, reader: CheckpointReader) -> dict[str, Ten
 
 def trainer_names(program: ProgramLike) -> Trainer:
     """Return which optimizer and scheduler a program's workers have."""
-    job: JobLike = program.job
+    job: Job = program.job
     sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
     optimizer = empty_optimizer(job.optimizer, program.plans.buckets.values(), sizes)
     if optimizer is None:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from piper.data.feed import one_epoch
 from piper.errors import ConfigError
-from piper.runtime.setup import JobLike
+from piper.job import Job
 from piper.workers.results import Batch, SampleGroup
 
 
-def evaluation_batches(job: JobLike) -> Iterable[Batch]:
+def evaluation_batches(job: Job) -> Iterable[Batch]:
     """Return the batches that a job evaluates on."""
     if job.evaluate is None:
         raise ConfigError(

@@ -15,8 +15,8 @@ from piper.checkpoint.read_record import read_record
 from piper.checkpoint.target import UnwrittenError
 from piper.data.feed import Feed
 from piper.errors import ConfigError, LaunchError, WorkerError
+from piper.job import Job
 from piper.run.saves import checkpoints_of
-from piper.runtime.setup import JobLike
 from piper.workers.results import Resumed
 from piper.workers.timeouts import TIMEOUTS
 
@@ -34,7 +34,7 @@ class Disk:
     batches: Callable[[Resumed], Iterator[Mapping[str, Tensor]]]  # those that follow a checkpoint
 
 
-def disk_of(folder: Path, job: JobLike) -> Disk | None:
+def disk_of(folder: Path, job: Job) -> Disk | None:
     """Return how a run goes on from its checkpoints where its memory is lost. None: it saves none."""
     where = checkpoints_of(folder, job)
     if where is None:

@@ -9,18 +9,18 @@ from piper.checkpoint.folder import by_step, candidates, settled
 from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import unwritten
 from piper.errors import ConfigError
-from piper.runtime.setup import JobLike
+from piper.job import Job
 from piper.workers.results import Resumed
 
 log = logging.getLogger("piper")
 
 
-def checkpoints_of(folder: Path, job: JobLike) -> Path | None:
+def checkpoints_of(folder: Path, job: Job) -> Path | None:
     """Return the folder of a run's checkpoints; a relative one is in the run's own. None: it saves none."""
     return None if job.checkpoint is None else folder / job.checkpoint.folder
 
 
-def prepare_saves(folder: Path, job: JobLike, own: Callable[[Path], bool]) -> Path | None:
+def prepare_saves(folder: Path, job: Job, own: Callable[[Path], bool]) -> Path | None:
     """Make the folder of a run's checkpoints and return it; refuse one that holds another run's.
 
     own: whether the run has written a checkpoint, or goes on from it or from a later one.
@@ -43,7 +43,7 @@ def prepare_saves(folder: Path, job: JobLike, own: Callable[[Path], bool]) -> Pa
     return where
 
 
-def past_of(folder: Path, job: JobLike) -> list[Path | DamagedError]:
+def past_of(folder: Path, job: Job) -> list[Path | DamagedError]:
     """Return the checkpoints that a run may go on from, the newest first, or what is wrong with one."""
     where = checkpoints_of(folder, job)
     if where is None:
@@ -63,7 +63,7 @@ def loadable(where: Path) -> list[Path | DamagedError]:
     return checkpoints
 
 
-def checkpoints_at(path: Path, job: JobLike) -> list[Path | DamagedError]:
+def checkpoints_at(path: Path, job: Job) -> list[Path | DamagedError]:
     """Return the checkpoints that a path names, the newest first.
 
     It is a checkpoint, a folder of checkpoints, or the folder of a run, which may have none yet.
@@ -104,7 +104,7 @@ def load_newest(read: Callable[[Path], Resumed], past: Sequence[Path | DamagedEr
     raise none_left(damaged[0].path.parent, damaged)
 
 
-def run_folder(checkpoint: Path, job: JobLike) -> Path | None:
+def run_folder(checkpoint: Path, job: Job) -> Path | None:
     """Return the folder of the run that wrote a checkpoint. None: the job would not have written it there."""
     parts = () if job.checkpoint is None else Path(job.checkpoint.folder).parts
     where = checkpoint.parent.absolute()

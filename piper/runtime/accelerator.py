@@ -8,6 +8,7 @@ gives each kind of accelerator the same streams, events, generators and counts o
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -66,6 +67,11 @@ def device_of(kind: str) -> torch.device:
 def is_accelerator(device: torch.device | str) -> bool:
     """Return whether work is given to a device on streams, and done there while the host goes on."""
     return (device if isinstance(device, str) else device.type) in KINDS
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether Triton writes code for a device, and is installed: modules with kernels import it."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def usual_cluster(kind: str) -> str:

@@ -9,8 +9,9 @@ from torch import Tensor
 from piper.errors import ConfigError
 from piper.ir.chunk import Batch
 from piper.ir.sharding import whole_sizes
+from piper.job import Buckets
 from piper.runtime.compute import parts_of
-from piper.runtime.setup import BucketsLike, ProgramLike, Setup, Shapes
+from piper.runtime.setup import ProgramLike, Setup, Shapes
 from piper.runtime.uneven import COUNTS, divides, filled
 
 FLOATING = "a floating type"  # each is cast to the one that computes
@@ -119,7 +120,7 @@ def as_run(
     return batch if divides(batch, program.plans) else filled(batch, program.plans, program.outline), False
 
 
-def padded(batch: Mapping[str, Tensor], buckets: BucketsLike | None) -> Mapping[str, Tensor]:
+def padded(batch: Mapping[str, Tensor], buckets: Buckets | None) -> Mapping[str, Tensor]:
     """Return a batch whose fields are padded to the shortest length they fit in. A longer one stays."""
     fields = {} if buckets is None else {name: batch[name] for name in buckets.pad if name in batch}
     if buckets is None or not fields:
@@ -145,9 +146,7 @@ def longer(field: Tensor, length: int, value: float) -> Tensor:
     return torch.cat([field, more], 1)
 
 
-def bucket_batches(
-    batch: Mapping[str, Tensor], buckets: BucketsLike | None
-) -> Iterator[Mapping[str, Tensor]]:
+def bucket_batches(batch: Mapping[str, Tensor], buckets: Buckets | None) -> Iterator[Mapping[str, Tensor]]:
     """Yield a batch of each length that a job's batches are padded to, made from one of them."""
     if buckets is None:
         return

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from piper.ir.sharding import Sharding, spans_of_dim
 from piper.plan.plan import Bucket
+from piper.runtime.comm.base import Group
 
 
 class Flat(list[Tensor]):
@@ -66,21 +67,34 @@ class Layout:
 
     def segments(self, owned: Tensor) -> list[tuple[str, Tensor]]:
         """Return what this device owns of each piece: in its shape where it is whole, else as a flat run."""
-        found = []
+        owned_pieces = []
         for piece in self.bucket.pieces:
             low, high = max(piece.offset, self.start), min(piece.offset + piece.numel, self.stop)
             if low >= high:
                 continue
             run = owned[low - self.start : high - self.start]
             whole = not self.sharded or self.shards is not None
-            found.append((piece.name, run.view(piece.shape) if whole else run))
-        return found
+            owned_pieces.append((piece.name, run.view(piece.shape) if whole else run))
+        return owned_pieces
 
     def apart(self, owned: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return what this device owns, by piece; `owned` is one flat tensor, or a tensor for each piece."""
         if len(owned) == 1:
             return dict(self.segments(owned[0].reshape(-1)))
         return dict(zip(self.index, owned, strict=True))
+
+    def gather(self, group: Group, shard: Tensor, out: Tensor) -> None:
+        """Write every member's shard into a flat bucket."""
+        if self.shards is None:
+            group.all_gather(shard, out)
+        else:
+            group.all_gather_uneven(shard, out, self.shards)
+
+    def scatter(self, group: Group, flat: Tensor) -> Tensor:
+        """Return this device's shard of the sum of every member's flat bucket."""
+        if self.shards is None:
+            return group.reduce_scatter(flat, self.shard)
+        return group.reduce_scatter_uneven(flat, self.shards)
 
     def local(self, value: Tensor, index: int) -> Tensor:
         """Return what this device holds of a full parameter: its own slice, where it is sharded."""

@@ -17,14 +17,13 @@ def collect(env: Env, ins: Instr) -> Bound:
     """Bring a sharded value into another layout."""
     slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
     how = ins.collects.how
+    work: Callable[[Tensor], Tensor]
     if how.op == "slice":
         assert how.cut is not None
-        shard, place = how.cut, ins.collects.axis.coordinate(ins.collects.devices.index(env.device))
-        work: Callable[[Tensor], Tensor] = lambda value: part(value, shard, how.degree, place)  # noqa: E731
+        place = ins.collects.axis.coordinate(ins.collects.devices.index(env.device))
+        work = partial(part, shard=how.cut, degree=how.degree, place=place)
     else:
-        assert ins.comm is not None
-        group = env.comms.group(ins.comm)
-        work = OPERATIONS[how.op](group, how)
+        work = partial(OPERATIONS[how.op], env.group(ins), how)
 
     def run() -> None:
         slots[target] = work(cast(Tensor, slots[source]))
@@ -32,78 +31,50 @@ def collect(env: Env, ins: Instr) -> Bound:
     return run
 
 
-def all_gather(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
-    """Return a function that joins every member's part."""
-    shard = how.joined
-    assert shard is not None
-
-    def work(value: Tensor) -> Tensor:
-        flat = value.contiguous().view(-1)
-        out = flat.new_empty(len(flat) * group.size)
-        group.all_gather(flat, out)
-        return joined(out.view(group.size, *value.shape), shard)
-
-    return work
+def all_gather(group: Group, how: Collective, value: Tensor) -> Tensor:
+    """Join every member's part."""
+    assert how.joined is not None
+    flat = value.contiguous().view(-1)
+    out = flat.new_empty(len(flat) * group.size)
+    group.all_gather(flat, out)
+    return joined(out.view(group.size, *value.shape), how.joined)
 
 
-def reduce_scatter(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
-    """Return a function that sums every member's value and keeps this member's part."""
-    shard = how.cut
-    assert shard is not None
-
-    def work(value: Tensor) -> Tensor:
-        parts = apart(value, shard, group.size)
-        return group.reduce_scatter(parts.view(-1), parts[0].numel()).view(parts.shape[1:])
-
-    return work
+def reduce_scatter(group: Group, how: Collective, value: Tensor) -> Tensor:
+    """Sum every member's value, and return this member's part."""
+    assert how.cut is not None
+    parts = apart(value, how.cut, group.size)
+    return group.reduce_scatter(parts.view(-1), parts[0].numel()).view(parts.shape[1:])
 
 
-def all_reduce(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
-    """Return what sums every member's value."""
-
-    def work(value: Tensor) -> Tensor:
-        flat = value.contiguous().view(-1)
-        total = group.all_reduce(flat)
-        return (total.clone() if total is flat else total).view(value.shape)
-
-    return work
+def all_reduce(group: Group, how: Collective, value: Tensor) -> Tensor:
+    """Sum every member's value."""
+    flat = value.contiguous().view(-1)
+    total = group.all_reduce(flat)
+    return (total.clone() if total is flat else total).view(value.shape)
 
 
-def maximum(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
-    """Return what takes the largest of every member's values, element by element."""
-
-    def work(value: Tensor) -> Tensor:
-        flat = value.contiguous().view(-1)
-        given = group.swap([flat] * group.size, [len(flat)] * group.size)
-        return torch.stack(list(given)).amax(0).view(value.shape)
-
-    return work
+def maximum(group: Group, how: Collective, value: Tensor) -> Tensor:
+    """Take the largest of every member's values, element by element."""
+    flat = value.contiguous().view(-1)
+    given = group.swap([flat] * group.size, [len(flat)] * group.size)
+    return torch.stack(list(given)).amax(0).view(value.shape)
 
 
-def all_to_all(group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
-    """Return a function that shards a value along another dimension."""
-    whole, shard = how.joined, how.cut
-    assert whole is not None and shard is not None
-
-    def work(value: Tensor) -> Tensor:
-        parts = apart(value, shard, group.size)
-        length = parts[0].numel()
-        given = group.swap(list(parts.view(group.size, -1)), [length] * group.size)
-        return joined(torch.stack([part.view(parts.shape[1:]) for part in given]), whole)
-
-    return work
+def all_to_all(group: Group, how: Collective, value: Tensor) -> Tensor:
+    """Shard a value along another dimension."""
+    assert how.joined is not None and how.cut is not None
+    parts = apart(value, how.cut, group.size)
+    given = group.swap(list(parts.view(group.size, -1)), [parts[0].numel()] * group.size)
+    return joined(torch.stack([part.view(parts.shape[1:]) for part in given]), how.joined)
 
 
-def shift(by: int, group: Group, how: Collective) -> Callable[[Tensor], Tensor]:
-    """Return what gives a value to the member `by` places on."""
-
-    def work(value: Tensor) -> Tensor:
-        return group.shift(value.contiguous().view(-1), by).view(value.shape)
-
-    return work
+def shift(by: int, group: Group, how: Collective, value: Tensor) -> Tensor:
+    """Give a value to the member `by` places on."""
+    return group.shift(value.contiguous().view(-1), by).view(value.shape)
 
 
-OPERATIONS: dict[str, Callable[[Group, Collective], Callable[[Tensor], Tensor]]] = {
+OPERATIONS: dict[str, Callable[[Group, Collective, Tensor], Tensor]] = {
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "all_reduce": all_reduce,

@@ -17,9 +17,9 @@ from piper.plan.memory_timeline import allocations
 from piper.plan.plan import Plan
 from piper.runtime.accelerator import generator
 from piper.runtime.bucket_layout import Layout, own_slice
-from piper.runtime.comm.base import Comms
+from piper.runtime.comm.base import Comms, Group
 from piper.runtime.device_state import DeviceState
-from piper.runtime.host_memory import HostMemory
+from piper.runtime.host_state import HostMemory
 from piper.runtime.setup import Initial, Setup
 
 Bound = Callable[[], None]  # an instruction with everything it needs resolved
@@ -151,3 +151,8 @@ class Env:
     def at(self, slot: SlotId) -> int:
         """Return the number of a slot."""
         return self.index[slot]
+
+    def group(self, ins: Instr) -> Group:
+        """Return the group of this device that an instruction communicates within."""
+        assert ins.comm is not None, f"{ins.node} has no communicator"
+        return self.comms.group(ins.comm)

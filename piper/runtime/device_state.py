@@ -10,11 +10,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from piper.plan.plan import Bucket
-from piper.runtime.accelerator import is_accelerator
+from piper.runtime.accelerator import is_accelerator, runs_triton
 from piper.runtime.bucket_layout import Flat, Layout
-from piper.runtime.cuda.triton_kernels import runs_triton
-from piper.runtime.host_memory import HostMemory
-from piper.runtime.host_state import HostState
+from piper.runtime.host_state import HostMemory, HostState
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trainers import build_optimizer
 

@@ -11,19 +11,12 @@ instructions between the two overlap with it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.comm.base import Group
-
-
-class Arrival(Protocol):
-    """The moment from which a copy can be read: a CUDA event."""
-
-    def synchronize(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +35,7 @@ class Splits:
     given: Tensor  # [member, expert of that member]: rows this device sends
     taken: Tensor  # [member, own expert]: rows this device receives
     counts: Tensor  # both, on the host
-    arrival: Arrival | None = None  # after which `counts` can be read; None: at once
+    arrival: torch.Event | None = None  # after which `counts` can be read; None: at once
     known: Lengths | None = None
 
     def lengths(self) -> Lengths:
@@ -64,7 +57,7 @@ def count(group: Group, counts: Tensor) -> tuple[Splits, Tensor]:
     return Splits(given=given, taken=taken, counts=here, arrival=arrival), taken.sum(0)
 
 
-def on_its_way(value: Tensor) -> tuple[Tensor, Arrival | None]:
+def on_its_way(value: Tensor) -> tuple[Tensor, torch.Event | None]:
     """Start the copy of a value to the host; return it, and the event after which it can be read.
 
     The host does not wait. None: the value can be read at once.

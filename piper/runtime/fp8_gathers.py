@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from piper.plan.weight_rows import RowRun, rows_of_shards, runs_of_rows
+from piper.runtime.accelerator import runs_triton
 from piper.runtime.bucket_layout import Layout
 from piper.runtime.comm.base import Group
-from piper.runtime.cuda.triton_kernels import runs_triton
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -100,10 +100,7 @@ def gather_in_fp8(layout: Layout, group: Group, own: Tensor) -> Callable[[Tensor
         narrow = torch.zeros(len(own), dtype=E4M3, device=own.device)
         mine.narrow(own, peaks, narrow)
         arrived = torch.empty(layout.length, dtype=torch.uint8, device=own.device)
-        if layout.shards is None:
-            group.all_gather(narrow.view(torch.uint8), arrived)
-        else:
-            group.all_gather_uneven(narrow.view(torch.uint8), arrived, layout.shards)
+        layout.gather(group, narrow.view(torch.uint8), arrived)
         whole.widen(arrived.view(E4M3), peaks, out)
         out[bucket.numel :] = 0
 

@@ -1,6 +1,7 @@
 """From each backward's gradients to updated parameters: sums, reductions, the norm, the update."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -51,9 +52,7 @@ def add_scalar(env: Env, value: int, total: int, first: bool) -> Bound:
 
 def all_reduce(env: Env, ins: Instr) -> Bound:
     """Sum a gradient over the replicas, or over the copies of a tied parameter."""
-    assert ins.comm is not None
-    group = env.comms.group(ins.comm)
-    slots, target = env.slots, env.at(ins.writes[0])
+    group, slots, target = env.group(ins), env.slots, env.at(ins.writes[0])
     layout = env.layouts[ins.writes[0].owner]
     whole = ins.writes[0].kind == "grad"
     length = layout.bucket.numel if whole else layout.shard
@@ -78,8 +77,7 @@ def all_reduce(env: Env, ins: Instr) -> Bound:
 
 def reduce_scatter(env: Env, ins: Instr) -> Bound:
     """Sum a gradient over the replicas and keep this device's shard, added to the shard so far."""
-    assert ins.comm is not None
-    group, layout = env.comms.group(ins.comm), env.layouts[ins.bucket]
+    group, layout = env.group(ins), env.layouts[ins.bucket]
     slots, target = env.slots, env.at(ins.writes[0])
     again = ins.writes[0] in ins.reads
     value = next((env.at(slot) for slot in ins.reads if slot != ins.writes[0]), None)
@@ -90,10 +88,7 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
             flat = torch.zeros(layout.bucket.numel, dtype=layout.travels, device=device)
         else:
             flat = flat_of(slots[value], layout)
-        if layout.shards is None:
-            shard = group.reduce_scatter(flat, layout.shard)
-        else:
-            shard = group.reduce_scatter_uneven(flat, layout.shards)
+        shard = layout.scatter(group, flat)
         if again:
             cast(Tensor, slots[target]).add_(shard)
         else:
@@ -124,20 +119,12 @@ def parts_of(value: object) -> list[Tensor]:
 
 def gather(env: Env, ins: Instr) -> Bound:
     """Bring a bucket's shards together: for a run of uses, or in place after an update of each."""
-    assert ins.comm is not None
-    group, layout = env.comms.group(ins.comm), env.layouts[ins.bucket]
+    group, layout = env.group(ins), env.layouts[ins.bucket]
     holding = env.state.holdings[ins.bucket]
     slots, target = env.slots, env.at(ins.writes[0])
     own, whole = holding.own, holding.flat
-
-    def gather_as_it_is(out: Tensor) -> None:
-        if layout.shards is None:
-            group.all_gather(own, out)
-        else:
-            group.all_gather_uneven(own, out, layout.shards)
-
     narrow = layout.bucket.gathered_as and ins.reads != ins.writes
-    gather_into = gather_in_fp8(layout, group, own) if narrow else gather_as_it_is
+    gather_into = gather_in_fp8(layout, group, own) if narrow else partial(layout.gather, group, own)
 
     def gather_whole() -> None:
         out = own.new_empty(layout.length)
@@ -204,7 +191,7 @@ def at_least_single(dtype: torch.dtype) -> torch.dtype:
 
 def total(env: Env, ins: Instr) -> Bound:
     """Compute the norm, loss and weight over all devices."""
-    group = env.comms.group(ins.comm) if ins.comm is not None else None
+    group = env.group(ins) if ins.comm is not None else None
     slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
 
     def run() -> None:
@@ -230,9 +217,7 @@ def update(env: Env, ins: Instr) -> Bound:
 
 def broadcast(env: Env, ins: Instr) -> Bound:
     """Give the replicas the first one's buffers."""
-    assert ins.comm is not None
-    group = env.comms.group(ins.comm)
-    slots, places = env.slots, [env.at(slot) for slot in ins.writes]
+    group, slots, places = env.group(ins), env.slots, [env.at(slot) for slot in ins.writes]
 
     def run() -> None:
         for place in places:

@@ -1,4 +1,4 @@
-"""Copies of values to memory of the host, and back to the device ahead of their use."""
+"""Copies of values to memory of the host and back, and of the state to memory that outlives its worker."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from piper.plan.instr import Instr
-from piper.runtime.accelerator import is_accelerator, module
+from piper.plan.protected import MIRRORED
+from piper.runtime.accelerator import is_accelerator, module, wait_for_stream
 from piper.runtime.context import Bound, Env
-from piper.runtime.host_memory import HostBuffer
+from piper.runtime.host_state import HostBuffer
 
 
 @dataclass(slots=True)
@@ -153,3 +154,38 @@ def allocator(env: Env, maker: str) -> Callable[[int], Tensor]:
 def as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     """Return a storage as one tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def protect(env: Env, ins: Instr) -> Bound:
+    """Copy a part of the state that the step begins with, where a launcher has given memory for it."""
+    number = [other.node for other in env.plan.instrs if other.op == "protect"].index(ins.node) + 1
+
+    def run() -> None:
+        if env.vault is not None and env.vault.due(env.step):
+            env.vault.copy(number, ins)
+
+    return run
+
+
+def mirror(env: Env, ins: Instr) -> Bound:
+    """Give copies of the state to the next device of the group, and keep those of the one before."""
+    group, device = env.group(ins), env.setup.device
+
+    def run() -> None:
+        vault = env.vault
+        if vault is None or not vault.due(env.step):
+            return
+        wait_for_stream(device)  # the copies have arrived
+        given = vault.outgoing(ins)
+        totals = torch.empty(group.size, dtype=torch.int64, device=device)
+        group.all_gather(torch.tensor([len(given)], device=device), totals)
+        lengths: list[int] = totals.tolist()
+        arrived = torch.empty(lengths[group.rank - 1], dtype=torch.uint8, pin_memory=is_accelerator(device))
+        for begin in range(0, max(lengths), MIRRORED):
+            piece = given[begin : begin + MIRRORED].to(device, non_blocking=True)
+            place = arrived[begin : begin + MIRRORED]
+            place.copy_(group.shift_uneven(piece, 1, len(place)), non_blocking=True)
+        wait_for_stream(device)
+        vault.take(ins, arrived)
+
+    return run

@@ -23,8 +23,7 @@ from piper.runtime.gradients import (
     total,
     update,
 )
-from piper.runtime.host_copies import fetch, offload
-from piper.runtime.state_copies import mirror, protect
+from piper.runtime.host_copies import fetch, mirror, offload, protect
 
 
 def send(env: Env, ins: Instr) -> Bound:
@@ -100,8 +99,7 @@ def add(env: Env, ins: Instr) -> Bound:
 
 def counts(env: Env, ins: Instr) -> Bound:
     """Agree within an expert group on how many rows travel."""
-    assert ins.comm is not None
-    group, slots = env.comms.group(ins.comm), env.slots
+    group, slots = env.group(ins), env.slots
     source, (splits, local) = env.at(ins.reads[0]), map(env.at, ins.writes)
 
     def run() -> None:
@@ -112,8 +110,7 @@ def counts(env: Env, ins: Instr) -> Bound:
 
 def exchange(env: Env, ins: Instr) -> Bound:
     """Send rows to their experts, or back."""
-    assert ins.comm is not None
-    group, slots = env.comms.group(ins.comm), env.slots
+    group, slots = env.group(ins), env.slots
     (rows, splits), target = map(env.at, ins.reads), env.at(ins.writes[0])
     assert isinstance(ins.payload, Routing)
     travel = expert_exchange.outward if ins.payload.outward else expert_exchange.back

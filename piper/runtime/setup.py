@@ -1,9 +1,8 @@
 """The setup that a worker needs to run one device's plan."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from piper.callbacks import Callback
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.dtypes import DTYPES
+from piper.job import Job
 from piper.plan.plan import Plan, Plans
 from piper.process.usercode import raised
 from piper.runtime.accelerator import device_of
@@ -22,81 +21,16 @@ from piper.runtime.initial_draws import seeded_draws
 Result = TypeVar("Result")
 log = logging.getLogger("piper")
 Code = Callable[..., tuple[Tensor, ...]]
-Mean = Tensor | tuple[Tensor, Tensor]  # a mean, or a sum and its weight
-Metrics = Mapping[str, tuple[Tensor, Tensor | float]]  # the sum and the weight of each
-Loss = Callable[[nn.Module, Mapping[str, Tensor]], Mean | tuple[Mean, Metrics]]
 BuildCode = Callable[[Iterable[tuple[Chunk, Phase]], Callable[[], None]], None]
 Shapes = tuple[tuple[str, tuple[int, ...], str], ...]  # the name, shape and type of each field of a batch
 Initial = Callable[[str], Tensor]  # a parameter's or buffer's full first value, by name
-
-
-class EvaluateLike(Protocol):
-    """The attributes of a job's evaluation that running it needs."""
-
-    @property
-    def data(self) -> Callable[[], Iterable[Mapping[str, Tensor]]]: ...
-    @property
-    def every(self) -> int: ...
-
-
-class CheckpointLike(Protocol):
-    """Where the checkpoints of a job go, how often they are written, and how many are kept."""
-
-    @property
-    def folder(self) -> Path | str: ...
-    @property
-    def every(self) -> int: ...
-    @property
-    def keep(self) -> int: ...
-
-
-class BucketsLike(Protocol):
-    """The lengths that the batches of a job are padded to, and with which values."""
-
-    @property
-    def lengths(self) -> Sequence[int]: ...
-    @property
-    def pad(self) -> Mapping[str, float]: ...
-
-
-class JobLike(Protocol):
-    """The attributes of a job that running it needs."""
-
-    @property
-    def model(self) -> Callable[[], nn.Module]: ...
-    @property
-    def loss(self) -> Loss: ...
-    @property
-    def data(self) -> Callable[[], Iterable[Mapping[str, Tensor]]]: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def optimizer(self) -> Callable[[Iterable[Tensor]], Optimizer]: ...
-    @property
-    def scheduler(self) -> Callable[[Optimizer], LRScheduler] | None: ...
-    @property
-    def precision(self) -> str: ...
-    @property
-    def clip_norm(self) -> float | None: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def initial(self) -> str: ...
-    @property
-    def checkpoint(self) -> CheckpointLike | None: ...
-    @property
-    def evaluate(self) -> EvaluateLike | None: ...
-    @property
-    def callbacks(self) -> Sequence[Callback]: ...
-    @property
-    def buckets(self) -> BucketsLike | None: ...
 
 
 class ProgramLike(Protocol):
     """The attributes of a compiled job that running it needs."""
 
     @property
-    def job(self) -> JobLike: ...
+    def job(self) -> Job: ...
     @property
     def plans(self) -> Plans: ...
     @property
@@ -172,7 +106,7 @@ def drawing_device(program: ProgramLike) -> torch.device:
     return device_of(program.device if program.job.initial == "device" else "cpu")
 
 
-def build_model(job: JobLike, device: torch.device) -> nn.Module:
+def build_model(job: Job, device: torch.device) -> nn.Module:
     """Build the model as PyTorch initialises it for the job's seed; its random numbers come from a device."""
     with seeded_draws(job.seed, device):
         try:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from piper.ir.chunk import CapturedModel
+from piper.job import Loss, Mean, Metrics
 from piper.plan.plan import Plans
 from piper.runtime.compute import parts_of, slices, slices_of
-from piper.runtime.setup import Loss, Mean, Metrics
 
 COUNTS = "piper_samples_in_slice"  # the field of a batch that says how many samples each row's slice holds
 Weighted = tuple[Tensor, Tensor]

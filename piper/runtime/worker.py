@@ -91,20 +91,14 @@ class Worker:
             self.env.state.keep_gradients = options.keep_gradients
         plan = self.env.plan
         bound = [kernels[ins.op](self.env, ins) for ins in plan.instrs]
-        if self.intake is not None:
-            bound = [self.intake.guarded(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
         self.trail = OutputRecorder(self.env) if options.keep_outputs else None
-        if self.trail is not None:
-            bound = [self.trail.watch(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
         self.meter = MemoryMeter(self.env) if options.measure else None
-        if self.meter is not None:
-            bound = [self.meter.watch(ins, run) for ins, run in zip(plan.instrs, bound, strict=True)]
         self.recorder = Recorder(device, options.profile, setup.device) if options.profile else None
-        if self.recorder is not None:
-            timed = enumerate(zip(plan.instrs, bound, strict=True))
-            bound = [self.recorder.watch(place, ins, run) for place, (ins, run) in timed]
-        if watch is not None:
-            bound = [watch(i, ins, run) for i, (ins, run) in enumerate(zip(plan.instrs, bound, strict=True))]
+        watchers = (self.intake, self.trail, self.meter, self.recorder)
+        for each in (*(watcher.watch for watcher in watchers if watcher is not None), watch):
+            if each is not None:
+                instrs = enumerate(zip(plan.instrs, bound, strict=True))
+                bound = [each(place, ins, run) for place, (ins, run) in instrs]
         self.on_host = torch.zeros(
             total_length(setup.outline), dtype=torch.float64, pin_memory=is_accelerator(setup.device)
         )

@@ -10,13 +10,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from piper.errors import LaunchError
 from piper.ir.chunk import CapturedModel
+from piper.job import Job
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.accelerator import is_accelerator, module, usual_cluster
 from piper.runtime.comm.synthetic import AloneComms, arriving, totalled
 from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
 from piper.runtime.debug.profiler import ClockOffset
 from piper.runtime.kernels import KERNELS
-from piper.runtime.setup import Initial, JobLike, ProgramLike, Setup, build_model, setup_of
+from piper.runtime.setup import Initial, ProgramLike, Setup, build_model, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.simulate.cluster import load_cluster
 from piper.workers.answers import WorkerAnswers
@@ -99,7 +100,7 @@ def single_rank_error(what: str) -> LaunchError:
     )
 
 
-def synthetic_weights(job: JobLike, outline: CapturedModel) -> Initial:
+def synthetic_weights(job: Job, outline: CapturedModel) -> Initial:
     """Return synthetic initial values: the model's own buffers, and parameters of the usual size."""
     shapes = {parameter.name: parameter.shape for parameter in outline.parameters}
     buffers = buffers_alone(job)
@@ -124,7 +125,7 @@ def spread(drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
     return drawn.repeat(-(-size // len(drawn)))[:size].view(shape)
 
 
-def buffers_alone(job: JobLike) -> dict[str, Tensor]:
+def buffers_alone(job: Job) -> dict[str, Tensor]:
     """Return a model's buffers as its constructor makes them, without allocating its parameters."""
 
     def empty(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:

@@ -10,8 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from piper.ir.chunk import CapturedModel, Chunk, Phase
+from piper.job import Job
 from piper.plan.plan import Plans
-from piper.runtime.setup import Code, JobLike, ProgramLike, Shapes
+from piper.runtime.setup import Code, ProgramLike, Shapes
 
 Act = Callable[[], None]
 
@@ -40,7 +41,7 @@ class Sabotaged:
     act: Act
 
     @property
-    def job(self) -> JobLike:
+    def job(self) -> Job:
         return self.program.job
 
     @property

@@ -9,9 +9,10 @@ from torch import Tensor
 from piper.check.check import check
 from piper.compiler import Program
 from piper.ir.chunk import CapturedModel, Chunk, Phase
+from piper.job import Job
 from piper.plan.plan import Plans
 from piper.run.launch import launch_inline
-from piper.runtime.setup import JobLike, ProgramLike, Shapes
+from piper.runtime.setup import ProgramLike, Shapes
 from tests.runtime.grid import Cell, batches, compiled
 
 Code = Callable[..., tuple[Tensor, ...]]
@@ -42,7 +43,7 @@ class InBoxes:
     gone: list[int]
 
     @property
-    def job(self) -> JobLike:
+    def job(self) -> Job:
         return self.program.job
 
     @property

@@ -184,7 +184,7 @@ def test_an_instruction_that_cannot_be_captured() -> None:
     def fail() -> None:
         raise errors[0]
 
-    run = intake.guarded(Instr(op="compute", node="F[PP=0]", stream="compute"), fail)
+    run = intake.watch(0, Instr(op="compute", node="F[PP=0]", stream="compute"), fail)
     with pytest.raises(RuntimeError, match="not permitted"):
         run()
     intake.capturing = True

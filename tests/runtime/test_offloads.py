@@ -20,7 +20,7 @@ from piper.job import Job
 from piper.plan.memory_timeline import host_peak, timeline
 from piper.run.launch import launch_inline
 from piper.runtime.host_copies import HostCopy
-from piper.runtime.host_memory import HostMemory
+from piper.runtime.host_state import HostMemory
 from piper.runtime.worker import Options, Worker
 from piper.schedules import gpipe, zbv
 from piper.workers.transport.versions import Versions

@@ -30,7 +30,7 @@ def test_results_of_chunks_are_kept_and_those_of_a_second_run_are_not() -> None:
     ]
     for op, node, run, slot in steps:
         ins = Instr(op=op, node=node, stream="compute", writes=(slot,), payload=run)
-        trail.watch(ins, lambda node=node: ran.append(node))()  # type: ignore[misc]
+        trail.watch(0, ins, lambda node=node: ran.append(node))()  # type: ignore[misc]
     assert ran == ["F[PP=0 MB=1]", "R[PP=0 MB=1]", "B[PP=0]", "transfer"]
     assert {mark: value.item() for mark, value in trail.kept.items()} == {
         (forward, SlotId("output", "PP=0")): 1.0,

@@ -75,7 +75,7 @@ def replaying(program: Program, device: int = 0) -> tuple[Worker, GraphExecutor]
     env, kernels = worker.env, intake.kernels(KERNELS_ALONE)
     inner = StreamExecutor(
         env.plan,
-        [intake.guarded(ins, kernels[ins.op](env, ins)) for ins in env.plan.instrs],
+        [intake.watch(i, ins, kernels[ins.op](env, ins)) for i, ins in enumerate(env.plan.instrs)],
         env.slots,
         env.index,
         device=device,

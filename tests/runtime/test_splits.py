@@ -1,5 +1,7 @@
 """Rows to experts and back: when the host learns their number, and what is copied on the way."""
 
+from typing import cast
+
 import torch
 
 from piper.runtime.comm.synthetic import AloneGroup
@@ -20,7 +22,9 @@ class Clock:
 
 def test_the_host_waits_once_and_only_when_it_asks() -> None:
     clock, given, taken = Clock(), torch.tensor([[2, 0], [1, 3]]), torch.tensor([[5, 1], [0, 4]])
-    splits = Splits(given=given, taken=taken, counts=torch.stack((given, taken)), arrival=clock)
+    splits = Splits(
+        given=given, taken=taken, counts=torch.stack((given, taken)), arrival=cast(torch.Event, clock)
+    )
     assert clock.waits == 0
     assert splits.lengths() == Lengths(gives=[2, 4], gets=[6, 4], blocks=[[5, 1], [0, 4]])
     assert splits.lengths() is splits.lengths()

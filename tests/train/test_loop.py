@@ -99,7 +99,7 @@ def test_an_own_loop_ends_where_a_callback_stops_it() -> None:
 def test_data_that_ends_early_says_so() -> None:
     run = Counting()
     once = iter([{"x": torch.zeros(4)}] * 2)
-    run.sessions.program = cast(ProgramLike, SimpleNamespace(job=replace(run.program.job, data=lambda: once)))  # type: ignore[type-var]
+    run.sessions.program = cast(ProgramLike, SimpleNamespace(job=replace(run.program.job, data=lambda: once)))
     with pytest.raises(ConfigError, match=r"data\(\) ended after 2 batches"):
         losses(run, 5)
     assert run.done == 2

@@ -62,11 +62,7 @@ class Group(ABC):
 
     def all_gather(self, shard: Tensor, out: Tensor) -> None:
         """Write every member's shard into `out`, in order. `shard` may be this member's part of `out`."""
-        length = len(shard)
-        for i, part in enumerate(self.swap([shard] * self.size, [length] * self.size)):
-            there = out[i * length : (i + 1) * length]
-            if i != self.rank or there.data_ptr() != shard.data_ptr():
-                there.copy_(part)
+        self.all_gather_uneven(shard, out, [len(shard)] * self.size)
 
     def reduce_scatter_uneven(self, flat: Tensor, lengths: Sequence[int]) -> Tensor:
         """Return this member's part of the sum, where members have parts of different lengths."""
@@ -85,14 +81,11 @@ class Group(ABC):
 
     def shift(self, flat: Tensor, by: int) -> Tensor:
         """Give a tensor to the member `by` places on, around the end, and return what this one is given."""
-        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
-        empty = flat[:0]
-        parts = [flat if member == to else empty for member in range(self.size)]
-        return self.swap(parts, [len(flat) if member == source else 0 for member in range(self.size)])[source]
+        return self.shift_uneven(flat, by, len(flat))
 
-    def shift_uneven(self, flat: Tensor, length: int) -> Tensor:
-        """Give a tensor to the next member, around the end, and return the `length` elements that arrive."""
-        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+    def shift_uneven(self, flat: Tensor, by: int, length: int) -> Tensor:
+        """Do the same where `length` elements arrive, which may be more or fewer than leave."""
+        to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
         parts = [flat if member == to else flat[:0] for member in range(self.size)]
         return self.swap(parts, [length if member == source else 0 for member in range(self.size)])[source]
 

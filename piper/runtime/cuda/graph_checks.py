@@ -6,7 +6,7 @@ instruction of it can be watched by itself.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import SGD, Optimizer
@@ -18,6 +18,9 @@ from piper.plan.plan import Plan
 from piper.runtime.device_state import fuse
 from piper.runtime.setup import Setup
 
+if TYPE_CHECKING:
+    from piper.runtime.worker import Options
+
 LOOKS = {
     "keep_gradients": "keep_gradients",
     "keep_outputs": "keep_outputs (--detect-nan)",
@@ -28,20 +31,7 @@ RATES = ("lr", "initial_lr")  # of a group of parameters: read again in every st
 MOST = 3  # chunks that are named
 
 
-class Looks(Protocol):
-    """The options that observe single instructions of a step."""
-
-    @property
-    def keep_gradients(self) -> bool: ...
-    @property
-    def keep_outputs(self) -> bool: ...
-    @property
-    def measure(self) -> bool: ...
-    @property
-    def profile(self) -> int: ...
-
-
-def check_static(setup: Setup, plans: Iterable[Plan], options: Looks, *, by_host: bool) -> None:
+def check_static(setup: Setup, plans: Iterable[Plan], options: "Options", *, by_host: bool) -> None:
     """Refuse graphs for steps that need the host. `by_host`: values of other devices come through it."""
     chunks = {chunk.name: chunk for chunk in setup.outline.chunks}
     plans = [*plans]

@@ -73,7 +73,7 @@ class Intake:
 
         return bind
 
-    def guarded(self, ins: Instr, run: Bound) -> Bound:
+    def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
         """Wrap an instruction so that it raises the reason if it cannot be captured."""
 
         def tried() -> None:

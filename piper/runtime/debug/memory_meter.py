@@ -26,7 +26,7 @@ class MemoryMeter:
         assert not self.held, "a slot outlived its step"
         self.live = []
 
-    def watch(self, ins: Instr, run: Bound) -> Bound:
+    def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
         """Wrap an instruction so that it is counted: what it writes, then what it frees."""
         plan, slots = self.env.plan, self.env.slots
         writes = [self.env.at(slot) for slot in ins.writes if slot in plan.slots]

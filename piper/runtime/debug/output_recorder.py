@@ -18,7 +18,7 @@ class OutputRecorder:
         self.env = env
         self.kept: dict[OutputKey, Tensor] = {}
 
-    def watch(self, ins: Instr, run: Bound) -> Bound:
+    def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
         """Return an instruction that records its results, if it is a chunk's or a collective."""
         if ins.op in ("collect", "slice"):
             return self._collective(ins, run)

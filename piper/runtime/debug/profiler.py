@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from time import monotonic, thread_time
 
 import torch
+from torch.autograd import profiler
 
 from piper.plan.instr import Instr
 from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.context import Bound
-from piper.runtime.debug.profiler_labels import labelled
 
 WARM = 2  # steps that are not recorded: shapes are agreed on, memory is taken, code is loaded
 Times = tuple[float, float, float]  # from, to, and seconds of computing on the host
@@ -107,6 +107,51 @@ class Events:
             start = self.began + self.base.elapsed_time(begin) / 1e3
             row.append((start, start + begin.elapsed_time(end) / 1e3, host))
         self.pending.clear()
+
+
+def labelled(node: str, run: Bound) -> Bound:
+    """Wrap an instruction so that it has a label while a torch profiler runs.
+
+    The label is an annotation of the user's, which Kineto also draws on the streams of an accelerator, around
+    the kernels that were launched within it. It costs some 10 µs, so it is only made while a profiler runs.
+    """
+
+    def named() -> None:
+        if profiler._is_profiler_enabled:  # of the process: threads do not know of a profiler themselves
+            with profiler.record_function(node):
+                run()
+        else:
+            run()
+
+    return named
+
+
+class DeviceTimes:
+    """The events of one device's instructions. The host issues them long before they run."""
+
+    def __init__(self, accelerator: torch.device) -> None:
+        self.module = module(accelerator)
+        self.recorded: dict[int, tuple[torch.Event, torch.Event]] = {}  # by place, since `take`
+
+    def watch(self, place: int, run: Bound) -> Bound:
+        """Return an instruction that records when its stream begins and ends it."""
+        events = self.module.Event(enable_timing=True), self.module.Event(enable_timing=True)
+
+        def timed() -> None:
+            if torch.cuda.is_current_stream_capturing():
+                run()  # events inside a graph cannot be read
+                return
+            events[0].record()
+            run()
+            events[1].record()
+            self.recorded[place] = events
+
+        return timed
+
+    def take(self) -> float:
+        """Return the seconds of all instructions since the last call. The step must be over."""
+        found, self.recorded = self.recorded, {}
+        return float(sum(begin.elapsed_time(end) for begin, end in found.values())) / 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
