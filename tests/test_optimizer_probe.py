@@ -269,6 +269,39 @@ def test_divided_experts_are_parts_of_a_parameter(make: Make, fine: bool) -> Non
         probe_optimizer(make, {"w": (8, 3, 5)}, [experts])
 
 
+class ByRows(Plain):
+    """Makes every row of a matrix as long as the others."""
+
+    def direction(self, p: Tensor) -> Tensor:
+        assert p.grad is not None
+        moved: Tensor = p.grad / (p.grad.norm(dim=-1, keepdim=True) + 1e-8)
+        return moved
+
+
+def tensor_parallel(shape: tuple[int, ...], *shardings: Sharding) -> Bucket:
+    """Return a bucket whose devices compute gradients of their own, whether they shard its parameter or not."""
+    return Bucket(
+        name="w",
+        pieces=(Piece(name="w", shape=shape, offset=0, shardings=shardings),),
+        devices=(0, 1),
+        groups=((0,), (1,)),
+        chunks=("PP=0",),
+        dtype="float32",
+        itemsize=4,
+    )
+
+
+def test_a_slice_is_tried_along_the_dimension_that_is_sharded() -> None:
+    probe_optimizer(ByRows, {"w": (8, 6)}, [tensor_parallel((4, 6), Sharding(dim=0, degree=2))])
+    with pytest.raises(ConfigError, match="w sharded 2 ways over 0,1"):
+        probe_optimizer(ByRows, {"w": (8, 6)}, [tensor_parallel((8, 3), Sharding(dim=1, degree=2))])
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (7,), ()])
+def test_a_parameter_that_every_device_holds_whole_is_tried_whole(shape: tuple[int, ...]) -> None:
+    probe_optimizer(Lars, {"w": shape}, [tensor_parallel(shape)])
+
+
 @pytest.mark.parametrize(
     ("make", "bytes_an_element"),
     [

@@ -128,7 +128,7 @@ def probe_trained(
                 if view.parts:  # a device that holds padding only has no optimizer
                     check_steps(trial, view, groups, expected)
         except UnlikeError as error:
-            raise refused_optimizer(make, probe.name, error, (devices, mine), made_by) from error
+            raise refused_optimizer(make, probe.name, error, devices, mine, made_by) from error
     return probe
 
 
@@ -174,11 +174,11 @@ def true_groups(make: MakeOptimizer, view: View, sizes: Sizes) -> Groups | None:
 
 def groups_of(optimizer: Optimizer, view: View, tensors: Sequence[Tensor]) -> Groups:
     """Return the options of the group that each parameter is in."""
-    found: dict[int, Options] = {}
+    by_tensor: dict[int, Options] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
-        found |= {id(tensor): options for tensor in group["params"]}
-    return {part.name: found.get(id(tensor)) for part, tensor in zip(view.parts, tensors, strict=True)}
+        by_tensor |= {id(tensor): options for tensor in group["params"]}
+    return {part.name: by_tensor.get(id(tensor)) for part, tensor in zip(view.parts, tensors, strict=True)}
 
 
 def measured(
@@ -213,21 +213,20 @@ def trial_of(
     make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket], dtype: torch.dtype = torch.float64
 ) -> Trial:
     """Return first values and gradients: of scales that differ by tensor and step, some of them zero."""
-    held = {piece.name for bucket in buckets for piece in bucket.pieces}
+    trained = {piece.name for bucket in buckets for piece in bucket.pieces}
     rng = torch.Generator().manual_seed(0)
 
     def drawn(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=rng, dtype=dtype)
 
     def gradient(number: int, place: int, shape: tuple[int, ...]) -> Tensor:
-        scale = (
-            0.0 if (number, place % 3) == (2, 1) else 10.0 ** float(torch.randint(-2, 3, (), generator=rng))
-        )
+        zero = (number, place % 3) == (2, 1)
+        scale = 0.0 if zero else 10.0 ** float(torch.randint(-2, 3, (), generator=rng))
         return drawn(shape) * scale
 
     start = {name: drawn(shape) for name, shape in sizes.items()}
     gradients = [
-        {name: gradient(number, place, sizes[name]) for place, name in enumerate(sizes) if name in held}
+        {name: gradient(number, place, sizes[name]) for place, name in enumerate(sizes) if name in trained}
         for number in range(STEPS)
     ]
     return Trial(make=make, start=start, gradients=gradients)
@@ -236,9 +235,9 @@ def trial_of(
 def set_up(trial: Trial, view: View, groups: Groups | None) -> tuple[Optimizer, list[Tensor]]:
     """Return the optimizer of a view, over its small parameters in the groups that the true ones are in."""
     tensors = [part.of(trial.start[part.name]).clone().requires_grad_() for part in view.parts]
-    held = [(part.name, tensor) for part, tensor in zip(view.parts, tensors, strict=True)]
+    named_tensors = [(part.name, tensor) for part, tensor in zip(view.parts, tensors, strict=True)]
     sizes = {name: tuple(value.shape) for name, value in trial.start.items()}
-    optimizer = build_optimizer(trial.make, sizes, held)
+    optimizer = build_optimizer(trial.make, sizes, named_tensors)
     if groups is not None and not alike(groups_of(optimizer, view, tensors), groups):
         regroup(optimizer, view, tensors, groups)
     for group in optimizer.param_groups:
@@ -249,15 +248,12 @@ def set_up(trial: Trial, view: View, groups: Groups | None) -> tuple[Optimizer, 
 
 def regroup(optimizer: Optimizer, view: View, tensors: Sequence[Tensor], groups: Groups) -> None:
     """Put small parameters into the groups of the real ones, because the function may ask for sizes."""
-    made: dict[int, dict[str, object]] = {}
+    members: dict[int, tuple[Options, list[Tensor]]] = {}
     for part, tensor in zip(view.parts, tensors, strict=True):
         options = groups.get(part.name)
         if options is not None:
-            found = made.setdefault(id(options), {**options, "params": []})
-            members = found["params"]
-            assert isinstance(members, list)
-            members.append(tensor)
-    optimizer.param_groups[:] = made.values()
+            members.setdefault(id(options), (options, []))[1].append(tensor)
+    optimizer.param_groups[:] = [{**options, "params": params} for options, params in members.values()]
 
 
 def step(trial: Trial, view: View, optimizer: Optimizer, tensors: Sequence[Tensor]) -> None:
@@ -301,12 +297,8 @@ def check_groups(make: MakeOptimizer, view: View, sizes: Sizes, groups: Groups |
     """Refuse a device whose parameters get other options than in the whole model."""
     if groups is None or not view.parts:
         return
-    try:
+    with refusing(f"device {view.device}", view):
         here = true_groups(make, view, sizes)
-    except ConfigError as error:
-        cause = error.__cause__
-        why = said(cause) if cause is not None else str(error).splitlines()[0]
-        raise UnlikeError(f"it refuses what device {view.device} holds: {why}", sharded(view)) from error
     for part in view.parts:
         if here is not None and not same(here[part.name], groups[part.name]):
             where = f"on device {view.device} {difference(here[part.name], groups[part.name])}"
@@ -342,7 +334,7 @@ def check_steps(trial: Trial, view: View, groups: Groups | None, expected: Seque
     if part is None:
         return
     alone = whole_view([part.name])
-    if (part.run or part.rows) and moved_apart(trial, alone, groups, wanted) is None:
+    if part.is_cut and moved_apart(trial, alone, groups, wanted) is None:
         share = "a flat shard" if part.run else "a slice"
         raise UnlikeError(f"{share} of {part.name} is updated in another way than the whole parameter", part)
     why = f"{part.name} is updated in another way where only some parameters are held"
@@ -353,34 +345,37 @@ def moved_apart(
     trial: Trial, view: View, groups: Groups | None, wanted: Mapping[str, Tensor]
 ) -> ParameterPart | None:
     """Return the first part of a view that does not move as in the whole model."""
-    try:
+    with refusing("a device", view):
         moved = stepped(trial, view, groups, seed=0)
-    except ConfigError as error:
-        cause = error.__cause__
-        why = said(cause) if cause is not None else str(error).splitlines()[0]
-        raise UnlikeError(f"it refuses what a device holds: {why}", sharded(view)) from error
     return unlike(view, moved, [part.of(wanted[part.name]) for part in view.parts])
 
 
-def sharded(view: View) -> ParameterPart | None:
-    """Return a part of a view that is not a whole parameter."""
-    return next((part for part in view.parts if part.run or part.rows), None)
+@contextmanager
+def refusing(who: str, view: View) -> Iterator[None]:
+    """Say that an optimizer refuses what somebody holds, and name a part that is not a whole parameter."""
+    try:
+        yield
+    except ConfigError as error:
+        cause = error.__cause__
+        why = said(cause) if cause is not None else str(error).splitlines()[0]
+        part = next((part for part in view.parts if part.is_cut), None)
+        raise UnlikeError(f"it refuses what {who} holds: {why}", part) from error
 
 
 def refused_optimizer(
     make: MakeOptimizer,
     name: str,
     error: UnlikeError,
-    held: tuple[tuple[int, ...], tuple[Bucket, ...]],
+    devices: tuple[int, ...],
+    buckets: tuple[Bucket, ...],
     made_by: Mapping[str, str],
 ) -> ConfigError:
     """Return the error of an optimizer that would train in another way."""
-    devices, buckets = held
     part = error.part
-    cut = part is not None and (part.run or part.rows)
-    if part is not None and cut:
-        bucket = next(b for b in buckets if any(piece.name == part.name for piece in b.pieces))
-        asked = f"zero={bucket.zero}" if part.run else f"{part.name} sharded {len(bucket.groups)} ways"
+    if part is not None and part.is_cut:
+        bucket, piece = next((b, piece) for b in buckets for piece in b.pieces if piece.name == part.name)
+        ways = math.prod(sharding.degree for sharding in piece.shardings)
+        asked = f"zero={bucket.zero}" if part.run else f"{part.name} sharded {ways} ways"
         by = f", by {made_by[bucket.name]}" if bucket.name in made_by else ""
         return ConfigError(
             f"{name} cannot work on sharded parameters",

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from piper.ir.sharding import Sharding, local_sizes, whole_sizes
 from piper.plan.plan import Bucket
+from piper.runtime.bucket_layout import own_slice
 
 Sizes = Mapping[str, tuple[int, ...]]
 MOST_SHARDS, MOST_WAYS = 3, 2  # into which a miniature is cut: it has few elements
@@ -17,23 +19,27 @@ LARGEST = 8  # along one axis of a miniature
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterPart:
-    """A device's part of one parameter: all, some of its experts, or a flat run of those."""
+    """A device's part of one parameter: all, a slice of it, or a flat run of either."""
 
     name: str
-    rows: tuple[int, int] | None = None  # of the first axis; None: all
-    run: tuple[int, int] | None = None  # of the flattened rows; None: all, in their shape
+    shardings: tuple[Sharding, ...] = ()  # empty: the device holds all of it, before ZeRO
+    position: int = 0  # of the device among those that shard it
+    run: tuple[int, int] | None = None  # of the flattened slice; None: all of it, in its shape
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether it is less than the parameter."""
+        return bool(self.run or self.shardings)
 
     def of(self, value: Tensor) -> Tensor:
         """Return this part of a parameter or of its gradient."""
-        if self.rows is not None:
-            value = value[self.rows[0] : self.rows[1]]
+        for sharding in self.shardings:
+            value = own_slice(value, sharding, self.position)
         return value if self.run is None else value.reshape(-1)[self.run[0] : self.run[1]]
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of this part of a parameter."""
-        if self.run is not None:
-            return (self.run[1] - self.run[0],)
-        return whole if self.rows is None else (self.rows[1] - self.rows[0], *whole[1:])
+        return local_sizes(whole, self.shardings) if self.run is None else (self.run[1] - self.run[0],)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +52,13 @@ class View:
 
 def classes_of(buckets: Iterable[Bucket]) -> list[tuple[tuple[int, ...], tuple[Bucket, ...]]]:
     """Return the devices that hold the same trained buckets, with these buckets, in the order of the plan."""
-    held: dict[int, list[Bucket]] = {}
+    by_device: dict[int, list[Bucket]] = {}
     for bucket in buckets:
         if bucket.trainable:
             for device in bucket.devices:
-                held.setdefault(device, []).append(bucket)
+                by_device.setdefault(device, []).append(bucket)
     classes: dict[tuple[str, ...], tuple[list[int], tuple[Bucket, ...]]] = {}
-    for device, mine in held.items():
+    for device, mine in by_device.items():
         classes.setdefault(tuple(b.name for b in mine), ([], tuple(mine)))[0].append(device)
     return [(tuple(devices), mine) for devices, mine in classes.values()]
 
@@ -61,11 +67,8 @@ def view_of(device: int, buckets: Iterable[Bucket], sizes: Sizes) -> View:
     """Return what the optimizer of a device is given of these buckets, whose parameters have these sizes."""
     parts: list[ParameterPart] = []
     for bucket in buckets:
-        position = bucket.devices.index(device)
         rank = next(group for group in bucket.groups if device in group).index(device)
-        parts += cut(
-            bucket, sizes, (rank, bucket.group_size), (position % len(bucket.groups), len(bucket.groups))
-        )
+        parts += cut(bucket, sizes, (rank, bucket.group_size), bucket.devices.index(device))
     return View(device=device, parts=tuple(parts))
 
 
@@ -76,48 +79,44 @@ def small_views(device: int, buckets: Sequence[Bucket], sizes: Sizes) -> Iterato
     """
 
     def cuts(bucket: Bucket) -> tuple[int, int]:
-        return min(bucket.group_size, MOST_SHARDS) if bucket.zero else 1, min(len(bucket.groups), MOST_WAYS)
+        slices = max(MOST_WAYS ** len(piece.shardings) for piece in bucket.pieces)
+        return min(bucket.group_size, MOST_SHARDS) if bucket.zero else 1, slices
 
     for number in range(max(math.prod(cuts(bucket)) for bucket in buckets)):
         parts: list[ParameterPart] = []
         for bucket in buckets:
-            shards, ways = cuts(bucket)
+            shards, slices = cuts(bucket)
             for piece in bucket.pieces:
-                alone = replace(bucket, pieces=(piece,))
-                parts += cut(alone, sizes, (number // ways % shards, shards), (number % ways, ways))
+                small = replace(piece, shardings=small_shardings(piece.shardings))
+                alone = replace(bucket, pieces=(small,))
+                parts += cut(alone, sizes, (number // slices % shards, shards), number % slices)
         yield View(device=device, parts=tuple(parts))
 
 
-def cut(
-    bucket: Bucket, sizes: Sizes, shard: tuple[int, int], expert: tuple[int, int]
-) -> Iterator[ParameterPart]:
+def cut(bucket: Bucket, sizes: Sizes, shard: tuple[int, int], position: int) -> Iterator[ParameterPart]:
     """Yield what a device holds of a bucket whose parameters have these sizes.
 
-    shard, expert: the device's place and of how many, among the shards and among the sharded experts.
+    shard: the device's place among the shards, and of how many. position: among those that slice parameters.
     """
-    rows: dict[str, tuple[int, int]] = {}
-    lengths: dict[str, int] = {}
-    for piece in bucket.pieces:
-        shape = sizes[piece.name]
-        if expert[1] > 1:
-            some = shape[0] // expert[1]
-            rows[piece.name] = (expert[0] * some, (expert[0] + 1) * some)
-        lengths[piece.name] = math.prod(shape) // expert[1]
+    slices = [
+        ParameterPart(name=piece.name, shardings=piece.shardings, position=position if piece.shardings else 0)
+        for piece in bucket.pieces
+    ]
     if not bucket.zero:
-        for piece in bucket.pieces:
-            yield ParameterPart(name=piece.name, rows=rows.get(piece.name))
+        yield from slices
         return
     if bucket.bounds:
-        for piece in bucket.pieces:
+        for piece, part in zip(bucket.pieces, slices, strict=True):
             if bucket.owner(piece) % shard[1] == shard[0]:
-                yield ParameterPart(name=piece.name, rows=rows.get(piece.name))
+                yield part
         return
-    own = -(-sum(lengths.values()) // shard[1])
+    lengths = [math.prod(part.shape(sizes[part.name])) for part in slices]
+    own = -(-sum(lengths) // shard[1])
     start, offset = shard[0] * own, 0
-    for name, length in lengths.items():
+    for part, length in zip(slices, lengths, strict=True):
         low, high = max(offset, start), min(offset + length, start + own)
         if low < high:
-            yield ParameterPart(name=name, rows=rows.get(name), run=(low - offset, high - offset))
+            yield replace(part, run=(low - offset, high - offset))
         offset += length
 
 
@@ -139,30 +138,25 @@ def hollow(view: View, sizes: Sizes) -> list[tuple[str, Tensor]]:
 
 def true_sizes(buckets: Iterable[Bucket]) -> dict[str, tuple[int, ...]]:
     """Return the whole shapes of the parameters in these buckets."""
-    return {
-        piece.name: (piece.shape[0] * len(bucket.groups), *piece.shape[1:])
-        if len(bucket.groups) > 1
-        else piece.shape
-        for bucket in buckets
-        for piece in bucket.pieces
-    }
+    pieces = (piece for bucket in buckets for piece in bucket.pieces)
+    return {piece.name: whole_sizes(piece.shape, piece.shardings) for piece in pieces}
+
+
+def small_shardings(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
+    """Return the shardings of a parameter in miniature, along the same dimensions: few ways, in order."""
+    return tuple(
+        Sharding(dim=each.dim, degree=MOST_WAYS, stride=MOST_WAYS**number)
+        for number, each in enumerate(shardings)
+    )
 
 
 def small_sizes(sizes: Sizes, buckets: Iterable[Bucket]) -> dict[str, tuple[int, ...]]:
     """Return small shapes with as many axes: axes that differ in size still do, in the same order."""
-    ways = {
-        piece.name: len(bucket.groups)
-        for bucket in buckets
-        for piece in bucket.pieces
-        if len(bucket.groups) > 1
-    }
-    local = {
-        name: (shape[0] // ways[name], *shape[1:]) if name in ways else shape for name, shape in sizes.items()
-    }
+    shardings = {piece.name: piece.shardings for bucket in buckets for piece in bucket.pieces}
+    local = {name: local_sizes(shape, shardings.get(name, ())) for name, shape in sizes.items()}
     distinct = sorted({size for shape in local.values() for size in shape if size > 1})
     small = {0: 0, 1: 1} | {size: min(place + 2, LARGEST) for place, size in enumerate(distinct)}
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in local.items():
-        reduced = tuple(small[size] for size in shape)
-        found[name] = (reduced[0] * MOST_WAYS, *reduced[1:]) if name in ways else reduced
-    return found
+    return {
+        name: whole_sizes([small[size] for size in shape], small_shardings(shardings.get(name, ())))
+        for name, shape in local.items()
+    }
