@@ -16,11 +16,10 @@ from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.shard.request import Request
 from piper.capture.trace.record import LossFn
 from piper.capture.trace.trace import Traced
-from piper.compiler.evaluation import reads_state_of
 from piper.compiler.locate_errors import locate_errors
 from piper.compiler.optimizer_facts import OptimizerFacts, facts_of_optimizer
 from piper.compiler.requests import requests_of
-from piper.compiler.shapes import check_same_state
+from piper.compiler.shared_state import check_same_state, reads_state_of
 from piper.compiler.slices import capture_slices, check_sums, likely_rows, outline_by_slice, uneven_slices
 from piper.data.taking import begin, call_data, reads_the_same, take
 from piper.directives import Directive, Remat, ShardAxis, apply

@@ -14,15 +14,13 @@ from piper.directives.base import (
 )
 from piper.directives.shard_axis import ShardAxis, given_dims
 from piper.errors import ScheduleError
-from piper.ir.chunk import Chunk
+from piper.ir.chunk import ROUTED, Chunk
 from piper.ir.graph import Graph
 from piper.ir.mesh import EXPERTS
 from piper.ir.node import Compute
 from piper.ir.select import At
 from piper.ir.sharding import AxisPlacement
 from piper.ir.sharding import Shard as ShardDim
-
-ROUTED = ("route", "expert", "unroute")
 
 
 @registered(2)

@@ -19,6 +19,7 @@ from piper.ir.sharding import CollectiveOp as CollectiveOp
 
 KernelKind = Literal["product", "attention", "traffic"]  # traffic: all that only moves memory
 ChunkKind = Literal["compute", "expert", "route", "unroute", "collective"]
+ROUTED: tuple[ChunkKind, ...] = ("route", "expert", "unroute")  # chunks of an expert region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,6 +167,11 @@ class HeldParameter:
     distinct: tuple[Axis, ...] = ()  # along these, each device has a gradient of its own, and none is summed
     replicas: int = 1  # devices that hold the same slice and compute the same gradient
 
+    @property
+    def slices(self) -> int:
+        """Return into how many different slices the parameter is cut."""
+        return math.prod(sharding.degree for sharding in self.shardings)
+
 
 def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
     """Return how the devices of a region hold a parameter: sharded by expert, along an axis, or replicated.
@@ -228,6 +233,8 @@ def bucket_for(
     """Return a bucket that lives on the devices of `placements`, which all have the same devices."""
     placement = placements[0]
     groups = groups_apart(placement.devices, held.distinct)
+    # float64 is never rounded.
+    short = dtype != "float64" and all(each.policy.reduce == "bf16" for each in placements)
     zero = min(h.policy.zero for h in placements) if len(groups[0]) > 1 else 0
     return Bucket(
         name=name,
@@ -240,17 +247,11 @@ def bucket_for(
         zero=zero,
         trainable=trainable,
         copies=(1 if zero else len(groups[0])) * held.replicas,
-        reduced_as=reduced_as(dtype, placements) if trainable else "",
+        reduced_as="bfloat16" if short and trainable else "",
         reduce_stream=placement.policy.reduce_stream,
         gather_stream=placement.policy.gather_stream,
         origin=tuple(dict.fromkeys(n for h in placements for n in h.origin)),
     )
-
-
-def reduced_as(dtype: str, placements: Iterable[ChunkPlacement]) -> str:
-    """Return the type that gradients travel in, if not that of their sum. float64 is never rounded."""
-    short = all(placement.policy.reduce == "bf16" for placement in placements)
-    return "bfloat16" if short and dtype != "float64" else ""
 
 
 def tied_buckets(
@@ -321,7 +322,7 @@ def check_sharded_alike(param: Parameter, placements: list[ChunkPlacement], *, s
         f"the tied {what} {param.name} {'are' if by_expert else 'is'} not sharded alike",
         by=first.by,
         facts={
-            placement.chunk: f"on {show(placement.devices)}, {shown_held(held[placement.chunk])}"
+            placement.chunk: f"on {show(placement.devices)}, ways {held[placement.chunk].slices}"
             for placement in placements
         },
         hint="shard the regions that share experts alike, on the same devices"
@@ -352,11 +353,6 @@ def as_siblings(buckets: list[Bucket], zero: int, replicas: int) -> list[Bucket]
         )
         for b in buckets
     ]
-
-
-def shown_held(held: HeldParameter) -> str:
-    """Return text that says how a parameter is sharded."""
-    return f"ways {math.prod(sharding.degree for sharding in held.shardings)}"
 
 
 def residents_of(buckets: Iterable[Bucket], state: LoweringState) -> dict[SlotId, Slot]:

@@ -98,8 +98,10 @@ def device_sets(state: LoweringState) -> Iterator[Devices]:
 def plan_of(state: LoweringState, devices: Devices, pending: list[PendingInstr]) -> Plan:
     """Return the plan of one program."""
     slots = slots_of(pending, state)
-    used = {slot for instr in pending for slot in (*instr.reads, *instr.writes) if slot in state.residents}
-    residents = {name: state.residents[name] for name in residents_held(state, devices[0], used)}
+    used = {slot for instr in pending for slot in (*instr.reads, *instr.writes)}
+    # A device holds what it uses, and its optimizer state.
+    used |= {state_slot(b.name) for b in state.held_buckets.values() if devices[0] in b.devices}
+    residents = {name: slot for name, slot in state.residents.items() if name in used}
     instrs = synchronised(pending, slots)
     return Plan(devices=devices, instrs=instrs, slots=slots, residents=residents)
 
@@ -117,11 +119,3 @@ def slots_of(pending: Iterable[PendingInstr], state: LoweringState) -> dict[Slot
                 slot = replace(slot, shares=shares)
             slots[written] = slot
     return slots
-
-
-def residents_held(state: LoweringState, device: int, used: set[SlotId]) -> Iterator[SlotId]:
-    """Yield the slots that a device holds between steps: those it uses, and its optimizer state."""
-    states = {state_slot(b.name) for b in state.held_buckets.values() if device in b.devices}
-    for name in state.residents:
-        if name in used or name in states:
-            yield name

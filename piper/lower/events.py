@@ -88,9 +88,8 @@ def synchronised(instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -
         needed = accesses.needed(place, instr, ending)
         needed.update(other for other in paced.get(place, ()) if stream_of[other] != stream_of[place])
         for other in sorted(needed, reverse=True):
-            if not clock.knows(
-                stream_of[place], other
-            ):  # the latest comes first: it may answer for earlier ones
+            # The latest comes first: it may answer for earlier ones.
+            if not clock.knows(stream_of[place], other):
                 asked.append(signalled.setdefault(other, len(signalled)))
                 clock.learn(stream_of[place], other)
         waits.append(tuple(sorted(asked)))

@@ -1,9 +1,9 @@
-"""Expert regions whose experts are sharded: rows travel to the experts and back, by counts sent first."""
+"""Communication inside regions: collectives of sharded regions, and rows that travel to experts and back."""
 
-from piper.ir.chunk import Chunk, Phase
+from piper.ir.chunk import Chunk, Collective, Phase
 from piper.ir.ids import SlotId
 from piper.ir.mesh import EXPERTS
-from piper.ir.node import Counts, Exchange
+from piper.ir.node import Collect, Counts, Exchange
 from piper.lower.value_table import Flow, Template, input_gradient, output_slot, splits_slot
 from piper.plan.plan import Slot
 
@@ -53,5 +53,22 @@ def exchange(
         reads=reads,
         writes=(written,),
         stream=placement.policy.exchange_stream,
+    )
+    flow.templates.append(Template(node=node, chunk=chunk.name, phase=phase))
+
+
+def collect(flow: Flow, chunk: Chunk, phase: Phase, how: Collective, read: SlotId, written: SlotId) -> None:
+    """Add one phase of a collective: it reads one value and writes one."""
+    placement = flow.placements[chunk.name]
+    node = Collect(
+        chunk=chunk.name,
+        phase=phase,
+        part=(),
+        devices=placement.devices,
+        axis=placement.mesh.axis(how.axis),
+        how=how,
+        reads=(read,),
+        writes=(written,),
+        stream=next(axis.stream for axis in placement.policy.axes if axis.axis == how.axis),
     )
     flow.templates.append(Template(node=node, chunk=chunk.name, phase=phase))

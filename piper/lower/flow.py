@@ -8,8 +8,7 @@ from piper.ir.devices import Devices, show
 from piper.ir.ids import SEED, SlotId, buffer_slot, param_slot
 from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Node, Transfer, compute_name
 from piper.ir.sharding import UNSHARDED, shardings_on
-from piper.lower.collectives import collect
-from piper.lower.exchanges import IN_FRONT, exchange_backward, exchange_forward
+from piper.lower.exchanges import IN_FRONT, collect, exchange_backward, exchange_forward
 from piper.lower.placements import layouts_of, placements_of
 from piper.lower.state import LoweringState
 from piper.lower.transfers import incoming, outgoing

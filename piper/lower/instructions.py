@@ -26,7 +26,7 @@ from piper.ir.node import (
     Transfer,
 )
 from piper.lower.events import PendingInstr
-from piper.lower.programs import TransferPairs, channels
+from piper.lower.programs import channels
 from piper.lower.reductions import final_gradient
 from piper.lower.state import LoweringState
 from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routing, Rows
@@ -123,9 +123,8 @@ def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
         case Accumulate():
             instr.op, instr.payload = "accumulate", Adding(run=node.run)
             if len(node.reads) == 1 and (number, node.reads[0]) in emission.flat:
-                instr.workspace = -emission.size(
-                    node.reads[0]
-                )  # the sum begins in the memory of its first term
+                # The sum begins in the memory of its first term.
+                instr.workspace = -emission.size(node.reads[0])
             emission.begun.add((number, node.writes[0]))
         case LocalNode():
             instr.op, instr.nbytes = cast(Op, node.op), node.nbytes
@@ -218,12 +217,10 @@ def moved(how: Collective, read: int, written: int) -> int:
     match how.op:
         case "all_gather":
             return written * (n - 1) // n
-        case "reduce_scatter":
+        case "reduce_scatter" | "all_to_all":
             return read * (n - 1) // n
         case "all_reduce" | "max":
             return 2 * read * (n - 1) // n
-        case "all_to_all":
-            return read * (n - 1) // n
         case "shift" | "shift_back":
             return read
         case "slice" | "none":
@@ -308,7 +305,10 @@ def emit_transfer(emission: Emission, node: Transfer) -> None:
         rows = None if (start, stop) == (0, of) else Rows(start=start, stop=stop, of=of)
         number, pieces = channel.piece
         arrived = node.writes if pieces == 1 else (node.writes[0].of_piece(number),)
-        comm = None if channel.local else pair_comm(emission, channel)
+        comm = None if channel.local else channel.name
+        if comm is not None and comm not in emission.pairs:
+            pairs = tuple(zip(channel.senders, channel.receivers, strict=True))
+            emission.pairs[comm] = Comm(name=comm, kind="pairs", groups=pairs)
         send = PendingInstr(
             op="copy" if channel.local else "send",
             node=name,
@@ -341,11 +341,3 @@ def emit_transfer(emission: Emission, node: Transfer) -> None:
         reads = tuple(numbered[number] for number in sorted(numbered))  # channels come in no particular order
         join = PendingInstr(op="concat", node=name, stream=COMPUTE_STREAM, reads=reads, writes=node.writes)
         emission.programs[at].append(join)
-
-
-def pair_comm(emission: Emission, channel: TransferPairs) -> str:
-    """Return the name of the communicator of a channel's pairs, and register it if it is new."""
-    if channel.name not in emission.pairs:
-        pairs = tuple(zip(channel.senders, channel.receivers, strict=True))
-        emission.pairs[channel.name] = Comm(name=channel.name, kind="pairs", groups=pairs)
-    return channel.name

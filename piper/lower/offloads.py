@@ -225,7 +225,9 @@ def rename_returned(edit: SequenceEdit, family: Family, absences: list[Away], tu
     until = absences[turn + 1].next if turn + 1 < len(absences) else len(edit.sequence)
     for value in away.values:
         returned = fetched(value, turn)
-        edit.values[returned.base] = moved_slot(edit.state.values[value.base], turn)
+        slot = edit.state.values[value.base]  # as large as before, in storages of its own
+        shares = tuple((fetched(storage, turn), nbytes) for storage, nbytes in slot.shares)
+        edit.values[returned.base] = replace(slot, shares=shares)
         for place in family.uses[value]:
             if away.next <= place < until:
                 edit.rename(place, value, returned)
@@ -254,11 +256,6 @@ def on_host(value: SlotId) -> SlotId:
 def fetched(value: SlotId, turn: int) -> SlotId:
     """Return the slot of a value, or the storage, that came back from the host, for the turn-th time."""
     return SlotId("fetched", value.base, turn, part=value.part)
-
-
-def moved_slot(slot: Slot, turn: int) -> Slot:
-    """Return the slot of a value that came back: as large as before, in storages of its own."""
-    return replace(slot, shares=tuple((fetched(storage, turn), nbytes) for storage, nbytes in slot.shares))
 
 
 def check_something(

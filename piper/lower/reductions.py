@@ -1,6 +1,6 @@
 """Gradients between backward and update: accumulated, reduced over replicas, summed over tied copies."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from piper.ir.devices import Devices, columns
 from piper.ir.ids import SlotId
@@ -71,14 +71,9 @@ def full_gradient(bucket: Bucket) -> SlotId:
     return SlotId("grad", bucket.name)
 
 
-def shard_gradient(bucket: Bucket) -> SlotId:
-    """Return the slot of a device's shard of the reduced gradient."""
-    return SlotId("grad_shard", bucket.name)
-
-
 def final_gradient(bucket: Bucket) -> SlotId:
-    """Return the slot of the gradient that the update reads."""
-    return shard_gradient(bucket) if bucket.zero else full_gradient(bucket)
+    """Return the slot of the gradient that the update reads: of the device's shard, or of all."""
+    return SlotId("grad_shard", bucket.name) if bucket.zero else full_gradient(bucket)
 
 
 def writes_flat(state: LoweringState, place: int, value: SlotId) -> bool:
@@ -191,7 +186,8 @@ def reduce_each_run(
             value = full_gradient(bucket).of_run(pass_at(edit.sequence, places[0]))
             edit.values[full_gradient(bucket)] = Slot(nbytes=bucket.numel * bucket.precision.sum_itemsize)
             begun: dict[Devices, bool] = {}
-            apart = are_apart([run.devices for run in joint])
+            devices = [device for run in joint for device in run.devices]
+            apart = len(joint) > 1 and len(devices) == len(set(devices))  # no two sets share a device
             for run in joint:
                 if apart and len(run.places) == 1:  # its gradient is its devices' whole contribution
                     edit.rename(run.places[0], given[run.places[0]], value)
@@ -200,11 +196,6 @@ def reduce_each_run(
                     accumulate(edit, place, given[place], value, begun)
         behind = max(run.computes[min(run.last + 1, len(run.computes) - 1)] for run in joint)
         reduce_gradient(edit, bucket, max(places), value, again=count > 0, behind=behind)
-
-
-def are_apart(sets: Sequence[Devices]) -> bool:
-    """Return whether there are several sets of devices, of which no two share one."""
-    return len(sets) > 1 and sum(map(len, sets)) == len({device for devices in sets for device in devices})
 
 
 def add_tied_sums(state: LoweringState) -> LoweringState:

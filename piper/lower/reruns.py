@@ -17,7 +17,7 @@ def add_reruns(state: LoweringState) -> LoweringState:
     -->
     F[PP=0]  F[PP=0 #1] ... R[PP=0]  R[PP=0 #1]  B[PP=0 #1]  B[PP=0]
     """
-    regions = recomputed_regions(state)
+    regions = state.graph.chosen(lambda options: options.rerun)
     if not regions:
         return state
     makers = makers_of(state)
@@ -38,16 +38,11 @@ def add_reruns(state: LoweringState) -> LoweringState:
 
 def backwards_read_what_ran_last(state: LoweringState) -> Iterator[str]:
     """Yield each value of a first run that a backward or a recomputed forward of its region reads."""
-    makers, regions = makers_of(state), recomputed_regions(state)
+    makers, regions = makers_of(state), state.graph.chosen(lambda options: options.rerun)
     for node in state.sequence:
         if isinstance(node, Compute) and (node.phase != "F" or node.again):
             for value in inner(node, makers, regions):
                 yield f"{node.name} reads {value} of {makers[value][1].name}"
-
-
-def recomputed_regions(state: LoweringState) -> dict[str, str]:
-    """Return the regions whose forwards are recomputed, by chunk."""
-    return state.graph.chosen(lambda options: options.rerun)
 
 
 Makers = Mapping[SlotId, tuple[int, Compute]]

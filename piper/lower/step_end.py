@@ -5,20 +5,9 @@ from dataclasses import replace
 
 from piper.ir.chunk import CapturedModel, Output
 from piper.ir.devices import Devices, show
-from piper.ir.graph import Graph
 from piper.ir.ids import LOSS, METRICS, NORM, TOTAL, WEIGHT, SlotId, buffer_slot, param_slot
-from piper.ir.node import (
-    Broadcast,
-    Compute,
-    Gather,
-    Load,
-    Norm,
-    Reduce,
-    Total,
-    Transfer,
-    Update,
-)
-from piper.ir.sharding import Sharding, shardings_on
+from piper.ir.node import Broadcast, Compute, Gather, Load, Norm, Reduce, Total, Transfer, Update
+from piper.ir.sharding import shardings_on
 from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
 from piper.lower.programs import classes_of
@@ -43,22 +32,18 @@ def add_loads(state: LoweringState) -> LoweringState:
         for value in node.reads:
             if value.kind == "batch" and value not in loaded:
                 loaded.add(value)
+                mesh = state.graph.mesh(node)
                 load = Load(
                     batch_field=value.owner,
                     part=node.part,
                     devices=node.devices,
-                    degree=state.graph.mesh(node).degree,
-                    slices=field_slices(state.graph, node, value.owner),
+                    degree=mesh.degree,
+                    slices=shardings_on(mesh, state.graph.outline.fields.get(value.owner, ())),
                     writes=(value,),
                     origin=node.origin,
                 )
                 edit.before(place, load)
     return edit.apply()
-
-
-def field_slices(graph: Graph, node: Compute, batch_field: str) -> tuple[Sharding, ...]:
-    """Return how the devices of a node shard a field of the batch beyond its samples."""
-    return shardings_on(graph.mesh(node), graph.outline.fields.get(batch_field, ()))
 
 
 def every_field_is_loaded(state: LoweringState) -> Iterator[str]:

@@ -5,16 +5,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from piper.errors import ScheduleError
-from piper.ir.chunk import Chunk, Tags
+from piper.ir.chunk import ROUTED, Chunk, Tags
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, inputs_from_chunks
 from piper.ir.mesh import DATA
 from piper.ir.node import Compute
-from piper.lower.expert_buffers import check_expert_buffers
 from piper.lower.placements import layouts_of, spread
 from piper.lower.state import LoweringState
-
-ROUTED = ("route", "expert", "unroute")
 
 
 def validate(graph: Graph, samples: int | None = None) -> Graph:
@@ -166,9 +163,9 @@ def check_one_placement(graph: Graph) -> None:
 def check_sets(graph: Graph) -> None:
     """Refuse microbatches of a chunk on sets of devices that cannot hold the chunk's parameters together."""
     for chunk, sets in spread(graph).items():
-        nodes = {devices: node_on(graph, chunk, devices) for devices in sets}
-        first, *others = nodes.values()
-        groups = {group for node in nodes.values() for group in graph.mesh(node).distinct_along(DATA)}
+        mine = [node for node in graph.nodes.values() if node.chunk == chunk]
+        first, *others = nodes = [next(node for node in mine if node.devices == devices) for devices in sets]
+        groups = {group for node in nodes for group in graph.mesh(node).distinct_along(DATA)}
         for node in others:
             facts = {each.name: f"on {show(each.devices)}" for each in (first, node)}
             if len(node.devices) != len(first.devices):
@@ -186,11 +183,6 @@ def check_sets(graph: Graph) -> None:
                     facts=facts,
                     hint="put each device into the same group, at the same place, for all microbatches",
                 )
-
-
-def node_on(graph: Graph, chunk: str, devices: Devices) -> Compute:
-    """Return the first node of a chunk on a set of devices."""
-    return next(node for node in graph.nodes.values() if node.chunk == chunk and node.devices == devices)
 
 
 def check_expert_regions(graph: Graph) -> None:
@@ -246,6 +238,39 @@ def check_buffers(graph: Graph) -> None:
                         },
                         hint="place the regions that share the buffer on the same devices",
                     )
+
+
+def check_expert_buffers(graph: Graph) -> None:
+    """Refuse to shard a buffer that a region writes, or that a region with other experts uses too."""
+    outline = graph.outline
+    placements = {node.chunk: node for node in graph.nodes.values()}
+    users: dict[str, str] = {}
+    for chunk in outline.chunks:
+        for name in chunk.buffers:
+            first = users.setdefault(name, chunk.name)
+            degrees = {
+                user: math.prod(along.degree for along in graph.policy(user).placements(name))
+                for user in (first, chunk.name)
+            }
+            sharded = max(first, chunk.name, key=lambda user: degrees[user])
+            asked = f"ways {degrees[sharded]} over {show(placements[sharded].devices)}"
+            if degrees[first] != degrees[chunk.name]:
+                raise ScheduleError(
+                    f"the buffer {name} would be sharded in one region and not in another",
+                    by=graph.placed_by(placements[sharded]),
+                    facts={"asked": f"{asked} for {sharded}", "but": f"{first} and {chunk.name} share it"},
+                    hint="give each region a buffer of its own, or shard both alike",
+                )
+            if name in chunk.mutated and degrees[chunk.name] > 1:
+                raise ScheduleError(
+                    f"the buffer {name} cannot be sharded with its experts",
+                    by=graph.placed_by(placements[chunk.name]),
+                    facts={
+                        "asked": asked,
+                        "but": f"{chunk.name} writes it, from the rows of {degrees[sharded]} devices at once",
+                    },
+                    hint="write it outside the part between route and unroute, or do not shard this region",
+                )
 
 
 def check_reruns(graph: Graph) -> None:

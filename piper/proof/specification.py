@@ -8,14 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from piper.ir.chunk import Chunk, Output, Parameter, Source, Tags
+from piper.ir.chunk import ROUTED, Chunk, Output, Parameter, Source, Tags
 from piper.ir.devices import Devices
 from piper.ir.graph import Graph
 from piper.ir.mesh import Mesh
 from piper.ir.sharding import AxisPlacement, Sharding, shardings_on
 from piper.proof.meshes import Holding, Numbering, holding, in_any_order, numbering, passes
-
-ROUTED = ("route", "expert", "unroute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Fits a forward that was captured in eval mode to the program that trains its parameters."""
+"""Fits other programs of a job, for evaluation or for batches of other sizes, to the state of the first."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -7,6 +7,8 @@ from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel, Parameter
 from piper.ir.devices import show
 from piper.ir.graph import Graph
+from piper.job import Batch
+from piper.runtime.uneven import COUNTS
 
 if TYPE_CHECKING:
     from piper.compiler.build import Program
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 def reads_state_of(program: "Program", graph: Graph) -> Graph:
     """Return a forward that reads the parameters and buffers where a program that trains them has them."""
-    check_buffers(program, graph)
+    check_same_devices(program, graph)
     return replace(graph, outline=with_parameters_of(program, graph.outline))
 
 
@@ -41,7 +43,7 @@ def with_parameters_of(program: "Program", outline: CapturedModel) -> CapturedMo
     return replace(outline, parameters=tuple(replace(p, trainable=False) for p in trained))
 
 
-def check_buffers(program: "Program", graph: Graph) -> None:
+def check_same_devices(program: "Program", graph: Graph) -> None:
     """Refuse a buffer that training and evaluation use on different devices: it would have two values."""
     before, placed = (devices_of_chunks(each) for each in (program.graph, graph))
     trained: dict[str, set[int]] = {}
@@ -72,5 +74,32 @@ def devices_of_chunks(graph: Graph) -> dict[str, set[int]]:
 
 def layout_of(parameter: Parameter) -> object:
     """Return the shape and type of a parameter, and how it lies on its devices."""
-    placements = [(held.axis, held.degree, held.placement) for held in parameter.placements]
+    placements = [(along.axis, along.degree, along.placement) for along in parameter.placements]
     return parameter.shape, parameter.dtype, placements
+
+
+def check_same_state(program: "Program", other: "Program", batch: Batch) -> None:
+    """Refuse a program that needs other parameters or buffers on some device than the first one."""
+    here, there = program.outline.reached, other.outline.reached
+    if (here, program.plans.buckets) != (there, other.plans.buckets):
+        apart = sorted(here ^ there)
+        which = (
+            f"{apart[0]} is trained only for one of them" if apart else "their order or their chunks differ"
+        )
+        raise another_model(batch, "parameters", which)
+    written = {name for chunk in other.outline.chunks for name in chunk.mutated}
+    for device in other.plans.devices:
+        missing = other.plans.of(device).buffers.keys() - program.plans.of(device).buffers.keys()
+        if not missing.isdisjoint(written):
+            raise another_model(batch, "buffers", f"{min(missing & written)} is written only for one of them")
+
+
+def another_model(batch: Batch, what: str, which: str) -> CaptureError:
+    """Return the error of a model that is not the same for batches of other sizes."""
+    sizes = ", ".join(f"{name} {tuple(field.shape)}" for name, field in batch.items() if name != COUNTS)
+    return CaptureError(
+        f"the model has other {what} for batches of other sizes",
+        by="model",
+        facts={"batch": sizes, "why": which},
+        hint="let the forward use the same layers whatever the sizes, or pad batches: Job(buckets=...)",
+    )
