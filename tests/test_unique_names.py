@@ -14,7 +14,6 @@ CLASSES = {
 }
 MODULES = {
     "base": "the protocol or base class of a package",
-    "collectives": "the proof's own account of what lowering decides; it must not share code with it",
     "huggingface": "models from Hugging Face, and checkpoints of theirs",
     "inline": "the launcher of threads in one process, and the communicator of that launcher",
     "remat": "the directive, and the choice of saved values that it asks for",
