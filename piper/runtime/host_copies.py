@@ -184,7 +184,7 @@ def mirror(env: Env, ins: Instr) -> Bound:
         for begin in range(0, max(lengths), MIRRORED):
             piece = given[begin : begin + MIRRORED].to(device, non_blocking=True)
             place = arrived[begin : begin + MIRRORED]
-            place.copy_(group.shift_uneven(piece, 1, len(place)), non_blocking=True)
+            place.copy_(group.shift_uneven(piece, len(place)), non_blocking=True)
         wait_for_stream(device)
         vault.take(ins, arrived)
 

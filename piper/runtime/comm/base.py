@@ -81,9 +81,9 @@ class Group(ABC):
 
     def shift(self, flat: Tensor, by: int) -> Tensor:
         """Give a tensor to the member `by` places on, around the end, and return what this one is given."""
-        return self.shift_uneven(flat, by, len(flat))
+        return self.shift_uneven(flat, len(flat), by)
 
-    def shift_uneven(self, flat: Tensor, by: int, length: int) -> Tensor:
+    def shift_uneven(self, flat: Tensor, length: int, by: int = 1) -> Tensor:
         """Do the same where `length` elements arrive, which may be more or fewer than leave."""
         to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
         parts = [flat if member == to else flat[:0] for member in range(self.size)]
