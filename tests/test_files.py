@@ -39,6 +39,16 @@ def test_a_file_of_ours_is_replaced_and_another_is_not(tmp_path: Path) -> None:
     assert path.read_text() == "mine\n"
 
 
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        write_output(tmp_path / "none" / "a.txt", "# by us\n", "# by us", "the page")
+    assert str(error.value) == cleandoc(f"""
+        {tmp_path}/none/a.txt: the page cannot be written
+          why:  No such file or directory
+          hint: name a file in a folder that exists and that you own
+    """)
+
+
 def test_a_mark_may_be_at_the_end_and_an_empty_file_is_nobodys(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.touch()

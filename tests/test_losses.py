@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.check.check import check
-from piper.cli.plan_report import print_plan
+from piper.cli.plan import print_plan
 from piper.compiler import compile
 from piper.errors import CaptureError, ConfigError
 from piper.recipe import load_recipe

@@ -7,7 +7,7 @@ from dataclasses import fields
 import typer
 
 import piper
-from piper.cli import app
+from piper.cli import app_with
 
 
 def test_public_names() -> None:
@@ -114,12 +114,12 @@ def test_schedules() -> None:
 
 
 def test_a_verb_is_registered_once() -> None:
-    verbs = [verb.callback for verb in app.registered_commands]
+    verbs = [verb.callback for verb in app_with().registered_commands]
     assert len(verbs) == len(set(verbs))
 
 
 def test_verbs_and_flags() -> None:
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(app_with())
     verbs = {
         name: sorted(option for param in verb.params for option in param.opts if option != "--help")
         for name, verb in command.commands.items()  # type: ignore[attr-defined]

@@ -2,48 +2,50 @@
 
 import sys
 import warnings
+from collections.abc import Iterable
+from importlib import import_module
 from typing import Annotated, NoReturn, TextIO
 
 import typer
 from rich.console import Console
 
-from piper.cli.check import check
-from piper.cli.diff import diff
-from piper.cli.exit_codes import USER_ERROR
-from piper.cli.export import export
-from piper.cli.import_weights import import_weights
-from piper.cli.init import init
-from piper.cli.plan import plan
-from piper.cli.profile import profile
-from piper.cli.schedule import schedule
-from piper.cli.simulate import simulate
-from piper.cli.train import train
-from piper.cli.tune import tune
-from piper.cli.view import view
+from piper.cli.options import USER_ERROR
 from piper.errors import PiperError
 from piper.version import VERSION
 
-app = typer.Typer(
-    name="piper",
-    help="Plan, check and run distributed training strategies for PyTorch.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+VERBS = tuple(
+    [
+        "simulate",
+        "profile",
+        "diff",
+        "schedule",
+        "view",
+        "init",
+        "export",
+        "import",
+        "tune",
+        "plan",
+        "check",
+        "train",
+    ]
 )
 
-app.command()(simulate)
-app.command()(profile)
-app.command()(diff)
-app.command()(schedule)
-app.command()(view)
-app.command()(init)
-app.command()(export)
-app.command("import")(import_weights)
-app.command()(tune)
-app.command()(plan)
-app.command()(check)
-app.command()(train)
+
+def app_with(verbs: Iterable[str] = VERBS) -> typer.Typer:
+    """Return the command line with some verbs, whose modules are imported here."""
+    app = typer.Typer(
+        name="piper",
+        help="Plan, check and run distributed training strategies for PyTorch.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(root)
+    for verb in verbs:
+        module, function = ("export", "import_weights") if verb == "import" else (verb, verb)
+        app.command(verb)(getattr(import_module(f"piper.cli.{module}"), function))
+    return app
 
 
 def main() -> None:
@@ -51,7 +53,10 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
         try:
-            app()
+            asked = [verb for verb in sys.argv[1:2] if verb in VERBS]
+            app_with(
+                asked or VERBS
+            )()  # a verb is imported alone: importing all takes as long as `import piper`
         except PiperError as error:
             fail("\n".join([str(error), *getattr(error, "__notes__", ())]))  # notes: a worker's traceback
 
@@ -81,7 +86,6 @@ def show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)

@@ -1,16 +1,18 @@
 """`piper check`: a recipe compared with plain PyTorch on one device."""
 
-import json
+import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from piper.cli.exit_codes import NO, SUCCESS
-from piper.cli.options import AsJson, Compile, Device, Recipe, StrategyFile
+from piper.cli.options import NO, SUCCESS, AsJson, Compile, Device, Recipe, StrategyFile, print_json
 from piper.workers.rank_zero import on_rank_zero
+
+if TYPE_CHECKING:
+    from piper.check.check import Report
 
 
 @on_rank_zero
@@ -28,7 +30,6 @@ def check(
 ) -> None:
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
     from piper.check.check import check as compare
-    from piper.cli.plan_report import check_report, check_text
     from piper.compiler import compile
     from piper.data.taking import batches_of
     from piper.recipe import load_recipe
@@ -40,7 +41,22 @@ def check(
     batches = list(islice(batches_of(job.data), steps))
     report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
     if as_json:
-        sys.stdout.write(json.dumps(check_report(report)) + "\n")
+        print_json(check_report(report))
     else:
         sys.stdout.write(check_text(report, f"{len(batches)} steps on {on}"))
     sys.exit(SUCCESS if report.ok else NO)
+
+
+def check_report(report: "Report") -> dict[str, object]:
+    """Return what `piper check --json` prints; a difference that is not a finite number is null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(report).items()
+    }
+
+
+def check_text(report: "Report", what: str) -> str:
+    """Return what `piper check` says: the verdict, how far the numbers are apart, and notes."""
+    apart = f"loss {report.max_loss_diff:.2g}, gradients {report.max_grad_diff:.2g}"
+    summary = f"{what}; largest relative differences: {apart}, parameters {report.max_param_diff:.2g}"
+    return "\n".join([report.verdict, summary, *(f"note: {note}" for note in report.notes)]) + "\n"

@@ -1,21 +1,28 @@
 """`piper diff`: two strategies, or two saved plans, side by side."""
 
-import json
-import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from piper.cli.options import AsJson, ClusterName, CostsFile
-
-if TYPE_CHECKING:
-    from piper.ir.chunk import CapturedModel
-    from piper.plan.plan import Plans
+from piper.cli.options import AsJson, ClusterName, CostsFile, print_json
+from piper.cli.plan import moved
+from piper.cli.simulate import prices_of
+from piper.ir.chunk import CapturedModel
+from piper.ir.devices import show
+from piper.ir.format import percent, seconds, size, table_of
+from piper.plan.plan import Plans
+from piper.plan.text import read_plans
+from piper.simulate.costs import Unit
+from piper.simulate.difference import Difference, Seat, difference
+from piper.simulate.simulate import Simulation, simulate
+from piper.view.provenance import read_background
 
 EITHER = "A recipe, a file that `piper plan --text` wrote, or a run's folder."
+MOST_NODES = 8  # shown of each kind of change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +30,8 @@ class Side:
     """One of the two sides: its plans, and the outline of its model where that is known."""
 
     name: str
-    plans: "Plans"
-    outline: "CapturedModel | None" = None
+    plans: Plans
+    outline: CapturedModel | None = None
 
 
 def diff(
@@ -35,12 +42,6 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two strategies: step time, bubble, bytes, memory, and which nodes moved."""
-    from piper.cli.diff_report import Compared, compared_report, print_compared
-    from piper.cli.prices import prices_of
-    from piper.simulate.costs import Unit
-    from piper.simulate.difference import difference
-    from piper.simulate.simulate import simulate
-
     prices = prices_of(cluster, costs)
     sides = [side_of(name) for name in (a, b)]
     timed = all(side.outline is not None for side in sides)
@@ -59,7 +60,7 @@ def diff(
         clock=prices.name if timed else "",
     )
     if as_json:
-        sys.stdout.write(json.dumps(compared_report(compared)) + "\n")
+        print_json(compared_report(compared))
     else:
         print_compared(compared, Console(highlight=False, soft_wrap=True))
 
@@ -68,10 +69,8 @@ def side_of(name: str) -> Side:
     """Compile a recipe, or read plans from a file or from a run's folder with its costs."""
     path = Path(name) / "plan.txt" if Path(name).is_dir() else Path(name)
     if path.is_file():
-        from piper.plan.text import read_plans
-        from piper.view.provenance import read_background
-
-        plans = read_plans(read(path), str(path))
+        text = path.read_bytes().decode("utf-8", errors="replace")  # the reader refuses what is not text
+        plans = read_plans(text, str(path))
         kept = read_background(path.parent, plans) if Path(name).is_dir() else None
         return Side(name=name, plans=plans, outline=kept.outline if kept else None)
     from piper.compiler import compile  # torch is paid for only where it is used
@@ -81,6 +80,113 @@ def side_of(name: str) -> Side:
     return Side(name=name, plans=program.plans, outline=program.outline)
 
 
-def read(path: Path) -> str:
-    """Read the text of a file; the reader of plans refuses one that is not text."""
-    return path.read_bytes().decode("utf-8", errors="replace")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Two sets of plans with a simulated step of each."""
+
+    names: tuple[str, str]
+    plans: tuple[Plans, Plans]
+    simulations: tuple[Simulation, Simulation]
+    difference: Difference
+    clock: str  # the cluster whose seconds are shown; empty: units, because plans alone have no costs
+
+
+def summary(plans: Plans, simulation: Simulation) -> dict[str, float]:
+    """Return the numbers that sum up a step."""
+    return {
+        "devices": len(plans.devices),
+        "programs": len(plans),
+        "instructions": sum(len(plan.instrs) * len(plan.devices) for plan in plans),
+        "step": simulation.step,
+        "bubble": simulation.bubble,
+        "exposed": max(sum(account.exposed.values()) for account in simulation.accounts),
+        "comm_bytes": sum(moved(plan) * len(plan.devices) for plan in plans),
+        "peak_bytes": max(memory.peak for memory in simulation.memories),
+        "resident_bytes": max(memory.resident for memory in simulation.memories),
+    }
+
+
+def compared_report(compared: Compared) -> dict[str, object]:
+    """Return what `--json` prints."""
+    changes = compared.difference
+    sides = zip(("a", "b"), compared.names, compared.plans, compared.simulations, strict=True)
+    return {
+        "clock": compared.clock or "units",
+        **{side: {"name": name, **summary(plans, found)} for side, name, plans, found in sides},
+        "only_a": list(changes.gone),
+        "only_b": list(changes.new),
+        "moved": [{"node": m.node, "a": seat(m.before), "b": seat(m.after)} for m in changes.moved],
+        "shifted": [
+            {"node": s.node, "device": s.device, "a": s.before, "b": s.after} for s in changes.shifted
+        ],
+    }
+
+
+def seat(found: Seat) -> dict[str, object]:
+    """Return where a node runs, as an object."""
+    return {"devices": show(found.devices), "stream": found.stream}
+
+
+def print_compared(compared: Compared, console: Console) -> None:
+    """Print both side by side, then which nodes moved."""
+    table = table_of("", "A", "B", "B / A", left=("",))
+    left, right = (summary(*side) for side in zip(compared.plans, compared.simulations, strict=True))
+    time = seconds if compared.clock else units
+    for label, key, shown in LINES:
+        write = time if shown is None else shown
+        ratio = f"{right[key] / left[key]:.2f}" if left[key] else ""
+        table.add_row(label, write(left[key]), write(right[key]), ratio)
+    console.print(f"A  {compared.names[0]}", markup=False)
+    console.print(f"B  {compared.names[1]}", markup=False)
+    if not compared.clock:
+        console.print("In units, F = I = W = 1, communication free: plans in a file say no more of costs")
+    console.print()
+    console.print(table)
+    console.print()
+    print_changes(compared.difference, console)
+
+
+def units(value: float) -> str:
+    """Format a time in units."""
+    return f"{value:g}"
+
+
+LINES: tuple[tuple[str, str, Callable[[float], str] | None], ...] = (
+    ("step", "step", None),
+    ("bubble, all devices", "bubble", lambda part: percent(part, 1)),
+    ("exposed communication, at most", "exposed", None),
+    ("bytes sent, all devices", "comm_bytes", size),
+    ("peak memory, at most", "peak_bytes", size),
+    ("held between steps, at most", "resident_bytes", size),
+    ("devices", "devices", units),
+    ("programs", "programs", units),
+    ("instructions, all devices", "instructions", units),
+)
+
+
+def print_changes(changes: Difference, console: Console) -> None:
+    """Print which nodes are in one only, and which run elsewhere."""
+    moved_nodes = [f"{m.node}: {place(m.before)} -> {place(m.after)}" for m in changes.moved]
+    shifted = [f"{s.node} on device {s.device}: place {s.before} -> {s.after}" for s in changes.shifted]
+    print_some("Only in A", changes.gone, console)
+    print_some("Only in B", changes.new, console)
+    print_some("On other devices, or another stream", moved_nodes, console)
+    print_some("At another place in their device's order", shifted, console)
+    if not (changes.gone or changes.new or changes.moved or changes.shifted):
+        console.print("Every node runs on the same devices and streams, in the same order")
+
+
+def place(found: Seat) -> str:
+    """Return where a node runs, in words."""
+    return f"{show(found.devices)} {found.stream}"
+
+
+def print_some(title: str, nodes: Sequence[str], console: Console) -> None:
+    """Print the first of some nodes, and how many there are."""
+    if not nodes:
+        return
+    console.print(f"{title}: {len(nodes)}", style="bold")
+    for node in nodes[:MOST_NODES]:
+        console.print(f"  {node}", markup=False)
+    if len(nodes) > MOST_NODES:
+        console.print(f"  ... and {len(nodes) - MOST_NODES} more: --json has all")

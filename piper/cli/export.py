@@ -1,13 +1,12 @@
-"""`piper export`: the weights of a run, as a folder that Hugging Face's libraries read."""
+"""`piper export` and `piper import`: weights of a run to and from folders of Hugging Face's libraries."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from piper.cli.options import AsJson
+from piper.cli.options import AsJson, Recipe, RunFolder, print_json
 from piper.errors import ConfigError
 
 FORMS = ("hf", "peft")
@@ -66,9 +65,29 @@ def export(
         "bytes": nbytes,
     }
     if as_json:
-        sys.stdout.write(json.dumps(report) + "\n")
+        print_json(report)
         return
     steps = count(values.record.step, "step")
     sys.stdout.write(
         f"Exported {kind} after {steps}, {size(nbytes)}\n  from     {checkpoint}\n  to       {folder}\n"
     )
+
+
+def import_weights(
+    recipe: Recipe,
+    weights: Annotated[
+        Path, typer.Argument(help="A folder of safetensors files, as save_pretrained writes it.")
+    ],
+    out: RunFolder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a run that begins with the weights of a Hugging Face folder: `piper train --resume` goes on."""
+    from piper.recipe import load_recipe
+    from piper.train.exporting import import_start  # torch is paid for only where it is used
+
+    folder = import_start(recipe, load_recipe(recipe), weights, out)
+    train = f"piper train {recipe} --out {folder} --resume"
+    if as_json:
+        print_json({"run": str(folder), "train": train})
+        return
+    sys.stdout.write(f"Imported {weights}\n  run      {folder}\n  train    {train}\n")

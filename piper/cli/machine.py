@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import piper
 from piper.capture.precision.fp8 import CAPABLE
 from piper.compiler import compile
-from piper.errors import ConfigError
 from piper.process.files import write_output
 from piper.run.launch import launcher
 from piper.runtime.accelerator import accelerators, device_kind, is_accelerator
@@ -208,12 +207,4 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
         lines += ["", "[[link]]", f'name = "{link.name}"', f"devices = {link.devices}"]
         lines += [f"bandwidth = {link.bandwidth:.4g}", f"latency = {link.latency:.3g}"]
         lines += [f"slows = {link.slows:.3g}", f"cores = {link.cores:.3g}"]
-    try:
-        write_output(path, "\n".join(lines) + "\n", lines[0])
-    except OSError as error:
-        raise ConfigError(
-            "the cluster cannot be written",
-            by=str(path),
-            facts={"why": error.strerror or str(error)},
-            hint="name a file in a folder you own",
-        ) from None
+    write_output(path, "\n".join(lines) + "\n", lines[0], "the cluster")

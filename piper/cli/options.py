@@ -1,9 +1,17 @@
-"""Arguments and options that several verbs share."""
+"""What several verbs share: arguments and options, exit codes, JSON."""
 
+import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+SUCCESS = 0
+NO = 1  # the answer of a check
+USER_ERROR = 2
+PREEMPTED = 75  # EX_TEMPFAIL: try again
+INTERRUPTED = 130  # as a shell has it after Ctrl-C
 
 Recipe = Annotated[str, typer.Argument(help="file.py:function, which returns a piper.Job", metavar="RECIPE")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -29,3 +37,12 @@ StrategyFile = Annotated[
     Path | None,
     typer.Option("--strategy", help="A JSON strategy in place of the recipe's own.", metavar="FILE"),
 ]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option("--out", help="The run's folder; else runs/recipe-function, numbered.", metavar="DIR"),
+]
+
+
+def print_json(report: object) -> None:
+    """Print what `--json` asks for: one object on one line."""
+    sys.stdout.write(json.dumps(report) + "\n")

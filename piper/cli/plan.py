@@ -1,14 +1,33 @@
-"""`piper plan`: the plans of a recipe, compiled and proven."""
+"""`piper plan`: a recipe, compiled and proven."""
 
-import json
-import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from piper.cli.options import AsJson, Compile, Recipe, StrategyFile
+from piper.cli.options import AsJson, Compile, Recipe, StrategyFile, print_json
+from piper.errors import ConfigError
+from piper.ir.devices import show
+from piper.ir.format import count, size, table_of
+from piper.ir.ids import AGAIN
+from piper.plan.instr import Instr
+from piper.plan.memory_timeline import host_peak, timeline
+from piper.plan.ops import OPS
+from piper.plan.plan import Plan, Plans
+from piper.plan.protected import survival
+from piper.plan.text import show_plans
+from piper.process.files import write_output
+from piper.view.pipeline_stages import stage_tags
+from piper.view.text_grid import grid
+
+if TYPE_CHECKING:
+    from piper.compiler import Program
+
+MOST_PROGRAMS = 16  # shown in a table
+MOST_INSTRUCTIONS = 8  # shown of each program, unless a device is asked for
 
 
 def plan(
@@ -25,16 +44,158 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Compile a recipe, prove its plans and show them."""
+    from piper.compiler import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
 
-    job = load_recipe(recipe, strategy)
-    from piper.cli.plan_report import plan_report, print_plan, write_text
-    from piper.compiler import compile  # torch is paid for only where it is used
-
-    program = compile(job, compile=compiled)
+    program = compile(load_recipe(recipe, strategy), compile=compiled)
     if text is not None:
-        write_text(program, text)
+        write_output(text, show_plans(program.plans), "plans  seed=", "the plans")
     if as_json:
-        sys.stdout.write(json.dumps(plan_report(program)) + "\n")
+        print_json(plan_report(program))
         return
     print_plan(program, Console(highlight=False, soft_wrap=True), device=device, why=why)
+
+
+def moved(plan: Plan) -> int:
+    """Return the bytes one device sends in a step."""
+    return sum(ins.nbytes for ins in plan.instrs if ins.comm is not None and OPS[ins.op].sends)
+
+
+def host_moved(plan: Plan) -> int:
+    """Return the bytes one device copies to its host in a step, for the time until it reads them again."""
+    return sum(ins.nbytes for ins in plan.instrs if ins.op == "offload")
+
+
+def host_report(plans: Sequence[Plan]) -> dict[str, object]:
+    """Return what `--json` prints of offloaded values, device by device. Empty: nothing is offloaded."""
+    held = [host_peak(plan) for plan in plans]
+    return {"offload_bytes": [*map(host_moved, plans)], "host_bytes": held} if any(held) else {}
+
+
+def plan_report(program: "Program") -> dict[str, object]:
+    """Return what `--json` prints. Its lists go device by device, in the order of `devices`."""
+    rows = {device: plan for plan in program.plans for device in plan.devices}
+    peaks = {id(plan): timeline(plan).peak for plan in program.plans}
+    devices = sorted(rows)
+    survives = survival(program.plans)
+    return {
+        "devices": devices,
+        "nodes": len(program.work.sequence),
+        "instructions": [len(rows[device].instrs) for device in devices],
+        "comm_bytes": [moved(rows[device]) for device in devices],
+        "peak_bytes": [peaks[id(rows[device])] for device in devices],
+        **({"survives": asdict(survives)} if survives is not None else {}),
+        **host_report([rows[device] for device in devices]),
+    }
+
+
+def print_plan(program: "Program", console: Console, *, device: int | None, why: bool) -> None:
+    """Print the grid, a table of what each device runs, sends and holds, and that the plans are proven."""
+    plans = program.plans
+    outermost = {chunk.name: chunk.tags for chunk in program.outline.chunks}
+    tags = stage_tags(outermost, program.graph.orderings)
+    again = any(ins.again for plan in plans for ins in plan.instrs)
+    forwards = f"F forward, {AGAIN} forward again" if again else "F forward"
+    console.print(f"Pipeline (stage, pass, part; {forwards}, B backward, I and W its halves)", style="bold")
+    for row in grid(plans, tags).splitlines():
+        cut = console.is_terminal and len(row) > console.width
+        console.print(row[: console.width - 1] + "…" if cut else row, markup=False, soft_wrap=True)
+    console.print()
+    print_programs(program, console)
+    console.print()
+    for kind, nbytes in sorted(bytes_by_kind(program).items()):
+        console.print(f"{kind:15} {size(nbytes)} per step over all devices", markup=False)
+    if (survives := survival(plans)) is not None:
+        console.print(str(survives), markup=False)
+    print_host(plans, console)
+    if device is not None:
+        print_device(program, console, device, most=None)
+    else:
+        for plan in plans.plans[:MOST_PROGRAMS]:
+            print_device(program, console, plan.devices[0], most=MOST_INSTRUCTIONS)
+    if why:
+        console.print()
+        for reason in plans.why or ("nothing was decided against the strategy",):
+            console.print(f"why: {reason}", markup=False)
+    for shape, other in program.shapes.items():
+        sizes = ", ".join(f"{name} {list(sizes)}" for name, sizes, _ in shape)
+        peak = max(timeline(plan).peak for plan in other.plans)
+        console.print(f"also for {sizes}: at most {size(peak)} a device", markup=False)
+    for warning in program.warnings:
+        console.print(f"\nWarning: {warning}", markup=False)
+    copied = "" if survives is None else ", everything that a step writes is copied before"
+    console.print()
+    what = [
+        count(len(plans.devices), "device"),
+        count(len(plans), "program"),
+        count(len(program.work.sequence), "node"),
+    ]
+    console.print(
+        f"Proven: {', '.join(what)}. Every send meets its receive, nothing waits in a circle, every slot is "
+        "written before it is read and freed once, every read sees the value that the model means, every "
+        f"gradient holds each sample once{copied}.",
+        markup=False,
+    )
+
+
+def print_host(plans: Plans, console: Console) -> None:
+    """Print how much is offloaded, where anything is."""
+    if held := max(map(host_peak, plans)):
+        moving = sum(host_moved(plan) * len(plan.devices) for plan in plans)
+        most = f"at most {size(held)} of the host's memory for a device"
+        console.print(f"offloaded: {size(moving)} per step over all devices, {most}", markup=False)
+
+
+def print_programs(program: "Program", console: Console) -> None:
+    """Print a table of the programs: what their devices do, send and hold."""
+    plans = program.plans
+    columns = ("devices", "instructions", "sent", "peak", "held", "at the peak")
+    table = table_of(*columns, left=("devices", "at the peak"), wrap=columns)
+    for plan in plans.plans[:MOST_PROGRAMS]:
+        times = timeline(plan)
+        counts = [str(len(plan.instrs)), size(moved(plan)), size(times.peak), size(times.resident)]
+        table.add_row(show(plan.devices), *counts, plan.instrs[times.peak_at].node)
+    console.print(table)
+    if len(plans) > MOST_PROGRAMS:
+        console.print(f"... and {len(plans) - MOST_PROGRAMS} programs more")
+
+
+def bytes_by_kind(program: "Program") -> dict[str, int]:
+    """Return the bytes sent in a step over all devices, by operation."""
+    total: dict[str, int] = {}
+    for plan in program.plans:
+        for ins in plan.instrs:
+            if ins.comm is not None and ins.op != "recv":
+                total[ins.does] = total.get(ins.does, 0) + ins.nbytes * len(plan.devices)
+    return total
+
+
+def print_device(program: "Program", console: Console, device: int, *, most: int | None) -> None:
+    """Print one device's instructions with the memory live at each, or the first of them."""
+    try:
+        plan = program.plans.of(device)
+    except KeyError:
+        raise ConfigError(
+            f"there is no device {device}",
+            by="piper plan",
+            facts={"devices": ", ".join(show(plan.devices) for plan in program.plans)},
+            hint="name one of the devices that the strategy uses",
+        ) from None
+    times = timeline(plan)
+    console.print()
+    console.print(f"Device {device}, in the order it issues", style="bold")
+    for place, ins in enumerate(plan.instrs[:most]):
+        console.print(instruction_line(place, ins, times.live[place]), markup=False, soft_wrap=True)
+    if most is not None and len(plan.instrs) > most:
+        console.print(f"  ... and {len(plan.instrs) - most} more: --device {device}", markup=False)
+
+
+def instruction_line(place: int, ins: Instr, live: int) -> str:
+    """Return one instruction as a line of text."""
+    waits = f"  waits {','.join(map(str, ins.waits))}" if ins.waits else ""
+    signals = f"  signals {ins.signals}" if ins.signals is not None else ""
+    comm = f"  over {ins.comm}" if ins.comm else ""
+    moving = f"  {size(ins.nbytes)}" if ins.comm or ins.op in ("offload", "fetch") else ""
+    return (
+        f"{place:5}  {size(live):>11}  {ins.stream:9} {ins.does:14} {ins.node}{comm}{moving}{waits}{signals}"
+    )

@@ -1,24 +1,32 @@
 """`piper profile`: where the time of a run's steps went, and costs for the simulator."""
 
-import json
 import os
-import sys
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from statistics import median
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from piper.cli.options import AsJson
+from piper.cli.options import AsJson, print_json
 from piper.errors import ConfigError
-from piper.ir.format import wide_console
+from piper.ir.format import count, percent, seconds, size, table_of, wide_console
+from piper.plan.instr import Instr
+from piper.plan.ops import COMMUNICATION
 from piper.recipe import file_and_function
-
-if TYPE_CHECKING:
-    from piper.simulate.profile import Profile
+from piper.simulate.calibrate import calibrate as calibrated
+from piper.simulate.cluster import load_cluster
+from piper.simulate.measured import write_costs
+from piper.simulate.profile import Profile, read_profile
 
 STEPS = 5
 SOME = 3  # steps beside the recorded ones
+MOST_NODES = 20  # shown in the table
+SHORT = 5  # columns for nodes, whose names are long
+COLUMNS = ("calls", "time", "share", "median", "waited", "busy", "sent", "rate")
 
 
 def profile(
@@ -69,45 +77,154 @@ def profile(
         )
     if target is None:
         return
-    found = profile_at(target, on, steps, console)
+    recorded = profile_at(target, on, steps, console)
     if calibrate is not None:
-        write_calibration(found, calibrate, cluster, also or [])
+        write_calibration(recorded, calibrate, cluster, also or [])
         console.print(f"Costs in {calibrate}: piper simulate RECIPE --costs {calibrate}")
-    show_profile(found, console, as_json)
-
-
-def show_profile(found: "Profile", console: Console, as_json: bool) -> None:
-    """Print a profile in the form that is asked for."""
-    from piper.cli.profile_report import print_profile, profile_report
-
     if as_json:
-        sys.stdout.write(json.dumps(profile_report(found)) + "\n")
+        print_json(profile_report(recorded))
     else:
-        print_profile(found, console)
+        print_profile(recorded, console)
 
 
-def profile_at(target: str, on: str, steps: int, console: Console) -> "Profile":
+def profile_at(target: str, on: str, steps: int, console: Console) -> Profile:
     """Return the profile in a folder, or run a recipe and return its profile."""
-    from piper.simulate.profile import read_profile
-
     file, function = file_and_function(target)
     if not (file.endswith(".py") and function):
         return read_profile(Path(target))
-    from piper.train.train_command import train_recipe
+    from piper.train.train_command import train_recipe  # torch is paid for only where it is used
     from piper.train.train_options import TrainOptions
 
     asked = TrainOptions(recipe=target, on=on, steps=steps + SOME, profile=steps)
     return read_profile(train_recipe(asked, console).folder)
 
 
-def write_calibration(found: "Profile", path: Path, cluster: str | None, also: list[Path]) -> None:
+def write_calibration(found: Profile, path: Path, cluster: str | None, also: list[Path]) -> None:
     """Write the costs that a profile measured, with those of more runs of the model."""
-    from piper.simulate.calibrate import calibrate
-    from piper.simulate.cluster import load_cluster
-    from piper.simulate.measured import write_costs
-    from piper.simulate.profile import read_profile
-
     cores = (os.cpu_count() or 1) if found.accelerator == "cpu" else 0
     other = None if cluster is None else load_cluster(cluster)
     others = map(read_profile, also)
-    write_costs(calibrate(found, *others, cores=cores, cluster=other), path)
+    write_costs(calibrated(found, *others, cores=cores, cluster=other), path)
+
+
+@dataclass(slots=True)
+class Row:
+    """The times of a group of instructions, over all devices and recorded steps."""
+
+    name: str
+    op: str
+    spans: list[float]
+    waited: float = 0.0
+    cpu: float = 0.0
+    nbytes: int = 0
+
+
+def rows_of(profile: Profile, *, by_node: bool) -> list[Row]:
+    """Return the instructions in groups, largest first: by op, or by node."""
+    rows: dict[tuple[str, str], Row] = {}
+    for step in range(profile.count):
+        timelines = profile.timelines(step)
+        for track in profile.tracks:
+            timeline = timelines[track.device]
+            instrs = profile.plans.of(track.device).instrs
+            for ins, span, times in zip(instrs, timeline.spans, track.steps[step], strict=True):
+                name = every_part(node_name(ins), profile.plans.axes) if by_node else ins.op
+                row = rows.setdefault((ins.op, name), Row(name=name, op=ins.op, spans=[]))
+                row.spans.append(span.end - span.start)
+                row.waited += span.waited
+                row.cpu += times[2]
+                row.nbytes += ins.nbytes
+    return sorted(rows.values(), key=lambda row: (-sum(row.spans), row.name))
+
+
+def node_name(ins: Instr) -> str:
+    """Return the name of a node; that of a transfer says which side of it."""
+    return f"{ins.op} of {ins.node}" if ins.op in ("send", "recv") else ins.node
+
+
+def every_part(node: str, axes: Iterable[str]) -> str:
+    """Replace the microbatch in a node's name with `*`: all microbatches are counted together."""
+    for axis in axes:
+        node = re.sub(rf"\b{re.escape(axis)}=\d+", f"{axis}=*", node)
+    return node
+
+
+def profile_report(profile: Profile) -> dict[str, object]:
+    """Return what `--json` prints: seconds of one device in one step, on average."""
+    scale = profile.count * len(profile.tracks)
+    return {
+        "recipe": profile.recipe,
+        "on": profile.on,
+        "model": profile.model,
+        "devices": [track.device for track in profile.tracks],
+        "first_step": profile.first,
+        "step_s": [profile.seconds(step) for step in range(profile.count)],
+        "clock_error_s": profile.error,
+        "ops": [row_report(row, scale) for row in rows_of(profile, by_node=False)],
+        "nodes": [{"node": row.name, **row_report(row, scale)} for row in rows_of(profile, by_node=True)],
+    }
+
+
+def row_report(row: Row, scale: int) -> dict[str, object]:
+    """Return one group of instructions as an object."""
+    return {
+        "op": row.op,
+        "calls": len(row.spans) / scale,
+        "total_s": sum(row.spans) / scale,
+        "median_s": median(row.spans),
+        "waited_s": row.waited / scale,
+        "cpu_s": row.cpu / scale,
+        "bytes": row.nbytes / scale,
+    }
+
+
+def print_profile(profile: Profile, console: Console) -> None:
+    """Print how long steps took, and what of it each op and each piece of the model took."""
+    times = [profile.seconds(step) for step in range(profile.count)]
+    devices = len(profile.tracks)
+    last = profile.first + profile.count - 1
+    what = f"{count(devices, 'device')} ({profile.on})"
+    console.print(
+        f"Steps {profile.first} to {last} on {what}: "
+        f"median {seconds(median(times))}, from {seconds(min(times))} to {seconds(max(times))}",
+        style="bold",
+    )
+    console.print(f"One clock over devices, to within {seconds(profile.error)}")
+    console.print()
+    middle = median(times)
+    print_rows(rows_of(profile, by_node=False), "op", profile, middle, console)
+    console.print()
+    rows = rows_of(profile, by_node=True)
+    print_rows(rows[:MOST_NODES], "node", profile, middle, console)
+    if len(rows) > MOST_NODES:
+        console.print(f"... and {len(rows) - MOST_NODES} more: --json has all")
+
+
+def print_rows(rows: list[Row], heading: str, profile: Profile, step: float, console: Console) -> None:
+    """Print groups of instructions: for each, what one device spends on it in a step, on average."""
+    columns = COLUMNS if heading == "op" else COLUMNS[:SHORT]
+    table = table_of(heading, *columns, left=(heading,))
+    scale = profile.count * len(profile.tracks)
+    for row in rows:
+        total = sum(row.spans) / scale
+        cells = [
+            f"{len(row.spans) / scale:.3g}",
+            seconds(total),
+            percent(total, step),
+            seconds(median(row.spans)),
+            seconds(row.waited / scale) if row.op in COMMUNICATION else "",
+            seconds(row.cpu / scale),
+            *sent(row, scale),
+        ]
+        table.add_row(row.name, *cells[: len(columns)])
+    console.print(table)
+
+
+def sent(row: Row, scale: int) -> Iterator[str]:
+    """Yield the bytes of a step and their rate, empty where nothing travels."""
+    if row.op not in COMMUNICATION or not row.nbytes:
+        yield from ("", "")
+        return
+    yield size(row.nbytes / scale)
+    total = sum(row.spans)
+    yield f"{size(row.nbytes / total)}/s" if total else ""

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.view import write_schedule
 from piper.errors import ConfigError
+from piper.process.files import write_output
 from piper.schedules.grid import Grid
 from piper.schedules.names import SYNTHESISED, grid_for, known
 from piper.schedules.picture import picture
@@ -62,7 +62,12 @@ def schedule(
         refuse_options(name, memory=memory, costs=costs, last=last)
         grid = grid_for(name, ranks, microbatches, stages_per_rank)
     if svg is not None:
-        write_schedule(grid, f"{name}, {ranks} ranks, {microbatches} microbatches", svg, times)
+        from piper.view.cells import of_schedule
+        from piper.view.svg_grid import grid as draw_grid
+        from piper.view.write import DRAWING
+
+        title = f"{name}, {ranks} ranks, {microbatches} microbatches"
+        write_output(svg, draw_grid(of_schedule(grid, title, times)), DRAWING)
     else:
         sys.stdout.write(to_csv(grid) if csv else f"{picture(grid, times)}\n{below}")
 

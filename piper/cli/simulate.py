@@ -1,11 +1,49 @@
 """`piper simulate`: how long a step would take, and why."""
 
-import json
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 
 from rich.console import Console
 
-from piper.cli.options import AsJson, ClusterName, Compile, CostsFile, Recipe, StrategyFile
+from piper.cli.options import (
+    AsJson,
+    ClusterName,
+    Compile,
+    CostsFile,
+    Recipe,
+    StrategyFile,
+    print_json,
+)
+from piper.ir.chunk import CapturedModel
+from piper.ir.devices import show
+from piper.ir.format import percent, seconds, size, table_of
+from piper.ir.ids import AGAIN
+from piper.plan.memory_timeline import host_peak
+from piper.plan.ops import COMMUNICATION
+from piper.plan.plan import Plans
+from piper.plan.protected import survival
+from piper.simulate.cluster import Cluster, load_cluster
+from piper.simulate.costs import Costs, Roofline
+from piper.simulate.critical_path import PathNode
+from piper.simulate.measured import Measured, MeasuredOn, check_model, read_costs
+from piper.simulate.memory import communicators_of
+from piper.simulate.simulate import Simulation
+from piper.simulate.simulate import simulate as simulate_step
+
+CLUSTER = "h100"  # where nothing is named
+MOST_PROGRAMS = 16  # shown in a table
+MOST_LIVE = 5  # tensors shown of those that are live at the peak
+MOST_STRETCHES = 12  # of the critical path
+NOTHING = 1e-4  # of a step: what is less is not worth a line
+COLUMNS = ("devices", "busy", "bubble", "", "exposed", "contention", "peak")
+REASONS = {
+    "first": "begins the step",
+    "stream": "its stream was busy until then",
+    "event": "it waited for a value",
+    "peer": "a peer was ready last",
+}
 
 
 def simulate(
@@ -17,20 +55,303 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Simulate a step of a recipe: its time, bubble, exposed communication, peak memory, and why."""
-    from piper.cli.prices import prices_of
-    from piper.cli.simulate_report import SimulatedStep, print_simulation, simulation_report
     from piper.compiler import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
-    from piper.simulate.simulate import simulate as run
 
     prices = prices_of(cluster, costs)
     program = compile(load_recipe(recipe, strategy), compile=compiled)
     prices.check(program.outline)
-    found = run(program.plans, program.outline, prices.costs)
+    found = simulate_step(program.plans, program.outline, prices.costs)
     simulated = SimulatedStep(
         plans=program.plans, simulation=found, where=prices.name, cluster=prices.cluster
     )
     if as_json:
-        sys.stdout.write(json.dumps(simulation_report(simulated)) + "\n")
+        print_json(simulation_report(simulated))
     else:
         print_simulation(simulated, Console(highlight=False, soft_wrap=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Costs, and the cluster or run that they come from."""
+
+    costs: Costs
+    name: str
+    cluster: Cluster | None = None  # None: only costs are known
+    measured: Measured | None = None
+
+    def check(self, outline: CapturedModel) -> None:
+        """Refuse what was measured on another model."""
+        if self.measured is not None:
+            check_model(self.measured, outline)
+
+
+def prices_of(cluster: str | None, costs: Path | None, *, default: str = CLUSTER) -> Prices:
+    """Read measured costs, a cluster, or both. Refuse what cannot be read before anything costly.
+
+    Both: computing takes as long as it was measured, communication as long as the cluster's links take.
+    default: the cluster where neither is named.
+    """
+    if costs is None:
+        machine = load_cluster(cluster or default)
+        return Prices(costs=Roofline(machine), name=machine.name, cluster=machine)
+    measured = read_costs(costs)
+    if cluster is None:
+        return Prices(costs=measured, name=measured.source, measured=measured)
+    machine = load_cluster(cluster)
+    return Prices(
+        costs=MeasuredOn(measured, machine),
+        name=f"{measured.source} with the links of {machine.name}",
+        cluster=machine,
+        measured=measured,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """A simulated step with its plans and the costs that it was simulated with."""
+
+    plans: Plans
+    simulation: Simulation
+    where: str  # the cluster, or the costs
+    cluster: Cluster | None = None  # None: the memory of a device is not known
+
+    @property
+    def on_host(self) -> list[int]:
+        """Return the most bytes of the host's memory that a device of each program uses."""
+        return [host_peak(plan) for plan in self.plans]
+
+    def usable(self, program: int) -> float | None:
+        """Return the bytes of a device that a program may use: not those of context and communicators."""
+        if self.cluster is None:
+            return None
+        return self.cluster.usable(communicators_of(self.plans.plans[program]))
+
+
+def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
+    """Return what `--json` prints: the lists go device by device, in the order of `devices`."""
+    found = simulated.simulation
+    program = {device: n for n, plan in enumerate(simulated.plans) for device in plan.devices}
+    devices = sorted(program)
+    rows = [program[device] for device in devices]
+    accounts, memories = found.accounts, found.memories
+    survives = survival(simulated.plans)
+    return {
+        "on": simulated.where,
+        "step_s": found.step,
+        "bubble": found.bubble,
+        "devices": devices,
+        "busy_s": [accounts[row].busy for row in rows],
+        "bubble_s": [accounts[row].bubble for row in rows],
+        "bubble_rate": [accounts[row].rate for row in rows],
+        "exposed_s": [accounts[row].exposed for row in rows],
+        "communication_s": [accounts[row].communication for row in rows],
+        "contention_s": [accounts[row].contention for row in rows],
+        "peak_bytes": [memories[row].peak for row in rows],
+        "usable_bytes": [simulated.usable(row) for row in rows],
+        **({"offloaded_bytes": [simulated.on_host[row] for row in rows]} if any(simulated.on_host) else {}),
+        **({"host_bytes": survives.host_bytes} if survives is not None else {}),
+        "at_peak": [dict(memories[row].at_peak[:MOST_LIVE]) for row in rows],
+        "critical_path": [
+            {
+                "node": link.node,
+                "op": link.op,
+                "device": simulated.plans.plans[link.program].devices[0],
+                "start_s": link.start,
+                "end_s": link.end,
+                "reason": link.reason,
+            }
+            for link in found.path
+        ],
+    }
+
+
+def print_simulation(simulated: SimulatedStep, console: Console) -> None:
+    """Print the step's time, where each device's time and memory go, and why the step is this long."""
+    found = simulated.simulation
+    devices = len(simulated.plans.devices)
+    what = f"{devices} devices" if devices > 1 else "one device"
+    console.print(
+        f"Step {seconds(found.step)} on {what} of {simulated.where}; bubble {percent(found.bubble, 1)}",
+        style="bold",
+    )
+    console.print()
+    print_programs(simulated, console)
+    print_exposed(simulated, console)
+    print_fit(simulated, console)
+    print_host(simulated, console)
+    if (survives := survival(simulated.plans)) is not None:
+        console.print(str(survives), markup=False)
+    print_peak(simulated, console)
+    console.print()
+    print_path(simulated, console)
+
+
+def print_programs(simulated: SimulatedStep, console: Console) -> None:
+    """Print where each program's time and memory go."""
+    found = simulated.simulation
+    table = table_of(*COLUMNS, left=("devices",))
+    for number, plan in enumerate(simulated.plans.plans[:MOST_PROGRAMS]):
+        account, memory = found.accounts[number], found.memories[number]
+        table.add_row(
+            show(plan.devices),
+            seconds(account.busy),
+            seconds(account.bubble),
+            percent(account.rate, 1),
+            amount(sum(account.exposed.values()), found.step),
+            amount(account.contention, found.step),
+            size(memory.peak),
+        )
+    console.print(table)
+    if len(simulated.plans) > MOST_PROGRAMS:
+        console.print(f"... and {len(simulated.plans) - MOST_PROGRAMS} programs more: --json has all")
+
+
+def amount(spent: float, step: float) -> str:
+    """Format a time; one that is negligible in the step is "none"."""
+    return seconds(spent) if spent > step * NOTHING else "none"
+
+
+def print_exposed(simulated: SimulatedStep, console: Console) -> None:
+    """Print the communication that nothing hides, by kind, where there is most of it."""
+    accounts = simulated.simulation.accounts
+    worst = max(range(len(accounts)), key=lambda number: sum(accounts[number].exposed.values()))
+    exposed = accounts[worst].exposed
+    largest = sorted(exposed.items(), key=lambda entry: (-entry[1], entry[0]))
+    worth = [(op, spent) for op, spent in largest if spent > simulated.simulation.step * NOTHING]
+    if worth:
+        console.print()
+        console.print(f"Exposed communication of {show(simulated.plans.plans[worst].devices)}", style="bold")
+        for op, spent in worth:
+            hidden = accounts[worst].communication[op] - spent
+            console.print(f"  {seconds(spent):>10}  {op}, beside {seconds(hidden)} that computing hides")
+
+
+def print_fit(simulated: SimulatedStep, console: Console) -> None:
+    """Say which devices do not have the memory."""
+    full = []
+    for number, memory in enumerate(simulated.simulation.memories):
+        usable = simulated.usable(number)
+        if usable is not None and memory.peak > usable:
+            full.append((memory.peak, usable, show(simulated.plans.plans[number].devices)))
+    if full and simulated.cluster is not None:
+        peak, usable, devices = max(full)
+        more = f" and {len(full) - 1} programs more" if len(full) > 1 else ""
+        whole = simulated.cluster.memory
+        rest = f"{size(whole - usable)} of them for context, communicators and fragmentation"
+        console.print()
+        console.print(
+            f"Does not fit: {devices}{more} would hold {size(peak)}, a device of {simulated.where} has "
+            f"{size(whole)}, {rest}",
+            markup=False,
+        )
+
+
+def print_host(simulated: SimulatedStep, console: Console) -> None:
+    """Print how much of its host's memory the fullest node uses, and whether it has as much."""
+    cluster = simulated.cluster
+    per = cluster.devices if cluster is not None else 1
+    nodes: dict[int, int] = {}
+    for plan, held in zip(simulated.plans, simulated.on_host, strict=True):
+        for device in plan.devices:
+            nodes[device // per] = nodes.get(device // per, 0) + held
+    if not (held := max(nodes.values())):
+        return
+    whose = "a device" if cluster is None else "the devices of a node"
+    what = f"{size(held)} of the host's memory for {whose}"
+    if cluster is not None and cluster.host_memory is not None and held > cluster.host_memory:
+        console.print(f"Does not fit: {what}, which has {size(cluster.host_memory)}", markup=False)
+    else:
+        console.print(f"offloaded: {what}", markup=False)
+
+
+def print_peak(simulated: SimulatedStep, console: Console) -> None:
+    """Print what is live at the fullest device's peak."""
+    memories = simulated.simulation.memories
+    fullest = max(range(len(memories)), key=lambda number: memories[number].peak)
+    memory = memories[fullest]
+    console.print()
+    console.print(f"Live at the peak of {show(simulated.plans.plans[fullest].devices)}", style="bold")
+    for name, nbytes in memory.at_peak[:MOST_LIVE]:
+        console.print(f"  {size(nbytes):>10}  {name}", markup=False)
+    if len(memory.at_peak) > MOST_LIVE:
+        rest = sum(nbytes for _, nbytes in memory.at_peak[MOST_LIVE:])
+        console.print(f"  {size(rest):>10}  in {len(memory.at_peak) - MOST_LIVE} more")
+
+
+def print_path(simulated: SimulatedStep, console: Console) -> None:
+    """Print the critical path: how much of it is what, then its stretches in the order of time."""
+    path, step = simulated.simulation.path, simulated.simulation.step
+    console.print(
+        "Why the step is this long: each of these could only start when the last had ended", style="bold"
+    )
+    parts: dict[str, float] = {}
+    for link in path:
+        kind = link.op if link.op in COMMUNICATION else kind_of(link)
+        parts[kind] = parts.get(kind, 0.0) + link.end - link.start
+    for kind, spent in sorted(parts.items(), key=lambda entry: (-entry[1], entry[0])):
+        if spent > step * NOTHING:
+            console.print(f"  {percent(spent, step):>7}  {seconds(spent):>8}  {kind}", markup=False)
+    console.print()
+    stretches = [stretch for stretch in stretches_of(simulated, path) if stretch.seconds > step * NOTHING]
+    shown, hidden = picked(stretches)
+    for number, stretch in enumerate(shown):
+        if number == hidden:
+            console.print(f"  ... {len(stretches) - len(shown)} stretches more: --json has all nodes")
+        more = f" to {stretch.last}, {stretch.count} nodes" if stretch.count > 1 else ""
+        where = f"{seconds(stretch.start):>8}  {seconds(stretch.seconds):>8}  {stretch.devices:8}"
+        console.print(
+            f"  {where} {stretch.what:14} {stretch.first}{more}; {REASONS[stretch.reason]}", markup=False
+        )
+
+
+def kind_of(link: PathNode) -> str:
+    """Return what a computing link of the path is counted as: `F`, `BW`, `update`."""
+    if link.op != "compute" or link.run is None:
+        return link.op
+    return AGAIN if link.run.again else link.run.phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Consecutive links of the path that all compute or all communicate on one program."""
+
+    devices: str
+    what: str
+    first: str
+    last: str
+    count: int
+    start: float
+    seconds: float
+    reason: str
+
+
+def stretches_of(simulated: SimulatedStep, path: Sequence[PathNode]) -> list[Stretch]:
+    """Split the path into stretches, each on one program and either computation or communication."""
+    found: list[Stretch] = []
+    worth = [link for link in path if link.end > link.start]
+    for (program, computes), links in groupby(
+        worth, key=lambda link: (link.program, link.op not in COMMUNICATION)
+    ):
+        run = list(links)
+        found.append(
+            Stretch(
+                devices=show(simulated.plans.plans[program].devices),
+                what="computes" if computes else run[0].op,
+                first=run[0].node,
+                last=run[-1].node,
+                count=len(run),
+                start=run[0].start,
+                seconds=sum(link.end - link.start for link in run),
+                reason=run[0].reason,
+            )
+        )
+    return found
+
+
+def picked(stretches: Sequence[Stretch]) -> tuple[list[Stretch], int]:
+    """Return the first and the last stretches, and where the rest is left out. -1: none is left out."""
+    if len(stretches) <= MOST_STRETCHES:
+        return list(stretches), -1
+    half = MOST_STRETCHES // 2
+    return [*stretches[:half], *stretches[-half:]], half

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from piper.cli.exit_codes import INTERRUPTED, PREEMPTED
-from piper.cli.options import Compile, Device, Recipe, StrategyFile
+from piper.cli.options import INTERRUPTED, PREEMPTED, Compile, Device, Recipe, RunFolder, StrategyFile
 from piper.train.interrupt import GRACE
 from piper.workers.rank_zero import on_rank_zero
 
@@ -37,10 +36,7 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The run's folder; else runs/recipe-function, numbered.", metavar="DIR"),
-    ] = None,
+    out: RunFolder = None,
     detect_nan: Annotated[
         bool, typer.Option("--detect-nan", help="Keep every result, to name the first that is no number.")
     ] = False,
@@ -69,25 +65,7 @@ def train(
     ] = 0,
 ) -> None:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
-    if on.startswith("rank:"):
-        from piper.train.one_device import (  # torch is paid for only where it is used
-            SingleRankOptions,
-            train_alone,
-        )
-
-        alone = SingleRankOptions(
-            recipe=recipe,
-            on=on,
-            strategy=strategy,
-            steps=steps,
-            device=device,
-            cluster=cluster,
-            compile=compiled,
-            graphs=graphs,
-        )
-        sys.stdout.write(train_alone(alone))
-        return
-    from piper.train.train_options import TrainOptions
+    from piper.train.train_options import TrainOptions  # torch is paid for only where it is used
 
     asked = TrainOptions(
         recipe=recipe,
@@ -106,14 +84,20 @@ def train(
         retries=retries,
         stall=stall,
         spares=spares,
+        cluster=cluster,
     )
+    if on.startswith("rank:"):
+        from piper.train.one_device import train_alone
+
+        sys.stdout.write(train_alone(asked))
+        return
     train_and_report(asked)
 
 
 def train_and_report(asked: "TrainOptions") -> None:
     """Train a recipe, and say how the run ended and how to go on. Exit if a signal has stopped it."""
     from piper.train.interrupt import PreemptedError
-    from piper.train.outcome import ending, stopping
+    from piper.train.measure import ending, stopping
     from piper.train.train_command import train_recipe
 
     try:

@@ -2,14 +2,36 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from piper.cli.options import CostsFile, StrategyFile
-from piper.schedules.grid import Grid
-from piper.schedules.timing import UNIT, Costs
+from piper.cli.simulate import CLUSTER, Prices, prices_of
+from piper.errors import ConfigError, PiperError
+from piper.plan.plan import Plans
+from piper.plan.text import read_plans, show_plans
+from piper.process.files import write_output
+from piper.recipe import file_and_function
+from piper.simulate.costs import Unit
+from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
+from piper.simulate.simulate import simulate
+from piper.view.cells import of_plans
+from piper.view.pipeline_stages import stage_tags
+from piper.view.plan_trace import plan_trace
+from piper.view.provenance import Provenance, read_background
+from piper.view.report import page
+from piper.view.subject import Subject, strategy_lines
+from piper.view.svg_grid import grid
+from piper.view.text_grid import grid as grid_text
+from piper.view.text_timeline import timeline_text
+from piper.view.write import DRAWING, PAGE, PICTURE, TRACE
+from piper.view.write import png as draw_png
 
+if TYPE_CHECKING:
+    from piper.compiler import Program
+
+CPU = "cpu"
 Target = Annotated[
     str, typer.Argument(help="A recipe, file.py:function, or the folder of a run.", metavar="RECIPE|DIR")
 ]
@@ -36,38 +58,174 @@ def view(
 
     Without --svg, --png, --trace or --text it writes one page that opens in any browser, without a network.
     """
-    from piper.cli.view_subject import subject_of  # torch is paid for only where it is used
-    from piper.view.cells import of_plans
-    from piper.view.plan_trace import plan_trace
-    from piper.view.report import page
-    from piper.view.svg_grid import grid
-    from piper.view.text_grid import grid as grid_text
-    from piper.view.text_timeline import timeline_text
-    from piper.view.write import DRAWING, PAGE, PICTURE, TRACE, write
-    from piper.view.write import png as draw_png
-
     subject = subject_of(target, cluster=cluster, costs=costs, measured=measured, strategy=strategy)
     drawn = ""
     if svg or png:
         drawn = grid(of_plans(subject.plans, subject.tags, subject.title, subject.orderings))
     if svg:
-        write(svg, drawn, DRAWING)
+        write_output(svg, drawn, DRAWING)
     if png:
-        write(png, draw_png(drawn), PICTURE)
+        write_output(png, draw_png(drawn), PICTURE)
     if trace:
-        write(trace, plan_trace(subject), TRACE)
+        write_output(trace, plan_trace(subject), TRACE)
     if text:
         sys.stdout.write(f"{grid_text(subject.plans, subject.tags)}\n\n{timeline_text(subject, WIDTH)}\n")
     if out or not (svg or png or trace or text):
         written = out or REPORT
-        write(written, page(subject), PAGE)
+        write_output(written, page(subject), PAGE)
         sys.stdout.write(f"{written}: open it in a browser\n")
 
 
-def write_schedule(schedule: Grid, title: str, path: Path, costs: Costs = UNIT) -> None:
-    """Write a schedule as an SVG picture."""
-    from piper.view.cells import of_schedule
-    from piper.view.svg_grid import grid
-    from piper.view.write import DRAWING, write
+def subject_of(
+    target: str, *, cluster: str | None, costs: Path | None, measured: bool, strategy: Path | None = None
+) -> Subject:
+    """Find what a target names: `file.py:function`, or the folder of a run.
 
-    write(path, grid(of_schedule(schedule, title, costs)), DRAWING)
+    strategy: a JSON file that takes the place of a recipe's own.
+    """
+    if Path(target).is_dir():
+        if strategy is not None:
+            raise ConfigError(
+                "a run has the strategy that it was trained with",
+                by=target,
+                facts={"asked": f"--strategy {strategy}"},
+                hint="name the recipe instead: piper view file.py:function --strategy FILE",
+            )
+        return subject_of_run(Path(target), cluster=cluster, costs=costs, measured=measured)
+    if ":" not in target:
+        raise ConfigError(
+            "there is no such recipe or run",
+            by=target,
+            hint="name a recipe, file.py:function, or the folder that `piper train --out` wrote",
+        )
+    if measured:
+        raise ConfigError(
+            "a recipe has not been measured",
+            by=target,
+            hint="run it with `piper train --profile 5 --out DIR`, then: piper view DIR --measured",
+        )
+    prices = prices_of(cluster, costs)
+    program = compiled(target, strategy)
+    return of_background(recipe_background(program, target), program.plans, prices)
+
+
+def of_background(
+    background: Provenance, plans: Plans, prices: Prices, profile: Profile | None = None
+) -> Subject:
+    """Return plans of which all is known, timed at some prices, with what a run measured."""
+    prices.check(background.outline)
+    return Subject(
+        title=background.title,
+        plans=plans,
+        planned=simulate(plans, background.outline, prices.costs),
+        clock=prices.name,
+        tags=stage_tags(
+            {chunk.name: chunk.tags for chunk in background.outline.chunks}, background.orderings
+        ),
+        orderings=background.orderings,
+        strategy=background.strategy,
+        origins=background.origins,
+        temporal=background.temporal,
+        measured=profile.timelines() if profile else {},
+        on=profile.on if profile and profile.accelerator == CPU else "",
+        about=about_run(profile) if profile else "",
+        source=background.source,
+        source_name=background.source_name,
+    )
+
+
+def compiled(recipe: str, strategy: Path | None = None) -> "Program":
+    """Compile a recipe. strategy: a JSON file that takes the place of its own."""
+    from piper.compiler import compile  # torch is paid for only where it is used
+    from piper.recipe import load_recipe
+
+    return compile(load_recipe(recipe, strategy))
+
+
+def recipe_background(program: "Program", recipe: str) -> Provenance:
+    """Return the background of a recipe's plans."""
+    from piper.train.run_folder import background_of  # which imports torch
+
+    return background_of(program, recipe)
+
+
+def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, measured: bool) -> Subject:
+    """Return a run: its plans as they were, with the background that it saved.
+
+    A run that saved none is shown with its directives and costs if its recipe still makes the same plans.
+    """
+    has_profile = (folder / FOLDER / ABOUT).is_file() or (folder / ABOUT).is_file()
+    profile = read_profile(folder) if has_profile or measured else None
+    plans = profile.plans if profile else plans_of_run(folder)
+    on_host = profile is not None and profile.accelerator == "cpu"
+    prices = prices_of(cluster, costs, default=CPU if on_host else CLUSTER)
+    kept = read_background(folder, plans)
+    if kept is None and profile is not None:  # of an earlier layout, which the profile has kept
+        kept = read_background(folder / FOLDER, plans)
+    if kept is not None:
+        return of_background(kept, plans, prices, profile)
+    recipe = recipe_of(folder, profile)
+    program, why = same_program(recipe, plans)
+    if program is not None:
+        return of_background(recipe_background(program, recipe), plans, prices, profile)
+    strategy = folder / "strategy.txt"
+    return Subject(
+        title=folder.resolve().name,
+        plans=plans,
+        planned=simulate(plans, None, Unit()),
+        clock="whole units",
+        tags={name: chunk.tags for name, chunk in plans.chunks.items()},
+        strategy=strategy_lines(strategy.read_text(encoding="utf-8").splitlines())
+        if strategy.is_file()
+        else (),
+        measured=profile.timelines() if profile else {},
+        about=about_run(profile) if profile else "",
+        notes=(f"Only the plans are shown, in whole units of time: {why}.",),
+    )
+
+
+def about_run(profile: Profile) -> str:
+    """Return which step is shown, and how far the devices' clocks can be trusted."""
+    where = f" on {profile.on}" if profile.on else ""
+    which = f", the typical of {profile.count}" if profile.count > 1 else ""
+    error = f", clocks within {profile.error * 1e6:.0f} µs" if profile.error else ""
+    return f"measured{where} in step {profile.first + profile.typical}{which}{error}"
+
+
+def plans_of_run(folder: Path) -> Plans:
+    """Read the plans that a run wrote."""
+    path = folder / "plan.txt"
+    try:
+        return read_plans(path.read_text(encoding="utf-8"), str(path))
+    except OSError:
+        raise ConfigError(
+            "this folder holds no run",
+            by=str(folder),
+            facts={"looked": f"for {path}"},
+            hint="name the folder that `piper train --out DIR` wrote, or a recipe: file.py:function",
+        ) from None
+
+
+def recipe_of(folder: Path, profile: Profile | None) -> str:
+    """Return the recipe that a run was started with, empty if the folder does not say."""
+    if profile and profile.recipe:
+        return profile.recipe
+    from piper.train.run_folder import read_about  # which imports torch
+
+    recipe = read_about(folder).get("recipe")
+    return recipe if isinstance(recipe, str) else ""
+
+
+def same_program(recipe: str, plans: Plans) -> tuple["Program | None", str]:
+    """Return the recipe compiled, if it still makes these plans. None: the second value says why not."""
+    if not recipe:
+        return None, "the folder does not say which recipe it ran"
+    if not Path(file_and_function(recipe)[0]).is_file():
+        return None, f"its recipe {recipe} is not there"
+    try:
+        program = compiled(recipe)
+    except PiperError as error:
+        return None, f"its recipe {recipe} no longer compiles ({str(error).splitlines()[0]})"
+    if show_plans(program.plans) != show_plans(plans):
+        return None, f"its recipe {recipe} makes other plans by now"
+    return program, ""

@@ -11,6 +11,7 @@ from piper.ir.format import count, size
 from piper.job import strategy_of
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import OPS
+from piper.process.files import write_output
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import Simulation, simulate
@@ -19,7 +20,7 @@ from piper.view.pipeline_stages import stage_tags
 from piper.view.report import page
 from piper.view.subject import Subject, strategy_lines
 from piper.view.svg_grid import grid
-from piper.view.write import PAGE, write
+from piper.view.write import PAGE
 
 if TYPE_CHECKING:
     from piper.compiler.build import Program
@@ -37,7 +38,7 @@ class Page:
 
     def save(self, path: Path | str) -> Path:
         """Write the page. A file that is not a page of Piper is never replaced."""
-        write(Path(path), self.html, PAGE)
+        write_output(Path(path), self.html, PAGE)
         return Path(path)
 
     def __repr__(self) -> str:

@@ -1,6 +1,9 @@
-"""Formats times, shares and bytes for people."""
+"""Formats tables, times, shares and bytes for people."""
+
+from collections.abc import Collection
 
 from rich.console import Console
+from rich.table import Table
 
 WIDE = 120  # columns of a table that goes to a file
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -12,6 +15,14 @@ def wide_console(*, stderr: bool = False) -> Console:
     if not console.is_terminal:
         console.width = WIDE
     return console
+
+
+def table_of(*headings: str, left: Collection[str] = (), wrap: Collection[str] = ()) -> Table:
+    """Return a table without lines. left: the columns of text; others are of numbers. wrap: may be narrow."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in headings:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name not in wrap)
+    return table
 
 
 def size(nbytes: float) -> str:

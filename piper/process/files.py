@@ -8,16 +8,24 @@ from piper.errors import ConfigError
 LOOKED = 4096  # bytes at the beginning and at the end in which the mark is looked for
 
 
-def write_output(path: Path, content: str | bytes, mark: str) -> None:
+def write_output(path: Path, content: str | bytes, mark: str, what: str = "this file") -> None:
     """Write a file. One that exists is replaced if it is empty or holds `mark`, and refused otherwise.
 
-    mark: a text that each file of this kind holds near its beginning or its end. OSErrors reach the caller.
+    mark: a text that each file of this kind holds near its beginning or its end. what: names it in an error.
     """
     data = content.encode() if isinstance(content, str) else content
     assert mark.encode() in data[:LOOKED] + data[-LOOKED:], "else it could not be replaced later"
-    if path.is_file() and not marked(path, mark):
-        raise not_replaced(path)
-    path.write_bytes(data)
+    try:
+        if path.is_file() and not marked(path, mark):
+            raise not_replaced(path)
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(
+            f"{what} cannot be written",
+            by=str(path),
+            facts={"why": error.strerror or str(error)},
+            hint="name a file in a folder that exists and that you own",
+        ) from None
 
 
 def refuse_existing(path: Path) -> None:

@@ -159,15 +159,7 @@ def write_costs(costs: Measured, path: Path) -> None:
         "talks": written_lines({**costs.talks, "": costs.any_talk}),
         "sizes": {name: written_lines(by) for name, by in costs.sizes.items()},
     }
-    try:
-        write_output(path, json.dumps(content, indent=1) + "\n", '"piper_costs":')
-    except OSError as error:
-        raise ConfigError(
-            "the costs cannot be written",
-            by=str(path),
-            facts={"why": error.strerror or str(error)},
-            hint="name a file in a folder you own",
-        ) from None
+    write_output(path, json.dumps(content, indent=1) + "\n", '"piper_costs":', "the costs")
 
 
 def read_costs(path: Path) -> Measured:

@@ -27,7 +27,25 @@ LINES = 20  # of a whole run, where there is no terminal
 QUIET = 10.0  # seconds after which a plain line comes anyway
 
 
-class Stages(logging.Handler):
+class ConsoleLog(logging.Handler):
+    """Prints what the package logs, such as that a program is compiled for another shape of batches."""
+
+    def __init__(self, console: Console, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
+        self.console, self.log = console, logging.getLogger("piper")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message."""
+        self.console.print(self.format(record), markup=False)
+
+    def __enter__(self) -> None:
+        self.log.addHandler(self)
+
+    def __exit__(self, *error: object) -> None:
+        self.log.removeHandler(self)
+
+
+class Stages(ConsoleLog):
     """Shows what is done before the first step, as the package logs it: live on a terminal, else plain lines.
 
     A terminal shows the latest stage and its time, and how many graphs are compiled. Plain lines leave out
@@ -35,8 +53,7 @@ class Stages(logging.Handler):
     """
 
     def __init__(self, console: Console) -> None:
-        super().__init__(logging.DEBUG if console.is_terminal else logging.INFO)
-        self.console, self.log = console, logging.getLogger("piper")
+        super().__init__(console, logging.DEBUG if console.is_terminal else logging.INFO)
         self.level_before = self.log.level
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn())
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -45,7 +62,7 @@ class Stages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Show a stage; print what is more than a stage."""
         if not self.console.is_terminal or record.levelno >= logging.WARNING:
-            self.console.print(self.format(record), markup=False)
+            super().emit(record)
             return
         done: int | None = getattr(record, "done", None)
         if not done:  # a new stage begins
@@ -54,12 +71,12 @@ class Stages(logging.Handler):
 
     def __enter__(self) -> None:
         self.log.setLevel(logging.DEBUG)
-        self.log.addHandler(self)
+        super().__enter__()
         self.progress.start()
 
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
-        self.log.removeHandler(self)
+        super().__exit__()
         self.log.setLevel(self.level_before)
 
 

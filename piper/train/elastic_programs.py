@@ -44,7 +44,6 @@ DEVICES = "devices"  # the file of a run's folder that asks for a number of devi
 class SentProgram:
     """A program that another process has compiled."""
 
-    packed: bytes  # as workers get it
     setup: Setup
     whole: Program  # for all devices
     size: int
@@ -168,9 +167,8 @@ class Programs:
             file = self.files.get(size)
             (length,) = (0,) if file is None else LENGTH.unpack(os.pread(file, LENGTH.size, 0))
             if file is not None and length:
-                data = os.pread(file, length, LENGTH.size)
-                setup = unpack_setup(data)
-                self.programs[size] = SentProgram(packed=data, setup=setup, whole=self.whole, size=size)
+                setup = unpack_setup(os.pread(file, length, LENGTH.size))
+                self.programs[size] = SentProgram(setup=setup, whole=self.whole, size=size)
             else:
                 self.programs[size] = resized(self.whole, size)
         return self.programs[size]

@@ -1,6 +1,5 @@
 """Weights of runs out to Hugging Face's folders, and in from them as the start of a run."""
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from piper.run.initial_weights import write_start
 from piper.run.saves import checkpoints_of, past_of, prepare_saves
 from piper.runtime.setup import build_model
 from piper.train.lock import locked
-from piper.train.run_folder import ABOUT, choose, claim, prepare
+from piper.train.run_folder import ABOUT, choose, claim, prepare, read_about
 
 
 def export_values(
@@ -83,13 +82,11 @@ def import_start(recipe: str, job: Job, weights: Path, out: Path | None) -> Path
 def recipe_of_run(folder: Path) -> str:
     """Return the recipe of a run, or of the run that a checkpoint lies in: as it was when the run started."""
     for place in (folder, *folder.absolute().parents[:2]):
-        try:
-            recipe = json.loads((place / ABOUT).read_text(encoding="utf-8"))["recipe"]
-            file, function = file_and_function(str(recipe))
-            kept = place / "recipe.py"
-            same = Path(file).is_file() and Path(file).read_bytes() == kept.read_bytes()
-        except (OSError, ValueError, KeyError, TypeError):
+        recipe, kept = read_about(place).get("recipe"), place / "recipe.py"
+        if recipe is None or not kept.is_file():
             continue
+        file, function = file_and_function(str(recipe))
+        same = Path(file).is_file() and Path(file).read_bytes() == kept.read_bytes()
         return str(recipe) if same else f"{kept}:{function}"
     raise ConfigError(
         "there is no run here, or it does not say which recipe it ran",

@@ -1,8 +1,7 @@
 """One device of a recipe by itself: how long its steps take, and its memory, next to what was predicted."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from statistics import median
 
 from piper.compiler import compile
@@ -11,40 +10,27 @@ from piper.errors import ConfigError
 from piper.recipe import load_recipe
 from piper.run.single_rank_run import SingleRankRun, launch_single_rank
 from piper.runtime.worker import Options
+from piper.train.train_options import TrainOptions
 
 STEPS = 5  # that are run where none are asked for: the first ones take their memory and are left out
 WARM = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SingleRankOptions:
-    """The arguments of `piper train --on rank:N`."""
-
-    recipe: str
-    on: str
-    strategy: Path | None = None  # a JSON file that takes the place of the job's own
-    steps: int | None = None
-    device: str | None = None
-    cluster: str | None = None
-    compile: bool = False  # chunks run as Inductor compiles them
-    graphs: bool = False  # each step is one graph, after the first few
-
-
-def train_alone(wanted: SingleRankOptions) -> str:
-    """Run a few steps of one device, and return a summary of its times and memory. Write no files."""
-    steps = STEPS if wanted.steps is None else wanted.steps
-    warm = WARM + wanted.graphs  # the step after the first ones is captured
+def train_alone(asked: TrainOptions) -> str:
+    """Run a few steps of one device, `--on rank:N`, and return its times and memory. Write no files."""
+    steps = STEPS if asked.steps is None else asked.steps
+    warm = WARM + asked.graphs  # the step after the first ones is captured
     if steps <= warm:
         raise ConfigError(
-            f"--steps {steps}", by=wanted.on, hint=f"the first {warm} are not timed: take {warm + 1} or more"
+            f"--steps {steps}", by=asked.on, hint=f"the first {warm} are not timed: take {warm + 1} or more"
         )
-    job = replace(load_recipe(wanted.recipe, wanted.strategy), checkpoint=None)
-    program = compile(job, device=wanted.device, compile=wanted.compile)
-    options = Options(graphs=wanted.graphs)
-    with launch_single_rank(program, wanted.on, options, cluster=wanted.cluster) as run:
+    job = replace(load_recipe(asked.recipe, asked.strategy), checkpoint=None)
+    program = compile(job, device=asked.device, compile=asked.compile)
+    options = Options(graphs=asked.graphs)
+    with launch_single_rank(program, asked.on, options, cluster=asked.cluster) as run:
         for batch in islice(batches_of(job.data), steps):
             run.step(batch)
-        return summary(run, wanted.on, warm)
+        return summary(run, asked.on, warm)
 
 
 def summary(run: SingleRankRun, on: str, warm: int) -> str:

@@ -1,24 +1,17 @@
 """The profile of a run: what its workers recorded, on the driver's clock, in the run's folder."""
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from piper.compiler import Program
 from piper.errors import ConfigError
+from piper.run.run import Run
 from piper.runtime.debug.profiler import WARM, ClockOffset, DeviceProfile
 from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile
 from piper.simulate.trace_events import profile_trace
 from piper.view.provenance import FILE
 
 TRACE = "trace.json"
-
-
-class Recorded(Protocol):
-    """A running job whose workers record."""
-
-    def recordings(self) -> Mapping[int, tuple[DeviceProfile, ClockOffset]]: ...
 
 
 def check_profile(profile: int, steps: int) -> None:
@@ -37,7 +30,7 @@ def check_profile(profile: int, steps: int) -> None:
         )
 
 
-def profile_of(run: Recorded, program: Program, recipe: str, on: str, done: int = 0) -> Profile:
+def profile_of(run: Run, program: Program, recipe: str, on: str, done: int = 0) -> Profile:
     """Return the profile that a run's workers recorded; `done`: the steps taken before they began."""
     recorded = run.recordings()
     tracks = [track_of(recording, clock) for recording, clock in recorded.values()]

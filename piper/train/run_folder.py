@@ -11,9 +11,12 @@ import json
 import platform
 import re
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import assert_never
 
 from piper.compiler import Program
 from piper.directives import strategy_text
@@ -22,6 +25,7 @@ from piper.ir.devices import show
 from piper.job import Job, strategy_of
 from piper.plan.text import show_plans
 from piper.recipe import file_and_function
+from piper.run.run_events import Event
 from piper.train.lock import LOCK, read_lock
 from piper.version import VERSION
 from piper.view.provenance import FILE, Provenance, show_background
@@ -31,6 +35,7 @@ RUNS = "runs"  # where folders without a given name go
 METRICS, EVALUATIONS, EVENTS, ABOUT = "metrics.jsonl", "evaluations.jsonl", "events.jsonl", "run.json"
 MOST = 3  # names that an error lists
 PACKAGES = ("torch", "numpy", "transformers", "ray")
+SHOWN = 0.1  # seconds of waiting for agents that the display shows
 
 
 def choose(out: Path | None, recipe: str, resume: bool) -> Path:
@@ -76,11 +81,16 @@ def is_run(folder: Path) -> bool:
             return True
     except OSError:
         pass  # a run of an older Piper has no lock
+    return {"recipe", "seed", "versions"} <= read_about(folder).keys()
+
+
+def read_about(folder: Path) -> dict[str, object]:
+    """Return the record of the run in a folder. Empty: there is none, as in a run that was killed early."""
     try:
         about = json.loads((folder / ABOUT).read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(about, dict) and {"recipe", "seed", "versions"} <= about.keys()
+        return {}
+    return about if isinstance(about, dict) else {}
 
 
 def prepare(folder: Path, job: Job, resume: bool) -> None:
@@ -92,7 +102,7 @@ def prepare(folder: Path, job: Job, resume: bool) -> None:
             facts={"has": METRICS},
             hint="add --resume to go on with it, or name another folder with --out",
         )
-    if resume and (seed := earlier_seed(folder)) not in (None, job.seed):
+    if resume and (seed := read_about(folder).get("seed")) not in (None, job.seed):
         raise ConfigError(
             "the run was started with another seed, so its samples came in another order",
             by=str(folder),
@@ -109,15 +119,6 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
         facts={"why": error.strerror or str(error)},
         hint="name a folder you own, on a disk with room: --out DIR",
     )
-
-
-def earlier_seed(folder: Path) -> int | None:
-    """Return the seed of the run in a folder. None: the folder has none."""
-    try:
-        seed = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["seed"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # a run that was killed before it wrote this has no steps either
-    return seed if isinstance(seed, int) else None
 
 
 def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> None:
@@ -222,3 +223,45 @@ def read_lines(text: str) -> list[tuple[str, int]]:
         except (ValueError, KeyError, TypeError):
             continue
     return lines
+
+
+class EventLog:
+    """Writes events to the run's folder as they come. The file is made with the first."""
+
+    def __init__(
+        self, folder: Path, say: Callable[[str], None], clock: Callable[[], float] = time.time
+    ) -> None:
+        self.file, self.say, self.clock = LinesFile(folder / EVENTS), say, clock
+
+    def __call__(self, event: Event) -> None:
+        fields = {name: value for name, value in asdict(event).items() if value not in (None, {})}
+        self.file.write({"time": round(self.clock(), 3), **fields})
+        self.say(described(event))
+
+
+def described(event: Event) -> str:
+    """Return an event in one line."""
+    match event.event:
+        case "failure":
+            where = "" if event.instruction is None else f", at {event.instruction}"
+            left = f"{event.left} {'retry' if event.left == 1 else 'retries'} left"
+            return f"Step {event.step}: {event.who}: {event.what}{where}. Recovering, {left}"
+        case "warm":
+            return f"Step {event.step}: the {event.who} is warm after {event.seconds:.1f} s, as a spare"
+        case "recovery":
+            again = f"{event.replayed} {'step' if event.replayed == 1 else 'steps'} repeated"
+            cold = event.phases.get("warm", 0.0)
+            waited = f", of which {cold:.1f} s until agents were warm," if cold >= SHOWN else ""
+            return (
+                f"Step {event.step}: recovered in {event.seconds:.1f} s{waited} from the state after step "
+                f"{event.version} in {event.source}, {again}"
+            )
+        case "mismatch":
+            return f"Warning: step {event.step} gave another result when it was repeated: {event.what}"
+        case "straggler":
+            return f"Step {event.step}: {event.who} is a straggler: {event.what}"
+        case "skipped":
+            return f"Step {event.step}: {event.who} is passed over: {event.what}"
+        case "preemption" | "resize":
+            return f"Step {event.step}: {event.what}"
+    assert_never(event.event)

@@ -1,16 +1,20 @@
-"""One run from start to end: compile, launch, start or resume, train, and return the outcome."""
+"""One run from start to end: compile, launch, start or resume, train, and return the outcome.
 
-import logging
+`CommandWatch` is what `piper train` adds to the training loop: measures, evaluations, signals, `devices`.
+"""
+
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 from rich.console import Console
 
+from piper.callbacks import Numbers, Running, StepNumbers
 from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.read_record import read_record
 from piper.compiler import Program, compile
@@ -20,45 +24,75 @@ from piper.plan.memory_timeline import timeline
 from piper.run.launch import check_launcher, check_share, launcher, place_of
 from piper.run.recovery import recovering
 from piper.run.retrying import disk_of
-from piper.run.run import Run
+from piper.run.run import Run, Watch
 from piper.run.run_events import Event
 from piper.run.saves import checkpoints_of, past_of, prepare_saves
 from piper.runtime.worker import Options
-from piper.train.command_watch import CommandWatch
-from piper.train.display import Stages, display
+from piper.train.display import ConsoleLog, Stages, display
 from piper.train.elastic_programs import Programs, SizeFile
-from piper.train.event_log import EventLog
-from piper.train.interrupt import PreemptedError, interrupts, preemptible
+from piper.train.interrupt import Interrupts, PreemptedError, interrupts, preemptible
 from piper.train.lock import locked
-from piper.train.measure import Measure, Rate, Reporter, unit_of
-from piper.train.outcome import Outcome, RunSummary
+from piper.train.measure import Measure, Outcome, Rate, Reporter, RunSummary, counted, unit_of
 from piper.train.profiling import check_profile, profile_of, save_profile
-from piper.train.run_folder import EVALUATIONS, METRICS, LinesFile, choose, claim, prepare, record
-from piper.train.train_options import (
-    TrainOptions,
-    asked_job,
-    check_options,
-    recovering_asked,
-    reserve,
-)
+from piper.train.run_folder import EVALUATIONS, METRICS, EventLog, LinesFile, choose, claim, prepare, record
+from piper.train.train_options import TrainOptions, asked_job, check_options, recovering_asked, reserve
+from piper.workers.results import Batch, EvaluationResult
 
 
-class ConsoleLog(logging.Handler):
-    """Prints what the package logs, such as that a program is compiled for another shape of batches."""
+class CommandWatch(Watch):
+    """Reports each step before it is saved: a run that ends between the two repeats and reports it again."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self.console, self.log = console, logging.getLogger("piper")
+    def __init__(
+        self,
+        tell: Reporter,
+        say: Callable[[str], None],
+        rate: Rate,
+        evaluations: LinesFile,
+        devices: SizeFile,
+        interrupted: Interrupts,
+    ) -> None:
+        self.tell, self.say, self.rate, self.evaluations = tell, say, rate, evaluations
+        self.devices, self.interrupted = devices, interrupted
+        self.lr = self.began = self.seconds = 0.0
+        self.counted = 0
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print a message."""
-        self.console.print(self.format(record), markup=False)
+    def begin(self, step: int) -> None:
+        """Note the rate of a step, and when it begins."""
+        self.lr = self.rate.now
+        self.rate.advance(step)  # first: a schedule that is too short is named here, not by a worker
+        self.began = perf_counter()
 
-    def __enter__(self) -> None:
-        self.log.addHandler(self)
+    def end(self, batch: Batch) -> None:
+        """Note how long a step took, and what it counts."""
+        self.seconds, self.counted = perf_counter() - self.began, counted(batch)
 
-    def __exit__(self, *error: object) -> None:
-        self.log.removeHandler(self)
+    def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
+        """Report the measures of a step."""
+        self.tell(
+            Measure(
+                step=step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=self.lr,
+                tokens_per_s=self.counted / self.seconds,
+                step_s=self.seconds,
+            )
+        )
+
+    def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
+        """Write and show an evaluation."""
+        assert isinstance(result, EvaluationResult)
+        self.evaluations.write({"step": step, **asdict(result)})
+        metrics = "".join(f"   {name} {value:.4f}" for name, value in result.metrics.items())
+        numbers = f"loss {result.loss:.4f}{metrics}   {result.samples} samples"
+        self.say(f"evaluation after step {step}   {numbers}")
+
+    def between(self, run: Run) -> bool:
+        """Return whether the run is to end after this step: a signal came to this process, or to a worker."""
+        self.devices.obey(run)
+        if run.leaving() and not self.interrupted.preempted:
+            self.interrupted.handle(signal.SIGTERM, None)
+        return self.interrupted()
 
 
 def train_recipe(asked: TrainOptions, console: Console) -> Outcome:
@@ -111,8 +145,7 @@ def train_program(
 ) -> Outcome:
     """Train a compiled job."""
     job, memory, events = program.job, RunSummary(), EventLog(folder, console.print)
-    options = worker_options(asked, blank=bool(past))
-    with watched_start(console, started(program, folder, asked, options, events)) as run:
+    with started(program, folder, asked, events, console, blank=bool(past)) as run:
         run.folder = folder
         first, trainer = 0, None
         if past:
@@ -154,17 +187,6 @@ def train_program(
     )
 
 
-def worker_options(asked: TrainOptions, *, blank: bool) -> Options:
-    """Return the options of workers. blank: they start without values, because a checkpoint is loaded."""
-    return Options(
-        keep_outputs=asked.detect_nan,
-        profile=asked.profile,
-        graphs=asked.graphs,
-        share=asked.share,
-        blank=blank,
-    )
-
-
 def trained(run: Run) -> int:
     """Train up to the last step of the job, or until asked to stop. Return how many steps are done.
 
@@ -184,45 +206,38 @@ def trained(run: Run) -> int:
 
 
 @contextmanager
-def watched_start(console: Console, starting: AbstractContextManager[Run]) -> Iterator[Run]:
-    """Start a run, show the stages of its start, and print what the package logs until the run ends."""
+def started(
+    program: Program, folder: Path, asked: TrainOptions, notify: EventLog, console: Console, *, blank: bool
+) -> Iterator[Run]:
+    """Start a run, show the stages of its start, and print what the package logs until the block ends it.
+
+    It recovers from failures if asked to and possible. blank: workers start without values, because a
+    checkpoint is loaded.
+    """
+    options = Options(keep_outputs=asked.detect_nan, profile=asked.profile, graphs=asked.graphs, blank=blank)
     with ExitStack() as stack:
         with Stages(console):
-            run = stack.enter_context(starting)
+            if not recovering_asked(asked):
+                run = stack.enter_context(launcher(program, asked.on, options))
+            else:
+                programs = Programs(program)
+                stack.callback(programs.close)
+                run = stack.enter_context(
+                    recovering(
+                        program,
+                        asked.on,
+                        options,
+                        retries=asked.retries,
+                        stall=asked.stall,
+                        notify=notify,
+                        disk=disk_of(folder, program.job),
+                        spares=asked.spares,
+                        make=programs.sessions,
+                    )
+                )
+                programs.prepare()
         with ConsoleLog(console):
             yield run
-
-
-@contextmanager
-def started(
-    program: Program,
-    folder: Path,
-    asked: TrainOptions,
-    options: Options,
-    notify: EventLog,
-) -> Iterator[Run]:
-    """Start a run, and end it with the block. It recovers from failures if asked to and possible."""
-    with ExitStack() as stack:
-        if not recovering_asked(asked):
-            yield stack.enter_context(launcher(program, asked.on, options))
-            return
-        programs = Programs(program)
-        stack.callback(programs.close)
-        run = stack.enter_context(
-            recovering(
-                program,
-                asked.on,
-                options,
-                retries=asked.retries,
-                stall=asked.stall,
-                notify=notify,
-                disk=disk_of(folder, program.job),
-                spares=asked.spares,
-                make=programs.sessions,
-            )
-        )
-        programs.prepare()
-        yield run
 
 
 def stopping_now(
@@ -253,18 +268,16 @@ def kept_lines(folder: Path, name: str, done: int) -> LinesFile:
 def watching(
     console: Console, folder: Path, program: Program, done: int, memory: RunSummary
 ) -> Iterator[Reporter]:
-    """Yield a function that passes the measures of a step to the metrics file first, then to the displays."""
-    with ExitStack() as stack:
-        metrics = kept_lines(folder, METRICS, done)
-        metrics.write()  # the file says that the folder holds a run, before its first step too
-        watchers: list[Reporter] = [memory, lambda measure: metrics.write(asdict(measure))]
-        programs = (program, *program.shapes.values())
-        peak = max(timeline(plan).peak for one in programs for plan in one.plans)
-        unit = unit_of(program.outline.batch)
-        watchers.append(stack.enter_context(display(console, done, program.job.steps, peak, unit)))
+    """Yield a function that passes the measures of a step to the metrics file first, then to the display."""
+    metrics = kept_lines(folder, METRICS, done)
+    metrics.write()  # the file says that the folder holds a run, before its first step too
+    programs = (program, *program.shapes.values())
+    peak = max(timeline(plan).peak for one in programs for plan in one.plans)
+    with display(console, done, program.job.steps, peak, unit_of(program.outline.batch)) as show:
 
         def tell(measure: Measure) -> None:
-            for watcher in watchers:
-                watcher(measure)
+            memory(measure)
+            metrics.write(asdict(measure))
+            show(measure)
 
         yield tell

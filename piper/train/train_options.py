@@ -33,6 +33,7 @@ class TrainOptions:
     retries: int = 3  # failures in a row that a run may have
     spares: int = 0  # workers more than devices, on Ray or under torchrun
     stall: float | None = None  # seconds without progress after which a step has failed. None: as steps take
+    cluster: str | None = None  # the network whose times `rank:N` keeps
 
 
 def check_options(asked: TrainOptions) -> None:

@@ -2,10 +2,8 @@
 
 import shutil
 import zlib
-from pathlib import Path
 
 from piper.errors import ConfigError
-from piper.process.files import write_output
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
@@ -18,19 +16,6 @@ PAGE, DRAWING, PICTURE, TRACE = (
 )
 # ^ text in each kind of file that shows that Piper wrote it, so that it may be replaced
 HEADER = 33  # bytes of a PNG's signature and first chunk
-
-
-def write(path: Path, content: str | bytes, mark: str) -> None:
-    """Write a file. An existing file is replaced only if it holds `mark`, so that Piper wrote it."""
-    try:
-        write_output(path, content, mark)
-    except OSError as error:
-        raise ConfigError(
-            "this file cannot be written",
-            by=str(path),
-            facts={"why": error.strerror or str(error)},
-            hint="name a file in a folder that exists and that you own",
-        ) from None
 
 
 def browser() -> str | None:

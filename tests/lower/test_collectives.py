@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from piper.capture.trace.annotate import annotate
 from piper.check.check import check
-from piper.cli.plan_report import bytes_by_kind
+from piper.cli.plan import bytes_by_kind
 from piper.compiler import Program, compile
 from piper.directives import Directive, order, shard, split
 from piper.directives.json import parse_strategy

@@ -36,7 +36,7 @@ from piper.run.stragglers import Stragglers
 from piper.runtime.batch import FLOATING, BatchSpec
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.train.event_log import described
+from piper.train.run_folder import described
 from piper.workers.agent_versions import ShortMachine
 from piper.workers.agent_watch import WarmAgent
 from piper.workers.local import LocalStarter, LocalWorkerGroup

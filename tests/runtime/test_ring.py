@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from piper.check.check import check
 from piper.check.localise import Launch
-from piper.cli.plan_report import bytes_by_kind
+from piper.cli.plan import bytes_by_kind
 from piper.compiler import Program, compile
 from piper.directives import Directive, order, remat, replicate, shard, split
 from piper.errors import ScheduleError

@@ -178,5 +178,5 @@ def test_costs_that_cannot_be_written(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{tmp_path}: the costs cannot be written\n"
         "  why:  Is a directory\n"
-        "  hint: name a file in a folder you own"
+        "  hint: name a file in a folder that exists and that you own"
     )

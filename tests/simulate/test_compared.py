@@ -7,8 +7,8 @@ from typing import cast
 from rich.console import Console
 
 from piper import at, replicate, schedules
-from piper.cli.diff_report import Compared, print_compared, summary
-from piper.cli.plan_report import bytes_by_kind, moved
+from piper.cli.diff import Compared, print_compared, summary
+from piper.cli.plan import bytes_by_kind, moved
 from piper.compiler import Program
 from piper.directives import apply
 from piper.ir.graph import start

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.capture.cost.estimate import pairs_of_tokens
-from piper.cli.prices import prices_of
+from piper.cli.simulate import prices_of
 from piper.ir.chunk import Chunk, Kernel, Phase, PhaseSpec, TensorSpec
 from piper.ir.devices import Devices
 from piper.ir.ids import Pass
@@ -388,7 +388,7 @@ def test_a_stage_as_an_h200_runs_it(samples: int, measured: float) -> None:
 
 
 def test_the_simulator_needs_no_torch() -> None:
-    modules = "piper.simulate.simulate, piper.simulate.measured, piper.cli.prices"
+    modules = "piper.simulate.simulate, piper.simulate.measured, piper.cli.simulate"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

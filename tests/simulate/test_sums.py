@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from piper.cli.profile_report import print_rows, rows_of
+from piper.cli.profile import print_rows, rows_of
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
 from piper.ir.ids import Pass, SlotId
 from piper.plan.instr import Adding, Instr

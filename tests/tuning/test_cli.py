@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import piper
-from piper.cli import app
-from piper.cli.tune_report import read_size
+from piper.cli import app_with
+from piper.cli.tune import read_size
 from piper.tuning.candidates import Leaf
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.strategy_search import StrategySearch
@@ -44,7 +44,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_from_a_recipe_to_a_strategy_that_checks(recipe: str) -> None:
     asked = ["tune", recipe, "--cluster", "h100", "--devices", "2", "--trials", "4"]
     files = ["--out", "best.json", "--python", "best.py", "--page", "front.html"]
-    done = CliRunner().invoke(app, [*asked, *files, "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(app_with(), [*asked, *files, "--json"], catch_exceptions=False)
     assert done.exit_code == 0
     found = json.loads(done.stdout)
     assert found["best"]["strategy"] == json.loads(Path("best.json").read_text(encoding="utf-8"))
@@ -57,10 +57,10 @@ def test_from_a_recipe_to_a_strategy_that_checks(recipe: str) -> None:
     exec(Path("best.py").read_text(encoding="utf-8"), space)
     assert space["STRATEGY"] == piper.directives.json.load_strategy(Path("best.json"))
     again = ["--start", "best.json", "--trials", "1", "--json"]
-    done = CliRunner().invoke(app, [*asked, *again], catch_exceptions=False)
+    done = CliRunner().invoke(app_with(), [*asked, *again], catch_exceptions=False)
     assert json.loads(done.stdout)["best"]["label"] == "the given strategy"
     for verb in (["check", recipe], ["plan", recipe], ["simulate", recipe]):
-        done = CliRunner().invoke(app, [*verb, "--strategy", "best.json"], catch_exceptions=False)
+        done = CliRunner().invoke(app_with(), [*verb, "--strategy", "best.json"], catch_exceptions=False)
         assert done.exit_code == 0, done.output
 
 
@@ -77,7 +77,7 @@ def test_ctrl_c_prints_the_best_so_far(recipe: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(StrategySearch, "evaluate", until_the_second)
     asked = ["tune", recipe, "--cluster", "h100", "--devices", "2", "--out", "best.json"]
-    done = CliRunner().invoke(app, asked, catch_exceptions=False)
+    done = CliRunner().invoke(app_with(), asked, catch_exceptions=False)
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Best: ")
@@ -129,7 +129,7 @@ def test_ctrl_c_in_a_terminal_ends_all_processes(recipe: str) -> None:
 def test_a_file_that_exists_is_not_replaced(recipe: str) -> None:
     Path("best.json").write_text("[]", encoding="utf-8")
     asked = ["tune", recipe, "--cluster", "h100", "--devices", "2", "--out", "best.json"]
-    done = CliRunner().invoke(app, asked)
+    done = CliRunner().invoke(app_with(), asked)
     assert str(done.exception).startswith("best.json: this file exists\n")
     assert Path("best.json").read_text(encoding="utf-8") == "[]"
 
