@@ -45,15 +45,10 @@ class Checkpoint:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        folder = f"folder is {type(self.folder).__name__}, not a path"
-        need(isinstance(self.folder, Path | str), "Checkpoint", folder, 'name one: folder="checkpoints"')
-        need(
-            whole(self.every, 1),
-            "Checkpoint",
-            f"every={self.every!r}",
-            "save every so many steps, at least 1",
-        )
-        need(whole(self.keep, 1), "Checkpoint", f"keep={self.keep!r}", "keep at least the last checkpoint")
+        by, folder = "Checkpoint", f"folder is {type(self.folder).__name__}, not a path"
+        need(isinstance(self.folder, Path | str), folder, 'name one: folder="checkpoints"', by)
+        need(whole(self.every, 1), f"every={self.every!r}", "save every so many steps, at least 1", by)
+        need(whole(self.keep, 1), f"keep={self.keep!r}", "keep at least the last checkpoint", by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +64,14 @@ class Evaluate:
     metrics: "Loss | None" = None
 
     def __post_init__(self) -> None:
-        data = f"data is {type(self.data).__name__}, which cannot be called"
-        need(callable(self.data), "Evaluate", data, "give a function that returns the batches to evaluate on")
-        every = f"every={self.every!r}"
-        need(whole(self.every, 1), "Evaluate", every, "evaluate every so many steps, at least 1")
+        by, data = "Evaluate", f"data is {type(self.data).__name__}, which cannot be called"
+        need(callable(self.data), data, "give a function that returns the batches to evaluate on", by)
+        need(whole(self.every, 1), f"every={self.every!r}", "evaluate every so many steps, at least 1", by)
         need(
             self.metrics is None or callable(self.metrics),
-            "Evaluate",
             f"metrics is {type(self.metrics).__name__}, which cannot be called",
             "give a function of (model, batch) that returns what a loss returns",
+            by,
         )
 
 
@@ -97,16 +91,16 @@ class Buckets:
         lengths = self.lengths if isinstance(self.lengths, Sequence) else ()
         need(
             len(lengths) > 0 and all(whole(length, 1) for length in lengths),
-            "Buckets",
             f"lengths={self.lengths!r}",
             "give at least one length, each a whole number: lengths=[128, 256, 512]",
+            "Buckets",
         )
         pad = self.pad if isinstance(self.pad, Mapping) else {}
         need(
             len(pad) > 0 and all(isinstance(value, int | float) for value in pad.values()),
-            "Buckets",
             f"pad={self.pad!r}",
             'name the fields to pad, each with a number: pad={"tokens": 0, "labels": -100}',
+            "Buckets",
         )
 
 
@@ -146,14 +140,13 @@ def check_functions(job: Job) -> None:
     """Refuse functions of a job that cannot be called as it calls them, and a model that is built already."""
     for name in ("model", "loss", "data", "optimizer"):
         what = f"{name} is {type(getattr(job, name)).__name__}, which cannot be called"
-        need(callable(getattr(job, name)), "Job", what, CALLABLES[name])
+        need(callable(getattr(job, name)), what, CALLABLES[name])
     built = f"model is a {type(job.model).__name__} that is built already"
-    need(not is_module(job.model), "Job", built, CALLABLES["model"])
+    need(not is_module(job.model), built, CALLABLES["model"])
     name = getattr(job.loss, "__name__", type(job.loss).__name__)
-    need(not of_torch(job.loss), "Job", f"loss is torch's {name}: it takes no model and no batch", A_LOSS)
+    need(not of_torch(job.loss), f"loss is torch's {name}: it takes no model and no batch", A_LOSS)
     need(
         job.scheduler is None or callable(job.scheduler),
-        "Job",
         "scheduler cannot be called",
         "give a function: scheduler=lambda optimizer: StepLR(optimizer, 10)",
     )
@@ -163,18 +156,16 @@ def check_settings(job: Job) -> None:
     """Refuse numbers and names of a job that are not among those allowed."""
     need(
         job.precision in DTYPES,
-        "Job",
         f"there is no precision {job.precision!r}",
         "precision is one of " + ", ".join(DTYPES),
     )
     clip = f"clip_norm={job.clip_norm!r}"
-    need(positive(job.clip_norm), "Job", clip, "clip to a positive norm, or leave it out")
-    need(whole(job.steps, 1), "Job", f"steps={job.steps!r}", "train at least 1 step, a whole number")
+    need(positive(job.clip_norm), clip, "clip to a positive norm, or leave it out")
+    need(whole(job.steps, 1), f"steps={job.steps!r}", "train at least 1 step, a whole number")
     seed = f"seed={job.seed!r}"
-    need(whole(job.seed, 0) and job.seed < SEEDS, "Job", seed, "choose a whole number from 0")
+    need(whole(job.seed, 0) and job.seed < SEEDS, seed, "choose a whole number from 0")
     need(
         job.initial in get_args(InitialDraws),
-        "Job",
         f"initial={job.initial!r}",
         "initial values are drawn on the device that the job runs on, or on the host: one of "
         + ", ".join(get_args(InitialDraws)),
@@ -185,32 +176,27 @@ def check_parts(job: Job) -> None:
     """Refuse parts of a job that are of another class: its checkpoint, evaluation, buckets and callbacks."""
     need(
         job.checkpoint is None or isinstance(job.checkpoint, Checkpoint),
-        "Job",
         f"checkpoint is {type(job.checkpoint).__name__}, not a Checkpoint",
         'give a piper.Checkpoint(folder="checkpoints"), or leave it out',
     )
     need(
         job.evaluate is None or isinstance(job.evaluate, Evaluate),
-        "Job",
         f"evaluate is {type(job.evaluate).__name__}, not an Evaluate",
         "give a piper.Evaluate(data=..., every=...), or leave it out",
     )
     need(
         job.buckets is None or isinstance(job.buckets, Buckets),
-        "Job",
         f"buckets is {type(job.buckets).__name__}, not a Buckets",
         'give a piper.Buckets(lengths=[128, 256], pad={"tokens": 0, "labels": -100}), or leave it out',
     )
     need(
         isinstance(job.callbacks, Sequence),
-        "Job",
         f"callbacks is {type(job.callbacks).__name__}, not a list",
         "put callbacks in a list: callbacks=[piper.callbacks.EarlyStopping()]",
     )
     for number, callback in enumerate(job.callbacks):
         need(
             isinstance(callback, Callback),
-            "Job",
             f"callbacks[{number}] is {type(callback).__name__}, not a callback",
             "give instances of piper.callbacks.Callback: callbacks=[piper.callbacks.EarlyStopping()]",
         )
@@ -221,14 +207,14 @@ def check_elastic(strategy: object, elastic: object) -> None:
     match elastic:
         case None:
             asks = "strategy is a function of the devices, and elastic does not say how many there are"
-            need(not callable(strategy), "Job", asks, "give the fewest and the most: elastic=(2, 4)")
+            need(not callable(strategy), asks, "give the fewest and the most: elastic=(2, 4)")
         case (int(low), high) if whole(low, 1) and whole(high, low):
             fixed = f"elastic={elastic!r}, and the strategy is {type(strategy).__name__}, for fixed devices"
             hint = "give a function: strategy=lambda devices: [piper.replicate(piper.at(), devices)]"
-            need(callable(strategy), "Job", fixed, hint)
+            need(callable(strategy), fixed, hint)
         case _:
             hint = "give the fewest and the most devices, from 1: elastic=(2, 4)"
-            need(False, "Job", f"elastic={elastic!r}", hint)
+            need(False, f"elastic={elastic!r}", hint)
 
 
 def strategy_of(job: Job) -> list[Directive]:
@@ -258,9 +244,9 @@ def directives_for(job: Job, size: int) -> Strategy:
         named = getattr(directive, "devices", ())
         need(
             set(named) <= set(devices),
-            by,
             f"strategy[{number}] is over devices {show(tuple(sorted(named)))}",
             f"use the devices that the function is given: {show(devices)}",
+            by,
         )
     return strategy
 
@@ -270,7 +256,6 @@ def check_strategy(strategy: object) -> None:
     kind = type(strategy).__name__
     need(
         isinstance(strategy, Sequence),
-        "Job",
         f"strategy is {kind}, not a list of directives",
         "put directives in a list, or give the path of a JSON file",
     )
@@ -278,7 +263,6 @@ def check_strategy(strategy: object) -> None:
     for number, directive in enumerate(strategy):
         need(
             isinstance(directive, Directive),
-            "Job",
             f"strategy[{number}] is {type(directive).__name__}, not a directive",
             f"a strategy is a flat list of {', '.join(known_directives())}; "
             "add a schedule with +, not inside the list",
@@ -319,7 +303,7 @@ def positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def need(holds: bool, by: str, what: str, hint: str) -> None:
+def need(holds: bool, what: str, hint: str, by: str = "Job") -> None:
     """Refuse a value of the job unless `holds`, and name the user's line."""
     if not holds:
         line = calling_line()

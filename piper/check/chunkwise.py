@@ -86,18 +86,15 @@ class Chunkwise:
         params = [self.params[name] for name in spec.params]
         buffers = [self.buffers[name] for name in spec.buffers]
         ways = self.ways.get(chunk.name, 1)
-        call = self._experts if chunk.kind == "expert" and ways > 1 else self._whole
-        out = call(chunk, ways, inputs, params, buffers)
+        if chunk.kind == "expert" and ways > 1:
+            out = self._experts(chunk, ways, inputs, params, buffers)
+        else:
+            out = self.setup.code(chunk, "F")(*inputs, *params, *buffers)
         for index in range(len(chunk.outputs)):
             walk.outputs[chunk.name, index] = out[index]
         first = len(chunk.outputs) + len(chunk.saved)
         for name, value in zip(chunk.mutated, out[first:], strict=True):
             self.buffers[name] = value.detach()
-
-    def _whole(
-        self, chunk: Chunk, ways: int, inputs: list[Tensor], params: list[Tensor], buffers: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        return self.setup.code(chunk, "F")(*inputs, *params, *buffers)
 
     def _experts(
         self, chunk: Chunk, ways: int, inputs: list[Tensor], params: list[Tensor], buffers: list[Tensor]

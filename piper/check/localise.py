@@ -6,22 +6,21 @@ so it certifies nothing; `check/check.py` does.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from piper.check.buffer_histories import BufferHistories
 from piper.check.chunkwise import Chunkwise, Walk
-from piper.check.collected import first_bad_collective
+from piper.check.collected import Trails, first_bad_collective
 from piper.check.distance import distance
 from piper.check.reference import Reference
-from piper.ir.ids import Pass, Phase, SlotId, Tags
+from piper.check.slicing import Slice, take
+from piper.ir.ids import Pass, Phase, SlotId
 from piper.runtime.batch import as_run, wanted_batch
-from piper.runtime.compute import parts_of, slices
+from piper.runtime.compute import parts_of
 from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.setup import ProgramLike, Setup, setup_of
+from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 
 BACKWARD: tuple[Phase, ...] = ("B", "BI")  # either gives the gradients of inputs
@@ -48,68 +47,30 @@ class Checked(Protocol):
 Launch = Callable[[ProgramLike, Options], AbstractContextManager[Checked]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSlice:
-    """The samples that one device sees at a time."""
-
-    replica: int
-    part: Tags
-    batch: Mapping[str, Tensor]
-
-
 class ChunkwiseReference(Reference):
     """Trains on one device chunk by chunk, and records what each chunk returned."""
 
     def __init__(self, program: ProgramLike) -> None:
         super().__init__(program, sliced=True)
         self.setup = setup_of(program)
-        self.walks: list[tuple[SampleSlice, Walk]] = []
+        self.walks: list[tuple[Slice, Walk]] = []
 
-    def _sliced(self, batch: Mapping[str, Tensor]) -> float:
-        """Compute the losses and gradients of every slice; only the first replica changes the buffers."""
+    def step(self, batch: Mapping[str, Tensor]) -> float:
+        """Train on one global batch, and return the loss."""
         self.walks = []
-        pieces, outline = [*cut(self.setup, batch)], self.setup.outline
-        weighted = outline.weight is not None
-        losses: list[float] = []
-        weights: list[float] = []
-        histories = BufferHistories(outline, self.slicing, self.buffers, self.set_buffers)
-        for piece in sorted(pieces, key=lambda piece: piece.part):
-            histories.begin(piece.part, piece.replica)
-            buffers = self.buffers()  # copies: a chunk replaces some, and the model's own stay for autograd
-            walk = Chunkwise(self.setup, self.params, buffers).run(
-                piece.batch, self.steps, piece.part, piece.replica
-            )
-            self.walks.append((piece, walk))
-            loss = walk.outputs[outline.loss.chunk, outline.loss.index]
-            weights.append(1.0)
-            if outline.weight is not None:
-                weights[-1] = walk.outputs[outline.weight.chunk, outline.weight.index].item()
-            (loss if weighted else loss / len(pieces)).backward()
-            losses.append(loss.item())
-            self.set_buffers(buffers)
-            histories.end(piece.part, piece.replica)
-        histories.keep_first(pieces[0].part)
-        if weighted:
-            for parameter in self.params.values():
-                if parameter.grad is not None:
-                    parameter.grad /= sum(weights)
-        return sum(losses) / sum(weights)
+        return super().step(batch)
 
-
-def cut(setup: Setup, batch: Mapping[str, Tensor]) -> Iterator[SampleSlice]:
-    """Yield the slices of a batch as the devices of the loss see them, replica by replica."""
-    plans, chunk = setup.plans, setup.outline.loss.chunk
-    devices = plans.chunks[chunk].devices
-    for replica in range(len(devices)):
-        for part in sorted(parts_of(plans, chunk)):
-            fields = {}
-            for name, value in batch.items():
-                rows = slices(plans, len(value), replica, len(devices), part)
-                piece = torch.cat([value[low:high] for low, high in rows])
-                fields[name] = piece.to(
-                    setup.device, setup.dtype if piece.is_floating_point() else piece.dtype
-                )
-            yield SampleSlice(replica=replica, part=part, batch=fields)
+    def _slice_loss(self, batch: Mapping[str, Tensor], part: Slice) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the chunks on one slice of a batch."""
+        outline, buffers = self.setup.outline, self.buffers()  # copies: a chunk replaces some
+        rows = take(batch, part.samples)
+        walk = Chunkwise(self.setup, self.params, buffers).run(rows, self.steps, part.part, part.replica)
+        self.walks.append((part, walk))
+        self.set_buffers(buffers)
+        loss = walk.outputs[outline.loss.chunk, outline.loss.index]
+        if outline.weight is None:
+            return loss
+        return loss, walk.outputs[outline.weight.chunk, outline.weight.index]
 
 
 def first_difference(
@@ -119,46 +80,42 @@ def first_difference(
     tol: float,
     options: Options,
 ) -> str | None:
-    """Repeat the steps, and name the first result of a chunk, in the order of the model, that differs."""
-    first = wanted_batch(setup_of(program))
+    """Repeat the steps, and name the first result that is wrong, in the order of the model.
+
+    Of a sharded model that is a collective, else a result of a chunk.
+    """
+    first, outline = wanted_batch(setup_of(program)), program.outline
     if not all(as_run(program, batch, first)[1] for batch in batches):
         return None  # the chunks of other shapes are those of other programs
-    if program.outline.degrees:
-        return first_of_a_group(program, launch, batches, tol, options)
-    if not one_slicing(program):
+    if not outline.degrees and not one_slicing(program):
         return None  # the chunks of other device sets were captured for slices of another size
-    if any(chunk.precision for chunk in program.outline.chunks):
+    if not outline.degrees and any(chunk.precision for chunk in outline.chunks):
         return None  # autograd cannot repeat chunks with products in fp8: rounding has no derivative
-    reference = ChunkwiseReference(program)
+    reference = None if outline.degrees else ChunkwiseReference(program)
     with launch(program, replace(options, keep_outputs=True)) as run:
         for number, batch in enumerate(batches):
             run.step(batch)
-            reference.step(batch)
-            trails = run.trails()
-            for device, mark, wanted in expected(program, reference):
-                got = trails[device].get(mark)
-                if got is None or not wanted.numel():
-                    continue
-                diff = distance(got, wanted)
-                if not diff <= tol:
-                    return f"step {number}: {mark[0]} on device {device}: {mark[1]} differs by {diff:.3g}"
+            if reference is None:
+                bad = first_bad_collective(outline, program.plans, run.trails(), tol)
+            else:
+                reference.step(batch)
+                bad = first_bad_chunk(program, reference, run.trails(), tol)
+            if bad is not None:
+                return f"step {number}: {bad}"
     return None
 
 
-def first_of_a_group(
-    program: ProgramLike,
-    launch: Launch,
-    batches: Sequence[Mapping[str, Tensor]],
-    tol: float,
-    options: Options,
+def first_bad_chunk(
+    program: ProgramLike, reference: ChunkwiseReference, trails: Trails, tol: float
 ) -> str | None:
-    """Repeat the steps of a sharded model, and name the first collective whose result is wrong."""
-    with launch(program, replace(options, keep_outputs=True)) as run:
-        for number, batch in enumerate(batches):
-            run.step(batch)
-            bad = first_bad_collective(program.outline, program.plans, run.trails(), tol)
-            if bad is not None:
-                return f"step {number}: {bad}"
+    """Name the first result of a chunk that differs from the reference's last step. None: all are right."""
+    for device, mark, wanted in expected(program, reference):
+        got = trails[device].get(mark)
+        if got is None or not wanted.numel():
+            continue
+        diff = distance(got, wanted)
+        if not diff <= tol:
+            return f"{mark[0]} on device {device}: {mark[1]} differs by {diff:.3g}"
     return None
 
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piper.check.callers import model_line
 from piper.check.distance import distance
 from piper.check.reference import Reference, samples_in
-from piper.check.replay import ReplayError
+from piper.check.replay import ReplayError, model_line
 from piper.check.slicing import Slice, take
 
 aten = torch.ops.aten
@@ -222,7 +221,7 @@ def kind_of(whole: Tensor, parts: Sequence[Tensor], slices: Sequence[Slice], nea
             continue
         if whole.shape[axis] % samples == 0 and all(
             part.shape[axis] * samples == whole.shape[axis] * len(slice_.samples)
-            and close(part, whole.index_select(axis, rows(slice_, whole.shape[axis] // samples, whole)), near)
+            and close(part, rows_of(whole, slice_, axis, samples), near)
             for part, slice_ in zip(parts, slices, strict=True)
         ):
             return "rows"
@@ -243,9 +242,10 @@ def kind_by_value(whole: Tensor, parts: Sequence[Tensor], near: float) -> Kind:
     return "sum" if close(total, whole, near) else "other"
 
 
-def rows(part: Slice, each: int, like: Tensor) -> Tensor:
-    """Return the rows of a slice's samples, where every sample has `each` rows."""
-    return torch.tensor([s * each + i for s in part.samples for i in range(each)], device=like.device)
+def rows_of(whole: Tensor, part: Slice, axis: int, samples: int) -> Tensor:
+    """Return the rows of a slice's samples, where every one of all samples has as many along an axis."""
+    rows = part.rows(whole.shape[axis] // samples)
+    return whole.index_select(axis, torch.tensor(rows, device=whole.device))
 
 
 def close(got: Tensor, wanted: Tensor, near: float) -> bool:

@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
-from piper.check.buffer_histories import BufferHistories
 from piper.check.fp8_products import Fp8Products
 from piper.check.replay import Replay, ReplayError
-from piper.check.slicing import BatchSlicing, slicing_of, take
+from piper.check.slicing import BatchSlicing, Slice, slicing_of, take
+from piper.ir.chunk import CapturedModel, Tags
 from piper.ir.dtypes import DTYPES
 from piper.job import Mean, Metrics
 from piper.process.attributes import replaced
@@ -183,9 +183,7 @@ class Reference:
         of_weight: dict[str, Tensor] = {}  # the gradient of the weights, where they depend on parameters
         for part in slices:
             buffers.begin(part.part, part.replica)
-            with self.replay.slice(self.steps, part):
-                result = self.loss(take(batch, part.samples), part.samples)
-            loss, weight = self._counted(result, part.samples, len(slices))
+            loss, weight = self._counted(self._slice_loss(batch, part), part.samples, len(slices))
             if weight is not None and weight.requires_grad:
                 self._add_gradients(of_weight, weight)
             buffers.end(part.part, part.replica)
@@ -201,6 +199,11 @@ class Reference:
                     parameter.grad -= of_weight[name] * (total / weights)
                 parameter.grad /= weights
         return total / weights
+
+    def _slice_loss(self, batch: Mapping[str, Tensor], part: Slice) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the job's loss on one slice of a batch."""
+        with self.replay.slice(self.steps, part):
+            return self.loss(take(batch, part.samples), part.samples)
 
     def _counted(
         self, result: Tensor | tuple[Tensor, Tensor], samples: tuple[int, ...], slices: int
@@ -244,6 +247,38 @@ class Reference:
         """Return every parameter and buffer, exact."""
         found = {name: value.detach() for name, value in self.model.state_dict().items()}
         return found | {name: value.detach() for name, value in self.masters.items()}
+
+
+class BufferHistories:
+    """Gives each slice of the batch the buffers that the slices before it on the same device have written."""
+
+    def __init__(
+        self,
+        outline: CapturedModel,
+        slicing: BatchSlicing,
+        get: Callable[[], dict[str, Tensor]],
+        put: Callable[[Mapping[str, Tensor]], None],
+    ) -> None:
+        self._writers = {name: chunk.name for chunk in outline.chunks for name in chunk.mutated}
+        self._slicing, self._get, self._put = slicing, get, put
+        self._before = get()
+        self._held: dict[tuple[str, int], Tensor] = {}  # by buffer, and the device that holds it
+
+    def _key(self, name: str, part: Tags, replica: int) -> tuple[str, int]:
+        writer = self._writers.get(name)
+        return name, 0 if writer is None else self._slicing.placed[writer].by_part[part][replica]
+
+    def begin(self, part: Tags, replica: int) -> None:
+        """Set the buffers to what a slice reads."""
+        self._put({n: self._held.get(self._key(n, part, replica), v) for n, v in self._before.items()})
+
+    def end(self, part: Tags, replica: int) -> None:
+        """Take over what a slice has written."""
+        self._held.update({self._key(name, part, replica): value for name, value in self._get().items()})
+
+    def keep_first(self, part: Tags) -> None:
+        """Set the buffers to those of the first replica of the devices that run the first microbatch."""
+        self.begin(part, 0)
 
 
 class Exact(TorchFunctionMode):

@@ -12,16 +12,18 @@ each draw is put together from the draws of the slices, sample by sample.
 
 import hashlib
 import math
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piper.check.callers import model_line
 from piper.check.slicing import BatchSlicing, Slice
 from piper.ir.chunk import Chunk, Tags
 from piper.runtime.accelerator import device_of, generator
@@ -39,6 +41,8 @@ BY_ELEMENT = (  # each element is a draw of its own, so a draw can be put togeth
     aten.randn_like.default,
     *IN_PLACE,
 )
+PACKAGE = Path(__file__).parents[1]
+OURS = (str(Path(torch.__file__).parent), str(PACKAGE / "check"), str(PACKAGE / "runtime"))
 ENOUGH = 64  # elements expected to vary in two draws that cannot be equal by chance
 SIGMAS = 6.0  # how far the share of dropped elements may be from its probability
 
@@ -218,12 +222,14 @@ class _Draws(TorchDispatchMode):
         kwargs = kwargs or {}
         if not draws_random(op, args, kwargs):
             return op(*args, **kwargs)
-        shape = drawn_shape(op, args)
-        if shape is None:  # a fused kernel: it cannot be taken apart, but a slice can call it
-            return self._fused(op, args, kwargs)
+        shape = drawn_shape(op, args)  # None: of a fused kernel. A slice can call it, but not take it apart
         for chunk, left in self.pending().items():
-            axis = self._axis(chunk, shape, left[0][1]) if left else None
+            if not left:
+                continue
+            axis = -1 if shape is None else self._axis(chunk, shape, left[0][1])
             if axis is not None:
+                if shape is None and len(self.slices[chunk]) > 1:
+                    raise ReplayError(f"{op} at {model_line()} draws inside a fused kernel")
                 place, _ = left.popleft()
                 return self._draw(op, args, kwargs, chunk, place, axis)
         self.replay.unmatched.append(f"plain PyTorch draws random numbers at {model_line()}, no chunk does")
@@ -260,10 +266,7 @@ class _Draws(TorchDispatchMode):
         results: list[Tensor] = []
         for part in slices:
             each = shape[axis] // self.samples
-            rows = torch.tensor(
-                [sample * each + i for sample in part.samples for i in range(each)],
-                device=self.replay.device(),
-            )
+            rows = torch.tensor(part.rows(each), device=self.replay.device())
             given = [rows_of(value, shape, axis, rows) for value in args]
             named = {key: rows_of(value, shape, axis, rows) for key, value in kwargs.items()}
             out = self._seeded(op, given, named, chunk, place, part)
@@ -291,17 +294,6 @@ class _Draws(TorchDispatchMode):
         if isinstance(mask, Tensor) and op in BY_ELEMENT:
             self.replay.note((self.step, chunk, place), part, mask, kept_share(op, args))
         return out
-
-    def _fused(self, op: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
-        """Call a fused attention kernel for one slice: the next draw of the first chunk that has one."""
-        for chunk, left in self.pending().items():
-            if left:
-                if len(self.slices[chunk]) > 1:
-                    raise ReplayError(f"{op} at {model_line()} draws inside a fused kernel")
-                place, _ = left.popleft()
-                return self._draw(op, args, kwargs, chunk, place, -1)
-        self.replay.unmatched.append(f"plain PyTorch draws random numbers at {model_line()}, no chunk does")
-        return op(*args, **kwargs)
 
 
 def draws_random(op: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:  # noqa: ANN401
@@ -347,3 +339,14 @@ def rows_of(value: Any, shape: Shape, axis: int, rows: Tensor) -> Any:  # noqa: 
     if isinstance(value, list | tuple) and tuple(value) == shape:
         return [len(rows) if a == axis else size for a, size in enumerate(shape)]
     return value
+
+
+def model_line() -> str:
+    """Return `file.py:12` of the innermost frame that is neither of torch, nor of the runtime or check."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(OURS) and "contextlib" not in name:
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"

@@ -22,6 +22,10 @@ class Slice:
     part: Tags
     samples: tuple[int, ...]
 
+    def rows(self, each: int) -> list[int]:
+        """Return the rows of its samples, where every sample has `each` rows."""
+        return [sample * each + i for sample in self.samples for i in range(each)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardPlacement:

@@ -1,23 +1,9 @@
 """Maps a device's flat buckets to full, flattened parameters."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from piper.ir.sharding import FlatRuns, flat_runs
 from piper.plan.plan import Bucket, Plan, Plans
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSpan:
-    """A run of a parameter's elements that is contiguous in a bucket, or several at equal distances."""
-
-    name: str
-    start: int  # in the full parameter, flattened
-    at: int  # in the bucket, as the device holds it when whole
-    length: int  # of one run
-    count: int = 1
-    stride: int = 0  # from one run to the next in the full parameter; 0: there is one run
-    step: int = 0  # and in the bucket
 
 
 def owned_range(bucket: Bucket, device: int) -> tuple[int, int]:
@@ -28,23 +14,28 @@ def owned_range(bucket: Bucket, device: int) -> tuple[int, int]:
     return bucket.shard(group.index(device))
 
 
-def spans(bucket: Bucket, device: int, low: int, high: int) -> list[BucketSpan]:
-    """Return the spans of parameters between two elements of a bucket. Padding has no span."""
+def spans(bucket: Bucket, device: int, low: int, high: int) -> dict[str, list[FlatRuns]]:
+    """Return the runs of each parameter between two elements of a bucket, in their order there.
+
+    Each lies `here` in the bucket as the device holds it when whole, and `there` in the full parameter,
+    flattened. Padding has no runs.
+    """
     position = bucket.devices.index(device)
-    found = []
+    found: dict[str, list[FlatRuns]] = {}
     for piece in bucket.pieces:
         if piece.offset >= high or piece.offset + piece.numel <= low:
             continue
         mine = [
-            span
+            cut
             for runs in flat_runs(piece.shape, piece.shardings, position)
-            for span in within(piece.name, piece.offset + runs.here, runs, low, high)
+            for cut in within(piece.offset + runs.here, runs, low, high)
         ]
-        found += sorted(mine, key=lambda span: span.at)
+        if mine:
+            found.setdefault(piece.name, []).extend(sorted(mine, key=lambda runs: runs.here))
     return found
 
 
-def within(name: str, at: int, runs: FlatRuns, low: int, high: int) -> Iterator[BucketSpan]:
+def within(at: int, runs: FlatRuns, low: int, high: int) -> Iterator[FlatRuns]:
     """Yield the parts of some runs that lie between two elements of a bucket. at: where the first run begins.
 
     Runs that lie there whole stay together. The range can cut one run at each of its ends.
@@ -56,34 +47,25 @@ def within(name: str, at: int, runs: FlatRuns, low: int, high: int) -> Iterator[
     last = min(runs.count, (high - length - at) // step + 1)
     if first < last:
         alone = last - first == 1
-        yield BucketSpan(
-            name=name,
-            start=runs.there + first * runs.there_step,
-            at=at + first * step,
+        yield FlatRuns(
+            here=at + first * step,
+            there=runs.there + first * runs.there_step,
             length=length,
             count=last - first,
-            stride=0 if alone else runs.there_step,
-            step=0 if alone else step,
+            here_step=0 if alone else step,
+            there_step=0 if alone else runs.there_step,
         )
     for run in (first - 1, max(first, last)):
         begin = at + run * step
         cut = max(begin, low), min(begin + length, high)
         if 0 <= run < runs.count and cut[0] < cut[1]:
-            start = runs.there + run * runs.there_step + cut[0] - begin
-            yield BucketSpan(name=name, start=start, at=cut[0], length=cut[1] - cut[0])
+            there = runs.there + run * runs.there_step + cut[0] - begin
+            yield FlatRuns(here=cut[0], there=there, length=cut[1] - cut[0])
 
 
-def by_parameter(held: Iterable[BucketSpan]) -> dict[str, list[BucketSpan]]:
-    """Return the runs of each parameter, in the order that they lie in a bucket."""
-    found: dict[str, list[BucketSpan]] = {}
-    for span in held:
-        found.setdefault(span.name, []).append(span)
-    return found
-
-
-def length_of(held: Iterable[BucketSpan]) -> int:
+def length_of(held: Iterable[FlatRuns]) -> int:
     """Return how many elements some runs have."""
-    return sum(span.length * span.count for span in held)
+    return sum(runs.length * runs.count for runs in held)
 
 
 def held_buckets(plans: Plans, device: int) -> list[Bucket]:

@@ -7,9 +7,8 @@ from pathlib import Path
 from piper.checkpoint.metadata import Record, Spec, Trainer
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel
+from piper.ir.format import listed
 from piper.plan.plan import Plans
-
-MOST = 3  # names that an error lists
 
 
 def wanted_model(plans: Plans, outline: CapturedModel) -> dict[str, Spec]:
@@ -39,12 +38,11 @@ def check_model(path: Path, record: Record, wanted: Mapping[str, Spec]) -> None:
         for name, spec in wanted.items()
         if name in record.model and not alike(record.model[name], spec)
     ]
-    if missing or unexpected or differ:
-        facts = {"missing": listed(missing), "unexpected": listed(unexpected), "other": listed(differ, "\n")}
+    if facts := differences_in(missing, unexpected, differ):
         raise ConfigError(
             "this checkpoint is of another model",
             by="load",
-            facts={"path": str(path), **{key: text for key, text in facts.items() if text}},
+            facts={"path": str(path), **facts},
             hint="load it into the model and precision that it was saved from",
         )
 
@@ -55,11 +53,10 @@ def alike(saved: Spec, here: Spec) -> bool:
     return saved.shape == here.shape and all(a == b for a, b in pairs if a is not None and b is not None)
 
 
-def listed(names: Iterable[str], separator: str = ", ") -> str:
-    """Return the first few names as text, and how many more there are."""
-    found = [*names]
-    more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
-    return separator.join([*found[:MOST], *more])
+def differences_in(missing: Iterable[str], unexpected: Iterable[str], other: Iterable[str]) -> dict[str, str]:
+    """Return the facts of an error about names that differ. Empty: none do."""
+    facts = {"missing": listed(missing), "unexpected": listed(unexpected), "other": listed(other, "\n")}
+    return {key: text for key, text in facts.items() if text}
 
 
 def check_trainer(path: Path, record: Record, trainer: Trainer, seed: int) -> None:

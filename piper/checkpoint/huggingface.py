@@ -6,6 +6,7 @@ write_start(program, import_hf("in"), "start")           # launch(program, resum
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from piper.checkpoint.compatibility import listed
+from piper.checkpoint.compatibility import differences_in
 from piper.checkpoint.folder import begin, discard, take_place
 from piper.checkpoint.storage import sync
 from piper.checkpoint.target import EXPORT, MARK, target_of, unwritten
@@ -118,12 +119,11 @@ def check_names(model: nn.Module, state: Mapping[str, Tensor], ties: list[list[s
         for name, shape in shapes.items()
         if name in state and tuple(state[name].shape) != shape
     ]
-    if missing or unexpected or differ:
-        facts = {"missing": listed(missing), "unexpected": listed(unexpected), "other": listed(differ, "\n")}
+    if facts := differences_in(missing, unexpected, differ):
         raise ConfigError(
             f"the state is not that of a {type(model).__name__} of this config",
             by="export_hf",
-            facts={key: text for key, text in facts.items() if text},
+            facts=facts,
             hint="pass run.state_dict() and the config of the model that the job builds",
         )
 
@@ -142,6 +142,25 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Return whether peft has wrapped a model, without importing peft."""
+    peft = sys.modules.get("peft")  # a model of peft has imported it
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def merged(model: Any) -> Any:  # noqa: ANN401  peft has no types for it
+    """Return the base of a model that peft has wrapped, with its adapters added to the base's weights."""
+    return model.merge_and_unload()
+
+
+def export_adapter(model: Any, folder: Path | str, dtype: torch.dtype | None = None) -> None:  # noqa: ANN401
+    """Write the adapter of a model alone, as `PeftModel.from_pretrained` reads it.
+
+    dtype: what to write it as; None: as it is.
+    """
+    write_export(folder, (model if dtype is None else model.to(dtype)).save_pretrained)
 
 
 def import_hf(folder: Path | str, model: "PreTrainedModel | None" = None) -> Mapping[str, Tensor]:
@@ -168,12 +187,11 @@ def converted(folder: Path, model: "PreTrainedModel") -> Mapping[str, Tensor]:
             )
     except (OSError, RuntimeError, ValueError) as error:
         raise unusable(folder, str(error)) from error
-    facts = {key: listed(sorted(info[f"{key}_keys"])) for key in ("missing", "unexpected")}
-    if any(facts.values()):
+    if facts := differences_in(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), ()):
         raise ConfigError(
             f"the weights are not all of a {type(model).__name__}",
             by="import_hf",
-            facts={"path": str(folder), **{key: text for key, text in facts.items() if text}},
+            facts={"path": str(folder), **facts},
             hint="to let the model make what is missing, build it with from_pretrained in the recipe",
         )
     state: dict[str, Tensor] = made.state_dict()

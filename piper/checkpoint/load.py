@@ -1,33 +1,55 @@
-"""Restores a worker's state from a checkpoint that was saved under any strategy."""
+"""Reads a checkpoint that was saved under any strategy: its values by name, or a worker's state."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from piper.checkpoint.bucket_spans import (
-    BucketSpan,
-    by_parameter,
-    held_buckets,
-    length_of,
-    owned_range,
-    spans,
-)
+from piper.checkpoint.bucket_spans import held_buckets, length_of, owned_range, spans
+from piper.checkpoint.folder import settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named
-from piper.checkpoint.metadata import FILE, Record
-from piper.checkpoint.save import RefusedError, buffer_parts, copied, model_part, runs_of
+from piper.checkpoint.metadata import FILE, DamagedError, Record
+from piper.checkpoint.read_record import read_record
+from piper.checkpoint.save import RefusedError, buffer_parts, copied, range_of
 from piper.checkpoint.storage import CheckpointReader, TensorRange
 from piper.checkpoint.verified_files import StorageError
 from piper.ir.chunk import CapturedModel
+from piper.ir.sharding import FlatRuns
 from piper.plan.plan import Bucket
 from piper.runtime.setup import Initial
 from piper.runtime.worker import Worker
 
 WAYS = ("fused", "foreach", "capturable")  # how an optimizer computes where it runs, not what
+
+
+class Values(Mapping[str, Tensor]):
+    """The parameters and buffers of a checkpoint. A tied parameter has its first name."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.folder = settled(Path(path))
+        self.record = read_record(self.folder)
+        self.reader = CheckpointReader(self.folder, self.record)
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape, stored = self.record.model[name].shape, self.record.tensors.get(f"model.{name}")
+        if stored is None:  # nothing is stored of a tensor without elements
+            return torch.empty(shape, dtype=dtype_named(self.record.model[name].dtype or "float32"))
+        flat = torch.empty(stored.size, dtype=dtype_named(stored.dtype))
+        try:
+            self.reader.read([TensorRange(key=f"model.{name}", size=stored.size, start=0, tensor=flat)])
+        except StorageError as error:
+            raise DamagedError(self.folder, str(error)) from error
+        return flat.view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.record.model)
+
+    def __len__(self) -> int:
+        return len(self.record.model)
 
 
 def blank_values(outline: CapturedModel) -> Initial:
@@ -108,8 +130,9 @@ def parts_between(
     """Yield the parts of parameters between two elements of a bucket, over a tensor that begins there."""
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     low, high = between
-    for span in spans(bucket, worker.device, low, high):
-        yield model_part(span, sizes[span.name], runs_of(span, flat, low))
+    for name, held in spans(bucket, worker.device, low, high).items():
+        for runs in held:
+            yield range_of(f"model.{name}", sizes[name], runs, flat, low)
 
 
 def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReader) -> Callable[[], None]:
@@ -131,8 +154,8 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
         bucket = worker.setup.plans.buckets[name]
         tensors = dict(segments)
         own = spans(bucket, worker.device, *owned_range(bucket, worker.device))
-        for called, held in by_parameter(own).items():
-            kept = moments_of(held, tensors[called], reader)
+        for called, held in own.items():
+            kept = moments_of(called, held, tensors[called], reader)
             if kept:
                 state[numbers[id(tensors[called])]] = kept
     merged = [
@@ -158,23 +181,22 @@ def adopt_optimizer(
                     optimizer.state[parameter][key] = value.to(now.device)
 
 
-def moments_of(held: Sequence[BucketSpan], trained: Tensor, reader: CheckpointReader) -> dict[str, object]:
+def moments_of(
+    owner: str, held: Sequence[FlatRuns], trained: Tensor, reader: CheckpointReader
+) -> dict[str, object]:
     """Return what the optimizer keeps for one parameter, for the runs of it that this device trains."""
-    record, owner = reader.record, held[0].name
+    record = reader.record
     found: dict[str, object] = {}
     for key, shape in record.moments.get(owner, {}).items():
         name = f"optimizer.{owner}.{key}"
         stored = record.tensors[name]
         like = shape is None or (shape == () and goes_with_elements(record, key))
         flat = torch.empty(length_of(held) if like else stored.size, dtype=dtype_named(stored.dtype))
-        begin = min(span.at for span in held)
-        parts = [TensorRange(key=name, size=stored.size, start=0, tensor=flat)]
-        if like:
-            parts = [
-                replace(parts[0], start=s.start, tensor=runs_of(s, flat, begin), stride=s.stride)
-                for s in held
-            ]
-        reader.read(parts)
+        begin = min(runs.here for runs in held)
+        all_of_it = FlatRuns(here=begin, there=0, length=stored.size)
+        reader.read(
+            range_of(name, stored.size, runs, flat, begin) for runs in (held if like else [all_of_it])
+        )
         found[key] = flat.view(trained.shape if like else cast("tuple[int, ...]", shape))
     plain = cast("dict[str, Plain]", record.numbers.get(owner, {}))
     return found | {key: decode(value) for key, value in plain.items()}

@@ -7,20 +7,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from piper.checkpoint.bucket_spans import (
-    BucketSpan,
-    by_parameter,
-    length_of,
-    owned_range,
-    saved_buckets,
-    saved_buffers,
-    spans,
-)
+from piper.checkpoint.bucket_spans import length_of, owned_range, saved_buckets, saved_buffers, spans
 from piper.checkpoint.json_state import Plain, encode
 from piper.checkpoint.metadata import Record, Trainer, kept_by
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
-from piper.ir.sharding import flat_runs
+from piper.ir.sharding import FlatRuns, flat_runs
 from piper.plan.plan import Bucket, Slot
 from piper.runtime.worker import Worker
 
@@ -77,13 +69,14 @@ def copy_parts(
         low, high = owned_range(bucket, device)
         owned = worker.env.state.holdings[bucket.name].trained
         states = states_of(worker, bucket)
-        for name, held in by_parameter(spans(bucket, device, low, high)).items():
+        for name, held in spans(bucket, device, low, high).items():
             size = sizes[name]
-            parts += [model_part(span, size, copied(runs_of(span, owned, low))) for span in held]
+            own = (range_of(f"model.{name}", size, runs, owned, low) for runs in held)
+            parts += [replace(one, tensor=copied(one.tensor)) for one in own]
             for key, value in states.get(name, {}).items():
                 if not isinstance(value, Tensor):
                     numbers.setdefault(name, {})[key] = encode(value, f"optimizer.{name}.{key}")
-                elif found := moment_parts(held, size, key, value, copied):
+                elif found := moment_parts(f"optimizer.{name}.{key}", held, size, value, copied):
                     parts += found
                     like = elementwise(held, value)
                     moments.setdefault(name, {})[key] = None if like else tuple(value.shape)
@@ -93,12 +86,13 @@ def copy_parts(
     return Copied(parts=parts, trainer=trainer, moments=moments, numbers=numbers, step=worker.env.step)
 
 
-def runs_of(span: BucketSpan, flat: Tensor, begin: int) -> Tensor:
-    """Return the runs of a span in a flat tensor that begins at an element of the bucket: [runs, length]."""
-    first = span.at - begin
-    if span.count == 1:
-        return flat[first : first + span.length]
-    return flat[first : first + (span.count - 1) * span.step + span.length].unfold(0, span.length, span.step)
+def range_of(key: str, size: int, runs: FlatRuns, flat: Tensor, begin: int = 0) -> TensorRange:
+    """Return runs of a flat tensor as elements of the whole one. begin: where `flat` begins in a bucket."""
+    first = runs.here - begin
+    tensor = flat[first : first + (runs.count - 1) * runs.here_step + runs.length]
+    if runs.count > 1:
+        tensor = tensor.unfold(0, runs.length, runs.here_step)  # [runs, length]
+    return TensorRange(key=key, size=size, start=runs.there, tensor=tensor, stride=runs.there_step)
 
 
 def buffer_parts(name: str, slot: Slot, device: int, value: Tensor, flat: Tensor) -> list[TensorRange]:
@@ -106,56 +100,34 @@ def buffer_parts(name: str, slot: Slot, device: int, value: Tensor, flat: Tensor
     if not value.numel():
         return []
     key, size = f"model.{name}", slot.sharding.degree * value.numel()
-    found = []
-    for runs in flat_runs(tuple(value.shape), slot.shardings, slot.position(device)):
-        span = BucketSpan(
-            name=name,
-            start=runs.there,
-            at=runs.here,
-            length=runs.length,
-            count=runs.count,
-            stride=runs.there_step,
-            step=runs.here_step,
-        )
-        tensor = runs_of(span, flat, 0)
-        found.append(TensorRange(key=key, size=size, start=span.start, tensor=tensor, stride=span.stride))
-    return found
+    held = flat_runs(tuple(value.shape), slot.shardings, slot.position(device))
+    return [range_of(key, size, runs, flat) for runs in held]
 
 
-def model_part(span: BucketSpan, size: int, tensor: Tensor) -> TensorRange:
-    """Return a run of a parameter's own elements."""
-    return TensorRange(
-        key=f"model.{span.name}", size=size, start=span.start, tensor=tensor, stride=span.stride
-    )
-
-
-def elementwise(held: Sequence[BucketSpan], value: Tensor) -> bool:
+def elementwise(held: Sequence[FlatRuns], value: Tensor) -> bool:
     """Return whether a tensor of the optimizer has an element for each that a device holds of a parameter."""
     return value.dim() > 0 and value.numel() == length_of(held)
 
 
 def moment_parts(
-    held: Sequence[BucketSpan], size: int, key: str, value: Tensor, copied: Take
+    name: str, held: Sequence[FlatRuns], size: int, value: Tensor, copied: Take
 ) -> list[TensorRange]:
     """Return a tensor that the optimizer keeps for a parameter, or the runs of it that go with the elements.
 
-    held: the runs of the parameter that the device has. What does not go with the elements is the same on all
-    devices that share the parameter: only the one that has the first element writes it down.
+    held: the runs of the parameter that the device has, of `size` elements in all. What does not go with the
+    elements is the same on all devices that share the parameter: only the one that has the first element
+    writes it down.
     """
-    name, length = f"optimizer.{held[0].name}.{key}", length_of(held)
     if elementwise(held, value):
-        flat, begin = copied(value).view(-1), min(span.at for span in held)
-        return [
-            TensorRange(key=name, size=size, start=s.start, tensor=runs_of(s, flat, begin), stride=s.stride)
-            for s in held
-        ]
-    if value.dim() and length != size:
+        flat, begin = copied(value).view(-1), min(runs.here for runs in held)
+        return [range_of(name, size, runs, flat, begin) for runs in held]
+    if value.dim() and (length := length_of(held)) != size:
         raise RefusedError(
             "the optimizer's state cannot be written down from shards",
             {"state": f"{name} of shape {list(value.shape)}", "shard": f"{length} of {size} elements"},
             "use zero=0, or an elementwise optimizer such as AdamW or SGD",
         )
-    if min(span.start for span in held):
+    if min(runs.there for runs in held):
         return []
     return [TensorRange(key=name, size=value.numel(), start=0, tensor=copied(value).view(-1))]
 

@@ -6,19 +6,21 @@ read. Pieces lie in safetensors files instead, and the index in JSON. Bytes are 
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from piper.checkpoint.json_state import dtype_named
 from piper.checkpoint.metadata import SUFFIX, Record, SavedPiece, Stored
-from piper.checkpoint.overlaps import Overlap, overlaps
 from piper.checkpoint.read_record import covered
 from piper.checkpoint.verified_files import BlockReader, FileRecord, StorageError, write_blocks
+from piper.ir.sharding import FlatRuns
 
+Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 CHUNK = 2**26  # bytes of a file that are in memory at a time where runs are picked out of them
 ALIGNED = 8  # bytes: where the data of a safetensors file begins
 LONGEST = 2**30  # the largest header that is read, in bytes
@@ -62,6 +64,11 @@ class TensorRange:
             return SavedPiece(offset=self.start, length=self.tensor.numel(), file=file)
         return SavedPiece(offset=self.start, length=shape[1], file=file, count=shape[0], stride=self.stride)
 
+    def stored(self, file: str) -> "StoredRange":
+        """Return it as a part that is in a file."""
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return StoredRange(key=self.key, dtype=dtype, size=self.size, piece=self.lies(file))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRange:
@@ -98,16 +105,7 @@ def write_parts(folder: Path, name: str, parts: Sequence[TensorRange]) -> Writte
         sync(folder / file)
     except OSError as error:
         raise StorageError(f"{file}: {error}") from error
-    placed = (
-        StoredRange(
-            key=part.key,
-            dtype=str(part.tensor.dtype).removeprefix("torch."),
-            size=part.size,
-            piece=part.lies(file),
-        )
-        for part in parts
-    )
-    return Written(placed=tuple(placed), files={file: record})
+    return Written(placed=tuple(part.stored(file) for part in parts), files={file: record})
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
@@ -167,6 +165,60 @@ def index_of(placed: Iterable[Sequence[StoredRange]]) -> dict[str, Stored]:
     return index
 
 
+def overlaps(stored: SavedPiece, wanted: SavedPiece) -> Iterator[FlatRuns]:
+    """Yield what two pieces of one tensor have in common: `here` in the stored, `there` in the wanted one.
+
+    Places count the elements of a piece as they lie end to end. Runs at equal distances come together.
+    """
+    if not stored.elements or not wanted.elements:
+        return
+    if stored.count == wanted.count == 1:  # most pieces are one run, and arrays take ten times as long
+        begin = max(stored.offset, wanted.offset)
+        end = min(stored.offset + stored.length, wanted.offset + wanted.length)
+        if begin < end:
+            yield FlatRuns(here=begin - stored.offset, there=begin - wanted.offset, length=end - begin)
+        return
+    have, want = stored.starts(), wanted.starts()
+    if have[-1] + stored.length <= want[0] or want[-1] + wanted.length <= have[0]:
+        return
+    low = np.searchsorted(have + stored.length, want, side="right")  # the first stored run that ends later
+    high = np.searchsorted(have, want + wanted.length, side="left")
+    met = np.maximum(high - low, 0)  # stored runs that each wanted run meets
+    total = int(met.sum())
+    if not total:
+        return
+    theirs = np.repeat(np.arange(wanted.count), met)
+    ours = np.arange(total) - np.repeat(np.cumsum(met) - met, met) + np.repeat(low, met)
+    begin = np.maximum(have[ours], want[theirs])
+    lengths = np.minimum(have[ours] + stored.length, want[theirs] + wanted.length) - begin
+    sources = ours * stored.length + begin - have[ours]
+    targets = theirs * wanted.length + begin - want[theirs]
+    yield from together(sources, targets, lengths)
+
+
+def together(sources: Numbers, targets: Numbers, lengths: Numbers) -> Iterator[FlatRuns]:
+    """Yield runs, with those of one length at equal distances in both pieces as one."""
+    steps = np.stack([np.diff(sources), np.diff(targets)])
+    turns = np.flatnonzero((np.diff(steps) != 0).any(axis=0)) + 1  # runs after which a step differs
+    breaks = np.flatnonzero(np.diff(lengths) != 0) + 1  # runs that have another length than the one before
+    first, count = 0, len(sources)
+    while first < count:
+        later = breaks[np.searchsorted(breaks, first, side="right") :]
+        last = int(later[0]) if len(later) else count
+        turning = turns[np.searchsorted(turns, first, side="right") :]
+        last = min(last, int(turning[0]) + 1) if len(turning) else last
+        several = last - first > 1
+        yield FlatRuns(
+            here=int(sources[first]),
+            there=int(targets[first]),
+            length=int(lengths[first]),
+            count=last - first,
+            here_step=int(steps[0, first]) if several else 0,
+            there_step=int(steps[1, first]) if several else 0,
+        )
+        first = last
+
+
 class CheckpointReader:
     """The tensors of a checkpoint. A caller reads only the elements it needs."""
 
@@ -204,19 +256,19 @@ class CheckpointReader:
             raise StorageError(f"the record has {size} elements of {part.key}, not {part.size}")
         return stored.pieces
 
-    def _fill(self, flat: Tensor, key: str, piece: SavedPiece, met: Overlap) -> None:
+    def _fill(self, flat: Tensor, key: str, piece: SavedPiece, met: FlatRuns) -> None:
         """Read the runs that a piece and a part have in common into the part."""
         width = dtype_named(self.record.tensors[key].dtype).itemsize
-        rows = max(1, CHUNK // max(1, met.stored_step * width))
+        rows = max(1, CHUNK // max(1, met.here_step * width))
         for first in range(0, met.count, rows):
             count = min(rows, met.count - first)
-            begin = met.stored + first * met.stored_step
-            values = self.values(key, piece, begin, (count - 1) * met.stored_step + met.length)
-            at = met.wanted + first * met.wanted_step
-            room = flat[at : at + (count - 1) * met.wanted_step + met.length]
+            begin = met.here + first * met.here_step
+            values = self.values(key, piece, begin, (count - 1) * met.here_step + met.length)
+            at = met.there + first * met.there_step
+            room = flat[at : at + (count - 1) * met.there_step + met.length]
             if count > 1:
-                room = room.unfold(0, met.length, met.wanted_step)
-                values = values.unfold(0, met.length, met.stored_step)
+                room = room.unfold(0, met.length, met.there_step)
+                values = values.unfold(0, met.length, met.here_step)
             room.copy_(values)
 
     def values(self, key: str, piece: SavedPiece, first: int, length: int) -> Tensor:

@@ -14,10 +14,10 @@ from pathlib import Path
 from piper.checkpoint.metadata import FILE, FORMAT, OURS, DamagedError
 from piper.checkpoint.read_record import parse
 from piper.errors import ConfigError
+from piper.ir.format import listed
 
 MARK, EXPORT = "piper-export.json", "piper export"
 STEP = re.compile(r"step-(\d+)")
-MOST = 3  # names that an error lists
 
 
 class UnwrittenError(ConfigError):
@@ -97,10 +97,10 @@ def check_taken(path: Path) -> None:
     foreign = strangers(path)
     if foreign is None:
         raise not_ours(
-            str(path), f"the folder exists, and is not a checkpoint: it holds {some(entries(path))}"
+            str(path), f"the folder exists, and is not a checkpoint: it holds {listed(entries(path))}"
         )
     if foreign:
-        raise not_ours(str(path), f"the checkpoint there holds files that are not its own: {some(foreign)}")
+        raise not_ours(str(path), f"the checkpoint there holds files that are not its own: {listed(foreign)}")
 
 
 def entries(path: Path) -> list[str]:
@@ -108,19 +108,13 @@ def entries(path: Path) -> list[str]:
     return sorted(os.listdir(path))
 
 
-def some(names: list[str]) -> str:
-    """Return the first of some names, and how many more there are."""
-    more = [f"and {len(names) - MOST} more"] if len(names) > MOST else []
-    return ", ".join([*names[:MOST], *more])
-
-
 def strangers(path: Path) -> list[str] | None:
     """Return the names in a folder of ours that it does not list; None: the folder is not ours."""
     found = entries(path)
     if not found:
         return []
-    listed = listed_in(path)
-    return None if listed is None else [name for name in found if name not in listed]
+    own = listed_in(path)
+    return None if own is None else [name for name in found if name not in own]
 
 
 def listed_in(path: Path) -> set[str] | None:
@@ -167,9 +161,9 @@ def remove(folder: Path) -> None:
     """Remove a folder of ours: its files one by one, then the folder. Raise an OSError if others are left."""
     if folder.is_symlink() or not folder.is_dir():
         return
-    listed = listed_in(folder) or set()
-    begun = listed == {MARK}  # an export that was never completed: all in its hidden folder is ours
+    own = listed_in(folder) or set()
+    begun = own == {MARK}  # an export that was never completed: all in its hidden folder is ours
     for name in sorted(entries(folder), key=lambda name: name in (FILE, MARK)):  # record and mark last
-        if begun or name in listed or OURS.fullmatch(name):
+        if begun or name in own or OURS.fullmatch(name):
             (folder / name).unlink()
     folder.rmdir()

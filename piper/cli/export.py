@@ -35,7 +35,7 @@ def export(
     """Write the weights of a run as a folder that transformers or peft reads."""
     import torch  # paid for only where it is used
 
-    from piper.checkpoint.reader import Values
+    from piper.checkpoint.load import Values
     from piper.ir.dtypes import DTYPES
     from piper.ir.format import count, size
     from piper.recipe import load_recipe

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from piper.data.batches import Batches
-from piper.data.taking import Given, begin, call_data, failed, take
-from piper.errors import ConfigError, PiperError
+from piper.data.taking import Given, begin, call_data, naming, take
+from piper.errors import ConfigError
 from piper.process.usercode import named
 
 DataState = dict[str, object]
@@ -121,17 +121,6 @@ def one_epoch(make: Callable[[], Iterable[Given]], seed: int) -> Iterator[Given]
         if batch is None:
             return
         yield batch
-
-
-@contextmanager
-def naming(make: Callable[[], Iterable[Given]], call: str) -> Iterator[None]:
-    """Turn what the user's data raises in a call into one message."""
-    try:
-        yield
-    except PiperError:
-        raise
-    except Exception as error:
-        raise failed(error, make, call) from error
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count
 from types import GeneratorType
 
@@ -14,14 +15,22 @@ Given = Mapping[str, Tensor]
 Make = Callable[[], Iterable[Given]]
 
 
-def call_data(make: Make) -> Iterable[Given]:
-    """Call the user's `data`, and return the batches it gives."""
+@contextmanager
+def naming(make: Make, at: str) -> Iterator[None]:
+    """Turn what the user's data raises inside into one message. at: says where in the data."""
     try:
-        data = make()
+        yield
     except PiperError as error:
         raise placed(error, make) from error.__cause__
     except Exception as error:
-        raise failed(error, make, "the call of data()") from error
+        hint = "fix the data at that line"
+        raise raised("data() failed", error, role="data", thing=make, facts={"at": at}, hint=hint) from error
+
+
+def call_data(make: Make) -> Iterable[Given]:
+    """Call the user's `data`, and return the batches it gives."""
+    with naming(make, "the call of data()"):
+        data = make()
     if isinstance(data, Mapping | Tensor | str):
         raise ConfigError(
             f"data() returned one {type(data).__name__}, not batches",
@@ -39,22 +48,14 @@ def call_data(make: Make) -> Iterable[Given]:
 
 def begin(data: Iterable[Given], make: Make) -> Iterator[Given]:
     """Return an iterator over the batches."""
-    try:
+    with naming(make, "the beginning of an epoch"):
         return iter(data)
-    except PiperError as error:
-        raise placed(error, make) from error.__cause__
-    except Exception as error:
-        raise failed(error, make, "the beginning of an epoch") from error
 
 
 def take(batches: Iterator[Given], step: int, make: Make) -> Given | None:
     """Return the next batch, which is for step `step`, counted from 1. None: there are no more."""
-    try:
+    with naming(make, f"the batch of step {step}"):
         batch = next(batches, None)
-    except PiperError as error:
-        raise placed(error, make) from error.__cause__
-    except Exception as error:
-        raise failed(error, make, f"the batch of step {step}") from error
     if batch is not None:
         check_fields(batch, step, make)
     return batch
@@ -90,13 +91,6 @@ def _sources(data: object) -> set[int]:
         elif type(iterator).__module__ in ("builtins", "itertools"):
             waiting += gc.get_referents(iterator)
     return identities
-
-
-def failed(error: Exception, make: Make, at: str) -> ConfigError:
-    """Return the error of data that raises."""
-    return raised(
-        "data() failed", error, role="data", thing=make, facts={"at": at}, hint="fix the data at that line"
-    )
 
 
 def placed(error: PiperError, make: Make) -> PiperError:

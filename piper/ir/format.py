@@ -1,11 +1,12 @@
 """Formats tables, times, shares and bytes for people."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from rich.console import Console
 from rich.table import Table
 
 WIDE = 120  # columns of a table that goes to a file
+MOST = 3  # names that an error lists
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -50,3 +51,10 @@ def percent(part: float, whole: float) -> str:
 def count(number: int, what: str) -> str:
     """Return a number of things as text: `1 program`, `2 programs`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def listed(names: Iterable[str], separator: str = ", ") -> str:
+    """Return the first few names as text, and how many more there are."""
+    first = [*names]
+    more = [f"and {len(first) - MOST} more"] if len(first) > MOST else []
+    return separator.join([*first[:MOST], *more])

@@ -11,11 +11,10 @@ from torch import Tensor
 from piper.checkpoint.background import Done
 from piper.checkpoint.bucket_spans import held_names
 from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
-from piper.checkpoint.folder import begun, commit, discard, settled
+from piper.checkpoint.folder import Retention, begun, commit, discard, settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
 from piper.checkpoint.metadata import FILE, DamagedError, Spec, Trainer
 from piper.checkpoint.read_record import read_record
-from piper.checkpoint.retention import Retention
 from piper.checkpoint.save import Copied, name_of, record_of
 from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, write_parts
 from piper.checkpoint.target import target_of, unwritten

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piper.capture.trace.build_model import build_fake
-from piper.checkpoint.adapters import export_adapter, is_adapted, merged
 from piper.checkpoint.folder import step_path
-from piper.checkpoint.huggingface import export_hf, import_hf
+from piper.checkpoint.huggingface import export_adapter, export_hf, import_hf, is_adapted, merged
 from piper.checkpoint.metadata import FILE, DamagedError
 from piper.compiler import compile
 from piper.errors import ConfigError

@@ -22,6 +22,7 @@ from piper.compiler import Program
 from piper.directives import strategy_text
 from piper.errors import ConfigError
 from piper.ir.devices import show
+from piper.ir.format import listed
 from piper.job import Job, strategy_of
 from piper.plan.text import show_plans
 from piper.recipe import file_and_function
@@ -33,7 +34,6 @@ from piper.view.subject import strategy_lines
 
 RUNS = "runs"  # where folders without a given name go
 METRICS, EVALUATIONS, EVENTS, ABOUT = "metrics.jsonl", "evaluations.jsonl", "events.jsonl", "run.json"
-MOST = 3  # names that an error lists
 PACKAGES = ("torch", "numpy", "transformers", "ray")
 SHOWN = 0.1  # seconds of waiting for agents that the display shows
 
@@ -64,11 +64,10 @@ def claim(folder: Path) -> None:
     except OSError as error:
         raise unwritable(folder, error) from None
     if names and not is_run(folder):
-        more = f", and {len(names) - MOST} more" if len(names) > MOST else ""
         raise ConfigError(
             "this folder holds files that are not a run's",
             by=str(folder),
-            facts={"has": ", ".join(names[:MOST]) + more},
+            facts={"has": listed(names)},
             hint="name a new or empty folder: --out DIR",
         )
 

@@ -214,7 +214,13 @@ def started(
     It recovers from failures if asked to and possible. blank: workers start without values, because a
     checkpoint is loaded.
     """
-    options = Options(keep_outputs=asked.detect_nan, profile=asked.profile, graphs=asked.graphs, blank=blank)
+    options = Options(
+        keep_outputs=asked.detect_nan,
+        profile=asked.profile,
+        graphs=asked.graphs,
+        share=asked.share,
+        blank=blank,
+    )
     with ExitStack() as stack:
         with Stages(console):
             if not recovering_asked(asked):

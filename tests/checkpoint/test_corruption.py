@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from piper.checkpoint.folder import latest, verify
+from piper.checkpoint.load import Values
 from piper.checkpoint.metadata import seal
-from piper.checkpoint.reader import Values
 from piper.checkpoint.storage import write_file
 from piper.errors import ConfigError
 from piper.run.launch import launch_inline

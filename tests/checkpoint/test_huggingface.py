@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from piper.checkpoint.huggingface import export_hf, import_hf
-from piper.checkpoint.reader import Values
+from piper.checkpoint.load import Values
 from piper.compiler import compile
 from piper.directives import replicate, shard
 from piper.errors import ConfigError

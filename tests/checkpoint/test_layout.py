@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from piper.checkpoint.bucket_spans import (
-    BucketSpan,
     held_buckets,
     owned_range,
     saved_buckets,
@@ -75,9 +74,9 @@ def test_every_element_is_written_once() -> None:
     written: dict[str, list[int]] = {name: [0] * size for name, size in FULL.items()}
     for device in range(4):
         for found in saved_buckets(made, device):
-            for span in spans(found, device, *owned_range(found, device)):
-                for element in range(span.start, span.start + span.length):
-                    written[span.name][element] += 1
+            for name, held in spans(found, device, *owned_range(found, device)).items():
+                for element in (runs.there + i for runs in held for i in range(runs.length)):
+                    written[name][element] += 1
     assert written == {name: [1] * size for name, size in FULL.items()}
 
 
@@ -94,8 +93,8 @@ def test_every_element_is_written_once() -> None:
 def test_where_a_device_finds_what_it_owns(
     made: Bucket, device: int, wanted: list[tuple[str, int, int, int]]
 ) -> None:
-    found = spans(made, device, *owned_range(made, device))
-    assert [(span.name, span.start, span.at, span.length) for span in found] == wanted
+    found = spans(made, device, *owned_range(made, device)).items()
+    assert [(name, runs.there, runs.here, runs.length) for name, held in found for runs in held] == wanted
 
 
 def test_what_is_divided_along_its_second_dimension_lies_in_several_runs() -> None:
@@ -103,8 +102,10 @@ def test_what_is_divided_along_its_second_dimension_lies_in_several_runs() -> No
     piece = Piece(name="w", shape=(2, 2), offset=5, shardings=(Sharding(dim=1, degree=3),))
     made = replace(bucket("c", {"v": 5}, (0, 1, 2)), groups=((0,), (1,), (2,)))
     made = replace(made, pieces=(piece,))
-    assert spans(made, 1, 0, 9) == [BucketSpan(name="w", start=2, at=5, length=2, count=2, stride=6, step=2)]
-    assert [(s.start, s.at, s.length) for s in spans(made, 2, 6, 8)] == [(5, 6, 1), (10, 7, 1)]
+    second = FlatRuns(here=5, there=2, length=2, count=2, here_step=2, there_step=6)
+    assert spans(made, 1, 0, 9) == {"w": [second]}
+    cut = [FlatRuns(here=6, there=5, length=1), FlatRuns(here=7, there=10, length=1)]
+    assert spans(made, 2, 6, 8) == {"w": cut}
 
 
 def test_a_device_holds_what_others_write() -> None:
@@ -174,14 +175,14 @@ def test_flat_runs_are_the_elements_of_a_slice(shardings: tuple[Sharding, ...]) 
 
 def test_a_range_cuts_the_runs_at_its_ends() -> None:
     comb = FlatRuns(here=0, there=100, length=4, count=5, here_step=4, there_step=10)
-    assert list(within("w", 20, comb, 22, 35)) == [
-        BucketSpan(name="w", start=110, at=24, length=4, count=2, stride=10, step=4),
-        BucketSpan(name="w", start=102, at=22, length=2),
-        BucketSpan(name="w", start=130, at=32, length=3),
+    assert list(within(20, comb, 22, 35)) == [
+        FlatRuns(here=24, there=110, length=4, count=2, here_step=4, there_step=10),
+        FlatRuns(here=22, there=102, length=2),
+        FlatRuns(here=32, there=130, length=3),
     ]
-    assert list(within("w", 20, comb, 25, 27)) == [BucketSpan(name="w", start=111, at=25, length=2)]
-    assert list(within("w", 20, comb, 0, 20)) == list(within("w", 20, comb, 40, 99)) == []
-    assert list(within("w", 20, comb, 0, 24)) == [BucketSpan(name="w", start=100, at=20, length=4)]
-    assert list(within("w", 5, FlatRuns(here=0, there=7, length=6), 8, 99)) == [
-        BucketSpan(name="w", start=10, at=8, length=3)
+    assert list(within(20, comb, 25, 27)) == [FlatRuns(here=25, there=111, length=2)]
+    assert list(within(20, comb, 0, 20)) == list(within(20, comb, 40, 99)) == []
+    assert list(within(20, comb, 0, 24)) == [FlatRuns(here=20, there=100, length=4)]
+    assert list(within(5, FlatRuns(here=0, there=7, length=6), 8, 99)) == [
+        FlatRuns(here=8, there=10, length=3)
     ]

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, record_of
-from piper.checkpoint.overlaps import Overlap, overlaps
 from piper.checkpoint.read_record import check_sections, covered
 from piper.checkpoint.save import buffer_parts
-from piper.checkpoint.storage import CheckpointReader, TensorRange, index_of, write_parts
-from piper.ir.sharding import Sharding, flat_runs, local_sizes
+from piper.checkpoint.storage import CheckpointReader, TensorRange, index_of, overlaps, write_parts
+from piper.ir.sharding import FlatRuns, Sharding, flat_runs, local_sizes
 from piper.plan.plan import Slot
 
 WHOLE = (6, 8)
@@ -115,21 +114,21 @@ def test_a_sharded_matrix_is_one_piece_on_each_device() -> None:
 def test_what_two_pieces_have_in_common() -> None:
     rows = SavedPiece(offset=0, length=4, file="f", count=3, stride=8)  # 0-3, 8-11, 16-19
     assert list(overlaps(rows, SavedPiece(offset=0, length=24, file=""))) == [
-        Overlap(stored=0, wanted=0, length=4, count=3, stored_step=4, wanted_step=8)
+        FlatRuns(here=0, there=0, length=4, count=3, here_step=4, there_step=8)
     ]
     assert list(overlaps(rows, SavedPiece(offset=2, length=8, file=""))) == [
-        Overlap(stored=2, wanted=0, length=2, count=2, stored_step=2, wanted_step=6)
+        FlatRuns(here=2, there=0, length=2, count=2, here_step=2, there_step=6)
     ]
     assert list(overlaps(rows, SavedPiece(offset=4, length=4, file="", count=2, stride=8))) == []
     assert list(overlaps(rows, SavedPiece(offset=3, length=15, file=""))) == [
-        Overlap(stored=3, wanted=0, length=1),
-        Overlap(stored=4, wanted=5, length=4),
-        Overlap(stored=8, wanted=13, length=2),
+        FlatRuns(here=3, there=0, length=1),
+        FlatRuns(here=4, there=5, length=4),
+        FlatRuns(here=8, there=13, length=2),
     ]
     narrow = SavedPiece(offset=0, length=2, file="f", count=4, stride=4)  # 0-1, 4-5, 8-9, 12-13
     assert list(overlaps(narrow, SavedPiece(offset=0, length=6, file="", count=2, stride=8))) == [
-        Overlap(stored=0, wanted=0, length=2, count=2, stored_step=2, wanted_step=4),
-        Overlap(stored=4, wanted=6, length=2, count=2, stored_step=2, wanted_step=4),
+        FlatRuns(here=0, there=0, length=2, count=2, here_step=2, there_step=4),
+        FlatRuns(here=4, there=6, length=2, count=2, here_step=2, there_step=4),
     ]
 
 

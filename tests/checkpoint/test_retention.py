@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from piper.checkpoint import retention
-from piper.checkpoint.folder import latest, retain, step_path
+from piper.checkpoint.folder import Retention, latest, retain, step_path
 from piper.checkpoint.read_record import read_record
-from piper.checkpoint.retention import Retention
 from piper.checkpoint.target import UndroppedError
 from tests.checkpoint.test_target import save
 

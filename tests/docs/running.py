@@ -13,7 +13,7 @@ from types import ModuleType
 import typer
 from typer.exceptions import TyperException
 
-from piper.cli import app, main
+from piper.cli import app_with, main
 from piper.errors import PiperError
 from tests.docs.blocks import Block, looks_like
 
@@ -172,7 +172,7 @@ def parse_commands(block: Block) -> None:
 
 def check_options(block: Block, words: list[str]) -> None:
     """Refuse a verb or an option that the command line has not got."""
-    verbs = vars(typer.main.get_command(app))["commands"]
+    verbs = vars(typer.main.get_command(app_with()))["commands"]
     if not words or words[0] not in verbs:
         raise BrokenPageError(f"{block.where}: piper {' '.join(words)}: there is no such verb")
     try:

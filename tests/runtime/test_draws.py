@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.capture.trace.annotate import annotate
 from piper.check.chunkwise import Chunkwise
-from piper.check.localise import ChunkwiseReference, cut
+from piper.check.localise import ChunkwiseReference
+from piper.check.reference import samples_in
+from piper.check.slicing import take
 from piper.compiler import compile
 from piper.job import Job
 from tests.runtime.grid import Cell, batches, job
@@ -84,11 +86,13 @@ def test_the_plain_model_gives_the_same_for_the_same_draws(made: Callable[[], Jo
     setup, outline = reference.setup, program.outline
     chunks = Chunkwise(setup, reference.params, dict(reference.model.named_buffers()))
     seen = set()
-    for part in cut(setup, batches(Cell(case="dropout", schedule="1f1b", dp=2), 1)[0]):
+    batch = reference.as_run(batches(Cell(case="dropout", schedule="1f1b", dp=2), 1)[0])
+    for part in reference.slicing.slices(outline.loss.chunk, samples_in(batch)):
+        rows = take(batch, part.samples)
         with Drawn() as drawn:
-            walk = chunks.run(part.batch, 0, part.part, part.replica)
+            walk = chunks.run(rows, 0, part.part, part.replica)
         with Given(drawn.draws) as given:
-            plain = program.job.loss(reference.model, part.batch)
+            plain = program.job.loss(reference.model, rows)
         assert next(given.draws, None) is None, "all that was drawn is used"
         assert isinstance(plain, Tensor)
         torch.testing.assert_close(

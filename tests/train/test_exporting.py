@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from piper.checkpoint.huggingface import import_hf
-from piper.checkpoint.reader import Values
+from piper.checkpoint.load import Values
 from piper.cli import main
 
 RECIPE = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from piper.checkpoint.reader import Values
+from piper.checkpoint.load import Values
 from tests.train.conftest import Piper
 
 SAMPLES, EPOCHS = 32, 3

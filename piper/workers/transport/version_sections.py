@@ -149,15 +149,7 @@ def layout_of(copied: Copied, file: str) -> VersionLayout:
     for part in copied.parts:
         offsets.append(at)
         at += rounded(part.tensor.nbytes)
-    placed = tuple(
-        StoredRange(
-            key=part.key,
-            dtype=str(part.tensor.dtype).removeprefix("torch."),
-            size=part.size,
-            piece=part.lies(file),
-        )
-        for part in copied.parts
-    )
+    placed = tuple(part.stored(file) for part in copied.parts)
     return VersionLayout(placed=placed, offsets=tuple(offsets), moments=copied.moments)
 
 
