@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -223,10 +224,10 @@ class CheckpointReader:
     """The tensors of a checkpoint. A caller reads only the elements it needs."""
 
     def __init__(self, folder: Path, record: Record) -> None:
-        self.folder, self.record = folder, record
+        self.record = record
         self.blocks = BlockReader(folder, record.files, record.block)
-        self._places: dict[str, dict[str, tuple[int, int]]] = {}
-        self._begins: dict[tuple[str, str], tuple[dict[int, int], int]] = {}
+        self.places = cache(partial(places_in, self.blocks))  # which bytes of a file hold each tensor of it
+        self._runs = cache(partial(starts_in, record))
 
     def read(self, parts: Iterable[TensorRange]) -> None:
         """Fill the parts' tensors. Elements are converted to the type of the tensor they go to."""
@@ -284,43 +285,6 @@ class CheckpointReader:
         self.blocks.read(file, at, raw.numpy().data)
         return raw.view(dtype)
 
-    def _runs(self, file: str, key: str) -> tuple[dict[int, int], int]:
-        """Return where each piece of a tensor begins in a file, by its offset, and the length of all."""
-        if (file, key) not in self._begins:
-            starts, end = dict[int, int](), 0
-            for piece in sorted(self.record.tensors[key].pieces):
-                if piece.file == file:
-                    starts[piece.offset], end = end, end + piece.elements
-            self._begins[file, key] = starts, end
-        return self._begins[file, key]
-
-    def places(self, file: str) -> dict[str, tuple[int, int]]:
-        """Return which bytes of a file hold each tensor of it."""
-        if file not in self._places:
-            self._places[file] = self._header(file)
-        return self._places[file]
-
-    def _header(self, file: str) -> dict[str, tuple[int, int]]:
-        head = bytearray(8)
-        self.blocks.read(file, 0, memoryview(head))
-        length = int.from_bytes(head, "little")
-        if length > min(LONGEST, self.record.files[file].size - 8):
-            raise StorageError(f"{file}: its header is longer than the file")
-        text = bytearray(length)
-        self.blocks.read(file, 8, memoryview(text))
-        begin, size = 8 + length, self.record.files[file].size
-        found: dict[str, tuple[int, int]] = {}
-        try:
-            for key, entry in json.loads(text).items():
-                if key != "__metadata__":
-                    low, high = (begin + int(offset) for offset in entry["data_offsets"])
-                    if not begin <= low <= high <= size:
-                        raise ValueError(f"{key} lies outside the file")
-                    found[key] = (low, high)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise StorageError(f"{file}: its header cannot be read: {error}") from error
-        return found
-
     def check_headers(self) -> None:
         """Refuse files that hold other tensors than the record lists."""
         listed: dict[str, dict[str, int]] = {file: {} for file in self.record.files}
@@ -340,3 +304,35 @@ class CheckpointReader:
         """Verify every byte of every file."""
         self.blocks.verify()
         self.check_headers()
+
+
+def starts_in(record: Record, file: str, key: str) -> tuple[dict[int, int], int]:
+    """Return where each piece of a tensor begins in a file, by its offset, and the length of all."""
+    starts, end = dict[int, int](), 0
+    for piece in sorted(record.tensors[key].pieces):
+        if piece.file == file:
+            starts[piece.offset], end = end, end + piece.elements
+    return starts, end
+
+
+def places_in(blocks: BlockReader, file: str) -> dict[str, tuple[int, int]]:
+    """Read from the header of a file which bytes of it hold each tensor."""
+    head, size = bytearray(8), blocks.files[file].size
+    blocks.read(file, 0, memoryview(head))
+    length = int.from_bytes(head, "little")
+    if length > min(LONGEST, size - 8):
+        raise StorageError(f"{file}: its header is longer than the file")
+    text = bytearray(length)
+    blocks.read(file, 8, memoryview(text))
+    begin = 8 + length
+    found: dict[str, tuple[int, int]] = {}
+    try:
+        for key, entry in json.loads(text).items():
+            if key != "__metadata__":
+                low, high = (begin + int(offset) for offset in entry["data_offsets"])
+                if not begin <= low <= high <= size:
+                    raise ValueError(f"{key} lies outside the file")
+                found[key] = (low, high)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise StorageError(f"{file}: its header cannot be read: {error}") from error
+    return found

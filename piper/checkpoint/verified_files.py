@@ -6,9 +6,9 @@ them, and uses the very bytes that it verified. Digests are computed while a fil
 
 import hashlib
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 
 BLOCK = 2**22  # bytes for which there is one digest
@@ -69,12 +69,33 @@ def write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+def verified_block(
+    folder: Path, files: Mapping[str, FileRecord], block: int, name: str, number: int
+) -> bytes:
+    """Read a block of a file, and verify it."""
+    record, first = files[name], number * block
+    wanted = min(block, record.size - first)
+    try:
+        with (folder / name).open("rb") as file:
+            file.seek(first)
+            data = file.read(wanted)
+    except OSError as error:
+        raise StorageError(f"{name}: {error}") from error
+    if len(data) != wanted:
+        raise StorageError(f"{name} has {first + len(data)} bytes, not {record.size}")
+    if digest_of(data) != record.digests[number]:
+        span = f"{first} to {first + wanted - 1}"
+        raise StorageError(f"{name}: bytes {span} are not those that were written (their digest differs)")
+    return data
+
+
 class BlockReader:
     """Reads byte ranges of the files of one folder, and verifies every block that it touches."""
 
     def __init__(self, folder: Path, files: Mapping[str, FileRecord], block: int = BLOCK) -> None:
-        self.folder, self.files, self.block = folder, files, block
-        self._cache: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self.files, self.block = files, block
+        self._verified = partial(verified_block, folder, files, block)
+        self._block = lru_cache(CACHED)(self._verified)  # without `self`: blocks go when their reader does
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes of a file from `start` on."""
@@ -87,31 +108,6 @@ class BlockReader:
             low, high = max(start, first), min(end, first + self.block)
             out[low - start : high - start] = self._block(name, number)[low - first : high - first]
             number += 1
-
-    def _block(self, name: str, number: int) -> bytes:
-        key = (name, number)
-        if key not in self._cache:
-            self._cache[key] = self._verified(name, number)
-            if len(self._cache) > CACHED:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(key)
-        return self._cache[key]
-
-    def _verified(self, name: str, number: int) -> bytes:
-        record, first = self.files[name], number * self.block
-        wanted = min(self.block, record.size - first)
-        try:
-            with (self.folder / name).open("rb") as file:
-                file.seek(first)
-                data = file.read(wanted)
-        except OSError as error:
-            raise StorageError(f"{name}: {error}") from error
-        if len(data) != wanted:
-            raise StorageError(f"{name} has {first + len(data)} bytes, not {record.size}")
-        if digest_of(data) != record.digests[number]:
-            span = f"{first} to {first + wanted - 1}"
-            raise StorageError(f"{name}: bytes {span} are not those that were written (their digest differs)")
-        return data
 
     def verify(self) -> None:
         """Read and verify all bytes of all files."""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from time import perf_counter
 from typing import cast
@@ -182,29 +182,22 @@ def conversation() -> Speech:
     )
 
 
-def optional(cluster: Cluster) -> Iterator[tuple[str, float]]:
-    """Yield the figures of a cluster that a file may leave out, where they are known."""
-    for field in fields(cluster):
-        value = getattr(cluster, field.name)
-        if field.default is not MISSING and field.name not in ("devices", "cores") and value is not None:
-            yield field.name, value
+def toml_lines(record: Cluster | Link) -> Iterator[str]:
+    """Yield the figures of a cluster or link that are known, and the name of a link, as lines of TOML."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, float):
+            yield f"{field.name} = {value:.4g}"
+        elif isinstance(value, int):
+            yield f"{field.name} = {value}"
+        elif isinstance(record, Link):
+            yield f'{field.name} = "{value}"'
 
 
 def write_cluster(cluster: Cluster, path: Path) -> None:
     """Write a cluster's file."""
-    lines = [
-        "# Measured by `piper profile --cluster-out`.",
-        f"devices = {cluster.devices}",
-        f"cores = {cluster.cores}",
-        f"memory = {cluster.memory:.4g}",
-        f"memory_bandwidth = {cluster.memory_bandwidth:.4g}",
-        *(f"{name} = {value:.4g}" for name, value in optional(cluster)),
-        "",
-        "[flops]",
-        *(f"{name} = {peak:.4g}" for name, peak in cluster.flops.items()),
-    ]
+    lines = ["# Measured by `piper profile --cluster-out`.", *toml_lines(cluster), "", "[flops]"]
+    lines += [f"{name} = {peak:.4g}" for name, peak in cluster.flops.items()]
     for link in cluster.links:
-        lines += ["", "[[link]]", f'name = "{link.name}"', f"devices = {link.devices}"]
-        lines += [f"bandwidth = {link.bandwidth:.4g}", f"latency = {link.latency:.3g}"]
-        lines += [f"slows = {link.slows:.3g}", f"cores = {link.cores:.3g}"]
+        lines += ["", "[[link]]", *toml_lines(link)]
     write_output(path, "\n".join(lines) + "\n", lines[0], "the cluster")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 MOST_RANKED = 12  # candidates in the table
 MOST_FRONT = 12
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", re.IGNORECASE)
-SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def tune(
@@ -118,11 +117,9 @@ def read_size(text: str) -> int:
             by="--memory",
             hint="write a number with its unit: 74GiB, 80GB, 512MiB",
         )
-    number, unit = float(found[1]), found[2].lower()
-    step = SCALES[unit[:1] if unit[:1] != "b" else ""]
-    if "i" in unit:
-        step = 2 ** {10**3: 10, 10**6: 20, 10**9: 30, 10**12: 40}.get(step, 0)
-    return int(number * step)
+    unit = found[2].lower()
+    power = "kmgt".find(unit[:1] or "b") + 1
+    return int(float(found[1]) * (1024 if "i" in unit else 1000) ** power)
 
 
 @contextmanager

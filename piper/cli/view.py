@@ -8,18 +8,17 @@ import typer
 
 from piper.cli.options import CostsFile, StrategyFile
 from piper.cli.simulate import CLUSTER, Prices, prices_of
-from piper.errors import ConfigError, PiperError
+from piper.errors import ConfigError
 from piper.plan.plan import Plans
-from piper.plan.text import read_plans, show_plans
+from piper.plan.text import read_plans
 from piper.process.files import write_output
-from piper.recipe import file_and_function
 from piper.simulate.costs import Unit
 from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
 from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans
 from piper.view.pipeline_stages import stage_tags
 from piper.view.plan_trace import plan_trace
-from piper.view.provenance import Provenance, read_background
+from piper.view.provenance import FILE, Provenance, read_background
 from piper.view.report import page
 from piper.view.subject import Subject, strategy_lines
 from piper.view.svg_grid import grid
@@ -29,7 +28,7 @@ from piper.view.write import DRAWING, PAGE, PICTURE, TRACE
 from piper.view.write import png as draw_png
 
 if TYPE_CHECKING:
-    from piper.compiler import Program
+    pass
 
 CPU = "cpu"
 Target = Annotated[
@@ -105,8 +104,12 @@ def subject_of(
             hint="run it with `piper train --profile 5 --out DIR`, then: piper view DIR --measured",
         )
     prices = prices_of(cluster, costs)
-    program = compiled(target, strategy)
-    return of_background(recipe_background(program, target), program.plans, prices)
+    from piper.compiler import compile  # torch is paid for only where it is used
+    from piper.recipe import load_recipe
+    from piper.train.run_folder import background_of
+
+    program = compile(load_recipe(target, strategy))
+    return of_background(background_of(program, target), program.plans, prices)
 
 
 def of_background(
@@ -134,25 +137,10 @@ def of_background(
     )
 
 
-def compiled(recipe: str, strategy: Path | None = None) -> "Program":
-    """Compile a recipe. strategy: a JSON file that takes the place of its own."""
-    from piper.compiler import compile  # torch is paid for only where it is used
-    from piper.recipe import load_recipe
-
-    return compile(load_recipe(recipe, strategy))
-
-
-def recipe_background(program: "Program", recipe: str) -> Provenance:
-    """Return the background of a recipe's plans."""
-    from piper.train.run_folder import background_of  # which imports torch
-
-    return background_of(program, recipe)
-
-
 def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, measured: bool) -> Subject:
     """Return a run: its plans as they were, with the background that it saved.
 
-    A run that saved none is shown with its directives and costs if its recipe still makes the same plans.
+    Of a run that saved none, the plans alone are shown.
     """
     has_profile = (folder / FOLDER / ABOUT).is_file() or (folder / ABOUT).is_file()
     profile = read_profile(folder) if has_profile or measured else None
@@ -164,10 +152,6 @@ def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, mea
         kept = read_background(folder / FOLDER, plans)
     if kept is not None:
         return of_background(kept, plans, prices, profile)
-    recipe = recipe_of(folder, profile)
-    program, why = same_program(recipe, plans)
-    if program is not None:
-        return of_background(recipe_background(program, recipe), plans, prices, profile)
     strategy = folder / "strategy.txt"
     return Subject(
         title=folder.resolve().name,
@@ -180,7 +164,7 @@ def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, mea
         else (),
         measured=profile.timelines() if profile else {},
         about=about_run(profile) if profile else "",
-        notes=(f"Only the plans are shown, in whole units of time: {why}.",),
+        notes=(f"Only the plans are shown, in whole units of time: the run has no {FILE} of them.",),
     )
 
 
@@ -204,28 +188,3 @@ def plans_of_run(folder: Path) -> Plans:
             facts={"looked": f"for {path}"},
             hint="name the folder that `piper train --out DIR` wrote, or a recipe: file.py:function",
         ) from None
-
-
-def recipe_of(folder: Path, profile: Profile | None) -> str:
-    """Return the recipe that a run was started with, empty if the folder does not say."""
-    if profile and profile.recipe:
-        return profile.recipe
-    from piper.train.run_folder import read_about  # which imports torch
-
-    recipe = read_about(folder).get("recipe")
-    return recipe if isinstance(recipe, str) else ""
-
-
-def same_program(recipe: str, plans: Plans) -> tuple["Program | None", str]:
-    """Return the recipe compiled, if it still makes these plans. None: the second value says why not."""
-    if not recipe:
-        return None, "the folder does not say which recipe it ran"
-    if not Path(file_and_function(recipe)[0]).is_file():
-        return None, f"its recipe {recipe} is not there"
-    try:
-        program = compiled(recipe)
-    except PiperError as error:
-        return None, f"its recipe {recipe} no longer compiles ({str(error).splitlines()[0]})"
-    if show_plans(program.plans) != show_plans(plans):
-        return None, f"its recipe {recipe} makes other plans by now"
-    return program, ""

@@ -116,7 +116,7 @@ def read_background(folder: Path, plans: Plans) -> Provenance | None:
             "what this run kept for its page cannot be read",
             by=str(path),
             facts={"why": f"{type(error).__name__}: {error}"},
-            hint=f"delete {FILE}: the page is then made of the recipe, or of the plan alone",
+            hint=f"delete {FILE}: the page is then made of the plan alone",
         ) from None
 
 

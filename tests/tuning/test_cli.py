@@ -143,6 +143,7 @@ def test_a_file_that_exists_is_not_replaced(recipe: str) -> None:
         ("512MiB", 512 * 2**20),
         ("4096", 4096),
         ("10B", 10),
+        ("10iB", 10),
         ("2T", 2 * 10**12),
     ],
 )

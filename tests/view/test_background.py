@@ -90,7 +90,7 @@ def test_a_file_that_is_none(kept: Path, text: str, why: str) -> None:
     assert str(error.value) == cleandoc(f"""
         {kept / FILE}: what this run kept for its page cannot be read
           why:  {why}
-          hint: delete view.json: the page is then made of the recipe, or of the plan alone
+          hint: delete view.json: the page is then made of the plan alone
     """)
 
 
