@@ -48,7 +48,8 @@ class Reference:
         self.job = job = program.job
         self.device = device_of(program.device)
         self.dtype: torch.dtype = getattr(torch, DTYPES[job.precision])
-        self.model = seeded_model(program).to(self.device)
+        with seeded_draws(job.seed, drawing_device(program)):
+            self.model = job.model().to(self.device)
         initial = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         cast(self.model, self.dtype)
         self.params = dict(self.model.named_parameters())
@@ -313,12 +314,6 @@ def nothing_recomputed() -> Iterator[None]:
         replaced(checkpoint, "_checkpoint_without_reentrant_generator", nothing),
     ):
         yield
-
-
-def seeded_model(program: ProgramLike) -> nn.Module:
-    """Build the job's model as PyTorch initialises it for the job's seed."""
-    with seeded_draws(program.job.seed, drawing_device(program)):
-        return program.job.model()
 
 
 def samples_in(batch: Mapping[str, Tensor]) -> int:

@@ -32,7 +32,7 @@ class BackgroundSaver:
         self.worker = worker
         self.thread: threading.Thread | None = None
         self.done: Done | None = None
-        self.adoptions: list[Callable[[], None]] = []  # what a load has read and not yet given to the worker
+        self.adoptions: list[Callable[[], object]] = []  # what a load has read for the worker
 
     def save(self, folder: str) -> None:
         """Copy the state, and begin to write the copy down."""

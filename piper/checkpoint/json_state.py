@@ -83,10 +83,12 @@ def decode(value: Plain) -> object:
         case "bytes", str():
             return base64.b64decode(inner, validate=True)
         case "tensor", [str(dtype), list(shape), str(text)]:
-            return decode_tensor(dtype, cast("list[int]", shape), base64.b64decode(text, validate=True))
+            raw, kind = bytearray(base64.b64decode(text, validate=True)), dtype_named(dtype)
+            flat = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
+            return flat.view(cast("list[int]", shape))
         case "array", [str(dtype), list(shape), str(text)]:
-            flat = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.dtype(dtype))
-            return flat.reshape(cast("list[int]", shape)).copy()
+            array = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.dtype(dtype))
+            return array.reshape(cast("list[int]", shape)).copy()
     raise ValueError(f"there is no kind of value {tag!r}")
 
 
@@ -96,10 +98,3 @@ def dtype_named(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"there is no dtype {name!r}")
     return found
-
-
-def decode_tensor(dtype: str, shape: list[int], raw: bytes) -> Tensor:
-    """Return a tensor from its bytes."""
-    kind = dtype_named(dtype)
-    flat = torch.frombuffer(bytearray(raw), dtype=kind) if raw else torch.empty(0, dtype=kind)
-    return flat.view(shape)

@@ -64,20 +64,20 @@ def blank_values(outline: CapturedModel) -> Initial:
     return blank
 
 
-def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], None]]:
+def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], object]]:
     """Read a worker's part of a checkpoint or version, and return functions that give it to the worker.
 
     The worker's state changes only when these are called: after every worker has read and verified its part.
     """
     record = reader.record
-    found = [
-        read_bucket(worker, bucket, reader) for bucket in held_buckets(worker.setup.plans, worker.device)
-    ]
+    found: list[Callable[[], object]] = []
+    for bucket in held_buckets(worker.setup.plans, worker.device):
+        found.append(read_bucket(worker, bucket, reader))
     slots = worker.setup.plans.of(worker.device).buffers
     for name, value in worker.buffers(slots).items():
         flat = torch.empty(value.numel(), dtype=value.dtype)
         reader.read(buffer_parts(name, slots[name], worker.device, value, flat))
-        found.append(partial(copy_buffer, value, flat))
+        found.append(partial(value.copy_, flat.view(value.shape)))
     if worker.env.state.optimizer is not None and record.seed is not None:
         found.append(read_optimizer(worker, worker.env.state.optimizer, reader))
         scheduler = worker.env.state.scheduler
@@ -86,11 +86,6 @@ def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], No
             check_settings(schedule, scheduler.state_dict(), "last_epoch")
             found.append(partial(scheduler.load_state_dict, schedule))
     return [*found, partial(renew, worker, record.step)]
-
-
-def copy_buffer(value: Tensor, flat: Tensor) -> None:
-    """Give a buffer the elements that were read."""
-    value.copy_(flat.view(value.shape))
 
 
 def renew(worker: Worker, step: int) -> None:
@@ -114,7 +109,12 @@ def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Cal
         exact = copied(holding.flat)
     else:
         exact = torch.zeros(len(holding.flat), dtype=torch.float32)
-    reader.read(parts_between(worker, bucket, (low, high), exact))
+    sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
+    reader.read(
+        range_of(f"model.{name}", sizes[name], runs, exact, low)
+        for name, held in spans(bucket, worker.device, low, high).items()
+        for runs in held
+    )
 
     def adopt() -> None:
         holding.flat.detach().copy_(exact)
@@ -122,17 +122,6 @@ def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Cal
             holding.master.copy_(exact if bucket.zero == 3 else exact[own[0] : own[1]])
 
     return adopt
-
-
-def parts_between(
-    worker: Worker, bucket: Bucket, between: tuple[int, int], flat: Tensor
-) -> Iterator[TensorRange]:
-    """Yield the parts of parameters between two elements of a bucket, over a tensor that begins there."""
-    sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
-    low, high = between
-    for name, held in spans(bucket, worker.device, low, high).items():
-        for runs in held:
-            yield range_of(f"model.{name}", sizes[name], runs, flat, low)
 
 
 def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReader) -> Callable[[], None]:

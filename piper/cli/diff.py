@@ -25,15 +25,6 @@ EITHER = "A recipe, a file that `piper plan --text` wrote, or a run's folder."
 MOST_NODES = 8  # shown of each kind of change
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """One of the two sides: its plans, and the outline of its model where that is known."""
-
-    name: str
-    plans: Plans
-    outline: CapturedModel | None = None
-
-
 def diff(
     a: Annotated[str, typer.Argument(help=EITHER, metavar="A")],
     b: Annotated[str, typer.Argument(help=EITHER, metavar="B")],
@@ -43,20 +34,17 @@ def diff(
 ) -> None:
     """Compare two strategies: step time, bubble, bytes, memory, and which nodes moved."""
     prices = prices_of(cluster, costs)
-    sides = [side_of(name) for name in (a, b)]
-    timed = all(side.outline is not None for side in sides)
-    for side in sides:
-        if side.outline is not None:
-            prices.check(side.outline)
+    (plans_a, model_a), (plans_b, model_b) = plans_and_model(a), plans_and_model(b)
+    for model in (model_a, model_b):
+        if model is not None:
+            prices.check(model)
+    timed = model_a is not None and model_b is not None
     clock = prices.costs if timed else Unit()
     compared = Compared(
         names=(a, b),
-        plans=(sides[0].plans, sides[1].plans),
-        simulations=(
-            simulate(sides[0].plans, sides[0].outline, clock),
-            simulate(sides[1].plans, sides[1].outline, clock),
-        ),
-        difference=difference(sides[0].plans, sides[1].plans),
+        plans=(plans_a, plans_b),
+        simulations=(simulate(plans_a, model_a, clock), simulate(plans_b, model_b, clock)),
+        difference=difference(plans_a, plans_b),
         clock=prices.name if timed else "",
     )
     if as_json:
@@ -65,19 +53,19 @@ def diff(
         print_compared(compared, Console(highlight=False, soft_wrap=True))
 
 
-def side_of(name: str) -> Side:
-    """Compile a recipe, or read plans from a file or from a run's folder with its costs."""
+def plans_and_model(name: str) -> tuple[Plans, CapturedModel | None]:
+    """Compile a recipe, or read plans from a file, or from a run's folder with the model that it saved."""
     path = Path(name) / "plan.txt" if Path(name).is_dir() else Path(name)
     if path.is_file():
         text = path.read_bytes().decode("utf-8", errors="replace")  # the reader refuses what is not text
         plans = read_plans(text, str(path))
         kept = read_background(path.parent, plans) if Path(name).is_dir() else None
-        return Side(name=name, plans=plans, outline=kept.outline if kept else None)
+        return plans, kept.outline if kept else None
     from piper.compiler import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
 
     program = compile(load_recipe(name))
-    return Side(name=name, plans=program.plans, outline=program.outline)
+    return program.plans, program.outline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from time import perf_counter
 from typing import cast
@@ -69,26 +69,19 @@ def measure() -> Cluster:
         bandwidth = traffic(kind)
     finally:
         torch.set_num_threads(threads)
-    speech = conversation()
-    cores = os.cpu_count() or 1
-    devices = accelerators() or 64
-    link = Link(
-        name="node",
-        devices=0,
-        bandwidth=speech.bandwidth,
-        latency=speech.latency,
-        cores=0.0 if is_accelerator(kind) else 1.0,  # a process that sends or receives copies
-    )
+    latency, peak, gap = conversation()
+    on_host = 0.0 if is_accelerator(kind) else 1.0  # a process that sends or receives copies
+    link = Link(name="node", devices=0, bandwidth=peak, latency=latency, cores=on_host)
     return Cluster(
         name="measured",
         links=(link,),
         flops=flops,
         memory=memory(kind),
         memory_bandwidth=bandwidth,
-        launch=speech.gap,
+        launch=gap,
         kernel=tiny(kind),
-        devices=devices,
-        cores=0 if is_accelerator(kind) else cores,
+        devices=accelerators() or 64,
+        cores=0 if is_accelerator(kind) else os.cpu_count() or 1,
     )
 
 
@@ -145,17 +138,12 @@ def memory(kind: str) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Speech:
-    """How two workers communicate."""
+def conversation() -> tuple[float, float, float]:
+    """Run a small job on two workers, and return how they communicate.
 
-    latency: float
-    bandwidth: float
-    gap: float  # between an instruction and the next
-
-
-def conversation() -> Speech:
-    """Run a small job on two workers and see how long its sums take by their size."""
+    The latency and the bandwidth, by how long sums take by their size, and the time from an instruction to
+    the next.
+    """
     job = piper.Job(
         model=Layers,
         loss=loss,
@@ -175,11 +163,8 @@ def conversation() -> Speech:
         quickest[nbytes] = min(took, quickest.get(nbytes, took))
     line = line_through(list(quickest.items()))
     gaps = sorted(samples.gaps)
-    return Speech(
-        latency=line.base / ROUNDS,
-        bandwidth=1 / line.slope if line.slope else 1e12,
-        gap=gaps[len(gaps) // 2] if gaps else 0.0,
-    )
+    bandwidth = 1 / line.slope if line.slope else 1e12
+    return line.base / ROUNDS, bandwidth, gaps[len(gaps) // 2] if gaps else 0.0
 
 
 def toml_lines(record: Cluster | Link) -> Iterator[str]:

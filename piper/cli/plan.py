@@ -1,6 +1,5 @@
 """`piper plan`: a recipe, compiled and proven."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,18 +65,13 @@ def host_moved(plan: Plan) -> int:
     return sum(ins.nbytes for ins in plan.instrs if ins.op == "offload")
 
 
-def host_report(plans: Sequence[Plan]) -> dict[str, object]:
-    """Return what `--json` prints of offloaded values, device by device. Empty: nothing is offloaded."""
-    held = [host_peak(plan) for plan in plans]
-    return {"offload_bytes": [*map(host_moved, plans)], "host_bytes": held} if any(held) else {}
-
-
 def plan_report(program: "Program") -> dict[str, object]:
     """Return what `--json` prints. Its lists go device by device, in the order of `devices`."""
     rows = {device: plan for plan in program.plans for device in plan.devices}
     peaks = {id(plan): timeline(plan).peak for plan in program.plans}
     devices = sorted(rows)
     survives = survival(program.plans)
+    held = [host_peak(rows[device]) for device in devices]  # of offloaded values
     return {
         "devices": devices,
         "nodes": len(program.work.sequence),
@@ -85,7 +79,9 @@ def plan_report(program: "Program") -> dict[str, object]:
         "comm_bytes": [moved(rows[device]) for device in devices],
         "peak_bytes": [peaks[id(rows[device])] for device in devices],
         **({"survives": asdict(survives)} if survives is not None else {}),
-        **host_report([rows[device] for device in devices]),
+        **(
+            {"offload_bytes": [host_moved(rows[d]) for d in devices], "host_bytes": held} if any(held) else {}
+        ),
     }
 
 

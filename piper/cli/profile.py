@@ -128,7 +128,7 @@ def rows_of(profile: Profile, *, by_node: bool) -> list[Row]:
             timeline = timelines[track.device]
             instrs = profile.plans.of(track.device).instrs
             for ins, span, times in zip(instrs, timeline.spans, track.steps[step], strict=True):
-                name = every_part(node_name(ins), profile.plans.axes) if by_node else ins.op
+                name = node_name(ins, profile.plans.axes) if by_node else ins.op
                 row = rows.setdefault((ins.op, name), Row(name=name, op=ins.op, spans=[]))
                 row.spans.append(span.end - span.start)
                 row.waited += span.waited
@@ -137,13 +137,12 @@ def rows_of(profile: Profile, *, by_node: bool) -> list[Row]:
     return sorted(rows.values(), key=lambda row: (-sum(row.spans), row.name))
 
 
-def node_name(ins: Instr) -> str:
-    """Return the name of a node; that of a transfer says which side of it."""
-    return f"{ins.op} of {ins.node}" if ins.op in ("send", "recv") else ins.node
+def node_name(ins: Instr, axes: Iterable[str]) -> str:
+    """Return the name of a node with `*` for its microbatch: all microbatches are counted together.
 
-
-def every_part(node: str, axes: Iterable[str]) -> str:
-    """Replace the microbatch in a node's name with `*`: all microbatches are counted together."""
+    That of a transfer says which side of it.
+    """
+    node = f"{ins.op} of {ins.node}" if ins.op in ("send", "recv") else ins.node
     for axis in axes:
         node = re.sub(rf"\b{re.escape(axis)}=\d+", f"{axis}=*", node)
     return node

@@ -62,9 +62,7 @@ def simulate(
     program = compile(load_recipe(recipe, strategy), compile=compiled)
     prices.check(program.outline)
     found = simulate_step(program.plans, program.outline, prices.costs)
-    simulated = SimulatedStep(
-        plans=program.plans, simulation=found, where=prices.name, cluster=prices.cluster
-    )
+    simulated = SimulatedStep(plans=program.plans, simulation=found, prices=prices)
     if as_json:
         print_json(simulation_report(simulated))
     else:
@@ -113,8 +111,7 @@ class SimulatedStep:
 
     plans: Plans
     simulation: Simulation
-    where: str  # the cluster, or the costs
-    cluster: Cluster | None = None  # None: the memory of a device is not known
+    prices: Prices
 
     @property
     def on_host(self) -> list[int]:
@@ -123,9 +120,9 @@ class SimulatedStep:
 
     def usable(self, program: int) -> float | None:
         """Return the bytes of a device that a program may use: not those of context and communicators."""
-        if self.cluster is None:
+        if self.prices.cluster is None:  # the memory of a device is not known
             return None
-        return self.cluster.usable(communicators_of(self.plans.plans[program]))
+        return self.prices.cluster.usable(communicators_of(self.plans.plans[program]))
 
 
 def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
@@ -137,7 +134,7 @@ def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
     accounts, memories = found.accounts, found.memories
     survives = survival(simulated.plans)
     return {
-        "on": simulated.where,
+        "on": simulated.prices.name,
         "step_s": found.step,
         "bubble": found.bubble,
         "devices": devices,
@@ -172,7 +169,7 @@ def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     devices = len(simulated.plans.devices)
     what = f"{devices} devices" if devices > 1 else "one device"
     console.print(
-        f"Step {seconds(found.step)} on {what} of {simulated.where}; bubble {percent(found.bubble, 1)}",
+        f"Step {seconds(found.step)} on {what} of {simulated.prices.name}; bubble {percent(found.bubble, 1)}",
         style="bold",
     )
     console.print()
@@ -234,14 +231,14 @@ def print_fit(simulated: SimulatedStep, console: Console) -> None:
         usable = simulated.usable(number)
         if usable is not None and memory.peak > usable:
             full.append((memory.peak, usable, show(simulated.plans.plans[number].devices)))
-    if full and simulated.cluster is not None:
+    if full and simulated.prices.cluster is not None:
         peak, usable, devices = max(full)
         more = f" and {len(full) - 1} programs more" if len(full) > 1 else ""
-        whole = simulated.cluster.memory
+        whole = simulated.prices.cluster.memory
         rest = f"{size(whole - usable)} of them for context, communicators and fragmentation"
         console.print()
         console.print(
-            f"Does not fit: {devices}{more} would hold {size(peak)}, a device of {simulated.where} has "
+            f"Does not fit: {devices}{more} would hold {size(peak)}, a device of {simulated.prices.name} has "
             f"{size(whole)}, {rest}",
             markup=False,
         )
@@ -249,7 +246,7 @@ def print_fit(simulated: SimulatedStep, console: Console) -> None:
 
 def print_host(simulated: SimulatedStep, console: Console) -> None:
     """Print how much of its host's memory the fullest node uses, and whether it has as much."""
-    cluster = simulated.cluster
+    cluster = simulated.prices.cluster
     per = cluster.devices if cluster is not None else 1
     nodes: dict[int, int] = {}
     for plan, held in zip(simulated.plans, simulated.on_host, strict=True):

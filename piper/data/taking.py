@@ -128,9 +128,10 @@ def check_fields(batch: object, step: int, make: Make) -> None:
 
 def describe(batch: Mapping[str, object]) -> str:
     """Return the fields of a batch with the types of their values."""
-    return ", ".join(f"{name}: {kind(value)}" for name, value in batch.items())
-
-
-def kind(value: object) -> str:
-    """Return what a field's value is, in words."""
-    return "a tensor without axes" if isinstance(value, Tensor) and not value.dim() else type(value).__name__
+    kinds = {
+        name: "a tensor without axes"
+        if isinstance(value, Tensor) and not value.dim()
+        else type(value).__name__
+        for name, value in batch.items()
+    }
+    return ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
