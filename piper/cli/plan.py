@@ -69,19 +69,16 @@ def plan_report(program: "Program") -> dict[str, object]:
     """Return what `--json` prints. Its lists go device by device, in the order of `devices`."""
     rows = {device: plan for plan in program.plans for device in plan.devices}
     peaks = {id(plan): timeline(plan).peak for plan in program.plans}
-    devices = sorted(rows)
-    survives = survival(program.plans)
-    held = [host_peak(rows[device]) for device in devices]  # of offloaded values
+    each = [rows[device] for device in sorted(rows)]
+    survives, held = survival(program.plans), [*map(host_peak, each)]
     return {
-        "devices": devices,
+        "devices": sorted(rows),
         "nodes": len(program.work.sequence),
-        "instructions": [len(rows[device].instrs) for device in devices],
-        "comm_bytes": [moved(rows[device]) for device in devices],
-        "peak_bytes": [peaks[id(rows[device])] for device in devices],
+        "instructions": [len(plan.instrs) for plan in each],
+        "comm_bytes": [*map(moved, each)],
+        "peak_bytes": [peaks[id(plan)] for plan in each],
         **({"survives": asdict(survives)} if survives is not None else {}),
-        **(
-            {"offload_bytes": [host_moved(rows[d]) for d in devices], "host_bytes": held} if any(held) else {}
-        ),
+        **({"offload_bytes": [*map(host_moved, each)], "host_bytes": held} if any(held) else {}),
     }
 
 

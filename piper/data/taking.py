@@ -128,10 +128,6 @@ def check_fields(batch: object, step: int, make: Make) -> None:
 
 def describe(batch: Mapping[str, object]) -> str:
     """Return the fields of a batch with the types of their values."""
-    kinds = {
-        name: "a tensor without axes"
-        if isinstance(value, Tensor) and not value.dim()
-        else type(value).__name__
-        for name, value in batch.items()
-    }
-    return ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+    flat = "a tensor without axes"
+    kinds = (flat if isinstance(v, Tensor) and not v.dim() else type(v).__name__ for v in batch.values())
+    return ", ".join(f"{name}: {kind}" for name, kind in zip(batch, kinds, strict=True))
