@@ -27,7 +27,7 @@ def train(
     ] = "local",
     strategy: StrategyFile = None,
     device: Device = None,
-    compiled: Compile = False,
+    compile: Compile = False,
     cluster: Annotated[
         str | None,
         typer.Option(help="The network whose times rank:N keeps: a name or a file.", metavar="NAME|FILE"),
@@ -65,29 +65,12 @@ def train(
     ] = 0,
 ) -> None:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
+    options = locals()  # each is a field of the record
     from piper.train.train_options import TrainOptions  # torch is paid for only where it is used
 
-    asked = TrainOptions(
-        recipe=recipe,
-        on=on,
-        strategy=strategy,
-        steps=steps,
-        resume=resume,
-        out=out,
-        detect_nan=detect_nan,
-        profile=profile,
-        device=device,
-        compile=compiled,
-        graphs=graphs,
-        share=share,
-        grace=grace,
-        retries=retries,
-        stall=stall,
-        spares=spares,
-        cluster=cluster,
-    )
+    asked = TrainOptions(**options)
     if on.startswith("rank:"):
-        from piper.train.one_device import train_alone
+        from piper.train.train_command import train_alone
 
         sys.stdout.write(train_alone(asked))
         return

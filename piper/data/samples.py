@@ -7,8 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from piper.data.batches import Batch, Batches
-from piper.data.shuffle import Places
+from piper.data.batches import Batch, Batches, Places
 from piper.errors import ConfigError
 
 

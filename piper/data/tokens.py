@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from piper.data.batches import Batch, Batches
-from piper.data.shuffle import Places
+from piper.data.batches import Batch, Batches, Places
 from piper.data.tokenizers import DTYPE, ByteTokenizer, Tokenizer
 from piper.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""One run from start to end: compile, launch, start or resume, train, and return the outcome.
+"""One run from start to end: compile, launch, start or resume, train, and return the outcome. Or one device.
 
 `CommandWatch` is what `piper train` adds to the training loop: measures, evaluations, signals, `devices`.
 """
@@ -7,9 +7,11 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 from rich.console import Console
@@ -18,15 +20,19 @@ from piper.callbacks import Numbers, Running, StepNumbers
 from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.read_record import read_record
 from piper.compiler import Program, compile
+from piper.data.taking import batches_of
+from piper.errors import ConfigError
 from piper.ir.format import count
 from piper.job import Job
 from piper.plan.memory_timeline import timeline
+from piper.recipe import load_recipe
 from piper.run.launch import check_launcher, check_share, launcher, place_of
 from piper.run.recovery import recovering
 from piper.run.retrying import disk_of
 from piper.run.run import Run, Watch
 from piper.run.run_events import Event
 from piper.run.saves import checkpoints_of, past_of, prepare_saves
+from piper.run.single_rank_run import SingleRankRun, launch_single_rank
 from piper.runtime.worker import Options
 from piper.train.display import ConsoleLog, Stages, display
 from piper.train.elastic_programs import Programs, SizeFile
@@ -37,6 +43,9 @@ from piper.train.profiling import check_profile, profile_of, save_profile
 from piper.train.run_folder import EVALUATIONS, METRICS, EventLog, LinesFile, choose, claim, prepare, record
 from piper.train.train_options import TrainOptions, asked_job, check_options, recovering_asked, reserve
 from piper.workers.results import Batch, EvaluationResult
+
+STEPS = 5  # of one device, where none are asked for
+WARM = 2  # the first ones, which take their memory and are left out
 
 
 class CommandWatch(Watch):
@@ -287,3 +296,40 @@ def watching(
             show(measure)
 
         yield tell
+
+
+def train_alone(asked: TrainOptions) -> str:
+    """Run a few steps of one device, `--on rank:N`, and return its times and memory. Write no files."""
+    steps = STEPS if asked.steps is None else asked.steps
+    warm = WARM + asked.graphs  # the step after the first ones is captured
+    if steps <= warm:
+        raise ConfigError(
+            f"--steps {steps}", by=asked.on, hint=f"the first {warm} are not timed: take {warm + 1} or more"
+        )
+    job = replace(load_recipe(asked.recipe, asked.strategy), checkpoint=None)
+    program = compile(job, device=asked.device, compile=asked.compile)
+    options = Options(graphs=asked.graphs)
+    with launch_single_rank(program, asked.on, options, cluster=asked.cluster) as run:
+        for batch in islice(batches_of(job.data), steps):
+            run.step(batch)
+        return summary_of_rank(run, asked.on, warm)
+
+
+def summary_of_rank(run: SingleRankRun, on: str, warm: int) -> str:
+    """Return the times and the memory of a device's steps as text, without the first ones."""
+    times = run.seconds[warm:] or run.seconds
+    peak = run.peak()
+    lines = [
+        f"{on} of {len(run.plans.devices)}, on {run.network.name}: "
+        f"{median(times) * 1e3:.1f} ms a step (median of {len(times)})",
+        f"  memory: {mib(peak.planned)} planned, {mib(peak.predicted)} with streams side by side",
+    ]
+    if peak.measured is not None:
+        off = peak.measured / peak.predicted - 1
+        lines.append(f"  measured: {mib(peak.measured)} at the peak ({off:+.1%})")
+    return "\n".join(lines) + "\n"
+
+
+def mib(nbytes: int) -> str:
+    """Format bytes in MiB."""
+    return f"{nbytes / 2**20:,.1f} MiB"

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from piper.data import Samples, Stream
+from piper.data.batches import Shuffle
 from piper.data.feed import Feed
-from piper.data.shuffle import Shuffle
 
 
 class Numbers:

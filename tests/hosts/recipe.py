@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.data import Samples
-from piper.data.batches import Batch
-from piper.data.shuffle import Places
+from piper.data.batches import Batch, Places
 
 STEPS = 40
 LONG = 1500  # steps in which a host that was lost comes back

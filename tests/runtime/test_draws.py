@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.capture.trace.annotate import annotate
-from piper.check.chunkwise import Chunkwise
-from piper.check.localise import ChunkwiseReference
+from piper.check.localise import Chunkwise, ChunkwiseReference
 from piper.check.reference import samples_in
 from piper.check.slicing import take
 from piper.compiler import compile

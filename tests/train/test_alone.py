@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from piper.errors import ConfigError
-from piper.train.one_device import train_alone
+from piper.train.train_command import train_alone
 from piper.train.train_options import TrainOptions
 
 RECIPE = f"{Path(__file__).parents[2] / 'recipes' / 'dense.py'}:zero"
