@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from piper.checkpoint import retention
+from piper.checkpoint import folder as folders
 from piper.checkpoint.folder import Retention, latest, retain, step_path
 from piper.checkpoint.read_record import read_record
 from piper.checkpoint.target import UndroppedError
@@ -90,7 +90,7 @@ def test_what_a_process_wrote_is_not_read_again(tmp_path: Path, monkeypatch: pyt
         read.append(path.name)
         return True
 
-    monkeypatch.setattr(retention, "intact", watched)
+    monkeypatch.setattr(folders, "intact", watched)
     keeping = Retention()
     saved(tmp_path, 1, 2)
     keeping.start(tmp_path, 2)
