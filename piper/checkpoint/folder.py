@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from piper.checkpoint.metadata import FILE, DamagedError, Record
 from piper.checkpoint.read_record import read_record
 from piper.checkpoint.storage import CheckpointReader, Written, index_of, sync
@@ -59,17 +61,24 @@ def begin(path: Path) -> Path:
 
 
 @contextmanager
-def begun(path: Path) -> Iterator[Path]:
-    """Yield an empty folder to write a checkpoint into. It is discarded if that fails inside the block."""
-    partial = begin(path)
+def discarding(path: Path) -> Iterator[None]:
+    """Discard the checkpoint that was begun if the block fails."""
     try:
-        yield partial
-    except (StorageError, OSError) as error:
+        yield
+    except (StorageError, SafetensorError, OSError) as error:
         discard(path)
         raise unwritten(path, str(error)) from error
     except ConfigError:
         discard(path)
         raise
+
+
+@contextmanager
+def begun(path: Path) -> Iterator[Path]:
+    """Yield an empty folder to write a checkpoint into. It is discarded if that fails inside the block."""
+    partial = begin(path)
+    with discarding(path):
+        yield partial
 
 
 def commit(path: Path, record: Record, written: Sequence[Written] = ()) -> None:
@@ -78,16 +87,10 @@ def commit(path: Path, record: Record, written: Sequence[Written] = ()) -> None:
         files = {name: file for one in written for name, file in one.files.items()}
         record = replace(record, tensors=index_of(one.placed for one in written), files=files)
     text = hidden_path(path, "partial") / FILE
-    try:
+    with discarding(path):
         text.write_text(record.to_json(), encoding="utf-8")
         sync(text)
         take_place(path)
-    except OSError as error:
-        discard(path)
-        raise unwritten(path, str(error)) from error
-    except ConfigError:
-        discard(path)
-        raise
 
 
 def take_place(path: Path) -> None:

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from piper.checkpoint.compatibility import differences_in
-from piper.checkpoint.folder import begin, discard, take_place
+from piper.checkpoint.folder import begun, take_place
 from piper.checkpoint.storage import sync
-from piper.checkpoint.target import EXPORT, MARK, target_of, unwritten
+from piper.checkpoint.target import EXPORT, MARK, target_of
 from piper.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def write_export(folder: Path | str, write: Callable[[Path], object]) -> None:
     write: writes the files into a folder that it is given.
     """
     path = target_of(folder)
-    partial = begin(path)
-    try:
+    with begun(path) as partial:
         mark_export(partial, [])  # from now on all in it is ours, also if this is interrupted
         with quiet():
             write(partial)
@@ -71,12 +70,6 @@ def write_export(folder: Path | str, write: Callable[[Path], object]) -> None:
         for file in partial.iterdir():
             sync(file)
         take_place(path)
-    except (OSError, SafetensorError) as error:
-        discard(path)
-        raise unwritten(path, str(error)) from error
-    except ConfigError:
-        discard(path)
-        raise
 
 
 def mark_export(folder: Path, files: list[str]) -> None:

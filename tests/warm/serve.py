@@ -69,7 +69,7 @@ def preload() -> None:
     from piper.workers import serve as worker_server
     from tests.runtime import grid
 
-    assert all((_dynamo, run, cli, compiler, launch, worker_server, train_command, grid))
+    assert all((_dynamo, run, cli.app_with(), compiler, launch, worker_server, train_command, grid))
 
 
 def serve(connection: socket.socket) -> tuple[Request, list[int]]:
