@@ -139,6 +139,7 @@ def test_verbs_and_flags() -> None:
             "--profile",
             "--resume",
             "--retries",
+            "--share",
             "--spares",
             "--stall",
             "--steps",
