@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from piper.capture.autodiff.differentiate import Captured, CodeCache, differentiate
 from piper.capture.compile.cache import Cache
 from piper.capture.compile.servers import CompileServers, start_kernel_compilers
-from piper.capture.shard.request import Request, groups_of, sharded
+from piper.capture.shard.request import Request, merged, sharded
 from piper.capture.trace.annotate import listed_regions
 from piper.capture.trace.build_model import buffers_of, build_fake, parameters_of
 from piper.capture.trace.record import LossFn
@@ -120,14 +120,6 @@ def request_key(requests: Sequence[Request]) -> RequestKey:
         )
         for request in requests
     )
-
-
-def merged(requests: Sequence[Request]) -> list[Request]:
-    """Return one request for all that shard alike: where stages begin does not change a sharding."""
-    return [
-        replace(group[0], regions={tags: mesh for one in group for tags, mesh in one.regions.items()})
-        for group in groups_of(requests)
-    ]
 
 
 def same_function(one: Callable[..., object], other: Callable[..., object]) -> bool:

@@ -106,8 +106,8 @@ def _one_line(text: str, width: int = 300) -> str:
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
-def made_at(node: torch.fx.Node) -> str | None:
-    """Return the line of the user's code that made a node, as `llama.py:41`. None: there is none."""
+def line_of(node: torch.fx.Node) -> str | None:
+    """Return the line of the user's code that a node stands for, as `llama.py:41`. None: there is none."""
     files = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     for name, line in reversed(files):
         if not name.startswith(_OURS):
@@ -117,7 +117,7 @@ def made_at(node: torch.fx.Node) -> str | None:
 
 def node_line(node: torch.fx.Node) -> str:
     """Return the line of the user's code that made a node, as ` (llama.py:41)`, for errors; else nothing."""
-    line = made_at(node)
+    line = line_of(node)
     return f" ({line})" if line else ""
 
 

@@ -14,7 +14,7 @@ from piper.capture.cost.estimate import Cost, cost_of
 from piper.capture.cost.section import KINDS, Kind, Section, Write
 from piper.capture.trace.effects import draws
 from piper.capture.trace.sizes import SymbolicSizes
-from piper.capture.trace_errors import made_at
+from piper.capture.trace_errors import line_of
 from piper.ir.chunk import Phase, TensorSpec
 from piper.process.usercode import LINES
 
@@ -96,7 +96,7 @@ class GraphCode:
             results.append(result)
         graph.output(tuple(results))
         module = fx.GraphModule(self.partition.joint.root, graph)
-        module.meta[LINES] = {copies[node].name: line for node in section.body if (line := made_at(node))}
+        module.meta[LINES] = {copies[node].name: line for node in section.body if (line := line_of(node))}
         return module
 
     def in_place(self, phase: Phase) -> tuple[int, ...]:

@@ -58,15 +58,6 @@ class CompiledPieces(CompiledPhase):
         return CompiledPieces, (self.pieces, self.calls, self.results)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseCut:
-    """A phase, the pieces it is cut into, and the names of their code. No pieces: it stays whole."""
-
-    source: Source
-    pieces: Sequence[PhasePiece]
-    names: Sequence[str]
-
-
 def compile_phases(
     asked: Mapping[PhaseKey, Source],
     cache: Cache,
@@ -78,7 +69,7 @@ def compile_phases(
     meanwhile: is called while servers compile, or before anything is compiled here.
     """
     graphs: dict[str, Source] = {}
-    cuts: dict[PhaseKey, PhaseCut] = {}
+    cuts: dict[PhaseKey, tuple[Source, Sequence[PhasePiece], Sequence[str]]] = {}  # with names of code
     flat = {key: source_in_place(source) for key, source in asked.items() if source.in_place}
     for key, source in {**asked, **flat}.items():
         pieces = pieces_of(source.module)
@@ -93,9 +84,9 @@ def compile_phases(
         names = [known[piece.key] for piece in pieces] or [name_of(source)]
         if not pieces:
             graphs.setdefault(names[0], source)
-        cuts[key] = PhaseCut(source=source, pieces=pieces, names=names)
+        cuts[key] = source, pieces, names
     codes = _compile_all(graphs, cache, servers, meanwhile)
-    phases = {key: _phase_of(cut, codes) for key, cut in cuts.items()}
+    phases = {key: _phase_of(*cut, codes) for key, cut in cuts.items()}
     return {**phases, **{key: flat_phase(phases[key], asked[key], flat[key]) for key in flat}}
 
 
@@ -129,14 +120,15 @@ def _compile_all(
     return codes
 
 
-def _phase_of(cut: PhaseCut, codes: Mapping[str, Compiled]) -> CompiledPhase:
-    """Return a phase's code, made of the code of its pieces."""
-    plain = cut.source.module
-    if not cut.pieces:
-        return codes[cut.names[0]]
-    used = list(dict.fromkeys(cut.names))
-    calls, results = _calls(plain.graph, cut.pieces, [used.index(name) for name in cut.names])
-    return CompiledPieces([codes[name] for name in used], calls, results, plain)
+def _phase_of(
+    source: Source, pieces: Sequence[PhasePiece], names: Sequence[str], codes: Mapping[str, Compiled]
+) -> CompiledPhase:
+    """Return a phase's code, made of the code of its pieces. No pieces: it stays whole."""
+    if not pieces:
+        return codes[names[0]]
+    used = list(dict.fromkeys(names))
+    calls, results = _calls(source.module.graph, pieces, [used.index(name) for name in names])
+    return CompiledPieces([codes[name] for name in used], calls, results, source.module)
 
 
 def _calls(

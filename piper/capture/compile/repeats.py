@@ -8,14 +8,14 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor, fx
 
 from piper.capture.compile.hashing import digest_of, node_lines
 from piper.capture.compile.operators import mm_into
-from piper.capture.trace.graph_walks import RepeatedRun, repeated_runs
+from piper.capture.trace.graph_walks import RepeatedRun, interval_sums, repeated_runs
 
 FEWEST = 3  # layers that are equal
 SMALLEST = 8  # operations of a layer
@@ -102,14 +102,14 @@ def cuts_of(body: Sequence[fx.Node], labels: Sequence[str], offset: int = 0) -> 
     if run is None:
         return
     start, stop, period = run.start, run.stop, run.period
-    crossing = Crossing(body)
+    nbytes, others = crossing(body)
 
     def cost(place: int) -> tuple[bool, bool, bool, int]:
         """Return what a cut costs: it is impossible, loses layers or fusions, and the bytes that cross it."""
         lost = (stop - start) // period - (stop - place) // period
         inside = place + period  # a place with layers on both sides
         fused = not ends_kernel(body[inside - 1])
-        return crossing.others[inside] > 0, lost > 1, fused, crossing.nbytes[inside]
+        return others[inside] > 0, lost > 1, fused, nbytes[inside]
 
     first = min(range(start, start + period), key=cost)
     places = list(range(first, stop + 1, period))
@@ -139,21 +139,18 @@ def likely_periods(labels: Sequence[str]) -> list[int]:
     return sorted([period for period, _ in common if period >= SMALLEST][:PERIODS])
 
 
-class Crossing:
-    """What goes on past each place of a run of operations: bytes of tensors, and values that are none."""
-
-    def __init__(self, body: Sequence[fx.Node]) -> None:
-        places = {node: place for place, node in enumerate(body)}
-        self.nbytes, self.others = [0] * (len(body) + 1), [0] * (len(body) + 1)
-        for node, place in places.items():
-            last = max((places[user] for user in node.users if user in places), default=place)
-            value = node.meta.get("val")
-            size, other = (value.nbytes, 0) if isinstance(value, Tensor) else (0, 1)
-            if last > place:
-                for changes, change in ((self.nbytes, size), (self.others, other)):
-                    changes[place + 1] += change
-                    changes[last + 1] -= change
-        self.nbytes, self.others = [*accumulate(self.nbytes)], [*accumulate(self.others)]
+def crossing(body: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
+    """Return what goes on past each place of a run of operations: bytes of tensors, values that are none."""
+    places = {node: place for place, node in enumerate(body)}
+    nbytes, others = [], []
+    for node, place in places.items():
+        last = max((places[user] for user in node.users if user in places), default=place)
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            nbytes.append((place + 1, last, value.nbytes))
+        else:
+            others.append((place + 1, last, 1))
+    return interval_sums(len(body), nbytes), interval_sums(len(body), others)
 
 
 def ends_kernel(node: fx.Node) -> bool:

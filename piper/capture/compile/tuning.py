@@ -96,14 +96,14 @@ def milliseconds(call: Callable[[], object]) -> float:
     """
     call()  # what is done once is not measured
     cache = torch.empty(torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int8, device="cuda")
-    pairs = [(_event(), _event()) for _ in range(REPEATS)]
+    begins, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(REPEATS)] for _ in range(2))
     cycles = AHEAD
     for _ in range(TRIES):
         torch.cuda.synchronize()
         torch.cuda._sleep(cycles)
         woken = torch.cuda.Event()
         woken.record()
-        for begin, end in pairs:
+        for begin, end in zip(begins, ends, strict=True):
             cache.zero_()  # no call reads what the one before it has left in the cache
             begin.record()
             call()
@@ -113,9 +113,4 @@ def milliseconds(call: Callable[[], object]) -> float:
         if queued:
             break
         cycles *= 4
-    times: list[float] = [begin.elapsed_time(end) for begin, end in pairs]
-    return min(times)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+    return min(float(begin.elapsed_time(end)) for begin, end in zip(begins, ends, strict=True))

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from piper.capture.cost.aliases import (
     tensors_in,
 )
 from piper.capture.cost.section import Section
+from piper.capture.trace.graph_walks import interval_sums
 from piper.capture.trace.sizes import SymbolicSizes
 
 _aten = torch.ops.aten
@@ -69,7 +70,8 @@ def workspace_of(
                 if storage in results:
                     last[storage] = len(section.body) - 1
     boundary = sum(nbytes for storage, nbytes in bytes_of.items() if storage in kept or storage in results)
-    return peak(len(section.body), bytes_of, first, last) - boundary
+    alive = interval_sums(len(section.body), ((first[s], last[s], nbytes) for s, nbytes in bytes_of.items()))
+    return max(alive) - boundary
 
 
 def _until(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[fx.Node, int]:
@@ -156,12 +158,3 @@ def _reused(section: Section) -> dict[int, int]:
             if start in body and len(start.users) == 1:
                 reused[memory_of(node)] = reused.get(memory_of(start), memory_of(start))
     return reused
-
-
-def peak(length: int, size: Mapping[int, int], first: Mapping[int, int], last: Mapping[int, int]) -> int:
-    """Return the most bytes alive at any of `length` positions."""
-    change: list[int] = [0] * (length + 1)
-    for storage, nbytes in size.items():
-        change[first[storage]] += nbytes
-        change[last[storage] + 1] -= nbytes
-    return max(itertools.accumulate(change, initial=0))

@@ -8,7 +8,7 @@ their input. Their regions are then empty in the outline. Here each gets the chu
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from piper.ir.chunk import CapturedModel, Chunk, Output, PhaseSpec, Source, Tags
+from piper.ir.chunk import CapturedModel, Chunk, Output, PhaseSpec, Tags
 
 FIRST = 4  # blocks at the begin that are traced; the last one is too
 
@@ -162,9 +162,6 @@ class _Copier:
         early = number < begin - filler.period
         return source if early else replace(source, chunk=self.name(chunk, shift))
 
-    def source(self, source: Source, shift: int, reader: int) -> Source:
-        return self.output(source, shift, reader) if isinstance(source, Output) else source
-
     def chunk(self, chunk: Chunk, shift: int, paths: Mapping[str, str]) -> Chunk:
         """Return a copy of a chunk so many blocks later. paths: blocks, and those that take their place."""
         reader = self.filler.numbers[chunk.name]
@@ -185,7 +182,10 @@ class _Copier:
             chunk,
             name=self.name(chunk, shift),
             tags=self.tags(chunk.tags, shift),
-            inputs=tuple(self.source(source, shift, reader) for source in chunk.inputs),
+            inputs=tuple(
+                self.output(source, shift, reader) if isinstance(source, Output) else source
+                for source in chunk.inputs
+            ),
             params=named(chunk.params),
             buffers=named(chunk.buffers),
             mutated=named(chunk.mutated),

@@ -13,8 +13,8 @@ from piper.capture.autodiff.differentiate import Captured
 from piper.capture.layers.annotate_layers import find_layers
 from piper.capture.layers.equal_blocks import equal_blocks
 from piper.capture.layers.filled import Filled, filled, skipped_blocks
-from piper.capture.recordings import Capturing, Recordings, merged, request_key
-from piper.capture.shard.request import Request
+from piper.capture.recordings import Capturing, Recordings, request_key
+from piper.capture.shard.request import Request, merged
 from piper.capture.trace.build_model import build_fake
 from piper.capture.trace.trace import Traced, fake_batch
 from piper.ir.chunk import CapturedModel

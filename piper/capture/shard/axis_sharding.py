@@ -3,20 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 from piper.ir.sharding import Shard
-
-aten = torch.ops.aten
-DRAWN = frozenset(  # operations with rules by which a device draws what one device would
-    (
-        aten.dropout.default,
-        aten.feature_dropout.default,
-        aten.rand_like.default,
-        aten.randn_like.default,
-        aten.scaled_dot_product_attention.default,
-    )
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

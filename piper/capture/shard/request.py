@@ -66,55 +66,53 @@ def shard_model(
     recording = as_aten(recording, exact=exact)
     fields: dict[str, tuple[AxisPlacement, ...]] = {}
     # The outermost axis first: what it leaves of a dimension is what an inner axis then shards.
-    groups = groups_of(requests)
-    while groups:
-        merged = groups.pop()
-        first = merged[0]
-        regions = {tags for request in merged for tags in request.regions}
-        inner = {g[0].axis: g[0].degree for g in groups if any(regions & r.regions.keys() for r in g)}
-        recording, parameters = _sharded_once(recording, merged, parameters, batch, math.prod(inner.values()))
-        for name, dim in first.batch.items():
+    waiting = merged(requests)
+    while waiting:
+        request = waiting.pop()
+        shared = [other for other in waiting if request.regions.keys() & other.regions.keys()]
+        inner = math.prod({other.axis: other.degree for other in shared}.values())
+        recording, parameters = _sharded_once(recording, request, parameters, batch, inner)
+        for name, dim in request.batch.items():
             placed = AxisPlacement(
-                axis=first.axis, degree=first.degree, placement=Shard(dim, zigzag=first.zigzag)
+                axis=request.axis, degree=request.degree, placement=Shard(dim, zigzag=request.zigzag)
             )
             fields[name] = (placed, *fields.get(name, ()))
     return ShardedModel(recording=recording, parameters=tuple(parameters), batch=fields)
 
 
-def groups_of(requests: Sequence[Request]) -> list[list[Request]]:
-    """Put directives that shard alike together: one pass shards all their regions."""
-    groups: list[list[Request]] = []
+def merged(requests: Sequence[Request]) -> list[Request]:
+    """Return one request for all that shard alike: where stages begin does not change a sharding."""
+    distinct: list[Request] = []
     for request in requests:
-        for group in groups:
-            if group[0].alike(request):
-                group.append(request)
+        for place, other in enumerate(distinct):
+            if other.alike(request):
+                distinct[place] = replace(other, regions={**other.regions, **request.regions})
                 break
         else:
-            groups.append([request])
-    return groups
+            distinct.append(request)
+    return distinct
 
 
 def _sharded_once(
     recording: Recording,
-    requests: Sequence[Request],
+    request: Request,
     parameters: Sequence[Parameter],
     batch: Mapping[str, TensorSpec],
     inner: int,
 ) -> tuple[Recording, tuple[Parameter, ...]]:
-    first = requests[0]
-    meshes = {tags: mesh for request in requests for tags, mesh in request.regions.items()}
+    meshes = request.regions
     used = _parameters_of(recording, meshes)
-    weights = _weights(first, parameters, used)
-    _check_fields(first, batch)
+    weights = _weights(request, parameters, used)
+    _check_fields(request, batch)
     sharding = AxisSharding(
-        by=first.by,
-        axis=first.axis,
-        degree=first.degree,
+        by=request.by,
+        axis=request.axis,
+        degree=request.degree,
         weights=weights,
-        batch={name: Shard(dim, zigzag=first.zigzag) for name, dim in first.batch.items()},
-        between=first.between,
-        attention=first.attention,
-        zigzag=first.zigzag,
+        batch={name: Shard(dim, zigzag=request.zigzag) for name, dim in request.batch.items()},
+        between=request.between,
+        attention=request.attention,
+        zigzag=request.zigzag,
         inner=inner,
     )
 
@@ -128,8 +126,8 @@ def _sharded_once(
             parameter,
             placements=(
                 AxisPlacement(
-                    axis=first.axis,
-                    degree=first.degree,
+                    axis=request.axis,
+                    degree=request.degree,
                     placement=shards.get(parameter.name, REPLICATE),
                     partial=parameter.name in forward.summed,
                 ),

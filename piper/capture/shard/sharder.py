@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from piper.capture.shard.axis_sharding import DRAWN, AxisSharding, NoRuleError, UnevenError
+from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError, UnevenError
 from piper.capture.shard.layout import change, divides, local_shape
 from piper.capture.shard.local_graph import LocalGraph, RegionOf
 from piper.capture.shard.reshapes import REPLAYED, read_again, value_of
@@ -249,7 +249,7 @@ class Sharder(LocalGraph):
         return local.stride() != value.stride()
 
     def _check_draws(self, node: fx.Node) -> None:
-        if draws(node) and node.target not in DRAWN:
+        if draws(node) and node.target not in self.rules:  # by which a device draws what one device would
             raise self.refused(
                 f"{node.target} draws random numbers for a sharded value",
                 "leave it out of sharded regions; dropout, rand_like and randn_like have rules",

@@ -125,8 +125,7 @@ def _regions(tag: str, entries: Sequence[Entry], paths: Sequence[str]) -> Iterat
         )
     for entry in entries:
         if isinstance(entry, str):
-            matches = _matches(tag, entry, paths)
-            yield from ([path] for path in matches)
+            yield from ([path] for path in _matches(tag, entry, paths))
         else:
             yield [path for pattern in entry for path in _matches(tag, pattern, paths)]
 

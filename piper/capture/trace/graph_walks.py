@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 from torch import fx
@@ -40,6 +41,22 @@ def ready_first(awaited: Mapping[K, Collection[K]]) -> list[K]:
             if not missing[reader]:
                 heapq.heappush(ready, place[reader])
     return ordered
+
+
+def interval_sums(length: int, intervals: Iterable[tuple[int, int, int]]) -> list[int]:
+    """Return for each of `length` positions, and one more, the sum of the intervals that hold it.
+
+    intervals: the first and the last position, and what each adds. An empty one ends before it begins.
+
+    >>> interval_sums(3, [(0, 1, 5), (1, 2, 2)])
+    [5, 7, 2, 0]
+    """
+    change = [0] * (length + 1)
+    for first, last, weight in intervals:
+        if first <= last:
+            change[first] += weight
+            change[last + 1] -= weight
+    return [*accumulate(change)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

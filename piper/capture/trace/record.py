@@ -78,7 +78,7 @@ def record(
         flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured)
         _check_later_calls(step, batch, call)
-    tensors = dict(zip(_placeholders(captured.graph), flat, strict=True))
+    tensors = dict(zip(captured.graph.find_nodes(op="placeholder"), flat, strict=True))
     regions = [*listed_regions(model), *entered]
     recording = _GraphCopier(captured, tensors, _sources(model, batch), regions).read(returned, forward_only)
     return replace(recording, checkpoints=call.checkpoints)
@@ -164,10 +164,6 @@ def _check_side_effects(model: nn.Module, warnings: Iterable[str]) -> None:
                 facts={"module": ".".join(path) or "the model itself"},
                 hint="change a buffer in place: self.steps.add_(1), not self.steps = self.steps + 1",
             )
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]:

@@ -4,13 +4,13 @@ A segment ends where only one value that needs a gradient goes on, as between th
 Gradients then meet in the same order as in the whole chunk, so the parts give the same numbers as the whole.
 """
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from itertools import pairwise
 
 from torch import Tensor, fx
 
 from piper.capture.trace.functionalize import memory_of, value, written_memory
-from piper.capture.trace.graph_walks import repeated_runs
+from piper.capture.trace.graph_walks import interval_sums, repeated_runs
 
 LEAST = 24  # nodes of a segment: shorter ones cost more to begin than they save
 LONGEST = 64  # places at which a layer could be cut: one with more is not looked for
@@ -79,37 +79,19 @@ def _ends(nodes: Sequence[fx.Node], state: Collection[fx.Node], bundles: Mapping
             )  # inputs are there from the beginning
             last[source] = position
     written = written_memory(nodes)
-    trained = _IntervalCount(len(nodes))  # values that need a gradient and go on past a position
-    blocked = _IntervalCount(len(nodes))  # reasons not to end before it
+    trained: list[tuple[int, int, int]] = []  # values that need a gradient and go on past positions
+    blocked: list[tuple[int, int, int]] = []  # reasons not to end before a position
     for node, end in last.items():
         result = value(node)
         if not isinstance(result, Tensor) or not _plain(result) or memory_of(node) in written:
-            blocked.add(first[node] + 1, end)
+            blocked.append((first[node] + 1, end, 1))
         elif node not in state and result.requires_grad:
-            trained.add(first[node] + 1, end)
+            trained.append((first[node] + 1, end, 1))
     for position, (before, node) in enumerate(pairwise(nodes), start=1):
         if node in bundles and bundles[node] == bundles.get(before):
-            blocked.add(position, position)
-    return {
-        position
-        for position, (values, reasons) in enumerate(zip(trained.sums(), blocked.sums(), strict=True))
-        if values <= 1 and not reasons
-    }
-
-
-class _IntervalCount:
-    """Counts intervals over positions."""
-
-    def __init__(self, length: int) -> None:
-        self.change = [0] * (length + 1)
-
-    def add(self, begin: int, end: int) -> None:
-        if begin <= end:
-            self.change[begin] += 1
-            self.change[end + 1] -= 1
-
-    def sums(self) -> Iterator[int]:
-        return accumulate(self.change)
+            blocked.append((position, position, 1))
+    sums = zip(interval_sums(len(nodes), trained), interval_sums(len(nodes), blocked), strict=True)
+    return {position for position, (values, reasons) in enumerate(sums) if values <= 1 and not reasons}
 
 
 def _plain(value: Tensor) -> bool:
