@@ -253,7 +253,7 @@ def directed(
     requests = requests_of(graph, strategy)
     if requests:  # collectives are nodes that directives see
         check_axes(graph)
-        traced = capturing.traced(traced.rows, requests)
+        traced = capturing.traced(traced.outline.rows, requests)
     if shards:
         graph = apply(start(traced.outline), strategy)
     return traced, requests, graph

@@ -313,4 +313,4 @@ def test_capture_draws_no_random_numbers_and_is_repeatable() -> None:
     first, second = (trace(lambda: zoo.MLP(2, 0.5), zoo.regression, zoo.vectors(4, 0), 2) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
     assert first.outline == second.outline
-    assert first.rows == first.outline.rows == first.outline.batch["x"].shape[0] == 2
+    assert first.outline.rows == first.outline.batch["x"].shape[0] == 2

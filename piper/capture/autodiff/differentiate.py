@@ -211,7 +211,7 @@ class _Differentiator:
             done.append(chunk)
         return Captured(
             outline=replace(outline, chunks=tuple(reversed(done))),
-            constants=self.traced.constants,
+            constants=self.traced.recording.constants,
             fallbacks=dict(reversed(self.fallbacks.items())),
             codes=self.codes,
             choices=dict(reversed(self.choices.items())),

@@ -128,6 +128,6 @@ class _Forward:
 def _reached(graph: fx.Graph, tangents: Sequence[int]) -> set[int]:
     """Return the positions of the placeholders that the differentiated outputs depend on."""
     results = next(iter(reversed(graph.nodes))).args[0]
-    reached = upstream(results[index] for index in tangents)
+    needed = upstream(results[index] for index in tangents)
     inputs = graph.find_nodes(op="placeholder")
-    return {position for position, node in enumerate(inputs) if node in reached}
+    return {position for position, node in enumerate(inputs) if node in needed}

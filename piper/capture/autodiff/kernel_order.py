@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import fx
 
 from piper.capture.cost.aliases import cheap, memory_readers, read_from_memory, recomputable
-from piper.capture.trace.graph_walks import ready_first, upstream
+from piper.capture.trace.graph_walks import reached, ready_first, upstream
 
 
 def order_recomputed(
@@ -24,8 +24,9 @@ def order_recomputed(
         ordered = ready_first(awaited)
         if len(ordered) == len(body):
             return ordered, used
-        stuck = awaited.keys() - set(ordered)
-        del used[next(v for v in body if v in used and _awaits_itself({v, used[v]}, awaited, stuck))]
+        stuck = {node: awaited[node] for node in awaited.keys() - set(ordered)}
+        circular = (v for v in body if v in used and any(_awaits_itself(n, stuck) for n in (v, used[v])))
+        del used[next(circular)]
     return list(body), {}
 
 
@@ -58,16 +59,5 @@ def _kernel(result: fx.Node, writers: Mapping[fx.Node, fx.Node], inside: Collect
     return upstream([result], fused)
 
 
-def _awaits_itself(
-    nodes: Collection[fx.Node], awaited: Mapping[fx.Node, set[fx.Node]], stuck: set[fx.Node]
-) -> bool:
-    """Return whether one of the nodes has to wait for itself."""
-    for node in nodes:
-        stack, seen = [node], set[fx.Node]()
-        while stack:
-            waits = (awaited[stack.pop()] & stuck) - seen
-            if node in waits:
-                return True
-            seen |= waits
-            stack += waits
-    return False
+def _awaits_itself(node: fx.Node, awaited: Mapping[fx.Node, set[fx.Node]]) -> bool:
+    return node in reached(awaited.get(node, ()), lambda other: awaited.get(other, ()))

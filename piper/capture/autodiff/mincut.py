@@ -1,6 +1,9 @@
 """Finds the minimum cut between the source and the sink of a network."""
 
 from collections import deque
+from collections.abc import Iterable
+
+from piper.capture.trace.graph_walks import reached
 
 INFINITE = 1 << 62
 
@@ -35,14 +38,11 @@ class Network:
         """
         while (levels := self._levels())[self.sink] >= 0:
             self._fill(levels)
-        behind, queue = {self.sink}, deque([self.sink])
-        while queue:
-            for edge in self.edges[queue.popleft()]:
-                there = self.ends[edge]
-                if there not in behind and self.left[edge ^ 1]:
-                    behind.add(there)
-                    queue.append(there)
-        return behind
+
+        def before(place: int) -> Iterable[int]:
+            return (self.ends[edge] for edge in self.edges[place] if self.left[edge ^ 1])
+
+        return reached([self.sink], before)
 
     def _levels(self) -> list[int]:
         """Return each place's distance from the source along edges with capacity left. -1: unreachable."""

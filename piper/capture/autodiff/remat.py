@@ -27,7 +27,7 @@ from piper.capture.cost.aliases import (
 )
 from piper.capture.cost.estimate import flops_of, traffic_of
 from piper.capture.trace.effects import draws
-from piper.capture.trace.graph_walks import upstream
+from piper.capture.trace.graph_walks import reached, upstream
 
 _FLOPS_PER_BYTE = 200  # computed while one byte moves; only the ranking of costs depends on it
 
@@ -216,13 +216,10 @@ class _Writers:
 
     def _behind(self, value: fx.Node) -> set[fx.Node]:
         """Return what can only run once a value is in memory, given where earlier values are written."""
-        stack = list(memory_readers(value, self.backward.__contains__))
-        reached: set[fx.Node] = set()
-        while stack:
-            node = stack.pop()
-            if node not in reached:
-                reached.add(node)
-                stack += node.users
-                for later in self.written.get(node, ()):
-                    stack += memory_readers(later, self.backward.__contains__)
-        return reached
+        backward = self.backward.__contains__
+
+        def then(node: fx.Node) -> Iterable[fx.Node]:
+            later = self.written.get(node, ())
+            return (*node.users, *(reader for other in later for reader in memory_readers(other, backward)))
+
+        return reached(memory_readers(value, backward), then)

@@ -149,7 +149,7 @@ def compiled(name: str, source: Source, cache: Cache) -> Compiled:
     try:
         artifact = _compile(source, cache)
         code = Compiled(name, artifact, cache, sorted(modules_of(source.module.graph)), source.module)
-        cache.keep(name, CacheEntry(artifact=artifact, files=_made_files(cache)))
+        cache.keep(name, CacheEntry(artifact=artifact, files=_compiled_files(cache)))
     except PiperError:
         raise
     except _BROKEN as error:
@@ -171,7 +171,7 @@ def _working(cache: Cache) -> Iterator[None]:
         yield
 
 
-def _made_files(cache: Cache) -> dict[str, bytes]:
+def _compiled_files(cache: Cache) -> dict[str, bytes]:
     """Return the libraries and sources that the compiler has made, by path within the working folder."""
     folder, files = cache.working_folder(), dict[str, bytes]()
     for path in sorted(folder.rglob("*")):

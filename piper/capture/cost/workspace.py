@@ -116,14 +116,14 @@ def _fused_readers(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[int, lis
     sources: dict[fx.Node, set[int]] = {}  # the storages that a value without its own is computed from
     readers: dict[int, list[fx.Node]] = {}
     for node in body:
-        made_of: set[int] = set()
+        read: set[int] = set()
         for source in node.all_input_nodes:
             own = set(memories(source))
-            made_of |= own if own and own.isdisjoint(fleeting) else sources.get(source, set())
+            read |= own if own and own.isdisjoint(fleeting) else sources.get(source, set())
         if fleeting >= set(memories(node)) or is_view(node):
-            sources[node] = made_of
+            sources[node] = read
         elif cheap(node):
-            for memory in made_of:
+            for memory in read:
                 readers.setdefault(memory, []).append(node)
     return readers
 

@@ -5,6 +5,8 @@ import operator
 import torch
 from torch import fx
 
+from piper.capture.trace.graph_walks import reached
+
 aten = torch.ops.aten
 RESHAPES = frozenset(
     (
@@ -32,12 +34,11 @@ def read_again(source: fx.Node, write: fx.Node) -> bool:
     base = source
     while _is_view(base):
         base = base.all_input_nodes[0]
-    names, waiting = set[fx.Node](), [base]
-    while waiting:
-        node = waiting.pop()
-        names.add(node)
-        waiting += [user for user in node.users if _is_view(user) and user.all_input_nodes[0] is node]
-    earlier = [name for name in names if order[name] < order[write]]
+
+    def views(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if _is_view(user) and user.all_input_nodes[0] is node]
+
+    earlier = [name for name in reached([base], views) if order[name] < order[write]]
     return any(order[user] > order[write] for name in earlier for user in name.users)
 
 

@@ -11,15 +11,20 @@ from torch import fx
 K = TypeVar("K", bound=Hashable)
 
 
-def upstream(roots: Iterable[fx.Node], within: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
-    """Return the roots and the nodes that they are computed from. within: which nodes count and lead on."""
-    stack, reached = list(roots), set[fx.Node]()
+def reached(roots: Iterable[K], follow: Callable[[K], Iterable[K]]) -> set[K]:
+    """Return the roots and what is reached from them, step by step."""
+    stack, seen = list(roots), set[K]()
     while stack:
         node = stack.pop()
-        if node not in reached and within(node):
-            reached.add(node)
-            stack += node.all_input_nodes
-    return reached
+        if node not in seen:
+            seen.add(node)
+            stack += follow(node)
+    return seen
+
+
+def upstream(roots: Iterable[fx.Node], within: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
+    """Return the roots and the nodes that they are computed from. within: which nodes count and lead on."""
+    return reached(filter(within, roots), lambda node: filter(within, node.all_input_nodes))
 
 
 def ready_first(awaited: Mapping[K, Collection[K]]) -> list[K]:

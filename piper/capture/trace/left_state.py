@@ -99,14 +99,14 @@ def _named(left: Left, step: nn.Module) -> str:
         path = names.get(id(left.holder), "model").removeprefix("model.")
         return f"{kind.__name__ if path == 'model' else path}.{left.name}"
     if cell := re.fullmatch(r"(.+)\.__closure__\[(\d+)\](\.cell_contents)?", left.source):
-        function = _found(cell[1], step)
+        function = _object_at(cell[1], step)
         return f"{function.__code__.co_freevars[int(cell[2])]} of {function.__name__}"
     path = re.sub(r"\._modules\['([^']+)'\]", r".\1", left.source)
     path = re.sub(_IMPORTED, lambda cell: cell[1].replace("_dot_", "."), path)
     return re.sub(r"^L\['self'\]\.(model\.|(loss)\[0\])", r"\2", path)
 
 
-def _found(source: str, step: nn.Module) -> Any:  # noqa: ANN401  a function of the user
+def _object_at(source: str, step: nn.Module) -> Any:  # noqa: ANN401  a function of the user
     """Return what Dynamo found at a source. Only a function knows the names of its closure's variables."""
     imported = re.match(_IMPORTED, source)
     value: Any = sys.modules[imported[1].replace("_dot_", ".")] if imported else {"L": {"self": step}}

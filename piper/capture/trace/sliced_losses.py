@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from piper.capture.trace.effects import argument, name_of
 from piper.capture.trace.functionalize import value
-from piper.capture.trace.graph_walks import upstream
+from piper.capture.trace.graph_walks import reached, upstream
 from piper.capture.trace.recording import Recording, live
 from piper.capture.trace_errors import node_line
 from piper.ir.chunk import Batch
@@ -133,13 +133,13 @@ def sums_over_samples(few: Recording, rows: int, many: Recording, samples: int) 
 
 def _sums(recording: Recording, of_batch: set[fx.Node]) -> Iterator[fx.Node]:
     """Yield the sums that a loss consists of: itself, its terms, and those times a factor."""
-    stack, reached = [recording.results[0]], set[fx.Node]()
+    stack, seen = [recording.results[0]], set[fx.Node]()
     while stack:
         node = stack.pop()
         result = value(node)
-        if node in reached or node not in of_batch or not isinstance(result, Tensor) or result.numel() != 1:
+        if node in seen or node not in of_batch or not isinstance(result, Tensor) or result.numel() != 1:
             continue
-        reached.add(node)
+        seen.add(node)
         name = name_of(node)
         if _SUMS.fullmatch(name) or argument(node, "reduction") == "sum":
             yield node
@@ -159,17 +159,15 @@ def _factors(node: fx.Node) -> Sequence[fx.Node]:
 
 def _adds_samples(both: TwoSizes, summed: fx.Node) -> bool:
     """Return whether a summed tensor has elements of each sample, of a size that no other sample changes."""
-    stack, reached = [summed], set[fx.Node]()
-    while stack:
-        node = stack.pop()
-        if node in reached or node not in both.of_batch:
-            continue
-        reached.add(node)
-        if not both.grows(node) or (name_of(node) in _OVER_AN_AXIS and both.along_samples(node)):
-            return False
-        if not _PRODUCTS.fullmatch(name_of(node)):
-            stack += node.all_input_nodes
-    return True
+
+    def computed_from(node: fx.Node) -> Iterator[fx.Node]:
+        products = _PRODUCTS.fullmatch(name_of(node))
+        return (source for source in node.all_input_nodes if source in both.of_batch and not products)
+
+    return all(
+        both.grows(node) and not (name_of(node) in _OVER_AN_AXIS and both.along_samples(node))
+        for node in reached([summed], computed_from)
+    )
 
 
 def _of_batch(recording: Recording) -> set[fx.Node]:

@@ -31,9 +31,7 @@ class Traced:
     """A captured model, cut into chunks that are not yet differentiated."""
 
     outline: CapturedModel
-    rows: int
     pieces: tuple[CapturedChunk, ...]  # one for each chunk of the outline
-    constants: Mapping[str, Tensor]
     device: torch.device  # that it will run on
     compiled: bool  # the code will be compiled
     recording: Recording  # the graph that was cut into the pieces
@@ -88,9 +86,7 @@ def trace(
     )
     return Traced(
         outline=outline,
-        rows=rows,
         pieces=model_cut.pieces,
-        constants=recording.constants,
         device=device,
         compiled=compiled,
         recording=recording,
