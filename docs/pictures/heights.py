@@ -9,10 +9,19 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.memory import MemoryUse
 from piper.simulate.timeline import Span, Timeline
-from piper.view.css import hatched, hatching, hue, sheet
-from piper.view.legend import LETTER, Legend
 from piper.view.shade import caption, shade_of
-from piper.view.svg_writer import drawing, element, number, words
+from piper.view.svg_writer import (
+    LETTER,
+    Legend,
+    drawing,
+    element,
+    hatched,
+    hatching,
+    hue,
+    number,
+    sheet,
+    words,
+)
 
 MARGIN, HEADER, BAR, HEIGHT, GAP, LEGEND = 20.0, 64.0, 26.0, 64.0, 20.0, 34.0
 WIDTH, LETTER_WIDTH = 840.0, 7.2

@@ -7,10 +7,8 @@ from piper.ir.ids import PHASES
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Span, Timeline
-from piper.view.css import hatched, hatching, hue, sheet
-from piper.view.legend import Legend
 from piper.view.shade import Shade, caption, shade_of
-from piper.view.svg_writer import drawing, element, number, words
+from piper.view.svg_writer import Legend, drawing, element, hatched, hatching, hue, number, sheet, words
 
 MARGIN, HEADER, LANE, FOOT = 20.0, 62.0, 30.0, 52.0
 TIGHT, LOOSE = 8.0, 26.0  # between lanes: arrows need space

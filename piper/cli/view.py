@@ -15,8 +15,7 @@ from piper.process.files import write_output
 from piper.simulate.costs import Unit
 from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
 from piper.simulate.simulate import simulate
-from piper.view.cells import of_plans
-from piper.view.pipeline_stages import stage_tags
+from piper.view.cells import of_plans, stage_tags
 from piper.view.plan_trace import plan_trace
 from piper.view.provenance import FILE, Provenance, read_background
 from piper.view.report import page

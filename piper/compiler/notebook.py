@@ -15,8 +15,7 @@ from piper.process.files import write_output
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import Simulation, simulate
-from piper.view.cells import of_plans
-from piper.view.pipeline_stages import stage_tags
+from piper.view.cells import of_plans, stage_tags
 from piper.view.report import page
 from piper.view.subject import Subject, strategy_lines
 from piper.view.svg_grid import grid

@@ -13,7 +13,7 @@ from piper.schedules.stages import Memory, StageCosts
 
 Costs = Mapping[Phase, float] | StageCosts  # of every stage alike, or of each
 Value = tuple[Literal["activation", "gradient"], int, int]  # what is handed on, of which stage and microbatch
-UNIT: Costs = MappingProxyType({"F": 1, "B": 2, "BI": 1, "BW": 1})
+UNIT: Mapping[Phase, float] = MappingProxyType({"F": 1, "B": 2, "BI": 1, "BW": 1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
@@ -19,10 +19,10 @@ import numpy as np
 
 from piper.ir.chunk import Phase
 from piper.plan.ops import Op
-from piper.schedules.action import Action, Group
 from piper.schedules.grid import Grid, Row
 from piper.schedules.stages import Memory, StageCosts
 from piper.schedules.synthesis.bound import bound as least_makespan
+from piper.schedules.synthesis.synthesise import one_by_one
 from piper.schedules.timing import makespan
 from piper.simulate.costs import Costs
 from piper.tuning.choice import Divide, StrategyChoice
@@ -30,13 +30,6 @@ from piper.tuning.model_layers import ModelLayers, Stage, Walk
 from piper.tuning.space import Sizes
 
 PICO = 1e12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """The bytes that training state takes for one element: beyond the parameter itself, and its gradient."""
-
-    optimizer: int  # state and master copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +102,8 @@ def work_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, *, sum
     first = [float("inf")] * choice.ranks
     for number, stage in enumerate(stages):
         rank = placement.ranks[number]
-        busy[rank] += choice.microbatches * (stage.work["F"] + least_backward(stage))
+        backward = min(stage.work["B"], stage.work["BI"] + stage.work["BW"])  # whole or in halves
+        busy[rank] += choice.microbatches * (stage.work["F"] + backward)
         if sums and choice.zeros[rank] < 2:
             busy[rank] += (choice.microbatches - 1) * stage.adds
         first[rank] = min(first[rank], arrivals[number])
@@ -119,11 +113,6 @@ def work_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, *, sum
     share = min(costs.node, choice.devices)
     everyone = sum(busy) * choice.width / choice.devices * share
     return max(alone, everyone / costs.cores)
-
-
-def least_backward(stage: Stage) -> float:
-    """Return the seconds of a backward: whole, or in halves, whichever takes less."""
-    return min(stage.work["B"], stage.work["BI"] + stage.work["BW"])
 
 
 def stage_costs(
@@ -171,21 +160,18 @@ def hop_seconds(choice: StrategyChoice, layers: ModelLayers, costs: Costs, stage
     return talk.latency + talk.seconds
 
 
-def order_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, grid: Grid) -> float:
-    """Return the time of a schedule whose order is known, without all but its passes and transfers."""
-    whole = all(action.phase in ("F", "B") for action in grid.actions())
-    found = stage_costs(choice, layers, costs, whole=whole)
-    if found is None:
+def order_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, grid: Grid | None) -> float:
+    """Return the time of a schedule, without all but its passes and transfers.
+
+    grid: its order. None: it is not known, and the time is one that no order can beat.
+    """
+    whole = grid is not None and all(action.phase in ("F", "B") for action in grid.actions())
+    seconds = stage_costs(choice, layers, costs, whole=whole)
+    if seconds is None:
         return 0.0
-    if any(len(group) > 1 for row in grid.rows for group in row):
-        return least_makespan(found, choice.placement, choice.microbatches)  # members may interleave
-    return makespan(grid, found)
-
-
-def any_order_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs) -> float:
-    """Return a time that no order of the passes can beat."""
-    found = stage_costs(choice, layers, costs, whole=False)
-    return 0.0 if found is None else least_makespan(found, choice.placement, choice.microbatches)
+    if grid is None or any(len(group) > 1 for row in grid.rows for group in row):
+        return least_makespan(seconds, choice.placement, choice.microbatches)  # members may interleave
+    return makespan(grid, seconds)
 
 
 def link_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs) -> float:
@@ -197,7 +183,7 @@ def link_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs) -> flo
     for rank in range(choice.ranks):
         mine = [layers.stage(choice.stages[number]) for number in placement.stages_of(rank)]
         levels: dict[int, float] = {}
-        group = replicas_of(choice, rank)
+        group = choice.devices_of(rank)[:: choice.tensor * choice.context]  # that hold the same slice
         for (op, nbytes), times in Counter(messages(choice, mine, choice.zeros[rank])).items():
             talk = costs.talk(op, nbytes, group)
             levels[talk.level] = levels.get(talk.level, 0.0) + times * talk.seconds
@@ -222,11 +208,6 @@ def collective_time(choice: StrategyChoice, layers: ModelLayers, costs: Costs, d
     return spent * choice.microbatches / choice.ranks
 
 
-def replicas_of(choice: StrategyChoice, rank: int) -> tuple[int, ...]:
-    """Return the devices of a rank that hold the same slice of its parameters."""
-    return choice.devices_of(rank)[:: choice.tensor * choice.context]
-
-
 def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list[tuple[Op, int]]:
     """Return the least that a device of a rank sends for parameters and gradients: the operation and bytes.
 
@@ -235,62 +216,60 @@ def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list
     replicas = choice.replicas
     if replicas < 2:
         return []
-    found: list[tuple[Op, int]] = []
+    sent: list[tuple[Op, int]] = []
     several = sum(len(stage.layers) for stage in stages) > 1
     for stage in stages:
         for place, layer in enumerate(stage.layers):
-            held = [*layer.parameters.values()] if choice.experts == 1 else []
+            whole = [*layer.parameters.values()] if choice.experts == 1 else []
             sums, nbytes = (
                 sum(sizes) // choice.context * (replicas - 1) // replicas
-                for sizes in ([p.sum_bytes for p in held], [p.trained_bytes for p in held])
+                for sizes in ([p.sum_bytes for p in whole], [p.trained_bytes for p in whole])
             )
             if not nbytes:
                 continue
             times = choice.microbatches if several else 1
             if zero == 0:
-                found.append(("all_reduce", 2 * sums))
+                sent.append(("all_reduce", 2 * sums))
             elif zero == 1:
-                found += [("reduce_scatter", sums), ("gather", nbytes)]
+                sent += [("reduce_scatter", sums), ("gather", nbytes)]
             elif zero == 2:
-                found += [("reduce_scatter", sums * times), ("gather", nbytes)]
+                sent += [("reduce_scatter", sums * times), ("gather", nbytes)]
             else:
                 uses = times if place + 1 == len(stage.layers) else 2 * times
-                found += [("reduce_scatter", sums * times), ("gather", nbytes * (uses if several else 1))]
-    return found
+                sent += [("reduce_scatter", sums * times), ("gather", nbytes * (uses if several else 1))]
+    return sent
 
 
-def memory_bound(choice: StrategyChoice, layers: ModelLayers, state: State, grid: Grid | None) -> LeastMemory:
+def memory_bound(
+    choice: StrategyChoice, layers: ModelLayers, optimizer_bytes: int, grid: Grid | None
+) -> LeastMemory:
     """Return the least that the fullest rank holds."""
-    worst = LeastMemory()
-    for rank, level in enumerate(choice.zeros):
-        found = rank_memory(choice, layers, state, grid, rank, level)
-        if found.total > worst.total:
-            worst = found
-    return worst
+    ranks = (
+        rank_memory(choice, layers, optimizer_bytes, grid, rank, level)
+        for rank, level in enumerate(choice.zeros)
+    )
+    return max(ranks, key=lambda memory: memory.total)
 
 
 def rank_memory(
-    choice: StrategyChoice, layers: ModelLayers, state: State, grid: Grid | None, rank: int, level: int
+    choice: StrategyChoice,
+    layers: ModelLayers,
+    optimizer_bytes: int,
+    grid: Grid | None,
+    rank: int,
+    level: int,
 ) -> LeastMemory:
     """Return the least that one rank holds under a ZeRO level."""
-    mine, ranges = choice.placement.stages_of(rank), choice.stages
-    held = tuple(ranges[number] for number in mine)
-    kept = resident(choice, layers, held, level, state, rank)
-    stages = {number: layers.stage(ranges[number]) for number in mine}
-    key = (id(grid), rank, held, min(2, choice.microbatches))
+    numbers, ranges = choice.placement.stages_of(rank), choice.stages
+    mine = tuple(ranges[number] for number in numbers)
+    between_steps = resident(choice, layers, mine, level, optimizer_bytes, rank)
+    stages = {number: layers.stage(ranges[number]) for number in numbers}
+    key = (id(grid), rank, mine, min(2, choice.microbatches))
     if key not in layers.walks:
-        row = one_at_a_time(mine, choice.microbatches) if grid is None else grid.rows[rank]
-        layers.walks[key] = grid, walked(row, stages)
-    return peak_of(layers.walks[key][1], stages, kept)
-
-
-def one_at_a_time(stages: Sequence[int], microbatches: int) -> Row:
-    """Return the passes of a rank in the order that holds the least: one microbatch after another."""
-    row: list[Group] = []
-    for microbatch in range(min(2, microbatches)):
-        row += [(Action(stage=stage, phase="F", microbatch=microbatch),) for stage in stages]
-        row += [(Action(stage=stage, phase="B", microbatch=microbatch),) for stage in reversed(stages)]
-    return tuple(row)
+        # Without an order: one microbatch after another holds the least, and a third holds no more than two.
+        row = one_by_one(numbers, min(2, choice.microbatches)) if grid is None else grid.rows[rank]
+        layers.walks[key] = grid, walk(row, stages)
+    return peak_of(layers.walks[key][1], stages, between_steps)
 
 
 def resident(
@@ -298,66 +277,64 @@ def resident(
     layers: ModelLayers,
     stages: tuple[range, ...],
     zero: int,
-    state: State,
+    optimizer_bytes: int,
     rank: int,
 ) -> LeastMemory:
-    """Return what a rank with some stages holds between steps, and the gradients it sums during one."""
+    """Return what a rank with some stages holds between steps, and the gradients it sums during one.
+
+    optimizer_bytes: of the optimizer's state and the master copy, for each element that is trained.
+    """
     sums = layers.sums(stages)
     replicas = choice.replicas * choice.context  # ZeRO may shard over both
     alone = replicas == 1 and choice.microbatches == 1  # its gradients are added to nothing
     return LeastMemory(
         parameters=sums.nbytes // replicas if zero == 3 else sums.nbytes,
-        optimizer=sums.trained * state.optimizer // (replicas if zero else 1),
+        optimizer=sums.trained * optimizer_bytes // (replicas if zero else 1),
         gradients=(sums.trained_bytes if alone else sums.sum_bytes) // (replicas if zero >= 2 else 1),
         rank=rank,
     )
 
 
-def walked(row: Row, stages: Mapping[int, Stage]) -> Walk:
+def walk(row: Row, stages: Mapping[int, Stage]) -> Walk:
     """Walk the passes of a rank, and return the most activations while the same stages have gradients."""
     live, most = 0, -1
     begun: tuple[int, ...] = ()
-    found: list[tuple[tuple[int, ...], int]] = []
+    peaks: list[tuple[tuple[int, ...], int]] = []
     for action in (action for group in row for action in group):
         stage = stages[action.stage]
         phase: Phase = action.phase
         if phase == "F":
-            live += stage.held
+            live += stage.activations
         most = max(most, live + (max(0, stage.extra[phase]) if phase == "BW" else stage.extra[phase]))
         if phase == "B":
-            live -= stage.held
+            live -= stage.activations
         elif phase == "BI":
-            live -= stage.held - min(stage.late, stage.held)
+            live -= stage.activations - min(stage.late, stage.activations)
         elif phase == "BW":
-            live -= min(stage.late, stage.held)
+            live -= min(stage.late, stage.activations)
         if phase in ("B", "BW") and action.stage not in begun:
-            found.append((begun, most))
+            peaks.append((begun, most))
             begun, most = (*begun, action.stage), -1
-    return tuple(found) if most < 0 else (*found, (begun, most))  # no pass may follow the last gradient
+    return tuple(peaks) if most < 0 else (*peaks, (begun, most))  # no pass may follow the last gradient
 
 
-def peak_of(walk: Walk, stages: Mapping[int, Stage], kept: LeastMemory) -> LeastMemory:
+def peak_of(walk: Walk, stages: Mapping[int, Stage], between_steps: LeastMemory) -> LeastMemory:
     """Return what a rank holds at the fullest moment of a walk over its passes. stages: by number."""
     total = sum(stage.trained_bytes for stage in stages.values()) or 1
-    worst, at_worst = -1, (0, 0)
-    for begun, most in walk:
-        gradients = sum(kept.gradients * stages[number].trained_bytes // total for number in begun)
-        if gradients + most > worst:
-            worst, at_worst = gradients + most, (gradients, max(0, most))
-    summed, active = at_worst
-    return LeastMemory(
-        parameters=kept.parameters,
-        optimizer=kept.optimizer,
-        gradients=summed,
-        activations=active,
-        rank=kept.rank,
+    gradients = [
+        sum(between_steps.gradients * stages[number].trained_bytes // total for number in begun)
+        for begun, _ in walk
+    ]
+    summed, active = max(
+        zip(gradients, (most for _, most in walk), strict=True), key=lambda moment: moment[0] + moment[1]
     )
+    return replace(between_steps, gradients=summed, activations=max(0, active))
 
 
 def synthesis_memory(
     choice: StrategyChoice,
     layers: ModelLayers,
-    state: State,
+    optimizer_bytes: int,
     limit: int,
     beyond: Sequence[int] = (),
 ) -> Memory | None:
@@ -370,16 +347,16 @@ def synthesis_memory(
     for rank in range(choice.ranks):
         numbers = choice.placement.stages_of(rank)
         mine = [stages[number] for number in numbers]
-        held_by_rank = tuple(ranges[number] for number in numbers)
-        kept = resident(choice, layers, held_by_rank, choice.zeros[rank], state, rank)
+        layers_of_rank = tuple(ranges[number] for number in numbers)
+        kept = resident(choice, layers, layers_of_rank, choice.zeros[rank], optimizer_bytes, rank)
         transient = max(stage.extra[phase] for stage in mine for phase in ("F", "B", "BI"))
         left = limit - kept.total - max(0, transient) - (beyond[rank] if beyond else 0)
-        held = sum(stage.held for stage in mine)
-        if left < held:
+        one = sum(stage.activations for stage in mine)
+        if left < one:
             return None
-        limits.append(min(left, choice.microbatches * held))  # more than all of them hold makes no difference
+        limits.append(min(left, choice.microbatches * one))  # more than all of them hold makes no difference
     return Memory(
-        saved=[stage.held for stage in stages],
-        carried=[min(stage.late, stage.held) for stage in stages],
+        saved=[stage.activations for stage in stages],
+        carried=[min(stage.late, stage.activations) for stage in stages],
         limit=limits,
     )

@@ -27,7 +27,7 @@ class Leaf:
 
     choice: StrategyChoice
     bound: float
-    held: LeastMemory
+    memory: LeastMemory
     grid: Grid | None = None
     tries: int = 0  # syntheses so far
     beyond: tuple[int, ...] = ()  # by rank: bytes that its plans held beyond the limit
@@ -49,7 +49,7 @@ class Discard:
 
     choice: StrategyChoice
     bound: float
-    held: LeastMemory | None = None  # it does not fit; None: its bound is above the best step
+    memory: LeastMemory | None = None  # it does not fit; None: its bound is above the best step
     grouped: bool = False  # a whole group, of which `choice` is the plainest
     refused: str = ""  # it cannot be compiled: why
 

@@ -59,7 +59,6 @@ class StrategyChoice:
     neighbours: Neighbours = "replicas"
     zeros: tuple[int, ...] = (0,)  # the ZeRO level of each rank
     recompute: Recompute = Recompute()
-    bucket_mb: float | None = None
 
     @property
     def stages_per_rank(self) -> int:
@@ -136,8 +135,6 @@ class StrategyChoice:
             words.append("ranks are neighbours")
         if self.recompute.label:
             words.append(self.recompute.label)
-        if self.bucket_mb is not None:
-            words.append(f"buckets of {self.bucket_mb:g} MB")
         return ", ".join(words)
 
     @property
@@ -158,7 +155,6 @@ class StrategyChoice:
             len(set(self.zeros)),
             self.between,
             self.recompute != Recompute(),
-            self.bucket_mb is not None,
             self.neighbours == "ranks",
             self.label,
         )
@@ -181,23 +177,23 @@ def directives_of(
     choice: StrategyChoice, grid: Grid | None, tag: str, divide: Divide, routed: bool
 ) -> list[Directive]:
     """Return the strategy of a candidate. grid: the order of its pipeline. routed: the model has experts."""
-    made: list[Directive] = []
+    strategy: list[Directive] = []
     single = len(choice.sizes) == 1
     placement = choice.placement
     for number, stage in enumerate(choice.stages):
         here = at() if single else layers_at(tag, stage)
         rank = placement.ranks[number]
-        made += placed(choice, here, rank, divide)
+        strategy += placed(choice, here, rank, divide)
         if routed and choice.experts > 1:
-            made.append(shard(here, choice.devices_of(rank), ways=choice.experts))
+            strategy.append(shard(here, choice.devices_of(rank), ways=choice.experts))
     if choice.microbatches > 1 or grid is not None:
-        made.append(split(at(), axis="MB", parts=choice.microbatches))
+        strategy.append(split(at(), axis="MB", parts=choice.microbatches))
     if grid is not None:
-        made += orders(grid, stage=[layers_at(tag, stage) for stage in choice.stages])
+        strategy += orders(grid, stage=[layers_at(tag, stage) for stage in choice.stages])
     if choice.recompute != Recompute():
         across = tag if choice.recompute.across else None
-        made.append(remat(at(), choice.recompute.budget, across=across))
-    return made
+        strategy.append(remat(at(), choice.recompute.budget, across=across))
+    return strategy
 
 
 def layers_at(tag: str, layers: range) -> At:
@@ -208,17 +204,18 @@ def layers_at(tag: str, layers: range) -> At:
 
 def placed(choice: StrategyChoice, here: At, rank: int, divide: Divide) -> list[Directive]:
     """Return the directives that put one stage on the devices of its rank."""
-    devices, group = choice.devices_of(rank), choice.tensor * choice.context
+    devices = choice.devices_of(rank)
     if len(devices) == 1:
         return [place(here, devices)]
-    made: list[Directive] = [replicate(here, devices, zero=choice.zeros[rank], bucket_mb=choice.bucket_mb)]
-    if group > 1 and choice.tensor > 1:
+    directives: list[Directive] = [replicate(here, devices, zero=choice.zeros[rank])]
+    if choice.tensor > 1:
         between = 1 if choice.between else None
-        made.append(
-            shard(here, devices, ways=choice.tensor, axis="TP", weights=dict(divide.weights), between=between)
+        weights = dict(divide.weights)
+        directives.append(
+            shard(here, devices, ways=choice.tensor, axis="TP", weights=weights, between=between)
         )
-    if group > 1 and choice.context > 1:
-        made.append(
+    if choice.context > 1:
+        directives.append(
             shard(
                 here,
                 devices,
@@ -229,4 +226,4 @@ def placed(choice: StrategyChoice, here: At, rank: int, divide: Divide) -> list[
                 balance=divide.balance,
             )
         )
-    return made
+    return directives

@@ -1,7 +1,13 @@
-"""Evaluates a candidate: compiles it with the shared recordings, proves it, and simulates a step."""
+"""Evaluates candidates: compiles each with the shared recordings, proves it, and simulates a step.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+[Note: candidates evaluated ahead] While the search waits for a candidate, other processes evaluate those that
+come next in its queue, and it computes their bounds. Results wait until the search comes to them, so it takes
+the same decisions, in the same order, with any number of processes.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from piper.directives import Directive
 from piper.errors import PiperError
@@ -11,8 +17,12 @@ from piper.runtime.memory_release import predicted_peak
 from piper.schedules.grid import Grid
 from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import Simulation, simulate
+from piper.tuning.candidates import CandidateKey, Leaf
 from piper.tuning.choice import GIVEN, StrategyChoice, directives_of
+from piper.tuning.forked_calls import ForkedCall, wait_for_any
 from piper.tuning.model import Model
+
+SPARE = 1  # results that may wait beside a process for each worker: more might be ruled out meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +33,7 @@ class Evaluation:
     strategy: tuple[Directive, ...]
     step: float  # seconds
     peak: int  # bytes of the fullest device
-    held: tuple[int, ...]  # bytes of each rank at its peak, with its communicators
+    rank_peaks: tuple[int, ...]  # bytes of each rank's fullest device, with its communicators
     busy: float  # seconds a device computes, on average
     exposed: float  # seconds a device waits for communication that nothing hides, on average
     bound: float  # the step was known to be at least this long
@@ -31,7 +41,7 @@ class Evaluation:
     @property
     def needs(self) -> int:
         """Return the bytes of the fullest device with its communicators."""
-        return max(self.held)
+        return max(self.rank_peaks)
 
     @property
     def bubble(self) -> float:
@@ -56,39 +66,42 @@ def evaluate_strategy(
     """Compile, prove and simulate a strategy."""
     with no_collection():
         program = model.compile(list(strategy))
-        found = simulate(program.plans, program.outline, model.costs)
-        busy, exposed = averages(found)
+        simulation = simulate(program.plans, program.outline, model.costs)
+        busy, exposed = averages(simulation)
         peaks = [
             max(memory.peak, predicted_peak(plan))  # by the simulated times, and as the runtime frees
-            for memory, plan in zip(found.memories, program.plans, strict=True)
+            for memory, plan in zip(simulation.memories, program.plans, strict=True)
         ]
     return Evaluation(
         choice=choice,
         strategy=tuple(strategy),
-        step=found.step,
+        step=simulation.step,
         peak=max(peaks),
-        held=held_by_rank(model, choice, program.plans, peaks),
+        rank_peaks=rank_peaks(model, choice, program.plans, peaks),
         busy=busy,
         exposed=exposed,
         bound=bound,
     )
 
 
-def held_by_rank(model: Model, choice: StrategyChoice, plans: Plans, peaks: Sequence[int]) -> tuple[int, ...]:
+def rank_peaks(model: Model, choice: StrategyChoice, plans: Plans, peaks: Sequence[int]) -> tuple[int, ...]:
     """Return the bytes of the fullest device of each rank, with its communicators. peaks: of each plan."""
     if choice.schedule == GIVEN:
         groups = [plan.devices for plan in plans]
     else:
         groups = [choice.devices_of(rank) for rank in range(choice.ranks)]
-    held = dict.fromkeys(range(len(groups)), 0)
+    fullest = [0] * len(groups)
     rank_of = {device: rank for rank, group in enumerate(groups) for device in group}
     for peak, plan in zip(peaks, plans, strict=True):
         rank = rank_of[plan.devices[0]]
-        held[rank] = max(held[rank], peak + int(model.communicator * communicators_of(plan)))
-    return tuple(held.values())
+        fullest[rank] = max(fullest[rank], peak + int(model.communicator * communicators_of(plan)))
+    return tuple(fullest)
 
 
-def attempt(model: Model, choice: StrategyChoice, grid: Grid | None) -> Evaluation | str:
+Attempt = Evaluation | str  # or why the compiler refuses a candidate
+
+
+def attempt(model: Model, choice: StrategyChoice, grid: Grid | None) -> Attempt:
     """Evaluate a candidate. Return why the compiler refuses it, if it does."""
     try:
         return evaluate(model, choice, grid)
@@ -96,12 +109,89 @@ def attempt(model: Model, choice: StrategyChoice, grid: Grid | None) -> Evaluati
         return str(error).splitlines()[0]
 
 
-def averages(found: Simulation) -> tuple[float, float]:
+def averages(simulation: Simulation) -> tuple[float, float]:
     """Return how long a device computes and waits for exposed communication, on average over all devices."""
-    weights = [len(one.devices) for one in found.timelines]
-    devices = sum(weights)
-    busy = sum(n * account.busy for n, account in zip(weights, found.accounts, strict=True))
-    exposed = sum(
-        n * sum(account.exposed.values()) for n, account in zip(weights, found.accounts, strict=True)
-    )
+    programs = zip(simulation.timelines, simulation.accounts, strict=True)
+    weighted = [(len(timeline.devices), account) for timeline, account in programs]
+    devices = sum(count for count, _ in weighted)
+    busy = sum(count * account.busy for count, account in weighted)
+    exposed = sum(count * sum(account.exposed.values()) for count, account in weighted)
     return busy / devices, exposed / devices
+
+
+@dataclass(slots=True, kw_only=True)
+class EvaluationsAhead:
+    """Candidates under way in other processes, and results that the search has not come to."""
+
+    model: Model
+    evaluated: Container[CandidateKey]  # that the search has taken
+    running: dict[CandidateKey, ForkedCall[Attempt]] = field(default_factory=dict)
+    waiting: dict[CandidateKey, Attempt] = field(default_factory=dict)
+    prepared: dict[CandidateKey, Attempt] = field(default_factory=dict)  # that others have evaluated
+    captured: set[tuple[object, ...]] = field(default_factory=set)  # what candidates so far were captured for
+
+    def take(self, leaf: Leaf, following: Callable[[], Iterable[Leaf]], workers: int) -> Attempt:
+        """Return the evaluation of a candidate, or why the compiler refuses it.
+
+        following: returns the candidates that may be next.
+        """
+        result = self.waiting.pop(leaf.key, None) or self.prepared.pop(leaf.key, None)
+        if result is None and leaf.key not in self.running:
+            asked = leaf.choice.captured_for
+            divides = leaf.choice.divided and asked not in self.captured  # what a fork captures is lost
+            self.captured.add(asked)
+            alone = workers == 1 or not (self.running or any(self.able(following(), leaf)))
+            if divides and not alone:
+                self.fill(following, leaf, workers - 1)
+            if divides or alone:
+                return attempt(self.model, leaf.choice, leaf.grid)
+            self.start(leaf)
+        while result is None:
+            self.fill(following, leaf, workers)
+            self.collect()
+            if leaf.key not in self.running:  # None: it raised an exception, and will here
+                result = self.waiting.pop(leaf.key, None) or attempt(self.model, leaf.choice, leaf.grid)
+        return result
+
+    def fill(self, following: Callable[[], Iterable[Leaf]], first: Leaf, workers: int) -> None:
+        """Start candidates that may be next while processes are free."""
+        for leaf in self.able(following(), first):
+            if len(self.running) >= workers or len(self.running) + len(self.waiting) > workers + SPARE:
+                return
+            self.start(leaf)
+
+    def able(self, following: Iterable[Leaf], first: Leaf) -> Iterator[Leaf]:
+        """Yield the candidates that can be evaluated while another, the first, is.
+
+        Their sizes must be recorded: that may change the order of candidates. A division of the model that is
+        not captured yet is captured in the forked process, unless it is also that of the first.
+        """
+        recorded = self.model.recorded
+        for leaf in following:
+            known = (self.evaluated, self.running, self.waiting, self.prepared)
+            if leaf.open or leaf.choice.rows not in recorded or any(leaf.key in some for some in known):
+                continue
+            asked = leaf.choice.captured_for
+            if leaf.key != first.key and (
+                not leaf.choice.divided or asked in self.captured or asked != first.choice.captured_for
+            ):
+                yield leaf
+
+    def start(self, leaf: Leaf) -> None:
+        """Evaluate a candidate in a forked process."""
+        self.model.capture(leaf.choice)  # what a forked process captures is lost with it
+        self.running[leaf.key] = ForkedCall(partial(attempt, self.model, leaf.choice, leaf.grid))
+
+    def collect(self) -> None:
+        """Wait for a process, and keep its result."""
+        for call in wait_for_any(self.running.values()):
+            key = next(key for key, one in self.running.items() if one is call)
+            result = call.result()
+            del self.running[key]
+            if result is not None:
+                self.waiting[key] = result
+
+    def end(self) -> None:
+        """End all processes."""
+        while self.running:
+            self.running.popitem()[1].end()

@@ -39,8 +39,8 @@ class ForkedCall(Generic[T]):
                 by="tune",
                 hint="often for want of memory: try --workers 1, or tune(..., workers=1)",
             )
-        made: T | None = pickle.loads(written) if not status else None
-        return made
+        result: T | None = pickle.loads(written) if not status else None
+        return result
 
     def end(self) -> None:
         """End the process if it runs. Idempotent."""
@@ -71,7 +71,7 @@ def _make(call: Callable[[], object], writing: int) -> NoReturn:
         os._exit(status)
 
 
-def made_together(calls: Sequence[Callable[[], T]]) -> list[T | None]:
+def run_together(calls: Sequence[Callable[[], T]]) -> list[T | None]:
     """Return the results of calls. An exception of the first is raised; of another its result is None."""
     others: list[ForkedCall[T]] = []
     try:
@@ -84,11 +84,15 @@ def made_together(calls: Sequence[Callable[[], T]]) -> list[T | None]:
             other.end()
 
 
-def made_beside(call: Callable[[], object], other: Callable[[], T]) -> T | None:
+def run_beside(call: Callable[[], object], other: Callable[[], T], *, workers: int) -> T | None:
     """Make a call in this process, and another in a forked one. Return the result of the other.
 
-    None: the other raised an exception. Make it again to see which.
+    None: the other raised an exception, and making it again shows which; or there is one worker, and only the
+    call was made.
     """
+    if workers == 1:
+        call()
+        return None
     forked = ForkedCall(other)
     try:
         call()

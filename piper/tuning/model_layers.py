@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Phase, TensorSpec, bundles
 from piper.ir.dtypes import MixedPrecision
@@ -22,23 +22,13 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerParameters:
+class LayerParameters(NamedTuple):
     """The parameters of a layer, as one device of a rank holds them before ZeRO."""
 
     nbytes: int = 0
     trained: int = 0  # elements that are trained
     trained_bytes: int = 0  # of those parameters
     sum_bytes: int = 0  # of a sum of their gradients
-
-    def divided(self, degree: int) -> "LayerParameters":
-        """Return the share of one of `degree` devices."""
-        return LayerParameters(
-            nbytes=self.nbytes // degree,
-            trained=self.trained // degree,
-            trained_bytes=self.trained_bytes // degree,
-            sum_bytes=self.sum_bytes // degree,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +38,7 @@ class Layer:
     work: Mapping[Phase, float]  # seconds of each phase, over all its chunks
     path: Mapping[Phase, float]  # seconds from what it reads of the layer before to what the next one reads
     parameters: Mapping[str, LayerParameters]  # by name
-    held: Mapping[Storage, int]  # bytes from its forward to its backward (B or BI)
+    saved: Mapping[Storage, int]  # bytes from its forward to its backward (B or BI)
     late: Mapping[Storage, int]  # bytes from its BI to its BW
     extra: Mapping[Phase, int]  # more bytes that are live at some time in a phase
     sends: int  # bytes of the largest value that the next layer reads
@@ -60,8 +50,11 @@ class Layer:
         return Layer(
             work={phase: spent / degree for phase, spent in self.work.items()},
             path={phase: spent / degree for phase, spent in self.path.items()},
-            parameters={name: held.divided(tensor) for name, held in self.parameters.items()},
-            held={storage: nbytes // degree for storage, nbytes in self.held.items()},
+            parameters={
+                name: LayerParameters(*(amount // tensor for amount in sizes))
+                for name, sizes in self.parameters.items()
+            },
+            saved={storage: nbytes // degree for storage, nbytes in self.saved.items()},
             late={storage: nbytes // degree for storage, nbytes in self.late.items()},
             extra={phase: nbytes // degree for phase, nbytes in self.extra.items()},
             sends=self.sends // degree,
@@ -100,10 +93,10 @@ class ModelLayers:
 
     def divided(self, tensor: int, context: int) -> "ModelLayers":
         """Return the layers as one of the devices that divide them has them: at least so much of all."""
-        made = copy(self)
-        made.layers = [layer.divided(tensor, context) for layer in self.layers]
-        made._stages, made._sums, made.walks = {}, {}, {}
-        return made
+        share = copy(self)
+        share.layers = [layer.divided(tensor, context) for layer in self.layers]
+        share._stages, share._sums, share.walks = {}, {}, {}
+        return share
 
     def stage(self, layers: range) -> "Stage":
         """Return the sums over a range of layers."""
@@ -114,13 +107,8 @@ class ModelLayers:
     def sums(self, stages: tuple[range, ...]) -> LayerParameters:
         """Return the sums over the parameters of some stages; a tied one counts once."""
         if stages not in self._sums:
-            found = union(self.stage(stage).parameters for stage in stages).values()
-            self._sums[stages] = LayerParameters(
-                nbytes=sum(one.nbytes for one in found),
-                trained=sum(one.trained for one in found),
-                trained_bytes=sum(one.trained_bytes for one in found),
-                sum_bytes=sum(one.sum_bytes for one in found),
-            )
+            parameters = union(self.stage(stage).parameters for stage in stages).values()
+            self._sums[stages] = LayerParameters(*map(sum, zip(*parameters, strict=True)))
         return self._sums[stages]
 
     def _layer(self, number: int) -> Layer:
@@ -132,12 +120,12 @@ class ModelLayers:
         if self.across:
             again = sum(self._seconds(chunk, "F") for chunk in chunks if chunk.saved and "B" in chunk.phases)
             work = {**work, "B": work["B"] + again, "BI": work["BI"] + again}
-        held: dict[Storage, int] = {}
+        saved: dict[Storage, int] = {}
         late: dict[Storage, int] = {}
         extra = dict.fromkeys(PHASES, 0)
         for chunk in chunks:
             if chunk.has_code:
-                held |= self._held(chunk, number)
+                saved |= self._saved(chunk, number)
                 late |= self._late(chunk)
                 for phase in chunk.phases:
                     extra[phase] = max(extra[phase], self._extra(chunk, phase))
@@ -145,7 +133,7 @@ class ModelLayers:
             work=work,
             path=path,
             parameters=self._parameters(chunks),
-            held=held,
+            saved=saved,
             late=late,
             extra=extra,
             sends=self._sends(number),
@@ -192,11 +180,11 @@ class ModelLayers:
         sizes = (self.by_name[name].outputs[index].nbytes for name, index in read)
         return max(sizes, default=0)
 
-    def _held(self, chunk: Chunk, number: int) -> dict[Storage, int]:
+    def _saved(self, chunk: Chunk, number: int) -> dict[Storage, int]:
         """Return what a chunk's forward leaves for its backward: saved values, and inputs that it reads."""
         if "B" not in chunk.phases:
             return {}
-        found: dict[Storage, int] = {}
+        storages: dict[Storage, int] = {}
         reading = set(chunk.phases["B"].inputs) | set(chunk.kept_inputs.get("B", ()))
         if self.across:
             reading |= set(chunk.phases["F"].inputs) if chunk.saved else set()
@@ -208,32 +196,32 @@ class ModelLayers:
             reading -= inner
         else:
             for kind, members in bundles(chunk).items():
-                found |= self._storages(chunk, kind, [chunk.saved[place] for place in members])
-        return found | self._inputs(chunk, reading)
+                storages |= self._storages(chunk, kind, [chunk.saved[place] for place in members])
+        return storages | self._inputs(chunk, reading)
 
     def _late(self, chunk: Chunk) -> dict[Storage, int]:
         """Return what stays until BW: what it reads of the forward and of BI, and gradients of outputs."""
         if "BW" not in chunk.phases:
             return {}
         spec = chunk.phases["BW"]
-        found = self._storages(chunk, "carried", chunk.carried)
+        storages = self._storages(chunk, "carried", chunk.carried)
         for place in spec.tangents:
-            found[chunk.name, f"gradient{place}", -1] = chunk.outputs[place].nbytes
+            storages[chunk.name, f"gradient{place}", -1] = chunk.outputs[place].nbytes
         if not self.across:
             kept = [chunk.saved[place] for place in bundles(chunk).get("kept", [])]
-            found |= self._storages(chunk, "kept", kept)
-            found |= self._inputs(chunk, {*spec.inputs, *chunk.kept_inputs.get("BW", ())})
-        return found
+            storages |= self._storages(chunk, "kept", kept)
+            storages |= self._inputs(chunk, {*spec.inputs, *chunk.kept_inputs.get("BW", ())})
+        return storages
 
     def _inputs(self, chunk: Chunk, places: Iterable[int]) -> dict[Storage, int]:
         """Return the storages of inputs that other chunks make."""
-        found: dict[Storage, int] = {}
+        storages: dict[Storage, int] = {}
         for place in places:
             source = chunk.inputs[place]
             if isinstance(source, Output):
                 maker = self.by_name[source.chunk]
-                found |= self._storages(maker, f"out{source.index}", [maker.outputs[source.index]])
-        return found
+                storages |= self._storages(maker, f"out{source.index}", [maker.outputs[source.index]])
+        return storages
 
     def _extra(self, chunk: Chunk, phase: Phase) -> int:
         """Return bytes that are live at some time in a phase, beyond what is held for backwards."""
@@ -243,14 +231,12 @@ class ModelLayers:
 
     def _storages(self, chunk: Chunk, kind: str, specs: Sequence[TensorSpec]) -> dict[Storage, int]:
         """Return the bytes of values by the storage that holds them; one that is shared counts once."""
-        found: dict[Storage, int] = {}
         own = sum(spec.nbytes for spec in specs if spec.storage < 0)
-        if own:
-            found[chunk.name, kind, -1] = own
-        for spec in specs:
-            if spec.storage >= 0:
-                found[chunk.name, "storage", spec.storage] = chunk.storages[spec.storage]
-        return found
+        shared = {spec.storage for spec in specs if spec.storage >= 0}
+        return {
+            **({(chunk.name, kind, -1): own} if own else {}),
+            **{(chunk.name, "storage", storage): chunk.storages[storage] for storage in shared},
+        }
 
     def _adds(self, chunks: Sequence[Chunk]) -> float:
         """Return the seconds to add gradients to those of other microbatches.
@@ -266,23 +252,21 @@ class ModelLayers:
         return added + (self.costs.touch("compute", read) if read else 0.0)
 
     def _parameters(self, chunks: Sequence[Chunk]) -> dict[str, LayerParameters]:
-        found: dict[str, LayerParameters] = {}
+        parameters: dict[str, LayerParameters] = {}
         for chunk in chunks:
             reached = set(chunk.phases["B"].grad_params) if "B" in chunk.phases else set()
             share = self.shares.get(chunk.name, 1)
             for name in chunk.params:
                 elements = prod(self.known[name].local_shape) // share
-                dtype = self.known[name].dtype
-                held = MixedPrecision(dtype=dtype)
-                nbytes, summed = elements * held.itemsize, elements * held.sum_itemsize
-                trained = name in reached
-                found[name] = LayerParameters(
-                    nbytes=nbytes,
-                    trained=elements if trained else 0,
-                    trained_bytes=nbytes if trained else 0,
-                    sum_bytes=summed if trained else 0,
+                precision = MixedPrecision(dtype=self.known[name].dtype)
+                trained = elements if name in reached else 0
+                parameters[name] = LayerParameters(
+                    nbytes=elements * precision.itemsize,
+                    trained=trained,
+                    trained_bytes=trained * precision.itemsize,
+                    sum_bytes=trained * precision.sum_itemsize,
                 )
-        return found
+        return parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,9 +291,9 @@ class Stage:
         return sum(layer.adds for layer in self.layers)
 
     @cached_property
-    def held(self) -> int:
+    def activations(self) -> int:
         """Return the bytes that a microbatch holds from its forward to its backward."""
-        return sum(union(layer.held for layer in self.layers).values())
+        return sum(union(layer.saved for layer in self.layers).values())
 
     @cached_property
     def late(self) -> int:
@@ -318,17 +302,17 @@ class Stage:
 
     @cached_property
     def extra(self) -> Mapping[Phase, int]:
-        """Return how many bytes more than `held` a phase has live at its worst moment; below 0: fewer."""
-        found: dict[Phase, int] = {"BW": max(layer.extra["BW"] for layer in self.layers)}
+        """Return how many bytes beyond `activations` a phase has live at its worst moment; below 0: fewer."""
+        extra: dict[Phase, int] = {"BW": max(layer.extra["BW"] for layer in self.layers)}
         before: dict[Storage, int] = {}
         live = 0
-        for layer in self.layers:  # a forward grows towards `held`, a backward shrinks from it
-            live += sum(nbytes for storage, nbytes in layer.held.items() if storage not in before)
-            before |= layer.held
+        for layer in self.layers:  # a forward grows towards `activations`, a backward shrinks from it
+            live += sum(nbytes for storage, nbytes in layer.saved.items() if storage not in before)
+            before |= layer.saved
             for phase in CHAINED:
-                worst = live - self.held + layer.extra[phase]
-                found[phase] = max(found.get(phase, worst), worst)
-        return found
+                worst = live - self.activations + layer.extra[phase]
+                extra[phase] = max(extra.get(phase, worst), worst)
+        return extra
 
     @cached_property
     def parameters(self) -> Mapping[str, LayerParameters]:
@@ -341,9 +325,9 @@ class Stage:
         return sum(parameters.trained_bytes for parameters in self.parameters.values())
 
 
-def union(found: Iterable[Mapping[K, V]]) -> dict[K, V]:
+def union(mappings: Iterable[Mapping[K, V]]) -> dict[K, V]:
     """Return all entries of several mappings."""
-    return {key: value for one in found for key, value in one.items()}
+    return {key: value for one in mappings for key, value in one.items()}
 
 
 def differentiates(chunk: Chunk, place: int) -> bool:

@@ -19,17 +19,17 @@ tr:nth-child(even) { background: #22252c } }
 """
 
 
-def tuning_page(found: Tuned, title: str) -> str:
+def tuning_page(tuned: Tuned, title: str) -> str:
     """Return the page of a search."""
-    best = found.best
-    rows = "\n".join(table_row(found, one) for one in found.ranked)
+    best = tuned.best
+    rows = "\n".join(table_row(tuned, one) for one in tuned.ranked)
     return f"""<!doctype html>
 {MARK}
 <html lang="en"><meta charset="utf-8"><title>piper tune {escape(title)}</title><style>{STYLE}</style>
-<h1>{escape(title)} on {found.devices} devices of {escape(found.machine)}</h1>
-<p><b>{escape(best.choice.label)}</b>: {found.step_text} a step, at most {size(best.peak)} of
-{size(found.limit)} on each device. {len(found.evaluated)} candidates were compiled, proven and simulated.</p>
-{picture(found)}
+<h1>{escape(title)} on {tuned.devices} devices of {escape(tuned.machine)}</h1>
+<p><b>{escape(best.choice.label)}</b>: {tuned.step_text} a step, at most {size(best.peak)} of
+{size(tuned.limit)} on each device. {len(tuned.evaluated)} candidates were compiled, proven and simulated.</p>
+{picture(tuned)}
 <p>Each point is a candidate. The line joins those that no other beats in both time and memory; the dashed
 line is the limit.</p>
 <table><tr><th>step</th><th>bound</th><th>bubble</th><th>peak</th><th>strategy</th><th>reason</th></tr>
@@ -39,7 +39,7 @@ line is the limit.</p>
 """
 
 
-def table_row(found: Tuned, one: Evaluation) -> str:
+def table_row(tuned: Tuned, one: Evaluation) -> str:
     """Return one candidate as a row of the table."""
     cells = (
         seconds(one.step),
@@ -47,16 +47,16 @@ def table_row(found: Tuned, one: Evaluation) -> str:
         percent(one.bubble, 1),
         size(one.peak),
         one.choice.label,
-        found.reason(one),
+        tuned.reason(one),
     )
     return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
 
 
-def picture(found: Tuned) -> str:
+def picture(tuned: Tuned) -> str:
     """Return the candidates as points over time and memory, with the front as a line."""
-    steps = [one.step for one in found.evaluated]
+    steps = [one.step for one in tuned.evaluated]
     longest, shortest = max(steps), min(steps)
-    most = max(max(one.peak for one in found.evaluated), found.limit if found.limit < 1e18 else 0)
+    most = max(max(one.peak for one in tuned.evaluated), tuned.limit if tuned.limit < 1e18 else 0)
     spread = (longest - shortest) or shortest or 1.0
 
     def x(one: Evaluation) -> float:
@@ -66,20 +66,20 @@ def picture(found: Tuned) -> str:
         return 20 + (HEIGHT - BELOW - 20) * (1 - nbytes / most)
 
     points = "\n".join(
-        f'<circle cx="{x(one):.1f}" cy="{y(one.peak):.1f}" r="{6 if one is found.best else 4}" '
-        f'fill="{"#c2410c" if one is found.best else "#3b6fb6"}" '
-        f'fill-opacity="{1 if one.peak <= found.limit else 0.35}">'
+        f'<circle cx="{x(one):.1f}" cy="{y(one.peak):.1f}" r="{6 if one is tuned.best else 4}" '
+        f'fill="{"#c2410c" if one is tuned.best else "#3b6fb6"}" '
+        f'fill-opacity="{1 if one.peak <= tuned.limit else 0.35}">'
         f"<title>{escape(one.choice.label)}: {seconds(one.step)}, {size(one.peak)}</title></circle>"
-        for one in found.evaluated
+        for one in tuned.evaluated
     )
-    line = " ".join(f"{x(one):.1f},{y(one.peak):.1f}" for one in found.front)
-    limit = y(found.limit)
+    line = " ".join(f"{x(one):.1f},{y(one.peak):.1f}" for one in tuned.front)
+    limit = y(tuned.limit)
     return f"""<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img"
  aria-label="peak memory over step time">
 <line x1="{LEFT}" y1="{HEIGHT - BELOW}" x2="{WIDTH}" y2="{HEIGHT - BELOW}" stroke="#888"/>
 <line x1="{LEFT}" y1="10" x2="{LEFT}" y2="{HEIGHT - BELOW}" stroke="#888"/>
 <line x1="{LEFT}" y1="{limit:.1f}" x2="{WIDTH}" y2="{limit:.1f}" stroke="#c2410c" stroke-dasharray="6 4"/>
-<text x="{LEFT + 6}" y="{limit - 5:.1f}">limit {size(found.limit)}</text>
+<text x="{LEFT + 6}" y="{limit - 5:.1f}">limit {size(tuned.limit)}</text>
 <text x="{LEFT - 8}" y="{y(0):.1f}" text-anchor="end">0</text>
 <text x="{LEFT - 8}" y="{y(most) + 4:.1f}" text-anchor="end">{size(most)}</text>
 <text x="{LEFT + 20}" y="{HEIGHT - 15}">{seconds(shortest)}</text>

@@ -62,9 +62,9 @@ class Tuned:
             return seconds(self.best.step)
         return f"{seconds(measured)} (measured; {seconds(self.best.step)} predicted)"
 
-    def measured(self, found: Evaluation) -> float | None:
+    def measured(self, candidate: Evaluation) -> float | None:
         """Return the median step of a candidate on this machine. None: it was not measured."""
-        run = None if self.trial is None else self.trial.of(found)
+        run = None if self.trial is None else self.trial.of(candidate)
         return run.step if run is not None and run.times else None
 
     @property
@@ -80,7 +80,7 @@ class Tuned:
         """
 
         runs = () if self.trial is None else self.trial.runs
-        places = {id(run.found): place for place, run in enumerate(runs) if run.times}
+        places = {id(run.candidate): place for place, run in enumerate(runs) if run.times}
 
         def rank(one: Evaluation) -> tuple[object, ...]:
             place = places.get(id(one))
@@ -92,11 +92,11 @@ class Tuned:
     @property
     def front(self) -> list[Evaluation]:
         """Return the time-memory Pareto front: each is the shortest of all that need no more memory."""
-        found: list[Evaluation] = []
+        front: list[Evaluation] = []
         for one in sorted(self.evaluated, key=lambda one: (one.step, one.peak, one.choice.label)):
-            if not found or one.peak < found[-1].peak:
-                found.append(one)
-        return found
+            if not front or one.peak < front[-1].peak:
+                front.append(one)
+        return front
 
     def reason(self, loser: Evaluation) -> str:
         """Return why a candidate that was evaluated lost."""
@@ -132,16 +132,16 @@ def reason_of(discard: Discard, best: float) -> str:
     """Return why a candidate was discarded without compiling it."""
     if discard.refused:
         return f"cannot be compiled: {discard.refused}"
-    if discard.held is not None:
-        return f"does not fit: at least {size(discard.held.total)}, most of it {discard.held.largest}"
+    if discard.memory is not None:
+        return f"does not fit: at least {size(discard.memory.total)}, most of it {discard.memory.largest}"
     return f"bound above best: at least {seconds(discard.bound)}, against {seconds(best)}"
 
 
 def tally(discarded: Sequence[Discard]) -> list[tuple[str, int]]:
     """Return how many were discarded for each kind of reason, the most frequent first."""
     kinds = Counter(
-        f"do not fit: most of it {one.held.largest}"
-        if one.held is not None
+        f"do not fit: most of it {one.memory.largest}"
+        if one.memory is not None
         else ("cannot be compiled" if one.refused else "bound above best")
         for one in discarded
     )
@@ -150,18 +150,18 @@ def tally(discarded: Sequence[Discard]) -> list[tuple[str, int]]:
 
 def none_fits(search: StrategySearch, limit: int, machine: str) -> ConfigError:
     """Return the error of a search in which nothing fits: the least memory found, and what would do."""
-    held: list[tuple[int, str, LeastMemory | None]] = [
-        (one.held.total, one.choice.label, one.held) for one in search.discarded if one.held is not None
+    needed: list[tuple[int, str, LeastMemory | None]] = [
+        (one.memory.total, one.choice.label, one.memory) for one in search.discarded if one.memory is not None
     ]
-    held += [(one.needs, one.choice.label, None) for one in search.evaluated.values()]
-    if not held:
+    needed += [(one.needs, one.choice.label, None) for one in search.evaluated.values()]
+    if not needed:
         return ConfigError(
             "no candidate can be compiled",
             by="tune",
             facts={"refused": search.discarded[0].refused if search.discarded else "the space is empty"},
             hint="change the model or the batch as the message says, or allow more in `space`",
         )
-    least, label, filled = min(held, key=lambda one: (one[0], one[1]))
+    least, label, filled = min(needed, key=lambda one: (one[0], one[1]))
     most = f", most of it {filled.largest}" if filled is not None else ""
     return ConfigError(
         "no strategy fits",

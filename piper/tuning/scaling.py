@@ -50,19 +50,19 @@ def between(one: T, other: T, share: float, known: Known) -> T:
         return one
     if type(one) is not type(other) or isinstance(one, bool):
         raise UnlikeLayersError
-    made: object
+    result: object
     match one, other:
         case int(), int():
-            made = round(one + (other - one) * share)
+            result = round(one + (other - one) * share)
         case float(), float():
-            made = one + (other - one) * share
+            result = one + (other - one) * share
         case Mapping(), Mapping() if one.keys() == other.keys():
-            made = {key: between(one[key], other[key], share, known) for key in one}
+            result = {key: between(one[key], other[key], share, known) for key in one}
         case _ if is_dataclass(one):
-            made = between_records(one, other, share, known)
+            result = between_records(one, other, share, known)
         case _:
             raise UnlikeLayersError
-    return made  # type: ignore[return-value]
+    return result  # type: ignore[return-value]
 
 
 def between_records(one: object, other: object, share: float, known: Known) -> object:

@@ -14,7 +14,7 @@ from piper.schedules.names import NAMES, grid_for
 from piper.tuning.choice import SYNTHESISED, Neighbours, Recompute, Shape, StrategyChoice
 
 Sizes = npt.NDArray[np.int64]  # a row for each division into stages
-MOST_ROWS = 16  # samples of a microbatch
+ROWS_LIMIT = 16  # samples of a microbatch at most
 V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v")
 NAMED = ("1f1b", "interleaved-1f1b", "zero-bubble", "interleaved-zero-bubble", "zbv", "v-half", "dualpipe-v")
 
@@ -35,7 +35,6 @@ class Space:
         Recompute(across=True),
     )
     neighbours: Sequence[Neighbours] = ("replicas", "ranks")
-    buckets: Sequence[float | None] = (None,)
     tensor: Sequence[int] | None = None
     between: Sequence[bool] = (False, True)
     context: Sequence[int] | None = None
@@ -94,18 +93,16 @@ def rows_of(space: Space, samples: int, replicas: int) -> list[int]:
     """Return the microbatch sizes that divide the samples of a replica."""
     if samples % replicas:
         return []
-    found = divisors(samples // replicas)
-    if space.rows is not None:
-        return [one for one in found if one in space.rows]
-    return [one for one in found if one <= MOST_ROWS]
+    sizes = divisors(samples // replicas)
+    return [size for size in sizes if (size <= ROWS_LIMIT if space.rows is None else size in space.rows)]
 
 
 def expert_degrees(space: Space, shapes: Shapes, replicas: int, group: int) -> list[int]:
     """Return how many devices may divide the experts: divisors of both; 1 where axes divide the model."""
     if not shapes.experts or group > 1:
         return [1]
-    found = [one for one in divisors(replicas) if shapes.experts % one == 0]
-    return [one for one in found if space.experts is None or one in space.experts]
+    degrees = [degree for degree in divisors(replicas) if shapes.experts % degree == 0]
+    return [degree for degree in degrees if space.experts is None or degree in space.experts]
 
 
 def schedules_of(space: Space, ranks: int) -> Iterator[tuple[str, int, Shape]]:
@@ -146,11 +143,11 @@ def balanced(sizes: tuple[int, ...], loads: Callable[[Sizes], Sizes]) -> tuple[i
         """Move a layer from a stage to the first from `target` on that is better. Return the next one."""
         moves = np.array(now) + np.eye(len(now), dtype=np.int64)[target:]
         moves[:, source] -= 1
-        found = loads(moves)
-        for row in np.flatnonzero(found[:, 0] <= best[0]):
-            made, new = moves[row].tolist(), found[row].tolist()
-            if new < best or (new == best and shape(made) < shape(now)):
-                now[:], best[:] = made, new
+        loaded = loads(moves)
+        for row in np.flatnonzero(loaded[:, 0] <= best[0]):
+            moved, new = moves[row].tolist(), loaded[row].tolist()
+            if new < best or (new == best and shape(moved) < shape(now)):
+                now[:], best[:] = moved, new
                 return target + int(row) + 1
         return len(now)
 
@@ -174,10 +171,10 @@ def late(sizes: tuple[int, ...], ranks: Sequence[int], loads: Callable[[Sizes], 
     now, least = list(sizes), loads(np.array([sizes]))[0].tolist()
     for source, target in combinations(range(len(sizes)), 2):
         while ranks[source] == ranks[target] and now[source] > 1:
-            made = [size - (n == source) + (n == target) for n, size in enumerate(now)]
-            if loads(np.array([made]))[0].tolist() > least:
+            moved = [size - (n == source) + (n == target) for n, size in enumerate(now)]
+            if loads(np.array([moved]))[0].tolist() > least:
                 break
-            now = made
+            now = moved
     return tuple(now)
 
 

@@ -9,10 +9,8 @@ from piper.directives import Directive
 from piper.schedules.grid import Grid
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.synthesise import synthesis
-from piper.tuning.ahead import EvaluationsAhead
 from piper.tuning.bounds import (
     LeastMemory,
-    any_order_bound,
     collective_time,
     link_bound,
     loads_of,
@@ -32,8 +30,8 @@ from piper.tuning.candidates import (
     discarded,
 )
 from piper.tuning.choice import SYNTHESISED, StrategyChoice
-from piper.tuning.evaluate import Evaluation, evaluate_strategy
-from piper.tuning.forked_calls import made_together
+from piper.tuning.evaluate import Evaluation, EvaluationsAhead, evaluate_strategy
+from piper.tuning.forked_calls import run_together
 from piper.tuning.given import given_choice
 from piper.tuning.model import Model
 from piper.tuning.model_layers import ModelLayers
@@ -84,10 +82,10 @@ class StrategySearch:
         """Return whether a step of `bound` is not shorter, by the fraction `gap`, than the wanted ones."""
         return len(self.shortest) == self.wanted and bound >= self.shortest[-1].step * (1 - gap)
 
-    def keep(self, found: Evaluation) -> None:
+    def keep(self, fitting: Evaluation) -> None:
         """Keep an evaluation that fits if it is among the shortest strategies that are wanted."""
-        if all(found.strategy != one.strategy for one in self.shortest):
-            self.shortest = sorted([*self.shortest, found], key=lambda one: one.step)[: self.wanted]
+        if all(fitting.strategy != one.strategy for one in self.shortest):
+            self.shortest = sorted([*self.shortest, fitting], key=lambda one: one.step)[: self.wanted]
 
     def run(
         self, limit: int, trials: int, *, divided: bool = False, further: bool = False
@@ -127,45 +125,48 @@ class StrategySearch:
                     self.discarded.append(discarded(entry))
                 syntheses -= 1
             else:
-                found = self.evaluated.get(entry.key)
-                if found is None and trials <= 0:
+                evaluation = self.evaluated.get(entry.key)
+                if evaluation is None and trials <= 0:
                     left = [entry, *queue.rest()]
                     self.lowest = min(self.lowest, *(one.bound for one in left))
                     self.discarded += map(discarded, left)
                     break
-                if found is None:
+                if evaluation is None:
                     trials -= 1
-                    found = self.evaluate(entry, partial(self.following, queue, limit, trials))
-                if found is not None:
-                    queue.extend(self.take(entry, found, limit))
+                    evaluation = self.evaluate(entry, partial(self.following, queue, limit, trials))
+                if evaluation is not None:
+                    queue.extend(self.take(entry, evaluation, limit))
 
     def refine(self, limit: int, trials: int) -> None:
         """Search longer for the orders of the shortest synthesised candidates, and keep what is shorter."""
-        made = [one for one in self.evaluated.values() if one.choice.schedule == SYNTHESISED]
-        made.sort(key=lambda one: (one.needs > limit, one.step, one.choice.label))
-        for choice in list(dict.fromkeys(one.choice for one in made))[:REFINED]:
+        shortest = [one for one in self.evaluated.values() if one.choice.schedule == SYNTHESISED]
+        shortest.sort(key=lambda one: (one.needs > limit, one.step, one.choice.label))
+        for choice in list(dict.fromkeys(one.choice for one in shortest))[:REFINED]:
             layers = self.layers(choice)
-            bound = max(self.least(choice), any_order_bound(choice, layers, self.model.costs))
-            held = memory_bound(choice, layers, self.model.state, None)
-            queue = list(self.synthesised(Leaf(choice=choice, bound=bound, held=held), limit, trials))
+            bound = max(self.least(choice), order_bound(choice, layers, self.model.costs, None))
+            memory = memory_bound(choice, layers, self.model.optimizer_bytes, None)
+            queue = list(self.synthesised(Leaf(choice=choice, bound=bound, memory=memory), limit, trials))
             while queue:
                 leaf = queue.pop()
                 if self.is_beaten(leaf.bound, 0.0):
                     continue
-                found = None if leaf.key in self.evaluated else self.evaluate(leaf)
-                if found is not None:
-                    queue += self.take(leaf, found, limit, trials)
+                evaluation = None if leaf.key in self.evaluated else self.evaluate(leaf)
+                if evaluation is not None:
+                    queue += self.take(leaf, evaluation, limit, trials)
 
-    def take(self, leaf: Leaf, found: Evaluation, limit: int, trials: int | None = None) -> Iterator[Leaf]:
+    def take(
+        self, leaf: Leaf, evaluation: Evaluation, limit: int, trials: int | None = None
+    ) -> Iterator[Leaf]:
         """Keep an evaluation if it fits. Yield a schedule that holds less if it does not fit."""
-        if found.needs <= limit:
-            self.keep(found)
+        if evaluation.needs <= limit:
+            self.keep(evaluation)
         elif leaf.choice.schedule == SYNTHESISED and leaf.tries <= AGAIN:
-            before = leaf.beyond or (0,) * len(found.held)
-            all_ranks = (leaf.tries - 1) * (found.needs - limit)  # an order for less may need more elsewhere
+            before = leaf.beyond or (0,) * len(evaluation.rank_peaks)
+            # An order for less memory may need more elsewhere.
+            all_ranks = (leaf.tries - 1) * (evaluation.needs - limit)
             beyond = [
-                known + max(all_ranks, leaf.tries * (held - limit), 0)
-                for known, held in zip(before, found.held, strict=True)
+                known + max(all_ranks, leaf.tries * (peak - limit), 0)
+                for known, peak in zip(before, evaluation.rank_peaks, strict=True)
             ]
             yield from self.synthesised(replace(leaf, beyond=tuple(beyond)), limit, trials)
 
@@ -173,11 +174,11 @@ class StrategySearch:
         """Evaluate a given strategy."""
         shapes = self.shapes
         choice = given_choice(strategy, shapes.devices, shapes.samples, shapes.layers)
-        found = evaluate_strategy(self.model, choice, strategy)
-        self.evaluated[choice, None] = found
-        if found.needs <= limit:
-            self.keep(found)
-        self.report(self, found)
+        evaluation = evaluate_strategy(self.model, choice, strategy)
+        self.evaluated[choice, None] = evaluation
+        if evaluation.needs <= limit:
+            self.keep(evaluation)
+        self.report(self, evaluation)
 
     def evaluate(self, leaf: Leaf, following: Callable[[], Iterable[Leaf]] = tuple) -> Evaluation | None:
         """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted.
@@ -187,13 +188,13 @@ class StrategySearch:
         if leaf.choice.rows not in self.model.recorded:
             self.model.record(leaf.choice.rows)
             self.drop_bounds(leaf.choice.rows)
-        found = self.ahead.take(leaf, following, self.workers)
-        if isinstance(found, str):
-            self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=found))
+        result = self.ahead.take(leaf, following, self.workers)
+        if isinstance(result, str):
+            self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, refused=result))
             return None
-        self.evaluated[leaf.key] = found = replace(found, bound=leaf.bound)
-        self.report(self, found)
-        return found
+        evaluation = self.evaluated[leaf.key] = replace(result, bound=leaf.bound)
+        self.report(self, evaluation)
+        return evaluation
 
     def drop_bounds(self, rows: int) -> None:
         """Drop the bounds for a microbatch size, which were estimated from other sizes."""
@@ -218,15 +219,15 @@ class StrategySearch:
                 self.layers(replace(mesh, recompute=recompute))  # what a forked process captures is lost
             several = 1 if divided else self.workers  # stages are as without a division
             calls = [partial(self.groups_of, every[number::several]) for number in range(several)]
-            made = [found or call() for found, call in zip(made_together(calls), calls, strict=True)]
-            for _, sizes in made:
+            parts = [part or call() for part, call in zip(run_together(calls), calls, strict=True)]
+            for _, sizes in parts:
                 self.sizes |= sizes
-            listed = [made[number % several][0][number // several] for number in range(len(every))]
+            listed = [parts[number % several][0][number // several] for number in range(len(every))]
             self.listed[divided] = [group for groups in listed for group in groups]
         return self.listed[divided]
 
     def groups_of(self, every: Sequence[StrategyChoice]) -> tuple[list[list[CandidateGroup]], Boundaries]:
-        """Return the groups of each way to arrange the devices, and the sizes of stages that were found."""
+        """Return the groups of each way to arrange the devices, and all sizes of stages so far."""
         return [list(self._groups(mesh)) for mesh in every], self.sizes
 
     def _groups(self, mesh: StrategyChoice) -> Iterator[CandidateGroup]:
@@ -237,18 +238,17 @@ class StrategySearch:
             for recompute in self.space.recompute:
                 choice = replace(mesh, recompute=recompute, shape=shape)
                 for sizes in self.boundaries(choice, mesh.ranks * count):
-                    made = replace(choice, sizes=sizes)
-                    yield CandidateGroup(
-                        choice=made, bound=work_bound(made, self.layers(made), self.model.costs)
-                    )
+                    sized = replace(choice, sizes=sizes)
+                    bound = work_bound(sized, self.layers(sized), self.model.costs)
+                    yield CandidateGroup(choice=sized, bound=bound)
 
     def least(self, choice: StrategyChoice) -> float:
         """Return the time of a candidate's busiest rank."""
         layers = self.layers(choice)
-        found = work_bound(choice, layers, self.model.costs)
+        bound = work_bound(choice, layers, self.model.costs)
         if choice.tensor > 1:
-            found += collective_time(choice, layers, self.model.costs, self.model.divide)
-        return found
+            bound += collective_time(choice, layers, self.model.costs, self.model.divide)
+        return bound
 
     def layers(self, choice: StrategyChoice) -> ModelLayers:
         """Return the costs of the layers under a candidate."""
@@ -266,8 +266,8 @@ class StrategySearch:
             open_choice = replace(choice, sizes=plain)
             loads = loads_of(open_choice, self.layers(choice))
             best = balanced(plain, loads)
-            found = {"even": plain, "balanced": best, "late": late(best, open_choice.placement.ranks, loads)}
-            self.sizes[key] = tuple(dict.fromkeys(found[name] for name in self.space.boundaries))
+            sizes = {"even": plain, "balanced": best, "late": late(best, open_choice.placement.ranks, loads)}
+            self.sizes[key] = tuple(dict.fromkeys(sizes[name] for name in self.space.boundaries))
         return list(self.sizes[key])
 
     def leaves(self, group: CandidateGroup, limit: int) -> tuple[list[Leaf], list[Discard]]:
@@ -276,38 +276,38 @@ class StrategySearch:
             fitting: list[Leaf] = []
             unfit: list[Discard] = []
             for choice in self.choices(group.choice, limit):
-                held = self.held(choice)
-                if held.total > limit:
-                    unfit.append(Discard(choice=choice, bound=group.bound, held=held))
+                memory = self.least_memory(choice)
+                if memory.total > limit:
+                    unfit.append(Discard(choice=choice, bound=group.bound, memory=memory))
                 else:
-                    fitting.append(self.leaf(choice, group.bound, held))
+                    fitting.append(self.leaf(choice, group.bound, memory))
             self.expanded[group] = fitting, unfit
         return self.expanded[group]
 
-    def leaf(self, choice: StrategyChoice, least: float, held: LeastMemory) -> Leaf:
+    def leaf(self, choice: StrategyChoice, least: float, memory: LeastMemory) -> Leaf:
         """Return a candidate with its bounds. least: the bound of its group."""
         layers, costs = self.layers(choice), self.model.costs
         time = max(least, link_bound(choice, layers, costs), self.ordered(choice))
         if not choice.divided:
             time = max(time, work_bound(choice, layers, costs, sums=True))
-        return Leaf(choice=choice, bound=time, held=held, grid=grid_of(choice))
+        return Leaf(choice=choice, bound=time, memory=memory, grid=grid_of(choice))
 
     def ordered(self, choice: StrategyChoice) -> float:
         """Return the least time of a candidate's passes and transfers, which ZeRO levels do not change."""
-        key = replace(choice, zeros=(), bucket_mb=None)
+        key = replace(choice, zeros=())
         if key not in self.times:
             layers, grid, costs = self.layers(choice), grid_of(choice), self.model.costs
-            if grid is not None:
-                self.times[key] = order_bound(choice, layers, costs, grid)
-            else:
-                self.times[key] = any_order_bound(choice, layers, costs) if choice.ranks > 1 else 0.0
+            pipeline = choice.ranks > 1
+            self.times[key] = order_bound(choice, layers, costs, grid) if pipeline else 0.0
         return self.times[key]
 
-    def held(self, choice: StrategyChoice) -> LeastMemory:
+    def least_memory(self, choice: StrategyChoice) -> LeastMemory:
         """Return the least that a candidate holds, which does not depend on how its devices are numbered."""
-        key = replace(choice, neighbours="replicas", between=False, bucket_mb=None)
+        key = replace(choice, neighbours="replicas", between=False)
         if key not in self.holds:
-            self.holds[key] = memory_bound(choice, self.layers(choice), self.model.state, grid_of(choice))
+            self.holds[key] = memory_bound(
+                choice, self.layers(choice), self.model.optimizer_bytes, grid_of(choice)
+            )
         return self.holds[key]
 
     def choices(self, plain: StrategyChoice, limit: int) -> Iterator[StrategyChoice]:
@@ -319,36 +319,35 @@ class StrategySearch:
             if (stages, shape) == (count, plain.shape)
             if name in ("", SYNTHESISED) or exists(name, plain.ranks, plain.microbatches, count)
         ]
-        several = plain.width > 1
-        neighbours = space.neighbours if plain.ranks > 1 and several else space.neighbours[:1]
+        neighbours = space.neighbours if plain.ranks > 1 and plain.width > 1 else space.neighbours[:1]
         between = space.between if plain.tensor > 1 else (False,)
         for name in names:
             levels = self.levels(replace(plain, schedule=name), limit)
-            for near, wide, bucket in product(neighbours, between, space.buckets if several else (None,)):
-                made = replace(plain, schedule=name, neighbours=near, between=wide, bucket_mb=bucket)
+            for near, wide in product(neighbours, between):
+                named = replace(plain, schedule=name, neighbours=near, between=wide)
                 for zeros in levels:
-                    yield replace(made, zeros=zeros)
+                    yield replace(named, zeros=zeros)
 
     def levels(self, choice: StrategyChoice, limit: int) -> list[tuple[int, ...]]:
         """Return the ZeRO levels to try: one for all ranks, or for each rank the lowest that fits."""
         if choice.replicas == 1:
             return [(0,) * choice.ranks]
-        found = [(level,) * choice.ranks for level in self.space.zeros]
+        levels = [(level,) * choice.ranks for level in self.space.zeros]
         if self.space.mixed and choice.ranks > 1 and len(self.space.zeros) > 1:
-            layers, grid, state = self.layers(choice), grid_of(choice), self.model.state
+            layers, grid, state_bytes = self.layers(choice), grid_of(choice), self.model.optimizer_bytes
             lowest = [
                 next(
                     (
                         level
                         for level in sorted(self.space.zeros)
-                        if rank_memory(choice, layers, state, grid, rank, level).total <= FULL * limit
+                        if rank_memory(choice, layers, state_bytes, grid, rank, level).total <= FULL * limit
                     ),
                     max(self.space.zeros),
                 )
                 for rank in range(choice.ranks)
             ]
-            found.append(tuple(lowest))
-        return list(dict.fromkeys(found))
+            levels.append(tuple(lowest))
+        return list(dict.fromkeys(levels))
 
     def synthesised(
         self, leaf: Leaf, limit: int, trials: int | None = None, following: Iterable[Leaf] = ()
@@ -359,14 +358,14 @@ class StrategySearch:
         """
         asked = self.asked(leaf, limit, trials)
         if asked is None:
-            self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, held=leaf.held))
+            self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, memory=leaf.memory))
             return
         if asked not in self.grids:
             wanted = (self.asked(one, limit, trials) for one in following if one.open)
             others = (one for one in wanted if one is not None and one != asked and one not in self.grids)
             every = [asked, *dict.fromkeys(islice(others, self.workers - 1))]
-            made = made_together([partial(grid_found, *one) for one in every])
-            self.grids |= {one: grid for one, grid in zip(every, made, strict=True) if grid is not None}
+            grids = run_together([partial(synthesised_grid, *one) for one in every])
+            self.grids |= {one: grid for one, grid in zip(every, grids, strict=True) if grid is not None}
         choice, grid = leaf.choice, self.grids[asked]
         bound = max(leaf.bound, order_bound(choice, self.layers(choice), self.model.costs, grid))
         yield replace(leaf, grid=grid, bound=bound, tries=leaf.tries + 1)
@@ -374,7 +373,7 @@ class StrategySearch:
     def asked(self, leaf: Leaf, limit: int, trials: int | None) -> Asked | None:
         """Return what a synthesis is asked for a candidate. None: a rank cannot hold one microbatch."""
         choice, layers = leaf.choice, self.layers(leaf.choice)
-        memory = synthesis_memory(choice, layers, self.model.state, limit, leaf.beyond)
+        memory = synthesis_memory(choice, layers, self.model.optimizer_bytes, limit, leaf.beyond)
         costs = stage_costs(choice, layers, self.model.costs, whole=False, sums=True)
         if memory is None or costs is None:
             return None
@@ -382,7 +381,7 @@ class StrategySearch:
         return costs, choice.placement, choice.microbatches, memory, trials
 
 
-def grid_found(
+def synthesised_grid(
     costs: StageCosts, placement: Placement, microbatches: int, memory: Memory, trials: int
 ) -> Grid:
     """Return the shortest schedule that a synthesis finds."""

@@ -39,7 +39,7 @@ Start = Callable[[ForkServer], AbstractContextManager[Step]]
 class TrialRun:
     """A candidate that ran on this machine."""
 
-    found: Evaluation
+    candidate: Evaluation
     starts: tuple[tuple[float, ...], ...]  # seconds of steps. Empty: it failed, or no round was complete
     failed: str = ""  # why
 
@@ -63,9 +63,9 @@ class TrialRuns:
     margin: float = 0.0  # medians that differ by at most this fraction are equal, as far as starts tell
     interrupted: bool = False
 
-    def of(self, found: Evaluation) -> TrialRun | None:
+    def of(self, candidate: Evaluation) -> TrialRun | None:
         """Return the run of a candidate. None: it did not run."""
-        return next((run for run in self.runs if run.found is found), None)
+        return next((run for run in self.runs if run.candidate is candidate), None)
 
     @property
     def equals(self) -> tuple[TrialRun, ...]:
@@ -117,8 +117,8 @@ class Turns:
                 return
             for times in self.times:
                 times.append([])
-            with ExitStack() as held:
-                self._rounds(number, held)
+            with ExitStack() as runs:
+                self._rounds(number, runs)
 
     def _rotated(self, number: int) -> list[int]:
         """Return all runs in the order of a start: each comes first in one of as many starts as runs."""
@@ -126,10 +126,10 @@ class Turns:
         first = number % len(everyone)
         return everyone[first:] + everyone[:first]
 
-    def _rounds(self, number: int, held: ExitStack) -> None:
+    def _rounds(self, number: int, runs: ExitStack) -> None:
         """Start all runs once, and let them take turns until the time of this start is over."""
         until = self.clock() + LONGEST / STARTS
-        forks = held.enter_context(self.serve())
+        forks = runs.enter_context(self.serve())
         order = self._rotated(number)
         if not self.together:
             for one in order:
@@ -138,19 +138,19 @@ class Turns:
                     for _ in range(APART):
                         self._turn(one, step)
             return
-        steps = {one: self._started(one, forks, held) for one in order}
+        steps = {one: self._started(one, forks, runs) for one in order}
         for turn in range(ROUNDS):
             if turn and self.clock() > until:
                 return
             for one in Random(number * ROUNDS + turn).sample(range(len(steps)), len(steps)):
                 self._turn(one, steps[one])
 
-    def _started(self, one: int, forks: ForkServer, held: ExitStack) -> Step:
+    def _started(self, one: int, forks: ForkServer, runs: ExitStack) -> Step:
         """Start a run, unless it has failed, and take the steps that do not count. Return its step."""
         step: Step = lambda: None  # noqa: E731  of a run that has failed
         if one not in self.failed:
             try:
-                step = held.enter_context(self.starts[one](forks))
+                step = runs.enter_context(self.starts[one](forks))
                 for _ in range(WARM):
                     step()
             except PiperError as error:
@@ -190,11 +190,11 @@ def run_candidates(candidates: Sequence[Evaluation], starts: Sequence[Start], *,
     unknown = any(not starts for one, starts in enumerate(known) if one not in turns.failed)
     runs = [
         TrialRun(
-            found=found,
+            candidate=candidate,
             starts=() if unknown else known[one],
             failed=str(turns.failed.get(one, "")).partition("\n")[0],
         )
-        for one, found in enumerate(candidates)
+        for one, candidate in enumerate(candidates)
     ]
     load = before if interrupted else max(before, stretch())
     margin = margin_of([run.starts for run in runs if run.times])
@@ -205,7 +205,7 @@ def ordered(runs: Sequence[TrialRun], margin: float) -> tuple[TrialRun, ...]:
     """Return the runs that are as fast as the fastest in the order of their predictions, then the others."""
     by_time = sorted(runs, key=lambda run: (bool(run.failed), run.step))
     equal = equal_runs(by_time, margin)
-    first = sorted(equal, key=lambda run: (run.found.step, run.step))
+    first = sorted(equal, key=lambda run: (run.candidate.step, run.step))
     return (*first, *by_time[len(equal) :])
 
 
@@ -265,7 +265,7 @@ def fit_together(candidates: Sequence[Evaluation], cluster: Cluster, devices: in
     room = float(limit)
     if cluster.cores:  # devices share the memory of the host, and half of it is for others
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2 / devices
-    return sum(found.needs + cluster.context for found in candidates) <= room
+    return sum(candidate.needs + cluster.context for candidate in candidates) <= room
 
 
 def stretch(times: int = 7) -> float:

@@ -1,4 +1,10 @@
-"""`tune`: searches for the strategy with the shortest step that fits."""
+"""`tune`: searches for the strategy with the shortest step that fits, and for those that need less memory.
+
+[Note: the front ahead] To search with tensor and context parallelism takes as long as to search for the
+front, and mostly the best stays what it was. So a forked process looks for the front of the best so far
+meanwhile. What it has evaluated and synthesised waits until the search comes to it. The decisions are taken
+in this process, from the same values, so the result does not depend on the number of processes.
+"""
 
 import os
 import time
@@ -16,20 +22,20 @@ from piper.errors import ConfigError, PiperError
 from piper.job import Job
 from piper.process.gc_pause import no_collection
 from piper.run.launch import launch_local
+from piper.schedules.grid import Grid
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import MeasuredOn, read_costs
-from piper.tuning.candidates import Discard
-from piper.tuning.captured_model import captured_model, shapes_of
-from piper.tuning.choice import GIVEN
+from piper.tuning.bounds import LeastMemory
+from piper.tuning.candidates import CandidateKey, Discard
+from piper.tuning.choice import GIVEN, StrategyChoice
 from piper.tuning.evaluate import Evaluation
-from piper.tuning.forked_calls import made_beside
-from piper.tuning.front import widen_front, with_front_ahead
+from piper.tuning.forked_calls import run_beside
 from piper.tuning.given import divided_as, own_strategy
-from piper.tuning.model import BY, Model
+from piper.tuning.model import BY, Model, captured_model, shapes_of
 from piper.tuning.result import Tuned, none_fits
 from piper.tuning.space import Space
-from piper.tuning.strategy_search import StrategySearch
+from piper.tuning.strategy_search import Asked, StrategySearch
 from piper.tuning.trial_runs import (
     Step,
     TrialRuns,
@@ -45,7 +51,9 @@ SYNTHESIS_TRIALS = 60
 REFINING_TRIALS = 400
 WORTH = 0.05  # by how much shorter a step must be able to be to try tensor and context parallelism
 DIVIDED_TRIALS = 3
-MOST_WORKERS = 8  # unless asked for: more would evaluate much that a better candidate rules out
+FRONT = (0.75, 0.5, 0.25)  # of the best strategy's peak: limits for which the front is searched too
+FRONT_TRIALS = 4
+WORKERS_LIMIT = 8  # unless asked for: more would evaluate much that a better candidate rules out
 Progress = Callable[[StrategySearch, Evaluation], None]
 
 
@@ -95,7 +103,7 @@ def tune(
     priced: Costs = Roofline(machine) if measured is None else MeasuredOn(measured, machine)
     wanted = space or Space()
     with no_collection():
-        several = workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+        several = workers or min(WORKERS_LIMIT, len(os.sched_getaffinity(0)))
         model = captured_model(
             job, priced, wanted, devices, captured, measured, compile=compile, workers=several
         )
@@ -109,7 +117,7 @@ def tune(
             shapes=shapes_of(model, devices),
             gap=gap,
             synthesis_trials=SYNTHESIS_TRIALS,
-            report=progress or (lambda search, found: None),
+            report=progress or (lambda search, evaluation: None),
             workers=several,
             wanted=measure or 1,
         )
@@ -118,7 +126,7 @@ def tune(
     if measure is not None and not done.interrupted:
         trial = measured_here(search, done.chosen, machine, devices, limit)
     return Tuned(
-        best=trial.runs[0].found if trial is not None else done.chosen[0],
+        best=trial.runs[0].candidate if trial is not None else done.chosen[0],
         evaluated=tuple(search.evaluated.values()),
         discarded=done.discarded,
         limit=limit,
@@ -212,11 +220,8 @@ def check_counts(**numbers: int | None) -> None:
 
 def verify_and_widen(search: StrategySearch, best: Evaluation) -> tuple[Directive, ...] | None:
     """Look for the front, and verify the best meanwhile. Return its strategy if that is done and it holds."""
-    widen = partial(widen_front, search, best)
-    if search.workers == 1:
-        widen()
-        return None
-    proven = made_beside(widen, partial(verified_strategy, search.model, best.strategy))
+    verify = partial(verified_strategy, search.model, best.strategy)
+    proven = run_beside(partial(widen_front, search, best), verify, workers=search.workers)
     return best.strategy if proven else None
 
 
@@ -226,6 +231,63 @@ def verified_strategy(model: Model, strategy: Sequence[Directive]) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedFront:
+    """What a search for the front has evaluated, synthesised and bounded."""
+
+    evaluated: dict[CandidateKey, Evaluation]
+    grids: dict[Asked, Grid]
+    holds: dict[StrategyChoice, LeastMemory]
+    times: dict[StrategyChoice, float]
+    recorded: frozenset[int]  # the microbatch sizes that were recorded there
+
+
+def widen_front(search: StrategySearch, best: Evaluation) -> None:
+    """Look for strategies that need less memory than the best."""
+    search.wanted = 1
+    for share in FRONT:
+        search.run(int(best.peak * share), FRONT_TRIALS)
+
+
+def with_front_ahead(
+    search: StrategySearch, best: Evaluation, call: Callable[[], object], *, front: bool
+) -> None:
+    """Make a call while another process searches for the front of `best`: [Note: the front ahead].
+
+    front: the front will be asked for. Else only the call is made.
+    """
+    workers = search.workers
+    if workers == 1 or not front:
+        call()
+        return
+    search.workers = workers - workers // 2
+    try:
+        ahead = run_beside(call, partial(prepare_front, search, best, workers // 2), workers=workers)
+    finally:
+        search.workers = workers
+    if ahead is not None:
+        search.ahead.prepared |= ahead.evaluated
+        search.grids |= ahead.grids
+        search.holds |= ahead.holds
+        search.times |= ahead.times
+        for rows in ahead.recorded ^ frozenset(search.model.recorded):
+            search.drop_bounds(rows)  # one process has estimated its bounds, the other knows them
+
+
+def prepare_front(search: StrategySearch, best: Evaluation, workers: int) -> PreparedFront:
+    """Search for a front in a forked process, whose own state of the search ends with it."""
+    evaluated, grids = set(search.evaluated), set(search.grids)
+    search.workers, search.report = workers, lambda search, evaluation: None
+    widen_front(search, best)
+    return PreparedFront(
+        evaluated={key: one for key, one in search.evaluated.items() if key not in evaluated},
+        grids={asked: grid for asked, grid in search.grids.items() if asked not in grids},
+        holds=search.holds,
+        times=search.times,
+        recorded=frozenset(search.model.recorded),
+    )
+
+
 def verified(
     search: StrategySearch, limit: int, measure: int | None, proven: tuple[Directive, ...] | None = None
 ) -> list[Evaluation]:
@@ -233,22 +295,22 @@ def verified(
 
     measure: how many, and a given strategy that fits besides. None: one. proven: one for which that is done.
     """
-    fitting = [found for found in search.evaluated.values() if found.needs <= limit]
-    fitting.sort(key=lambda found: found.step)  # of equal ones the first that was evaluated
+    fitting = [candidate for candidate in search.evaluated.values() if candidate.needs <= limit]
+    fitting.sort(key=lambda candidate: candidate.step)  # of equal ones the first that was evaluated
     chosen: list[Evaluation] = []
     refused: PiperError | None = None
-    for found in fitting:
+    for candidate in fitting:
         enough = len(chosen) >= (measure or 1)
-        besides = measure is not None and found.choice.schedule == GIVEN
-        if (enough and not besides) or any(found.strategy == one.strategy for one in chosen):
+        besides = measure is not None and candidate.choice.schedule == GIVEN
+        if (enough and not besides) or any(candidate.strategy == one.strategy for one in chosen):
             continue
         try:
-            if found.strategy != proven:
-                verified_strategy(search.model, found.strategy)
+            if candidate.strategy != proven:
+                verified_strategy(search.model, candidate.strategy)
         except PiperError as error:
             refused = refused or error
             continue
-        chosen.append(found)
+        chosen.append(candidate)
     if not chosen:
         assert refused is not None, "there is a best"
         raise refused

@@ -2,16 +2,21 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 
 from piper.ir.chunk import Phase, Tags
 from piper.ir.devices import in_words
 from piper.ir.graph import Ordering
-from piper.ir.ids import Pass
-from piper.plan.plan import Plans
+from piper.ir.ids import AGAIN, Pass, SlotId
+from piper.plan.ops import OPS
+from piper.plan.plan import Plan, Plans
+from piper.plan.prove import in_order
+from piper.schedules.action import LETTERS
 from piper.schedules.grid import Grid
 from piper.schedules.timing import UNIT, Costs, cost_of, timeline
-from piper.view.text_grid import StagePhase, block_of, placed
+
+Region = tuple[str, int] | None  # a chunk's outermost tag; None: it has none
+Rows = tuple[tuple["Cell", ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,17 @@ class Cell:
     pair: int = -1  # cells of a row with the same number overlap; -1: none
     places: tuple[int, ...] = ()  # of plans: the places of its instructions
 
+    @property
+    def microbatch(self) -> str:
+        """Return the indices of its microbatch as text."""
+        return ".".join(map(str, self.part))
+
+    @property
+    def label(self) -> str:
+        """Return its stage, phase and microbatch: `2F0`."""
+        letter = AGAIN if self.again else LETTERS[self.phase]
+        return f"{'' if self.stage is None else self.stage}{letter}{self.microbatch}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
@@ -34,7 +50,7 @@ class Pipeline:
 
     title: str
     names: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: Rows
 
     @property
     def end(self) -> float:
@@ -88,45 +104,137 @@ def of_plans(
 ) -> Pipeline:
     """Return the pipeline of plans, with transfers free. Pairs are the passes that an `order` overlaps."""
     mates = pairs_of(orderings, tags)
-    rows = []
-    for row in placed(plans, tags):
-        rows.append(tuple(cell_of(block, mates.get(block.label, -1)) for block in row))
-    kept = tuple(tuple(lone_unpaired(row)) for row in rows)
+    rows = ([replace(cell, pair=mates.get(cell.label, -1)) for cell in row] for row in plan_rows(plans, tags))
     return Pipeline(
         title=title,
         names=tuple(in_words(plan.devices) for plan in plans),
-        rows=kept,
+        rows=tuple(tuple(lone_unpaired(row)) for row in rows),
     )
 
 
-def cell_of(block: StagePhase, pair: int) -> Cell:
-    """Make a cell of a block of the text grid."""
+def plan_rows(plans: Plans, tags: Mapping[str, Tags]) -> Rows:
+    """Return each program's cells, with the time each starts when transfers are free.
+
+    tags: the annotations of each chunk. All chunks of one stage in one phase on one microbatch are one cell.
+    """
+    collected = PlanCells(tags)
+    rows = [collected.row(number, plan) for number, plan in enumerate(plans)]
+    for number, plan in enumerate(plans):
+        collected.link(number, plan, rows[number])
+    return collected.timed(rows)
+
+
+class PlanCells:
+    """The cells of plans by number, and the cells whose values each of them needs."""
+
+    def __init__(self, tags: Mapping[str, Tags]) -> None:
+        self.tags = tags
+        self.cells: list[Cell] = []
+        self.places: list[list[int]] = []
+        self.needs: list[set[int]] = []
+        self.written: dict[tuple[int, SlotId], int] = {}  # by program and slot: the cell its value comes from
+        self.sent: dict[str, int] = {}  # by node of a transfer
+
+    def row(self, number: int, plan: Plan) -> list[int]:
+        """Collect a program's cells, and return their order."""
+        by_label: dict[str, int] = {}
+        row: list[int] = []
+        for place, ins in enumerate(plan.instrs):
+            if ins.op == "compute":
+                cell = cell_of(ins.computes, self.tags)
+                if cell.label not in by_label:
+                    by_label[cell.label] = len(self.cells)
+                    row.insert(self.turn_of(cell, row), len(self.cells))
+                    self.cells.append(cell)
+                    self.places.append([])
+                    self.needs.append(set())
+                self.places[by_label[cell.label]].append(place)
+                for slot in ins.writes:
+                    self.written[number, slot] = by_label[cell.label]
+            elif ins.op == "send" and (number, ins.reads[0]) in self.written:
+                self.sent[ins.node] = self.written[number, ins.reads[0]]
+            elif OPS[ins.op].hands_on:
+                keys = ((number, slot) for slot in ins.reads)
+                sources = [self.written[key] for key in keys if key in self.written]
+                for slot in ins.writes:
+                    if sources:
+                        self.written[number, slot] = max(sources)
+        return row
+
+    def turn_of(self, cell: Cell, row: list[int]) -> int:
+        """Return where to insert a cell in a row: at the end, but a recompute before its backwards.
+
+        Where each chunk is recomputed just before its own backward, another chunk's backward may be there.
+        """
+        if not cell.again:
+            return len(row)
+        mates = ((c.phase != "F", c.stage, c.part) for c in (self.cells[i] for i in row))
+        backwards = (turn for turn, mate in enumerate(mates) if mate == (True, cell.stage, cell.part))
+        return next(backwards, len(row))
+
+    def link(self, number: int, plan: Plan, row: list[int]) -> None:
+        """Add to each cell's needs the cells whose values it reads, directly or through transfers."""
+        by_label = {self.cells[i].label: i for i in row}
+        arrived: dict[SlotId, int] = {}
+        for ins in plan.instrs:
+            if ins.op == "recv" and ins.node in self.sent:
+                arrived[ins.writes[0]] = self.sent[ins.node]
+            elif OPS[ins.op].hands_on and any(slot in arrived for slot in ins.reads):
+                arrived[ins.writes[0]] = max(arrived[slot] for slot in ins.reads if slot in arrived)
+            elif ins.op == "compute":
+                cell = by_label[cell_of(ins.computes, self.tags).label]
+                for slot in ins.reads:
+                    source = arrived.get(slot, self.written.get((number, slot)))
+                    if source is not None and source != cell:
+                        self.needs[cell].add(source)
+
+    def timed(self, rows: list[list[int]]) -> Rows:
+        """Return the cells of rows, each after its predecessor in the row and after the cells it needs."""
+        for row in rows:
+            for earlier, later in pairwise(row):
+                self.needs[later].add(earlier)
+        followers: list[list[int]] = [[] for _ in self.cells]
+        for i, before in enumerate(self.needs):
+            for j in before:
+                followers[j].append(i)
+        starts: list[float] = [0] * len(self.cells)
+        for i in in_order(followers)[0]:
+            for j in followers[i]:
+                starts[j] = max(starts[j], starts[i] + self.cells[i].cost)
+        cells = [
+            replace(cell, start=start, places=tuple(places))
+            for cell, start, places in zip(self.cells, starts, self.places, strict=True)
+        ]
+        return tuple(tuple(cells[i] for i in row) for row in rows)
+
+
+def cell_of(run: Pass, tags: Mapping[str, Tags]) -> Cell:
+    """Return the cell that a pass belongs to, without its start."""
+    outer = tags.get(run.chunk, ())
     return Cell(
-        start=block.start,
-        cost=block.cost,
-        phase=block.phase,
-        stage=block.stage,
-        part=block.part,
-        again=block.again,
-        pair=pair,
-        places=tuple(block.places),
+        start=0,
+        cost=UNIT[run.phase],
+        phase=run.phase,
+        stage=outer[0][1] if outer else None,
+        part=tuple(index for _, index in run.part),
+        again=run.again,
     )
 
 
 def pairs_of(orderings: Iterable[Ordering], tags: Mapping[str, Tags]) -> dict[str, int]:
-    """Return the labels of blocks that an order groups with others, each with the number of its group."""
-    found: dict[str, int] = {}
+    """Return the labels of cells that an order groups with others, each with the number of its group."""
+    groups: dict[str, int] = {}
     number = 0
     for ordering in orderings:
         for group in ordering.groups:
             labels = dict.fromkeys(
-                block_of(Pass(phase=step.phase, chunk=step.chunk, part=step.part), tags).label
+                cell_of(Pass(phase=step.phase, chunk=step.chunk, part=step.part), tags).label
                 for step in group
             )
             if len(labels) > 1:
-                found.update(dict.fromkeys(labels, number))
+                groups.update(dict.fromkeys(labels, number))
                 number += 1
-    return found
+    return groups
 
 
 def lone_unpaired(row: Iterable[Cell]) -> list[Cell]:
@@ -136,3 +244,33 @@ def lone_unpaired(row: Iterable[Cell]) -> list[Cell]:
     for cell in cells:
         count[cell.pair] = count.get(cell.pair, 0) + 1
     return [cell if count[cell.pair] > 1 else replace(cell, pair=-1) for cell in cells]
+
+
+def stage_tags(tags: Mapping[str, Tags], orderings: Iterable[Ordering]) -> Mapping[str, Tags]:
+    """Return each chunk's tags, with its stage as the outermost where stages are several regions each.
+
+    tags: of each chunk, in topological order. A stage is the regions whose forwards are in the same groups of
+    all orders. Without orders, or where some region is in none, tags stay as they are.
+
+    order([at(LAYER=[0, 1], MB=0, PASS="F"), ...]), order([at(LAYER=[2, 3], MB=0, PASS="F"), ...])
+    -->
+    LAYER=0 and LAYER=1 are stage 0, LAYER=2 and LAYER=3 are stage 1
+    """
+    groups: dict[Region, set[tuple[int, int, Tags]]] = {}
+    for number, ordering in enumerate(orderings):
+        for place, group in enumerate(ordering.groups):
+            for step in group:
+                if step.phase == "F" and step.chunk in tags:
+                    groups.setdefault(_outermost(tags[step.chunk]), set()).add((number, place, step.part))
+    regions = dict.fromkeys(_outermost(own) for own in tags.values())
+    if not groups.keys() >= regions.keys():
+        return tags
+    stages: dict[frozenset[tuple[int, int, Tags]], int] = {}
+    numbers = {region: stages.setdefault(frozenset(groups[region]), len(stages)) for region in regions}
+    if len(stages) == len(regions):
+        return tags
+    return {chunk: (("stage", numbers[_outermost(own)]), *own[1:]) for chunk, own in tags.items()}
+
+
+def _outermost(tags: Tags) -> Region:
+    return tags[0] if tags else None

@@ -133,7 +133,7 @@ def pipeline_facts(pipeline: Pipeline) -> Columns:
                 "cost": [cell.cost for cell in row],
                 "phase": [AGAIN if cell.again else cell.phase for cell in row],
                 "stage": [cell.stage for cell in row],
-                "microbatch": [".".join(map(str, cell.part)) for cell in row],
+                "microbatch": [cell.microbatch for cell in row],
                 "pair": [cell.pair for cell in row],
                 "places": [cell.places for cell in row],
             }

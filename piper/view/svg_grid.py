@@ -6,12 +6,19 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from piper.ir.ids import AGAIN
 from piper.view.cells import Cell, Pipeline
-from piper.view.css import hatched, hatching, hue, sheet
-from piper.view.legend import Legend, phase_name
-from piper.view.svg_writer import drawing, element, number, words
-from piper.view.text_grid import LETTER
+from piper.view.svg_writer import (
+    Legend,
+    drawing,
+    element,
+    hatched,
+    hatching,
+    hue,
+    number,
+    phase_name,
+    sheet,
+    words,
+)
 
 MARGIN, HEADER, ROW, GAP = 20.0, 60.0, 34.0, 8.0
 AXIS, LEGEND = 30.0, 30.0
@@ -76,21 +83,10 @@ def summary(pipeline: Pipeline) -> str:
 def about(pipeline: Pipeline) -> str:
     """Describe the picture in words."""
     rows = (
-        f"{name}: " + " ".join(describe(cell) for cell in row)
+        f"{name}: " + " ".join(cell.label for cell in row)
         for name, row in zip(pipeline.names, pipeline.rows, strict=True)
     )
     return f"{summary(pipeline)}. " + "; ".join(rows)
-
-
-def describe(cell: Cell) -> str:
-    """Return the label of a cell, as in the text grid: `2F0`."""
-    letter = AGAIN if cell.again else LETTER[cell.phase]
-    return f"{'' if cell.stage is None else cell.stage}{letter}{part_text(cell)}"
-
-
-def part_text(cell: Cell) -> str:
-    """Return the indices of a cell's microbatch as text."""
-    return ".".join(map(str, cell.part))
 
 
 def draw_row(pipeline: Pipeline, frame: Frame, row: int, name: str) -> Iterator[str]:
@@ -126,13 +122,13 @@ def draw_cell(cell: Cell, frame: Frame, y: float, *, with_stage: bool) -> Iterat
     }
     stage = "" if cell.stage is None else f"stage {cell.stage}, "
     name = phase_name(cell.phase, again=cell.again)
-    name_line = f"{describe(cell)}: {name}, {stage}microbatch {part_text(cell) or 'whole'}"
+    name_line = f"{cell.label}: {name}, {stage}microbatch {cell.microbatch or 'whole'}"
     inner = [element("title", name_line), element("rect", **box, class_=f"{cell.phase}{hue(cell.part)}")]
     inner += hatched(box, cell.phase, again=cell.again)
     if frame.unit >= 13:
         ink = f"on{cell.phase} mid num"
         low = 9.0 if with_stage else 4.5
-        inner.append(words(part_text(cell), x + width / 2, y + ROW / 2 + low, f"{ink} big"))
+        inner.append(words(cell.microbatch, x + width / 2, y + ROW / 2 + low, f"{ink} big"))
         if with_stage and cell.stage is not None:
             inner.append(words(f"s{cell.stage}", x + width / 2, y + 12, f"{ink} tiny"))
     yield element("g", "".join(inner))

@@ -1,10 +1,23 @@
-"""Writes SVG: elements, coordinates, and the frame that every drawing shares."""
+"""Writes SVG: elements, and what all drawings share: a frame, a style sheet, shades and a legend."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import ceil
 from xml.sax.saxutils import escape, quoteattr
 
+from piper.ir.chunk import Phase
+from piper.view.colours import DARK, HUES, LIGHT, Paper
+
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', 'DejaVu Sans', sans-serif"
+RISING, FALLING = "url(#hatch)", "url(#again)"  # lines over weight gradients, and over recomputed forwards
+HATCH_OPACITY, AGAIN_OPACITY = 0.4, 0.3
+PHASES: Mapping[Phase, str] = {
+    "F": "forward",
+    "B": "backward",
+    "BI": "input gradients",
+    "BW": "weight gradients",
+}
+LETTER = 6.1  # pixels
 
 
 def number(value: float) -> str:
@@ -46,3 +59,115 @@ def drawing(
     if defs:
         lines.append(f"<defs>{defs}</defs>")
     return "\n".join([*lines, *body, "</svg>"]) + "\n"
+
+
+def sheet() -> str:
+    """Return the style sheet, the same classes on light and on dark paper.
+
+    It uses no CSS variables, because converters do not know them.
+    """
+    shapes = [
+        f"text{{font-family:{FONT};font-size:12px}}",
+        ".title{font-size:15px;font-weight:600}",
+        ".small{font-size:11px}",
+        ".tiny{font-size:9px}",
+        ".big{font-size:13px;font-weight:600}",
+        ".mid{text-anchor:middle}",
+        ".right{text-anchor:end}",
+        ".num{font-variant-numeric:tabular-nums}",
+        ".pair{fill:none;stroke-width:1.8}",
+        ".frame{fill:none;stroke-width:1}",
+    ]
+    return "".join([*shapes, *rules(LIGHT), "@media(prefers-color-scheme:dark){", *rules(DARK), "}"])
+
+
+def rules(paper: Paper) -> list[str]:
+    """Return the rules for the colours of one scheme."""
+    found = [
+        f".page{{fill:{paper.page}}}",
+        f"text{{fill:{paper.text}}}",
+        f".faint{{fill:{paper.faint}}}",
+        f".line,.frame{{stroke:{paper.line}}}",
+        f".idle{{fill:{paper.idle};stroke:{paper.line}}}",
+        f".pair{{stroke:{paper.pair}}}",
+        f".hatch{{stroke:{paper.hatch}}}",
+        f".again{{stroke:{paper.phases['F'].text}}}",
+        f".quiet{{fill:{paper.quiet}}}",
+        f".arrow{{stroke:{paper.faint};fill:none}}",
+        f".head{{fill:{paper.faint}}}",
+    ]
+    for phase, ink in paper.phases.items():
+        found.append(f".on{phase}{{fill:{ink.text}}}")
+        found += [f".{phase}{hue}{{fill:{fill}}}" for hue, fill in enumerate(ink.fills)]
+    return found
+
+
+def hatching() -> str:
+    """Return the patterns that `hatched` fills with: thin diagonal lines, rising and falling."""
+    return "".join(
+        element(
+            "pattern",
+            element("path", d=path, class_=name, stroke_width=1, stroke_opacity=opacity),
+            id=name,
+            width=6,
+            height=6,
+            patternUnits="userSpaceOnUse",
+        )
+        for name, path, opacity in (
+            ("hatch", "M0 6L6 0", HATCH_OPACITY),
+            ("again", "M0 0L6 6", AGAIN_OPACITY),
+        )
+    )
+
+
+def hatched(box: Mapping[str, str | float], phase: Phase | None, *, again: bool) -> list[str]:
+    """Return the hatching to draw over a box; empty for a phase that needs none.
+
+    Without it weight gradients would look like backwards, and a recomputed forward like the first.
+    """
+    fill = FALLING if again else RISING if phase == "BW" else None
+    return [element("rect", **box, fill=fill)] if fill else []
+
+
+def hue(part: tuple[int, ...]) -> int:
+    """Return the hue of a microbatch, which its index along the last axis chooses."""
+    return part[-1] % HUES if part else 0
+
+
+def phase_name(phase: Phase, *, again: bool) -> str:
+    """Return the name of a phase in words."""
+    return f"{PHASES[phase]} again" if again else PHASES[phase]
+
+
+@dataclass(slots=True)
+class Legend:
+    """Samples of shades with their names, from left to right."""
+
+    x: float
+    y: float
+    drawn: list[str] = field(default_factory=list)
+
+    def phase(self, phase: Phase, hue: int = 0, *, again: bool = False) -> None:
+        """Add the shade of a phase. again: of a recompute."""
+        rest = hatched(self._box(), phase, again=again)
+        name = phase_name(phase, again=again)
+        self._named(name, [element("rect", **self._box(), class_=f"{phase}{hue}"), *rest])
+
+    def shade(self, name: str, class_: str) -> None:
+        """Add the shade of a CSS class. The outline of `idle` is half a pixel smaller, to be sharp."""
+        inset = 0.5 if class_ == "idle" else 0.0
+        self._named(name, [element("rect", **self._box(inset), class_=class_)])
+
+    def remark(self, text: str) -> None:
+        """Add words without a sample. They come last."""
+        self.drawn.append(words(text, self.x, self.y + 11, "small faint"))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.drawn)
+
+    def _box(self, inset: float = 0.0) -> dict[str, float]:
+        return {"x": self.x, "y": self.y + inset, "width": 16, "height": 14 - 2 * inset, "rx": 3}
+
+    def _named(self, name: str, sample: list[str]) -> None:
+        self.drawn += [*sample, words(name, self.x + 22, self.y + 11, "small")]
+        self.x += 22 + len(name) * LETTER + 14

@@ -7,9 +7,9 @@ from piper.ir.ids import AGAIN
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan
+from piper.schedules.action import LETTERS
 from piper.simulate.timeline import Timeline
 from piper.view.subject import Subject
-from piper.view.text_grid import LETTER
 
 IDLE = "."
 PHASES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
@@ -71,6 +71,6 @@ def mark_of(ins: Instr) -> tuple[str, str]:
     if ins.op == "compute":
         if ins.again:
             return AGAIN, f"{PHASES['F']} again"
-        letter = LETTER[ins.computes.phase]
+        letter = LETTERS[ins.computes.phase]
         return letter, PHASES[letter]
     return OPS[ins.op].mark, OPS[ins.op].caption

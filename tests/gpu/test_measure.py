@@ -15,5 +15,5 @@ def test_the_best_few_run_on_the_gpu_that_is_there() -> None:
     assert found.trial is not None
     assert [3 <= len(run.starts) <= 5 for run in found.trial.runs] == [True, True]
     assert all(1 <= len(start) <= 3 for run in found.trial.runs for start in run.starts)
-    assert found.best is found.trial.runs[0].found
+    assert found.best is found.trial.runs[0].candidate
     assert not any(run.failed for run in found.trial.runs)

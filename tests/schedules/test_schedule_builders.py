@@ -15,8 +15,8 @@ from piper.schedules.action import is_overlap
 from piper.schedules.grid import orders
 from piper.schedules.grid_check import validate
 from piper.schedules.names import NAMES, grid_for
-from piper.schedules.picture import picture
 from piper.schedules.timing import makespan, timeline
+from piper.view.text_grid import picture
 from tests.schedules.activations import peak_activations
 
 BUILDERS: dict[str, Callable[..., list[Order]]] = {

@@ -92,7 +92,7 @@ import os, signal, time
 from piper.cli import main
 from piper.tuning import strategy_search
 
-together = strategy_search.made_together
+together = strategy_search.run_together
 
 
 def interrupt():
@@ -104,7 +104,7 @@ def interrupted(calls):
     return together([interrupt, *calls[1:]] if len(calls) > 1 else calls)
 
 
-strategy_search.made_together = interrupted
+strategy_search.run_together = interrupted
 main()
 """
 

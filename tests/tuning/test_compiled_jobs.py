@@ -13,9 +13,9 @@ from piper.runtime.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import simulate
-from piper.tuning.captured_model import captured_model, shapes_of
 from piper.tuning.choice import StrategyChoice
 from piper.tuning.evaluate import evaluate
+from piper.tuning.model import captured_model, shapes_of
 from piper.tuning.space import grid_of
 from piper.tuning.strategy_search import StrategySearch
 from tests.tuning.models import JOB, SMALL, Everything, everything
@@ -80,7 +80,7 @@ def test_compiled_backwards_that_add_gradients_are_predicted_to(whole: Everythin
 def test_bounds_hold_for_compiled_jobs(whole: Everything) -> None:
     for leaf, found in zip(whole.leaves, whole.found, strict=True):
         assert leaf.bound <= found.step * (1 + 1e-9), leaf.choice.label
-        assert leaf.held.total <= found.peak, leaf.choice.label
+        assert leaf.memory.total <= found.peak, leaf.choice.label
 
 
 def test_a_layer_that_adds_its_gradients_only_reads_the_sum(whole: Everything) -> None:

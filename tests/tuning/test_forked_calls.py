@@ -7,7 +7,7 @@ import time
 import pytest
 
 from piper.errors import WorkerError
-from piper.tuning.forked_calls import ForkedCall, made_beside, made_together, wait_for_any
+from piper.tuning.forked_calls import ForkedCall, run_beside, run_together, wait_for_any
 from tests.warm import children
 
 
@@ -30,7 +30,7 @@ def killed() -> int:
 
 
 def test_results_come_in_order_each_from_its_own_process() -> None:
-    first, second, third = made_together([os.getpid, os.getpid, lambda: 3])
+    first, second, third = run_together([os.getpid, os.getpid, lambda: 3])
     assert first == os.getpid()
     assert second != first
     assert third == 3
@@ -38,27 +38,27 @@ def test_results_come_in_order_each_from_its_own_process() -> None:
 
 
 def test_a_result_larger_than_a_pipe() -> None:
-    assert made_together([lambda: b"", lambda: b"x" * 300_000]) == [b"", b"x" * 300_000]
+    assert run_together([lambda: b"", lambda: b"x" * 300_000]) == [b"", b"x" * 300_000]
 
 
 def test_an_exception_in_a_process_is_left_to_a_second_call() -> None:
-    assert made_together([lambda: 1, raises, lambda: 3]) == [1, None, 3]
+    assert run_together([lambda: 1, raises, lambda: 3]) == [1, None, 3]
     with pytest.raises(ValueError, match="no"):
-        made_together([raises, lambda: 2])
+        run_together([raises, lambda: 2])
     assert none_is_left()
 
 
 def test_ctrl_c_ends_the_processes() -> None:
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        made_together([interrupted, lambda: time.sleep(600)])
+        run_together([interrupted, lambda: time.sleep(600)])
     assert time.monotonic() - begun < 300
     assert none_is_left()
 
 
 def test_a_process_that_is_killed() -> None:
     with pytest.raises(WorkerError) as error:
-        made_together([lambda: 1, killed, lambda: time.sleep(600)])
+        run_together([lambda: 1, killed, lambda: time.sleep(600)])
     assert str(error.value) == (
         "tune: a process that evaluated a candidate was killed by SIGKILL\n"
         "  hint: often for want of memory: try --workers 1, or tune(..., workers=1)"
@@ -68,12 +68,14 @@ def test_a_process_that_is_killed() -> None:
 
 def test_a_call_beside_another() -> None:
     here: list[int] = []
-    other = made_beside(lambda: here.append(os.getpid()), os.getpid)
+    other = run_beside(lambda: here.append(os.getpid()), os.getpid, workers=2)
     assert here == [os.getpid()]
     assert other not in (None, os.getpid())
-    assert made_beside(lambda: None, raises) is None
+    assert run_beside(lambda: None, raises, workers=2) is None
     with pytest.raises(ValueError, match="no"):
-        made_beside(raises, lambda: time.sleep(600))
+        run_beside(raises, lambda: time.sleep(600), workers=2)
+    assert run_beside(lambda: here.append(0), os.getpid, workers=1) is None
+    assert here == [os.getpid(), 0]
     assert none_is_left()
 
 

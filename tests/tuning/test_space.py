@@ -98,12 +98,11 @@ def test_the_directives_of_a_candidate() -> None:
         schedule="1f1b",
         zeros=(1, 3),
         recompute=Recompute(across=True),
-        bucket_mb=25,
     )
     made = directives_of(choice, grid_of(choice), "LAYER", Divide(), routed=False)
     assert list(map(str, made)) == [
-        "replicate(at(LAYER=range(0, 3)), devices=[0, 1], zero=1, bucket_mb=25)",
-        "replicate(at(LAYER=3), devices=[2, 3], zero=3, bucket_mb=25)",
+        "replicate(at(LAYER=range(0, 3)), devices=[0, 1], zero=1)",
+        "replicate(at(LAYER=3), devices=[2, 3], zero=3)",
         "split(at(), parts=2)",
         'order([at(LAYER=range(0, 3), MB=0, PASS="F"), at(LAYER=range(0, 3), MB=1, PASS="F"), '
         'at(LAYER=range(0, 3), MB=0, PASS="B"), at(LAYER=range(0, 3), MB=1, PASS="B")])',
@@ -111,7 +110,7 @@ def test_the_directives_of_a_candidate() -> None:
         'at(LAYER=3, MB=1, PASS="B")])',
         'remat(at(), budget=1.0, across="LAYER")',
     ]
-    assert choice.label == ("PP2 DP2 zero 1/3, 2 x 1, 1f1b, stages 3 1, recompute layers, buckets of 25 MB")
+    assert choice.label == ("PP2 DP2 zero 1/3, 2 x 1, 1f1b, stages 3 1, recompute layers")
 
 
 def test_an_outline_between_equal_ones_is_the_same() -> None:

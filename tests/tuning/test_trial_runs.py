@@ -46,7 +46,7 @@ def evaluation(step: float, devices: int = 2, peak: int = 100) -> Evaluation:
         strategy=tuple(strategies.ddp(devices)),
         step=step,
         peak=peak,
-        held=(peak,),
+        rank_peaks=(peak,),
         busy=step,
         exposed=0.0,
         bound=0.0,
@@ -158,12 +158,12 @@ def test_a_start_in_which_everything_is_slow_says_nothing() -> None:
 
 
 def run_of(predicted: float, *medians: float) -> TrialRun:
-    return TrialRun(found=evaluation(predicted), starts=tuple(map(tuple, starts_of(*medians))))
+    return TrialRun(candidate=evaluation(predicted), starts=tuple(map(tuple, starts_of(*medians))))
 
 
 def test_equally_fast_runs_are_in_the_order_of_their_predictions() -> None:
     slow, late, early = run_of(1.0, 1.2), run_of(3.0, 1.0), run_of(2.0, 1.04)
-    failed = TrialRun(found=evaluation(0.5), starts=(), failed="lost")
+    failed = TrialRun(candidate=evaluation(0.5), starts=(), failed="lost")
     runs = [slow, failed, late, early]
     assert ordered(runs, 0.05) == (early, late, slow, failed)
     assert ordered(runs, 0.03) == (late, early, slow, failed)
@@ -183,7 +183,7 @@ def test_one_start_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     lucky = [*warm, *[0.92] * 3, *warm, *[1.0] * 3, *warm, *[1.01] * 3, *warm, *[0.99] * 3, *warm, 1.0]
     other = [*warm, *[1.01] * 3, *warm, *[1.0] * 3, *warm, *[1.0] * 3, *warm, *[1.02] * 3, *warm, 1.01]
     found = trial(Machine([other, lucky]), monkeypatch)
-    assert [run.found.step for run in found.runs] == [1.0, 2.0]
+    assert [run.candidate.step for run in found.runs] == [1.0, 2.0]
     assert [run.step for run in found.runs] == pytest.approx([1.01, 1.0])
     assert 0.01 < found.margin < 0.04
 
@@ -200,7 +200,7 @@ def trial(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> TrialRuns:
 
 def test_the_fastest_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     found = trial(Machine([[3.0], [2.0, 2.0, 1.0, 8.0, 2.0]]), monkeypatch)
-    assert [(run.found.step, run.step) for run in found.runs] == [(2.0, 2.0), (1.0, 3.0)]
+    assert [(run.candidate.step, run.step) for run in found.runs] == [(2.0, 2.0), (1.0, 3.0)]
     assert found.warning == ""
 
 
@@ -213,7 +213,7 @@ def test_a_candidate_that_fails_is_not_chosen(monkeypatch: pytest.MonkeyPatch, s
     machine = Machine([[1.0], [2.0]], instead={step: failure()})
     found = trial(machine, monkeypatch)
     failed = machine.taken[step]
-    assert [(run.found.step, bool(run.times)) for run in found.runs] == [
+    assert [(run.candidate.step, bool(run.times)) for run in found.runs] == [
         (2.0 - failed, True),
         (1.0 + failed, False),
     ]
@@ -233,7 +233,7 @@ def test_ctrl_c_gives_the_best_so_far(
     machine = Machine([[3.0], [2.0]], instead={step: KeyboardInterrupt()})
     found = trial(machine, monkeypatch)
     assert found.interrupted
-    assert (len(found.runs[0].times), found.runs[0].found.step) == (steps, best)
+    assert (len(found.runs[0].times), found.runs[0].candidate.step) == (steps, best)
 
 
 def test_other_work_is_named() -> None:
@@ -332,7 +332,7 @@ def test_the_strategy_that_a_job_has() -> None:
 
 def tuned(runs: tuple[TrialRun, ...], evaluated: tuple[Evaluation, ...], margin: float = 0.0) -> Tuned:
     return Tuned(
-        best=runs[0].found,
+        best=runs[0].candidate,
         evaluated=evaluated,
         discarded=(),
         limit=1000,
@@ -353,9 +353,9 @@ def test_a_table_has_measured_before_predicted_steps() -> None:
     )
     found = tuned(
         (
-            TrialRun(found=second, starts=((2.5,), (2.0, 9.0))),
-            TrialRun(found=first, starts=((3.0,),)),
-            TrialRun(found=third, starts=(), failed="device 0: the worker is lost"),
+            TrialRun(candidate=second, starts=((2.5,), (2.0, 9.0))),
+            TrialRun(candidate=first, starts=((3.0,),)),
+            TrialRun(candidate=third, starts=(), failed="device 0: the worker is lost"),
         ),
         evaluated,
     )
@@ -373,8 +373,8 @@ def test_a_table_has_measured_before_predicted_steps() -> None:
 
 def test_a_table_says_which_are_equally_fast() -> None:
     runs = (run_of(1.0, 2.1), run_of(2.0, 2.0), run_of(3.0, 4.2))
-    found = tuned(runs, tuple(run.found for run in reversed(runs)), margin=0.06)
-    assert found.ranked == [run.found for run in runs]
+    found = tuned(runs, tuple(run.candidate for run in reversed(runs)), margin=0.06)
+    assert found.ranked == [run.candidate for run in runs]
     assert [found.reason(one) for one in found.ranked] == [
         "best by prediction of 2 that are equally fast",
         "measured 0.952 of the best: equally fast, as far as starts tell",

@@ -10,9 +10,8 @@ from piper.directives import Directive, apply
 from piper.ir.graph import start
 from piper.ir.select import At
 from piper.schedules.names import NAMES, grid_for
-from piper.schedules.picture import picture
-from piper.view.pipeline_stages import stage_tags
-from piper.view.text_grid import grid
+from piper.view.cells import stage_tags
+from piper.view.text_grid import grid, picture
 from tests.chain import chain
 from tests.lower.lowering import lower
 
