@@ -69,9 +69,9 @@ class Worst:
     bad: str | None = None
     buffers: dict[str, str] = field(default_factory=dict)  # those that differ, and how
 
-    def take(self, number: int, found: Iterable[tuple[str, str, float, str]], buffers: set[str]) -> None:
+    def take(self, number: int, diffs: Iterable[tuple[str, str, float, str]], buffers: set[str]) -> None:
         """Record the differences of a step; those of buffers apart."""
-        for kind, name, diff, words in found:
+        for kind, name, diff, words in diffs:
             self.largest[kind] = max(self.largest[kind], diff)
             if words or not diff <= self.tol:
                 text = f"step {number}: {name} {words or f'differs by {diff:.3g}'}"
@@ -129,7 +129,7 @@ class _Check:
         self.options = options
         self.whole = Worst(tol)
         self.sliced: Worst | None = None  # since a step differed from the whole batch
-        self.found = Reasons()
+        self.reasons = Reasons()
         self.padded = False  # the batch of the first step that differed
         self.rounding = 0.0  # how far rounding in a narrower type may carry
         self.only_sliced: str | None = None  # why it equals the slices, and not the whole batch
@@ -187,9 +187,10 @@ class _Check:
                 slices, self.sliced = self._slices(number), Worst(self.tol)
             if asked and not whole:
                 self.padded = padded(batch, self.program.job.buckets) is not batch
-                self.found = reasons(slices, batch)
+                self.reasons = reasons(slices, batch)
                 own = self._own_rounding(number)
-                self.rounding = max(self.found.rounding, min(SAFETY * max(own["loss"], own["grad"]), LARGEST))
+                limit = min(SAFETY * max(own["loss"], own["grad"]), LARGEST)
+                self.rounding = max(self.reasons.rounding, limit)
             self.sliced.take(number, compared(got, next(numbers(slices, [batch]))), self.buffers)
             if self.sliced.first is not None and not self._only_rounds(number):
                 return number, self.whole.first or self.sliced.first
@@ -209,7 +210,7 @@ class _Check:
     def _own_rounding(self, number: int) -> dict[str, float]:
         """Return how far plain PyTorch is, up to a step, from itself with nothing cast to a narrower type."""
         own = Worst(math.inf)
-        if self.found.narrow and self.program.job.precision == "fp64":
+        if self.reasons.narrow and self.program.job.precision == "fp64":
             batches = self.batches[: number + 1]
             rounded, exact = (
                 numbers(Reference(self.program, exact=exact), batches) for exact in (False, True)
@@ -239,12 +240,12 @@ class _Check:
         """Return what is wrong with a run that equals plain PyTorch on the same slices. None: nothing is."""
         if self.sliced is None:
             return None
-        found = self.found
-        if found.uneven:
-            return f"the loss is a mean of uneven slices: {'; '.join(found.uneven)} on the slices; {LOSSES}"
-        if found.summed and not found.mixing:
+        reasons = self.reasons
+        if reasons.uneven:
+            return f"the loss is a mean of uneven slices: {'; '.join(reasons.uneven)} on the slices; {LOSSES}"
+        if reasons.summed and not reasons.mixing:
             return f"the loss is a sum over the samples, and slices count as means; {LOSSES}"
-        if self.padded and self.whole.bad is not None and not found.mixing:
+        if self.padded and self.whole.bad is not None and not reasons.mixing:
             return (
                 f"{self.whole.bad}: the padded batch gives other numbers than the batch as it is. Let the "
                 "values of Buckets(pad=...) count neither in the loss nor in attention"
@@ -258,49 +259,49 @@ class _Check:
                 )
             return None
         apart = max(self.whole.largest["loss"], self.whole.largest["grad"])
-        if not found.mixing and found.narrow and apart <= self.rounding:
+        if not reasons.mixing and reasons.narrow and apart <= self.rounding:
             self.notes.append(
                 f"{self._narrow()}. Their rounding depends on the size of a slice. The whole batch agrees to "
                 f"{apart:.2g}, the same slices to {max(self.tol, *self.sliced.largest.values()):.2g}"
             )
             return None
-        if not found.mixing and any(plain.fp8 is not None and plain.fp8.unsure for plain in self.replays):
+        if not reasons.mixing and any(plain.fp8 is not None and plain.fp8.unsure for plain in self.replays):
             self.only_sliced = "gradients are rounded to fp8"
             self.notes.append(
                 "rows of a product in fp8 have two axes as long as the batch, and the first is taken for the "
                 "samples, which decides how gradients are rounded. The same slices in plain PyTorch agree"
             )
             return None
-        if not found.mixing:
+        if not reasons.mixing:
             return (
                 f"{self.whole.bad}, because the loss of the batch is not the mean of the losses of its "
                 f"slices: it is a mean of uneven slices, or it mixes samples; {LOSSES}"
             )
-        more = f" and {len(found.mixing) - 1} more" if len(found.mixing) > 1 else ""
-        self.only_sliced = f"{found.mixing[0]}{more} mix{'' if more else 'es'} samples"
+        more = f" and {len(reasons.mixing) - 1} more" if len(reasons.mixing) > 1 else ""
+        self.only_sliced = f"{reasons.mixing[0]}{more} mix{'' if more else 'es'} samples"
         self.notes.append(
             "these operations mix samples, and see one slice of the batch at a time, as under DDP and "
-            f"gradient accumulation: {'; '.join(found.mixing)}. The same slices in plain PyTorch agree"
+            f"gradient accumulation: {'; '.join(reasons.mixing)}. The same slices in plain PyTorch agree"
         )
         return None
 
     def _may_be_rounding(self) -> list[str]:
         """Return a note if rounding in a narrower type could explain a difference. Else nothing."""
-        if self.sliced is None or not self.found.narrow:
+        if self.sliced is None or not self.reasons.narrow:
             return []
         apart = max(self.sliced.largest["loss"], self.sliced.largest["grad"])
         if apart > self.rounding:
             return []
         return [
-            f"{self._narrow()}. All numbers agree to {apart:.2g}, and rounding in {self.found.type} may "
+            f"{self._narrow()}. All numbers agree to {apart:.2g}, and rounding in {self.reasons.type} may "
             f"carry to {self.rounding:.2g}: without these casts, `piper check` can tell"
         ]
 
     def _narrow(self) -> str:
         """Name the operations that compute in a narrower type than the job."""
-        found = self.found
-        listed = "; ".join(found.narrow[:SHOWN]) + ("; ..." if len(found.narrow) > SHOWN else "")
-        return f"these operations compute in {found.type}: {listed}"
+        reasons = self.reasons
+        listed = "; ".join(reasons.narrow[:SHOWN]) + ("; ..." if len(reasons.narrow) > SHOWN else "")
+        return f"these operations compute in {reasons.type}: {listed}"
 
     def _answer(self, judge: Worst, bad: str | None) -> Report:
         if bad is not None and self.whole.bad is not None:

@@ -27,21 +27,21 @@ def first_bad_collective(outline: CapturedModel, plans: Plans, trails: Trails, t
     """Name the first collective, in the order of the model, whose result differs. None: all are right."""
     chunks = {chunk.name: chunk.collective for chunk in outline.chunks}
     order = {chunk.name: place for place, chunk in enumerate(outline.chunks)}
-    found = [
+    ordered = [
         ((run.phase != "F", order[run.chunk] * (1 if run.phase == "F" else -1), run.part), ins, group)
         for ins, run, group in collectives(plans)
     ]
-    for _, ins, group in sorted(found, key=lambda one: one[0]):
+    for _, ins, group in sorted(ordered, key=lambda one: one[0]):
         run = ins.collects.run
         how = chunks[run.chunk]
         assert how is not None, f"{run.chunk} is no collective"
         how = how if run.phase == "F" else how.adjoint
         given = [trails[device].get((run, ins.reads[0].base)) for device in group]
-        made = [trails[device].get((run, ins.writes[0].base)) for device in group]
+        results = [trails[device].get((run, ins.writes[0].base)) for device in group]
         values = [value for value in given if value is not None]
         if len(values) < len(group):
             continue
-        for device, got, wanted in zip(group, made, by_hand(how, values), strict=True):
+        for device, got, wanted in zip(group, results, by_hand(how, values), strict=True):
             if got is None or not wanted.numel():
                 continue
             diff = distance(got, wanted) if got.shape == wanted.shape else float("inf")

@@ -48,9 +48,9 @@ class Fp8Products(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        found = factors(func, args, kwargs or {})
-        if found is not None:
-            x, weight, bias = found
+        operands = factors(func, args, kwargs or {})
+        if operands is not None:
+            x, weight, bias = operands
             name = self.weights.get(weight.untyped_storage().data_ptr())
             if name is not None:
                 chunks = self.chunks[name]
@@ -74,7 +74,7 @@ class Fp8Products(TorchFunctionMode):
         parts = self.slicing.slices(chunk, self.total)
         wanted = (torch.tensor(part.samples, device=x.device) for part in parts)
         rows = [torch.isin(sample, part).nonzero().squeeze(1) for part in wanted]
-        return [found for found in rows if len(found)]
+        return [group for group in rows if len(group)]
 
 
 def factors(func: object, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:  # noqa: ANN401

@@ -114,8 +114,8 @@ class _Record(TorchDispatchMode):
 
     def source(self, tensor: Tensor) -> Value | None:
         """Return the recorded value of a tensor."""
-        found = self.made.get(id(tensor))
-        return found[1] if found is not None and found[0] is tensor else None
+        recorded = self.made.get(id(tensor))
+        return recorded[1] if recorded is not None and recorded[0] is tensor else None
 
     @contextmanager
     def modules(self) -> Iterator[None]:
@@ -187,8 +187,8 @@ def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
 
 def rounds(call: Call, dtype: torch.dtype) -> float:
     """Return the rounding of an operation that computes in a narrower type than the job; else 0."""
-    found = (v.tensor.dtype for v in call.results if v.tensor.is_floating_point())
-    eps = max((torch.finfo(found_type).eps for found_type in found), default=0.0)
+    dtypes = (v.tensor.dtype for v in call.results if v.tensor.is_floating_point())
+    eps = max((torch.finfo(found_type).eps for found_type in dtypes), default=0.0)
     moves = call.op in REORDERS or call.op.is_view
     return eps if eps > torch.finfo(dtype).eps and not moves else 0.0
 

@@ -220,8 +220,8 @@ class Reference:
     def _add_gradients(self, sums: dict[str, Tensor], value: Tensor) -> None:
         """Add the gradient of a value to sums by parameter."""
         wanted = [(name, p) for name, p in self.params.items() if p.requires_grad]
-        found = torch.autograd.grad(value, [p for _, p in wanted], retain_graph=True, allow_unused=True)
-        for (name, _), gradient in zip(wanted, found, strict=True):
+        gradients = torch.autograd.grad(value, [p for _, p in wanted], retain_graph=True, allow_unused=True)
+        for (name, _), gradient in zip(wanted, gradients, strict=True):
             if gradient is not None:
                 sums[name] = sums[name] + gradient if name in sums else gradient
 
@@ -246,8 +246,8 @@ class Reference:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every parameter and buffer, exact."""
-        found = {name: value.detach() for name, value in self.model.state_dict().items()}
-        return found | {name: value.detach() for name, value in self.masters.items()}
+        state = {name: value.detach() for name, value in self.model.state_dict().items()}
+        return state | {name: value.detach() for name, value in self.masters.items()}
 
 
 class BufferHistories:

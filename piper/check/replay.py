@@ -270,10 +270,10 @@ class _Draws(TorchDispatchMode):
             given = [rows_of(value, shape, axis, rows) for value in args]
             named = {key: rows_of(value, shape, axis, rows) for key, value in kwargs.items()}
             out = self._seeded(op, given, named, chunk, place, part)
-            made = [out] if isinstance(out, Tensor) else [*out]
+            drawn = [out] if isinstance(out, Tensor) else [*out]
             if not results:
-                results = [args[0] if op in IN_PLACE else value.new_empty((*shape,)) for value in made]
-            for whole, value in zip(results, made, strict=True):
+                results = [args[0] if op in IN_PLACE else value.new_empty((*shape,)) for value in drawn]
+            for whole, value in zip(results, drawn, strict=True):
                 whole.index_copy_(axis, rows, value)
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -334,8 +334,8 @@ def kept_share(op: Any, args: Sequence[Any]) -> float | None:  # noqa: ANN401
 def rows_of(value: Any, shape: Shape, axis: int, rows: Tensor) -> Any:  # noqa: ANN401
     """Return some rows of an argument that has the shape of a draw, laid out in memory as it is."""
     if isinstance(value, Tensor) and tuple(value.shape) == shape:
-        made = torch.empty_like(value.narrow(axis, 0, len(rows)))
-        return made.copy_(value.index_select(axis, rows))
+        rows_taken = torch.empty_like(value.narrow(axis, 0, len(rows)))
+        return rows_taken.copy_(value.index_select(axis, rows))
     if isinstance(value, list | tuple) and tuple(value) == shape:
         return [len(rows) if a == axis else size for a, size in enumerate(shape)]
     return value

@@ -74,7 +74,7 @@ def shifted_regions(reference: Reference, batch: Mapping[str, Tensor]) -> Iterat
     for region, names in used.params.items():
         tag, index = region
         for name in sorted(names - captured.get(region, set())):
-            others = [at for at, found in captured.items() if at[0] == tag and at != region and name in found]
+            others = [at for at, own in captured.items() if at[0] == tag and at != region and name in own]
             if others:
                 yield (
                     f"{name} is used in region {tag}={index} of the model, but the captured model has it in "

@@ -85,11 +85,11 @@ def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> BatchSlici
                     counts[axis] = max(counts.get(axis, 0), index + 1)
     placed = {
         chunk: ForwardPlacement(
-            devices=tuple(sorted(next(iter(found.values()))))[:: degrees.get(chunk, 1)],
-            parts=tuple(sorted(found)),
-            by_part={part: plans.chunks[chunk].devices_for(part)[:: degrees.get(chunk, 1)] for part in found},
+            devices=tuple(sorted(next(iter(parts.values()))))[:: degrees.get(chunk, 1)],
+            parts=tuple(sorted(parts)),
+            by_part={part: plans.chunks[chunk].devices_for(part)[:: degrees.get(chunk, 1)] for part in parts},
         )
-        for chunk, found in devices.items()
+        for chunk, parts in devices.items()
     }
     cells = math.lcm(*(len(each.devices) for each in placed.values()))
     return BatchSlicing(placed=placed, cells=cells, counts=counts)

@@ -21,7 +21,7 @@ def spans(bucket: Bucket, device: int, low: int, high: int) -> dict[str, list[Fl
     flattened. Padding has no runs.
     """
     position = bucket.devices.index(device)
-    found: dict[str, list[FlatRuns]] = {}
+    by_name: dict[str, list[FlatRuns]] = {}
     for piece in bucket.pieces:
         if piece.offset >= high or piece.offset + piece.numel <= low:
             continue
@@ -31,8 +31,8 @@ def spans(bucket: Bucket, device: int, low: int, high: int) -> dict[str, list[Fl
             for cut in within(piece.offset + runs.here, runs, low, high)
         ]
         if mine:
-            found.setdefault(piece.name, []).extend(sorted(mine, key=lambda runs: runs.here))
-    return found
+            by_name.setdefault(piece.name, []).extend(sorted(mine, key=lambda runs: runs.here))
+    return by_name
 
 
 def within(at: int, runs: FlatRuns, low: int, high: int) -> Iterator[FlatRuns]:
@@ -63,9 +63,9 @@ def within(at: int, runs: FlatRuns, low: int, high: int) -> Iterator[FlatRuns]:
             yield FlatRuns(here=cut[0], there=there, length=cut[1] - cut[0])
 
 
-def length_of(held: Iterable[FlatRuns]) -> int:
+def length_of(several: Iterable[FlatRuns]) -> int:
     """Return how many elements some runs have."""
-    return sum(runs.length * runs.count for runs in held)
+    return sum(runs.length * runs.count for runs in several)
 
 
 def held_buckets(plans: Plans, device: int) -> list[Bucket]:
@@ -84,13 +84,13 @@ def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
 
     Of replicas that own the same elements it is the first, of a tied parameter's copies the first bucket.
     """
-    found = []
+    buckets = []
     for bucket in held_buckets(plans, device):
         group = next((group for group in bucket.distinct if device in group), None)
         first = group is not None and (bucket.zero > 0 or device == group[0])
         if first and not written_elsewhere(plans.buckets.values(), bucket):
-            found.append(bucket)
-    return found
+            buckets.append(bucket)
+    return buckets
 
 
 def written_elsewhere(buckets: Iterable[Bucket], bucket: Bucket) -> bool:

@@ -14,19 +14,19 @@ from piper.plan.plan import Plans
 def wanted_model(plans: Plans, outline: CapturedModel) -> dict[str, Spec]:
     """Return the parameters and buffers that a program's checkpoint holds, whatever its strategy."""
     buckets = {piece.name: bucket for bucket in plans.buckets.values() for piece in bucket.pieces}
-    found: dict[str, Spec] = {}
+    specs: dict[str, Spec] = {}
     for parameter in outline.parameters:
         spec = Spec(shape=parameter.shape)
         if (bucket := buckets.get(parameter.name)) is not None:
             exact = bucket.precision.sum_dtype if bucket.trainable else bucket.dtype  # of the master copy
             spec = replace(spec, dtype=exact, trainable=bucket.trainable)
-        found[parameter.name] = spec
-    held = {name for chunk in outline.chunks for name in chunk.buffers}
+        specs[parameter.name] = spec
+    read_by_chunks = {name for chunk in outline.chunks for name in chunk.buffers}
     for buffer in outline.buffers:
-        if buffer.persistent or buffer.name in held:
-            dtype = buffer.dtype if buffer.name in held else None
-            found[buffer.name] = Spec(shape=buffer.shape, dtype=dtype)
-    return found
+        if buffer.persistent or buffer.name in read_by_chunks:
+            dtype = buffer.dtype if buffer.name in read_by_chunks else None
+            specs[buffer.name] = Spec(shape=buffer.shape, dtype=dtype)
+    return specs
 
 
 def check_model(path: Path, record: Record, wanted: Mapping[str, Spec]) -> None:

@@ -122,9 +122,9 @@ def discard(path: Path) -> None:
     """Remove a checkpoint that was begun, and put the one it was to replace back in its place."""
     with suppress(OSError):  # the error that led here is the one to report
         remove(hidden_path(path, "partial"))
-    found = settled(path)
-    if found != path and not path.exists():
-        found.rename(path)
+    place = settled(path)
+    if place != path and not path.exists():
+        place.rename(path)
 
 
 def settled(path: Path) -> Path:
@@ -187,17 +187,17 @@ def candidates(folder: Path) -> list[Path | DamagedError]:
 
     Only records and sizes are looked at: workers verify the tensors when they load them.
     """
-    found: list[Path | DamagedError] = []
+    checkpoints: list[Path | DamagedError] = []
     for path in reversed(by_step(folder)):
         try:
             read_record(path)
-            found.append(path)
+            checkpoints.append(path)
         except DamagedError as error:
-            found.append(error)
+            checkpoints.append(error)
         except ConfigError:
             if path.is_dir() and entries(path):
-                found.append(DamagedError(path, f"{FILE} is missing"))
-    return found
+                checkpoints.append(DamagedError(path, f"{FILE} is missing"))
+    return checkpoints
 
 
 def retain(folder: Path, keep: int, good: Callable[[Path], bool] = intact) -> None:
@@ -206,17 +206,17 @@ def retain(folder: Path, keep: int, good: Callable[[Path], bool] = intact) -> No
     One that is damaged does not count, and one to which the user has added a file is not dropped.
     """
     assert keep >= 1
-    found = complete(folder)
-    place, kept = len(found), 0
+    checkpoints = complete(folder)
+    place, kept = len(checkpoints), 0
     while place and kept < keep:
         place -= 1
-        kept += good(found[place])
-    for path in found[: place if kept == keep else 0]:
+        kept += good(checkpoints[place])
+    for path in checkpoints[: place if kept == keep else 0]:
         if not strangers(path):
-            drop(path, found[-1])
+            drop(path, checkpoints[-1])
     for path in folder.iterdir():
         match = LEFT.fullmatch(path.name)
-        if match is not None and path not in found:
+        if match is not None and path not in checkpoints:
             with suppress(OSError):  # the next save tries again
                 remove(path)
 

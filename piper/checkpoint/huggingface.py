@@ -43,17 +43,17 @@ def export_hf(
     folder: a new or empty one, or an earlier export, which is replaced. Anything else is refused.
     dtype: what to write them as; None: as they are.
     """
-    made = shell(model)
-    ties = ties_of(made)
-    check_names(made, state, ties)
+    skeleton = shell(model)
+    ties = ties_of(skeleton)
+    check_names(skeleton, state, ties)
     given = {names[0]: state[next(name for name in names if name in state)] for names in ties}
     if dtype is not None:
         given = {
             name: value.to(dtype) if value.is_floating_point() else value for name, value in given.items()
         }
     kinds = {value.dtype for value in given.values() if value.is_floating_point()}
-    made.to(kinds.pop() if len(kinds) == 1 else torch.float32)
-    write_export(folder, lambda partial: made.save_pretrained(partial, state_dict=given))
+    skeleton.to(kinds.pop() if len(kinds) == 1 else torch.float32)
+    write_export(folder, lambda partial: skeleton.save_pretrained(partial, state_dict=given))
 
 
 def write_export(folder: Path | str, write: Callable[[Path], object]) -> None:
@@ -165,9 +165,9 @@ def import_hf(folder: Path | str, model: "PreTrainedModel | None" = None) -> Map
     model: of the class and config that the weights are for. Where a folder has other names, as those of
     Mixtral do, transformers then converts them, and all weights are read at once.
     """
-    found = Weights(Path(folder))
-    if model is None or all(any(name in found for name in names) for names in ties_of(model)):
-        return found
+    weights = Weights(Path(folder))
+    if model is None or all(any(name in weights for name in names) for names in ties_of(model)):
+        return weights
     return converted(Path(folder), model)
 
 
@@ -175,7 +175,7 @@ def converted(folder: Path, model: "PreTrainedModel") -> Mapping[str, Tensor]:
     """Return the weights in a folder as transformers loads them into a model of this class and config."""
     try:
         with quiet():
-            made, info = type(model).from_pretrained(
+            loaded, info = type(model).from_pretrained(
                 folder, config=model.config, output_loading_info=True, use_safetensors=True
             )
     except (OSError, RuntimeError, ValueError) as error:
@@ -187,7 +187,7 @@ def converted(folder: Path, model: "PreTrainedModel") -> Mapping[str, Tensor]:
             facts={"path": str(folder), **facts},
             hint="to let the model make what is missing, build it with from_pretrained in the recipe",
         )
-    state: dict[str, Tensor] = made.state_dict()
+    state: dict[str, Tensor] = loaded.state_dict()
     return state
 
 
@@ -225,8 +225,8 @@ class Weights(Mapping[str, Tensor]):
         path = self.folder / self.files[name]
         try:
             with safe_open(path, framework="pt") as opened:
-                found: Tensor = opened.get_tensor(name)
-                return found
+                tensor: Tensor = opened.get_tensor(name)
+                return tensor
         except (OSError, SafetensorError) as error:
             raise unusable(self.folder, f"{path.name}: {error}") from error
 
@@ -241,11 +241,11 @@ def files_of(folder: Path) -> dict[str, str]:
     """Return the file that holds each tensor of a folder, by the tensor's name."""
     try:
         if (folder / INDEX).exists():
-            found: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            for file in set(found.values()):
+            files: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+            for file in set(files.values()):
                 if Path(file).name != file or not (folder / file).is_file():
                     raise unusable(folder, f"{INDEX} names {file!r}, which is not a file of the folder")
-            return found
+            return files
         with safe_open(folder / SINGLE, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), SINGLE)
     except (OSError, SafetensorError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:

@@ -78,8 +78,8 @@ def decode(value: Plain) -> object:
         case "map", dict():
             return {key: decode(item) for key, item in inner.items()}
         case (("pairs" | "counter"), list()):
-            found = {decode(key): decode(item) for key, item in cast("list[tuple[Plain, Plain]]", inner)}
-            return Counter(cast("dict[object, int]", found)) if tag == "counter" else found
+            pairs_read = {decode(key): decode(item) for key, item in cast("list[tuple[Plain, Plain]]", inner)}
+            return Counter(cast("dict[object, int]", pairs_read)) if tag == "counter" else pairs_read
         case "bytes", str():
             return base64.b64decode(inner, validate=True)
         case "tensor", [str(dtype), list(shape), str(text)]:
@@ -94,7 +94,7 @@ def decode(value: Plain) -> object:
 
 def dtype_named(name: str) -> torch.dtype:
     """Return the dtype of a name such as "float32"."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"there is no dtype {name!r}")
-    return found
+    return dtype

@@ -70,22 +70,22 @@ def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], ob
     The worker's state changes only when these are called: after every worker has read and verified its part.
     """
     record = reader.record
-    found: list[Callable[[], object]] = []
+    adoptions: list[Callable[[], object]] = []
     for bucket in held_buckets(worker.setup.plans, worker.device):
-        found.append(read_bucket(worker, bucket, reader))
+        adoptions.append(read_bucket(worker, bucket, reader))
     slots = worker.setup.plans.of(worker.device).buffers
     for name, value in worker.buffers(slots).items():
         flat = torch.empty(value.numel(), dtype=value.dtype)
         reader.read(buffer_parts(name, slots[name], worker.device, value, flat))
-        found.append(partial(value.copy_, flat.view(value.shape)))
+        adoptions.append(partial(value.copy_, flat.view(value.shape)))
     if worker.env.state.optimizer is not None and record.seed is not None:
-        found.append(read_optimizer(worker, worker.env.state.optimizer, reader))
+        adoptions.append(read_optimizer(worker, worker.env.state.optimizer, reader))
         scheduler = worker.env.state.scheduler
         if scheduler is not None:
             schedule = cast("dict[str, object]", decode(record.trainer.schedule))
             check_settings(schedule, scheduler.state_dict(), "last_epoch")
-            found.append(partial(scheduler.load_state_dict, schedule))
-    return [*found, partial(renew, worker, record.step)]
+            adoptions.append(partial(scheduler.load_state_dict, schedule))
+    return [*adoptions, partial(renew, worker, record.step)]
 
 
 def renew(worker: Worker, step: int) -> None:
@@ -112,8 +112,8 @@ def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Cal
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     reader.read(
         range_of(f"model.{name}", sizes[name], runs, exact, low)
-        for name, held in spans(bucket, worker.device, low, high).items()
-        for runs in held
+        for name, own_runs in spans(bucket, worker.device, low, high).items()
+        for runs in own_runs
     )
 
     def adopt() -> None:
@@ -143,8 +143,8 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
         bucket = worker.setup.plans.buckets[name]
         tensors = dict(segments)
         own = spans(bucket, worker.device, *owned_range(bucket, worker.device))
-        for called, held in own.items():
-            kept = moments_of(called, held, tensors[called], reader)
+        for called, own_runs in own.items():
+            kept = moments_of(called, own_runs, tensors[called], reader)
             if kept:
                 state[numbers[id(tensors[called])]] = kept
     merged = [
@@ -171,24 +171,24 @@ def adopt_optimizer(
 
 
 def moments_of(
-    owner: str, held: Sequence[FlatRuns], trained: Tensor, reader: CheckpointReader
+    owner: str, own_runs: Sequence[FlatRuns], trained: Tensor, reader: CheckpointReader
 ) -> dict[str, object]:
     """Return what the optimizer keeps for one parameter, for the runs of it that this device trains."""
     record = reader.record
-    found: dict[str, object] = {}
+    moments: dict[str, object] = {}
     for key, shape in record.moments.get(owner, {}).items():
         name = f"optimizer.{owner}.{key}"
         stored = record.tensors[name]
         like = shape is None or (shape == () and goes_with_elements(record, key))
-        flat = torch.empty(length_of(held) if like else stored.size, dtype=dtype_named(stored.dtype))
-        begin = min(runs.here for runs in held)
+        flat = torch.empty(length_of(own_runs) if like else stored.size, dtype=dtype_named(stored.dtype))
+        begin = min(runs.here for runs in own_runs)
         all_of_it = FlatRuns(here=begin, there=0, length=stored.size)
         reader.read(
-            range_of(name, stored.size, runs, flat, begin) for runs in (held if like else [all_of_it])
+            range_of(name, stored.size, runs, flat, begin) for runs in (own_runs if like else [all_of_it])
         )
-        found[key] = flat.view(trained.shape if like else cast("tuple[int, ...]", shape))
+        moments[key] = flat.view(trained.shape if like else cast("tuple[int, ...]", shape))
     plain = cast("dict[str, Plain]", record.numbers.get(owner, {}))
-    return found | {key: decode(value) for key, value in plain.items()}
+    return moments | {key: decode(value) for key, value in plain.items()}
 
 
 def goes_with_elements(record: Record, key: str) -> bool:

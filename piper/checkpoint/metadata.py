@@ -151,39 +151,39 @@ def check_seal(text: str, digest: object) -> None:
         raise ValueError("its text is not what was written (its digest differs)")
 
 
-def record_of(found: Mapping[str, Any]) -> Record:
+def record_of(fields: Mapping[str, Any]) -> Record:
     """Return the record in a JSON object. Check the type of each field."""
-    files = {plain_name(name): file_of(file) for name, file in table(found, "files").items()}
+    files = {plain_name(name): file_of(file) for name, file in table(fields, "files").items()}
     tensors = {
         key: Stored(
             dtype=str(stored["dtype"]),
             size=whole_number(stored["size"], "a size"),
             pieces=tuple(piece_of(*piece) for piece in stored["pieces"]),
         )
-        for key, stored in table(found, "tensors").items()
+        for key, stored in table(fields, "tensors").items()
     }
-    trainer = table(found, "trainer")
+    trainer = table(fields, "trainer")
     names = [name for name in Trainer.__slots__ if name != "kept"]
-    kept, seed = trainer["kept"], found["seed"]
+    kept, seed = trainer["kept"], fields["seed"]
     if seed is not None and type(seed) is not int:
         raise TypeError(f"seed is {seed!r}, not an integer")
     return Record(
-        step=whole_number(found["step"], "step"),
+        step=whole_number(fields["step"], "step"),
         seed=seed,
         trainer=Trainer(
             **{name: trainer[name] for name in names},
             kept=None if kept is None else {name: tuple(map(str, keys)) for name, keys in kept.items()},
         ),
-        data=cast(Plain, found["data"]),
-        model={name: spec_of(spec) for name, spec in table(found, "model").items()},
+        data=cast(Plain, fields["data"]),
+        model={name: spec_of(spec) for name, spec in table(fields, "model").items()},
         moments={
             name: {key: None if shape is None else shape_of(shape) for key, shape in keys.items()}
-            for name, keys in table(found, "moments").items()
+            for name, keys in table(fields, "moments").items()
         },
-        numbers={name: table(table(found, "numbers"), name) for name in table(found, "numbers")},
+        numbers={name: table(table(fields, "numbers"), name) for name in table(fields, "numbers")},
         tensors=tensors,
         files=files,
-        block=whole_number(found["block"], "block"),
+        block=whole_number(fields["block"], "block"),
     )
 
 
@@ -201,26 +201,26 @@ def shape_of(value: object) -> tuple[int, ...]:
     return tuple(whole_number(size, "a dimension") for size in value)
 
 
-def spec_of(found: Mapping[str, Any]) -> Spec:
+def spec_of(fields: Mapping[str, Any]) -> Spec:
     """Return the spec of a parameter or buffer."""
-    if found["dtype"] is not None:
-        dtype_named(found["dtype"])
-    if not (found["trainable"] is None or isinstance(found["trainable"], bool)):
-        raise TypeError(f"trainable is {found['trainable']!r}")
-    return Spec(shape=shape_of(found["shape"]), dtype=found["dtype"], trainable=found["trainable"])
+    if fields["dtype"] is not None:
+        dtype_named(fields["dtype"])
+    if not (fields["trainable"] is None or isinstance(fields["trainable"], bool)):
+        raise TypeError(f"trainable is {fields['trainable']!r}")
+    return Spec(shape=shape_of(fields["shape"]), dtype=fields["dtype"], trainable=fields["trainable"])
 
 
-def file_of(found: Mapping[str, Any]) -> FileRecord:
+def file_of(fields: Mapping[str, Any]) -> FileRecord:
     """Return the record of a file."""
-    digests = tuple(found["digests"])
+    digests = tuple(fields["digests"])
     if not all(isinstance(digest, str) and len(digest) == DIGEST for digest in digests):
         raise ValueError("a digest of a file is not one")
-    return FileRecord(size=whole_number(found["size"], "the size of a file"), digests=digests)
+    return FileRecord(size=whole_number(fields["size"], "the size of a file"), digests=digests)
 
 
-def table(found: Mapping[str, Any], name: str) -> dict[str, Any]:
+def table(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a field that must be a JSON object."""
-    value = found[name]
+    value = fields[name]
     if not isinstance(value, dict):
         raise TypeError(f"{name} is not an object")
     return value

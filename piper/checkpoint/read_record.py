@@ -39,9 +39,9 @@ def read_record(folder: Path) -> Record:
     record = parse(folder, text)
     for name, file in record.files.items():
         path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != file.size:
-            had = "is missing" if found is None else f"has {found} bytes, not {file.size}"
+        nbytes = path.stat().st_size if path.is_file() else None
+        if nbytes != file.size:
+            had = "is missing" if nbytes is None else f"has {nbytes} bytes, not {file.size}"
             raise DamagedError(folder, f"{name} {had}")
     for path in sorted(folder.iterdir()):
         if OURS.fullmatch(path.name) and path.name not in (FILE, *record.files):
@@ -54,16 +54,16 @@ def read_record(folder: Path) -> Record:
 def parse(folder: Path, text: str) -> Record:
     """Read a record from its text; refuse one whose digest, fields or sections do not agree."""
     try:
-        found = json.loads(text)
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise ValueError(f"it is not a {FORMAT}")
-        version = found["version"]
+        version = fields["version"]
         if version == 1:
             raise OldFormatError(folder)
         if version != VERSION:
             raise ValueError(f"it has version {version!r}, and this Piper reads version {VERSION}")
-        check_seal(text, found["digest"])
-        record = record_of(found)
+        check_seal(text, fields["digest"])
+        record = record_of(fields)
         check_sections(record)
         return record
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
@@ -81,9 +81,9 @@ def check_sections(record: Record) -> None:
     wanted = {f"model.{name}": spec for name, spec in record.model.items()}
     for key, spec in wanted.items():
         check_size(record, key, spec.shape)
-        found = record.tensors.get(key)
-        if found is not None and spec.dtype not in (None, found.dtype):
-            raise ValueError(f"{key} is stored as {found.dtype}, and its type is {spec.dtype}")
+        saved = record.tensors.get(key)
+        if saved is not None and spec.dtype not in (None, saved.dtype):
+            raise ValueError(f"{key} is stored as {saved.dtype}, and its type is {spec.dtype}")
     states = {f"optimizer.{name}.{key}" for name, keys in record.moments.items() for key in keys}
     for name, keys in record.moments.items():
         for key, shape in keys.items():
@@ -135,13 +135,13 @@ def check_trainer_section(record: Record) -> None:
         raise ValueError("trainer has a scheduler or its state, and not both")
     if trainer.groups is not None and not (isinstance(trainer.groups, list) and all(trainer.groups)):
         raise ValueError("trainer has groups without settings")
-    found = kept_by(record.moments, record.numbers)
+    kept = kept_by(record.moments, record.numbers)
     if trainer.kept is None and trainer.optimizer is not None:
         raise ValueError("trainer does not list what the optimizer keeps")
-    if trainer.kept is not None and dict(trainer.kept) != found:
-        differ = sorted(n for n in trainer.kept.keys() | found.keys() if trainer.kept.get(n) != found.get(n))
+    if trainer.kept is not None and dict(trainer.kept) != kept:
+        differ = sorted(n for n in trainer.kept.keys() | kept.keys() if trainer.kept.get(n) != kept.get(n))
         raise ValueError(f"the optimizer's state of {differ[0]} is not all there")
-    if found and trainer.optimizer is None:
+    if kept and trainer.optimizer is None:
         raise ValueError("it has an optimizer's state and no optimizer")
     for name in record.numbers:
         record.model[name]
@@ -151,9 +151,9 @@ def check_trainer_section(record: Record) -> None:
 
 def covered(stored: Stored) -> None:
     """Check that the pieces of a tensor hold every element exactly once."""
-    held = sum(piece.elements for piece in stored.pieces)  # before anything of their size is made
-    if held != stored.size:
-        raise ValueError(f"a tensor of {stored.size} elements has {held} in its pieces")
+    elements = sum(piece.elements for piece in stored.pieces)  # before anything of their size is made
+    if elements != stored.size:
+        raise ValueError(f"a tensor of {stored.size} elements has {elements} in its pieces")
     if not stored.pieces:
         return
     first, *others = stored.pieces

@@ -69,16 +69,16 @@ def copy_parts(
         low, high = owned_range(bucket, device)
         owned = worker.env.state.holdings[bucket.name].trained
         states = states_of(worker, bucket)
-        for name, held in spans(bucket, device, low, high).items():
+        for name, own_runs in spans(bucket, device, low, high).items():
             size = sizes[name]
-            own = (range_of(f"model.{name}", size, runs, owned, low) for runs in held)
+            own = (range_of(f"model.{name}", size, runs, owned, low) for runs in own_runs)
             parts += [replace(one, tensor=copied(one.tensor)) for one in own]
             for key, value in states.get(name, {}).items():
                 if not isinstance(value, Tensor):
                     numbers.setdefault(name, {})[key] = encode(value, f"optimizer.{name}.{key}")
-                elif found := moment_parts(f"optimizer.{name}.{key}", held, size, value, copied):
-                    parts += found
-                    like = elementwise(held, value)
+                elif ranges := moment_parts(f"optimizer.{name}.{key}", own_runs, size, value, copied):
+                    parts += ranges
+                    like = elementwise(own_runs, value)
                     moments.setdefault(name, {})[key] = None if like else tuple(value.shape)
     slots = worker.setup.plans.of(device).buffers
     for name, value in worker.buffers(buffers).items():
@@ -104,30 +104,30 @@ def buffer_parts(name: str, slot: Slot, device: int, value: Tensor, flat: Tensor
     return [range_of(key, size, runs, flat) for runs in held]
 
 
-def elementwise(held: Sequence[FlatRuns], value: Tensor) -> bool:
+def elementwise(own_runs: Sequence[FlatRuns], value: Tensor) -> bool:
     """Return whether a tensor of the optimizer has an element for each that a device holds of a parameter."""
-    return value.dim() > 0 and value.numel() == length_of(held)
+    return value.dim() > 0 and value.numel() == length_of(own_runs)
 
 
 def moment_parts(
-    name: str, held: Sequence[FlatRuns], size: int, value: Tensor, copied: Take
+    name: str, own_runs: Sequence[FlatRuns], size: int, value: Tensor, copied: Take
 ) -> list[TensorRange]:
     """Return a tensor that the optimizer keeps for a parameter, or the runs of it that go with the elements.
 
-    held: the runs of the parameter that the device has, of `size` elements in all. What does not go with the
+    own_runs: those of the parameter that the device has, of `size` elements in all. What does not go with the
     elements is the same on all devices that share the parameter: only the one that has the first element
     writes it down.
     """
-    if elementwise(held, value):
-        flat, begin = copied(value).view(-1), min(runs.here for runs in held)
-        return [range_of(name, size, runs, flat, begin) for runs in held]
-    if value.dim() and (length := length_of(held)) != size:
+    if elementwise(own_runs, value):
+        flat, begin = copied(value).view(-1), min(runs.here for runs in own_runs)
+        return [range_of(name, size, runs, flat, begin) for runs in own_runs]
+    if value.dim() and (length := length_of(own_runs)) != size:
         raise RefusedError(
             "the optimizer's state cannot be written down from shards",
             {"state": f"{name} of shape {list(value.shape)}", "shard": f"{length} of {size} elements"},
             "use zero=0, or an elementwise optimizer such as AdamW or SGD",
         )
-    if min(runs.there for runs in held):
+    if min(runs.there for runs in own_runs):
         return []
     return [TensorRange(key=name, size=value.numel(), start=0, tensor=copied(value).view(-1))]
 
@@ -137,8 +137,8 @@ def states_of(worker: Worker, bucket: Bucket) -> Mapping[str, Mapping[str, objec
     state = worker.env.state
     if state.optimizer is None:
         return {}
-    found = state.optimizer.state
-    return {name: found[tensor] for name, tensor in state.segments.get(bucket.name, ()) if tensor in found}
+    states = state.optimizer.state
+    return {name: states[tensor] for name, tensor in state.segments.get(bucket.name, ()) if tensor in states}
 
 
 def trainer_of(worker: Worker) -> Trainer:
@@ -175,8 +175,8 @@ def record_of(copies: Sequence[Copied], seed: int) -> Record:
 
 def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[str, T]]:
     """Merge the tables of all workers into one, by parameter."""
-    found: dict[str, dict[str, T]] = {}
+    whole: dict[str, dict[str, T]] = {}
     for table in tables:
         for name, keys in table.items():
-            found.setdefault(name, {}).update(keys)
-    return found
+            whole.setdefault(name, {}).update(keys)
+    return whole

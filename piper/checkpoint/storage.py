@@ -97,10 +97,10 @@ def write_parts(folder: Path, name: str, parts: Sequence[TensorRange]) -> Writte
     runs: dict[str, list[TensorRange]] = {}
     for part in sorted(parts, key=lambda part: part.start):  # several of one tensor lie end to end
         runs.setdefault(part.key, []).append(part)
-    tensors = {
-        key: held[0].tensor.reshape(-1) if len(held) == 1 else torch.cat([p.tensor.reshape(-1) for p in held])
-        for key, held in runs.items()
-    }
+    tensors: dict[str, Tensor] = {}
+    for key, ranges in runs.items():
+        flat = [part.tensor.reshape(-1) for part in ranges]
+        tensors[key] = flat[0] if len(flat) == 1 else torch.cat(flat)
     try:
         record = write_file(folder / file, tensors)
         sync(folder / file)
@@ -152,12 +152,12 @@ def sync(path: Path) -> None:
 
 def index_of(placed: Iterable[Sequence[StoredRange]]) -> dict[str, Stored]:
     """Return the index of what all workers wrote, whose parts make whole tensors."""
-    found: dict[str, list[StoredRange]] = {}
+    ranges: dict[str, list[StoredRange]] = {}
     for parts in placed:
         for part in parts:
-            found.setdefault(part.key, []).append(part)
+            ranges.setdefault(part.key, []).append(part)
     index: dict[str, Stored] = {}
-    for key, parts in found.items():
+    for key, parts in ranges.items():
         kinds = {(part.dtype, part.size) for part in parts}
         assert len(kinds) == 1, f"{key} is written as {sorted(kinds)}"
         pieces = tuple(sorted(part.piece for part in parts))
@@ -293,10 +293,10 @@ class CheckpointReader:
                 size = piece.elements * dtype_named(stored.dtype).itemsize
                 listed[piece.file][key] = listed[piece.file].get(key, 0) + size
         for file, wanted in listed.items():
-            held = {key: high - low for key, (low, high) in self.places(file).items()}
-            if held != wanted:
+            sizes = {key: high - low for key, (low, high) in self.places(file).items()}
+            if sizes != wanted:
                 differ = sorted(
-                    key for key in held.keys() | wanted.keys() if held.get(key) != wanted.get(key)
+                    key for key in sizes.keys() | wanted.keys() if sizes.get(key) != wanted.get(key)
                 )
                 raise StorageError(f"{file}: it holds another {differ[0]} than the record says")
 
@@ -325,14 +325,14 @@ def places_in(blocks: BlockReader, file: str) -> dict[str, tuple[int, int]]:
     text = bytearray(length)
     blocks.read(file, 8, memoryview(text))
     begin = 8 + length
-    found: dict[str, tuple[int, int]] = {}
+    places: dict[str, tuple[int, int]] = {}
     try:
         for key, entry in json.loads(text).items():
             if key != "__metadata__":
                 low, high = (begin + int(offset) for offset in entry["data_offsets"])
                 if not begin <= low <= high <= size:
                     raise ValueError(f"{key} lies outside the file")
-                found[key] = (low, high)
+                places[key] = (low, high)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise StorageError(f"{file}: its header cannot be read: {error}") from error
-    return found
+    return places

@@ -110,11 +110,11 @@ def entries(path: Path) -> list[str]:
 
 def strangers(path: Path) -> list[str] | None:
     """Return the names in a folder of ours that it does not list; None: the folder is not ours."""
-    found = entries(path)
-    if not found:
+    names = entries(path)
+    if not names:
         return []
     own = listed_in(path)
-    return None if own is None else [name for name in found if name not in own]
+    return None if own is None else [name for name in names if name not in own]
 
 
 def listed_in(path: Path) -> set[str] | None:
@@ -123,9 +123,9 @@ def listed_in(path: Path) -> set[str] | None:
         if (path / FILE).is_file():
             return {FILE, *parse(path, (path / FILE).read_bytes().decode("utf-8")).files}
         if (path / MARK).is_file():
-            found = json.loads((path / MARK).read_bytes())
-            if found["format"] == EXPORT:
-                return {MARK, *map(str, found["files"])}
+            fields = json.loads((path / MARK).read_bytes())
+            if fields["format"] == EXPORT:
+                return {MARK, *map(str, fields["files"])}
     except (DamagedError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return None
@@ -151,10 +151,10 @@ def damaged(path: Path) -> bool:
 def other_format(text: str) -> bool:
     """Return whether a text is a complete record of another program."""
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return not isinstance(found, dict) or found.get("format") != FORMAT
+    return not isinstance(fields, dict) or fields.get("format") != FORMAT
 
 
 def remove(folder: Path) -> None:

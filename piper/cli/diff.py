@@ -100,7 +100,7 @@ def compared_report(compared: Compared) -> dict[str, object]:
     sides = zip(("a", "b"), compared.names, compared.plans, compared.simulations, strict=True)
     return {
         "clock": compared.clock or "units",
-        **{side: {"name": name, **summary(plans, found)} for side, name, plans, found in sides},
+        **{side: {"name": name, **summary(plans, simulation)} for side, name, plans, simulation in sides},
         "only_a": list(changes.gone),
         "only_b": list(changes.new),
         "moved": [{"node": m.node, "a": seat(m.before), "b": seat(m.after)} for m in changes.moved],
@@ -110,9 +110,9 @@ def compared_report(compared: Compared) -> dict[str, object]:
     }
 
 
-def seat(found: Seat) -> dict[str, object]:
+def seat(where: Seat) -> dict[str, object]:
     """Return where a node runs, as an object."""
-    return {"devices": show(found.devices), "stream": found.stream}
+    return {"devices": show(where.devices), "stream": where.stream}
 
 
 def print_compared(compared: Compared, console: Console) -> None:
@@ -164,9 +164,9 @@ def print_changes(changes: Difference, console: Console) -> None:
         console.print("Every node runs on the same devices and streams, in the same order")
 
 
-def place(found: Seat) -> str:
+def place(where: Seat) -> str:
     """Return where a node runs, in words."""
-    return f"{show(found.devices)} {found.stream}"
+    return f"{show(where.devices)} {where.stream}"
 
 
 def print_some(title: str, nodes: Sequence[str], console: Console) -> None:

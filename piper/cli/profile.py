@@ -99,12 +99,12 @@ def profile_at(target: str, on: str, steps: int, console: Console) -> Profile:
     return read_profile(train_recipe(asked, console).folder)
 
 
-def write_calibration(found: Profile, path: Path, cluster: str | None, also: list[Path]) -> None:
+def write_calibration(recorded: Profile, path: Path, cluster: str | None, also: list[Path]) -> None:
     """Write the costs that a profile measured, with those of more runs of the model."""
-    cores = (os.cpu_count() or 1) if found.accelerator == "cpu" else 0
+    cores = (os.cpu_count() or 1) if recorded.accelerator == "cpu" else 0
     other = None if cluster is None else load_cluster(cluster)
     others = map(read_profile, also)
-    write_costs(calibrated(found, *others, cores=cores, cluster=other), path)
+    write_costs(calibrated(recorded, *others, cores=cores, cluster=other), path)
 
 
 @dataclass(slots=True)

@@ -56,8 +56,8 @@ def schedule(
             costs=parsed_costs("1,1,1" if costs is None else costs),
             last=1.0 if last is None else last,
         )
-        found = synthesised(pipeline)
-        grid, times, below = found.grid, found.costs, f"\n{summary(pipeline, found)}\n"
+        synthesis = synthesised(pipeline)
+        grid, times, below = synthesis.grid, synthesis.costs, f"\n{summary(pipeline, synthesis)}\n"
     else:
         refuse_options(name, memory=memory, costs=costs, last=last)
         grid = grid_for(name, ranks, microbatches, stages_per_rank)

@@ -61,8 +61,8 @@ def simulate(
     prices = prices_of(cluster, costs)
     program = compile(load_recipe(recipe, strategy), compile=compiled)
     prices.check(program.outline)
-    found = simulate_step(program.plans, program.outline, prices.costs)
-    simulated = SimulatedStep(plans=program.plans, simulation=found, prices=prices)
+    simulation = simulate_step(program.plans, program.outline, prices.costs)
+    simulated = SimulatedStep(plans=program.plans, simulation=simulation, prices=prices)
     if as_json:
         print_json(simulation_report(simulated))
     else:
@@ -127,16 +127,16 @@ class SimulatedStep:
 
 def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
     """Return what `--json` prints: the lists go device by device, in the order of `devices`."""
-    found = simulated.simulation
+    simulation = simulated.simulation
     program = {device: n for n, plan in enumerate(simulated.plans) for device in plan.devices}
     devices = sorted(program)
     rows = [program[device] for device in devices]
-    accounts, memories = found.accounts, found.memories
+    accounts, memories = simulation.accounts, simulation.memories
     survives = survival(simulated.plans)
     return {
         "on": simulated.prices.name,
-        "step_s": found.step,
-        "bubble": found.bubble,
+        "step_s": simulation.step,
+        "bubble": simulation.bubble,
         "devices": devices,
         "busy_s": [accounts[row].busy for row in rows],
         "bubble_s": [accounts[row].bubble for row in rows],
@@ -158,20 +158,18 @@ def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
                 "end_s": link.end,
                 "reason": link.reason,
             }
-            for link in found.path
+            for link in simulation.path
         ],
     }
 
 
 def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     """Print the step's time, where each device's time and memory go, and why the step is this long."""
-    found = simulated.simulation
+    simulation = simulated.simulation
     devices = len(simulated.plans.devices)
     what = f"{devices} devices" if devices > 1 else "one device"
-    console.print(
-        f"Step {seconds(found.step)} on {what} of {simulated.prices.name}; bubble {percent(found.bubble, 1)}",
-        style="bold",
-    )
+    where, bubble = simulated.prices.name, percent(simulation.bubble, 1)
+    console.print(f"Step {seconds(simulation.step)} on {what} of {where}; bubble {bubble}", style="bold")
     console.print()
     print_programs(simulated, console)
     print_exposed(simulated, console)
@@ -186,17 +184,17 @@ def print_simulation(simulated: SimulatedStep, console: Console) -> None:
 
 def print_programs(simulated: SimulatedStep, console: Console) -> None:
     """Print where each program's time and memory go."""
-    found = simulated.simulation
+    simulation = simulated.simulation
     table = table_of(*COLUMNS, left=("devices",))
     for number, plan in enumerate(simulated.plans.plans[:MOST_PROGRAMS]):
-        account, memory = found.accounts[number], found.memories[number]
+        account, memory = simulation.accounts[number], simulation.memories[number]
         table.add_row(
             show(plan.devices),
             seconds(account.busy),
             seconds(account.bubble),
             percent(account.rate, 1),
-            amount(sum(account.exposed.values()), found.step),
-            amount(account.contention, found.step),
+            amount(sum(account.exposed.values()), simulation.step),
+            amount(account.contention, simulation.step),
             size(memory.peak),
         )
     console.print(table)
@@ -249,14 +247,14 @@ def print_host(simulated: SimulatedStep, console: Console) -> None:
     cluster = simulated.prices.cluster
     per = cluster.devices if cluster is not None else 1
     nodes: dict[int, int] = {}
-    for plan, held in zip(simulated.plans, simulated.on_host, strict=True):
+    for plan, nbytes in zip(simulated.plans, simulated.on_host, strict=True):
         for device in plan.devices:
-            nodes[device // per] = nodes.get(device // per, 0) + held
-    if not (held := max(nodes.values())):
+            nodes[device // per] = nodes.get(device // per, 0) + nbytes
+    if not (nbytes := max(nodes.values())):
         return
     whose = "a device" if cluster is None else "the devices of a node"
-    what = f"{size(held)} of the host's memory for {whose}"
-    if cluster is not None and cluster.host_memory is not None and held > cluster.host_memory:
+    what = f"{size(nbytes)} of the host's memory for {whose}"
+    if cluster is not None and cluster.host_memory is not None and nbytes > cluster.host_memory:
         console.print(f"Does not fit: {what}, which has {size(cluster.host_memory)}", markup=False)
     else:
         console.print(f"offloaded: {what}", markup=False)
@@ -325,13 +323,13 @@ class Stretch:
 
 def stretches_of(simulated: SimulatedStep, path: Sequence[PathNode]) -> list[Stretch]:
     """Split the path into stretches, each on one program and either computation or communication."""
-    found: list[Stretch] = []
+    stretches: list[Stretch] = []
     worth = [link for link in path if link.end > link.start]
     for (program, computes), links in groupby(
         worth, key=lambda link: (link.program, link.op not in COMMUNICATION)
     ):
         run = list(links)
-        found.append(
+        stretches.append(
             Stretch(
                 devices=show(simulated.plans.plans[program].devices),
                 what="computes" if computes else run[0].op,
@@ -343,7 +341,7 @@ def stretches_of(simulated: SimulatedStep, path: Sequence[PathNode]) -> list[Str
                 reason=run[0].reason,
             )
         )
-    return found
+    return stretches
 
 
 def picked(stretches: Sequence[Stretch]) -> tuple[list[Stretch], int]:

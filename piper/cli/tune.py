@@ -83,7 +83,7 @@ def tune(
     first = None if start is None else load_strategy(start)
     job = load_recipe(recipe)
     with progress_on(wide_console(stderr=True), trials) as progress:
-        found = search(
+        tuned = search(
             job,
             cluster,
             devices,
@@ -96,30 +96,30 @@ def tune(
             workers=workers,
             measure=measure,
         )
-    for file, text in ((out, found.json), (python, found.python)):
+    for file, text in ((out, tuned.json), (python, tuned.python)):
         if file is not None:
             refuse_existing(file)
             file.write_text(text, encoding="utf-8")
     if page is not None:
-        write_output(page, tuning_page(found, recipe), MARK)
+        write_output(page, tuning_page(tuned, recipe), MARK)
     if as_json:
-        print_json(tuned_report(found))
+        print_json(tuned_report(tuned))
         return
-    print_tuned(found, wide_console(), recipe, out)
+    print_tuned(tuned, wide_console(), recipe, out)
 
 
 def read_size(text: str) -> int:
     """Read an amount of memory: `74GiB`, `80GB`, `512MiB`, or a number of bytes."""
-    found = SIZE.fullmatch(text.strip())
-    if found is None or not float(found[1]):
+    match = SIZE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
         raise ConfigError(
             f"{text!r} is not an amount of memory",
             by="--memory",
             hint="write a number with its unit: 74GiB, 80GB, 512MiB",
         )
-    unit = found[2].lower()
+    unit = match[2].lower()
     power = "kmgt".find(unit[:1] or "b") + 1
-    return int(float(found[1]) * (1024 if "i" in unit else 1000) ** power)
+    return int(float(match[1]) * (1024 if "i" in unit else 1000) ** power)
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def progress_on(console: Console, trials: int) -> "Iterator[Report]":
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("recording the model", total=trials)
 
-        def report(search: "StrategySearch", found: "Evaluation") -> None:
+        def report(search: "StrategySearch", evaluation: "Evaluation") -> None:
             best = search.best.step if search.best is not None else None
             text = f"{count(len(search.evaluated), 'candidate')} compiled"
             if best is not None:
@@ -141,24 +141,24 @@ def progress_on(console: Console, trials: int) -> "Iterator[Report]":
         yield report
 
 
-def print_tuned(found: "Tuned", console: Console, recipe: str, out: Path | None) -> None:
+def print_tuned(tuned: "Tuned", console: Console, recipe: str, out: Path | None) -> None:
     """Print the best strategy, the ranked candidates, the front, and why the others lost."""
-    best = found.best
+    best = tuned.best
     console.print(
-        f"Best: {found.step_text} a step on {count(found.devices, 'device')} of {found.machine}, at most "
-        f"{size(best.peak)} of {size(found.limit)} each",
+        f"Best: {tuned.step_text} a step on {count(tuned.devices, 'device')} of {tuned.machine}, at most "
+        f"{size(best.peak)} of {size(tuned.limit)} each",
         style="bold",
     )
     console.print(f"  {best.choice.label}")
-    console.print(f"  {verdict(found)}")
-    if found.trial is not None and found.trial.note:
-        console.print(f"  {found.trial.note}")
-    if found.trial is not None and found.trial.warning:
-        console.print(f"  Warning: {found.trial.warning}")
+    console.print(f"  {verdict(tuned)}")
+    if tuned.trial is not None and tuned.trial.note:
+        console.print(f"  {tuned.trial.note}")
+    if tuned.trial is not None and tuned.trial.warning:
+        console.print(f"  Warning: {tuned.trial.warning}")
     console.print()
-    print_ranked(found, console)
-    print_front(found, console)
-    print_discarded(found, console)
+    print_ranked(tuned, console)
+    print_front(tuned, console)
+    print_discarded(tuned, console)
     console.print()
     if out is not None:
         console.print(f"{out}: piper check {recipe} --strategy {out}")
@@ -166,44 +166,44 @@ def print_tuned(found: "Tuned", console: Console, recipe: str, out: Path | None)
         console.print("--out FILE writes the best strategy, for piper check, train and view --strategy FILE")
 
 
-def verdict(found: "Tuned") -> str:
+def verdict(tuned: "Tuned") -> str:
     """Say how far the best strategy can be from the shortest of the space."""
-    compiled = f"{count(len(found.evaluated), 'candidate')} compiled in {found.seconds:.1f} s"
-    if found.trial is not None:
-        compiled += f", {len(found.trial.runs)} of them measured"
-    if found.interrupted:
+    compiled = f"{count(len(tuned.evaluated), 'candidate')} compiled in {tuned.seconds:.1f} s"
+    if tuned.trial is not None:
+        compiled += f", {len(tuned.trial.runs)} of them measured"
+    if tuned.interrupted:
         return f"{compiled}; interrupted, so a shorter one may be left"
-    if found.complete:
+    if tuned.complete:
         return f"{compiled}; the bounds rule out all others"
-    left = max(0.0, found.best.step - found.lowest)
-    return f"{compiled}; those left can be shorter by {percent(left, found.best.step)} at most: --trials"
+    left = max(0.0, tuned.best.step - tuned.lowest)
+    return f"{compiled}; those left can be shorter by {percent(left, tuned.best.step)} at most: --trials"
 
 
-def print_ranked(found: "Tuned", console: Console) -> None:
+def print_ranked(tuned: "Tuned", console: Console) -> None:
     """Print the candidates that were compiled, the shortest first, with the reason why each lost."""
-    steps = ("step",) if found.trial is None else ("measured", "predicted")
+    steps = ("step",) if tuned.trial is None else ("measured", "predicted")
     words = ("strategy", "reason")
     table = table_of(*steps, "bound", "bubble", "exposed", "peak", *words, left=words, wrap=words)
-    for one in found.ranked[:MOST_RANKED]:
-        measured = found.measured(one)
+    for one in tuned.ranked[:MOST_RANKED]:
+        measured = tuned.measured(one)
         table.add_row(
-            *(() if found.trial is None else ("" if measured is None else seconds(measured),)),
+            *(() if tuned.trial is None else ("" if measured is None else seconds(measured),)),
             seconds(one.step),
             seconds(one.bound),
             percent(one.bubble, 1),
             percent(one.exposed, one.step),
             size(one.peak),
             one.choice.label,
-            found.reason(one),
+            tuned.reason(one),
         )
     console.print(table)
-    if len(found.evaluated) > MOST_RANKED:
-        console.print(f"... and {len(found.evaluated) - MOST_RANKED} more: --json has all")
+    if len(tuned.evaluated) > MOST_RANKED:
+        console.print(f"... and {len(tuned.evaluated) - MOST_RANKED} more: --json has all")
 
 
-def print_front(found: "Tuned", console: Console) -> None:
+def print_front(tuned: "Tuned", console: Console) -> None:
     """Print the time-memory front as bars of memory."""
-    front = found.front[:MOST_FRONT]
+    front = tuned.front[:MOST_FRONT]
     most = max(one.peak for one in front)
     console.print()
     console.print("Time against memory: no candidate is better in both", style="bold")
@@ -212,55 +212,55 @@ def print_front(found: "Tuned", console: Console) -> None:
         console.print(f"  {seconds(one.step):>8}  {size(one.peak):>10}  {bar:30}  {one.choice.label}")
 
 
-def print_discarded(found: "Tuned", console: Console) -> None:
+def print_discarded(tuned: "Tuned", console: Console) -> None:
     """Print why candidates were discarded without compiling them."""
     from piper.tuning.result import reason_of, tally
 
-    if not found.discarded:
+    if not tuned.discarded:
         return
     console.print()
     console.print("Discarded without compiling", style="bold")
-    for kind, number in tally(found.discarded):
+    for kind, number in tally(tuned.discarded):
         console.print(f"  {number:>6}  {kind}")
-    closest = min(found.discarded, key=lambda one: (one.bound, one.choice.label))
-    console.print(f"  such as {closest.choice.label}: {reason_of(closest, found.best.step)}")
+    closest = min(tuned.discarded, key=lambda one: (one.bound, one.choice.label))
+    console.print(f"  such as {closest.choice.label}: {reason_of(closest, tuned.best.step)}")
 
 
-def tuned_report(found: "Tuned") -> dict[str, object]:
+def tuned_report(tuned: "Tuned") -> dict[str, object]:
     """Return the outcome as one object."""
     from piper.tuning.result import reason_of, tally
 
     return {
         "best": {
-            "step_s": found.best.step,
-            "measured_s": found.measured(found.best),
-            "peak_bytes": found.best.peak,
-            "label": found.best.choice.label,
-            "strategy": json.loads(found.json),
+            "step_s": tuned.best.step,
+            "measured_s": tuned.measured(tuned.best),
+            "peak_bytes": tuned.best.peak,
+            "label": tuned.best.choice.label,
+            "strategy": json.loads(tuned.json),
         },
-        "evaluated": len(found.evaluated),
-        "seconds": found.seconds,
-        "complete": found.complete,
-        "interrupted": found.interrupted,
-        "limit_bytes": found.limit,
-        "load": None if found.trial is None else found.trial.load,
-        "margin": None if found.trial is None else found.trial.margin,
-        "traced": list(found.recorded),
+        "evaluated": len(tuned.evaluated),
+        "seconds": tuned.seconds,
+        "complete": tuned.complete,
+        "interrupted": tuned.interrupted,
+        "limit_bytes": tuned.limit,
+        "load": None if tuned.trial is None else tuned.trial.load,
+        "margin": None if tuned.trial is None else tuned.trial.margin,
+        "traced": list(tuned.recorded),
         "ranked": [
             {
                 "step_s": one.step,
-                "measured_s": found.measured(one),
+                "measured_s": tuned.measured(one),
                 "bound_s": one.bound,
                 "peak_bytes": one.peak,
                 "label": one.choice.label,
-                "reason": found.reason(one),
+                "reason": tuned.reason(one),
             }
-            for one in found.ranked
+            for one in tuned.ranked
         ],
-        "front": [{"step_s": one.step, "peak_bytes": one.peak} for one in found.front],
-        "discarded": dict(tally(found.discarded)),
+        "front": [{"step_s": one.step, "peak_bytes": one.peak} for one in tuned.front],
+        "discarded": dict(tally(tuned.discarded)),
         "losers": [
-            {"label": one.choice.label, "group": one.grouped, "reason": reason_of(one, found.best.step)}
-            for one in found.discarded
+            {"label": one.choice.label, "group": one.grouped, "reason": reason_of(one, tuned.best.step)}
+            for one in tuned.discarded
         ],
     }

@@ -88,10 +88,10 @@ class Shuffle:
 
     def __call__(self, places: Places) -> Places:
         """Return the entries of the permutation at these places."""
-        found = self._rounds(places.astype(np.uint64))
-        while (outside := found >= self.size).any():
-            found[outside] = self._rounds(found[outside])
-        return found.astype(np.int64)
+        entries = self._rounds(places.astype(np.uint64))
+        while (outside := entries >= self.size).any():
+            entries[outside] = self._rounds(entries[outside])
+        return entries.astype(np.int64)
 
     def _rounds(self, numbers: Words) -> Words:
         left, right = numbers >> self.half, numbers & self.mask

@@ -90,13 +90,13 @@ class Feed:
 
         state: as `state_dict` returned it. If it is something else, `step` batches are passed over.
         """
-        found = state if is_position(state) else {"step": step, "epoch": 0, "data": None}
-        step, own = int(str(found["step"])), found["data"]
+        position = state if is_position(state) else {"step": step, "epoch": 0, "data": None}
+        step, own = int(str(position["step"])), position["data"]
         if isinstance(self._data, Batches):
             self._data.load_state_dict({"step": step})
             self._batches, self.step = None, step
         elif isinstance(own, dict) and isinstance(self._data, Stateful):
-            self.epoch = int(str(found["epoch"]))
+            self.epoch = int(str(position["epoch"]))
             self._data = self._made()
             assert isinstance(self._data, Stateful)
             with naming(self.make, "load_state_dict()"):
