@@ -25,13 +25,54 @@ Bytes = npt.NDArray[np.uint8]
 Place = tuple[int, int, int]  # in the memory of versions: a device, a generation, and where
 
 
-class MachineAgent:
+class WorkerProcess:
+    """The process of a device's worker: forked, looked at from outside, and ended."""
+
+    def __init__(self, forks: ForkServer | None = None) -> None:
+        """Prepare to fork; `forks`: a fork server that is started already."""
+        self.forks = forks
+        self.process = 0  # 0: none was started
+        self.marks: memoryview | None = None
+
+    def fork(self, way: int, values: int, width: int) -> int:
+        """Fork the worker; `way`: to its driver, `values`: the file of the initial values."""
+        assert self.forks is not None
+        marks = new_marks(width)
+        self.marks = map_marks(marks)
+        try:
+            self.process = self.forks.fork([way, marks, values])
+        finally:
+            os.close(marks)
+        return self.process
+
+    def look(self) -> ProcessStatus:
+        """Return the status of the worker's process."""
+        ended = self.forks.end_of(self.process) if self.process and self.forks is not None else None
+        at = () if self.marks is None else running(self.marks)
+        return ProcessStatus(
+            process=self.process, running=at, ended=ended, stopped=ended is None and stopped(self.process)
+        )
+
+    def end(self) -> None:
+        """End the worker, stopped or not. Idempotent."""
+        if self.process and self.forks is not None:
+            self.kill()
+            self.forks.wait([self.process], TIMEOUTS.process_end)
+            self.process = 0
+
+    def kill(self) -> None:
+        """End the worker, stopped or not, without waiting for it."""
+        assert self.forks is not None
+        if self.process and self.process not in self.forks.ended():
+            with suppress(ProcessLookupError):  # it has ended since the fork server was asked
+                os.kill(self.process, signal.SIGKILL)
+
+
+class MachineAgent(WorkerProcess):
     """Starts the worker of a device again and again, and holds its versions."""
 
     def __init__(self) -> None:
-        self.forks: ForkServer | None = None
-        self.process = 0  # the worker. 0: none was started
-        self.marks: memoryview | None = None
+        super().__init__()
         self.values: int | None = None  # the file of the initial values, for all workers of this machine
         self.owner = ""  # the versions whose memory this is
         self.memory: dict[int, list[int]] = {}  # a file for each generation, by device
@@ -59,41 +100,21 @@ class MachineAgent:
         """Fork the worker of a device, which connects to its driver. Return its process id."""
         self.end()
         self.warm()
-        assert self.forks is not None
-        ticket, marks, values_file = nameless_file(0), new_marks(width), values.open()
+        ticket, values_file = nameless_file(0), values.open()
         assert values_file is not None, "it is held on this machine"
         os.ftruncate(ticket, 0)
         os.pwrite(ticket, json.dumps((*driver, key.hex(), device)).encode(), 0)
-        self.marks = map_marks(marks)
         try:
-            self.process = self.forks.fork([ticket, marks, values_file])
+            return self.fork(ticket, values_file, width)
         finally:
-            for descriptor in (ticket, marks, values_file):
-                os.close(descriptor)
-        return self.process
+            os.close(ticket)
+            os.close(values_file)
 
     def release(self) -> None:
         """Give back the memory of the initial values, which all workers have opened."""
         if self.values is not None:
             os.close(self.values)
             self.values = None
-
-    def look(self) -> ProcessStatus:
-        """Return the status of the worker's process."""
-        ended = self.forks.end_of(self.process) if self.process and self.forks is not None else None
-        at = () if self.marks is None else running(self.marks)
-        return ProcessStatus(
-            process=self.process, running=at, ended=ended, stopped=ended is None and stopped(self.process)
-        )
-
-    def end(self) -> None:
-        """End the worker, stopped or not. Idempotent."""
-        if self.process and self.forks is not None:
-            if self.process not in self.forks.ended():
-                with suppress(ProcessLookupError):
-                    os.kill(self.process, signal.SIGKILL)
-                self.forks.wait([self.process], TIMEOUTS.process_end)
-            self.process = 0
 
     def room(self) -> int | None:
         """Return the bytes of shared memory that are free. None: it has no bound of its own."""

@@ -37,7 +37,6 @@ class AgentStarter(Starter):
         self.calls = calls
         self.machines, self.apart = machines_of(program.plans)
         self.width = max(map(len, self.machines))
-        self.packed: bytes | None = None
         self.group: AgentWorkerGroup | None = None
         self.agents: dict[int, tuple[Agent, ...]] = {}  # by bundle
         self.warm: dict[int, list[Any]] = {}  # calls that end when the agents of a bundle are warm
@@ -113,8 +112,8 @@ class AgentStarter(Starter):
             if self.versions is not None:
                 self.versions.place(agents)
                 self._empty(agents.values())
-            group = AgentWorkerGroup(self.program, options, agents, self.calls, self.versions)
-            self.group, group.packed = group, self.packed
+            group = AgentWorkerGroup(self.program, options, agents, self.calls, self.versions, self.packed)
+            self.group = group
             group.begin()
         except self.calls.lost as error:
             raise not_started((str(error) or type(error).__name__).splitlines()[0]) from error
@@ -128,7 +127,6 @@ class AgentStarter(Starter):
         super().use(program, versions, places)
         with self.lock:
             self._arrange(program.plans)
-        self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
 
     @abstractmethod
     def _arrange(self, plans: Plans) -> None:

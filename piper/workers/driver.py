@@ -1,5 +1,6 @@
 """The driver of workers that are processes: starts them, asks them, and notices when one is lost."""
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,11 +13,13 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.runtime.setup import ProgramLike, Setup, initial_tensors, setup_of
 from piper.runtime.worker import Options
+from piper.workers.agent_calls import Agent
 from piper.workers.answers import WorkerAnswers
 from piper.workers.blame import Failure, JobSnapshot, blame
 from piper.workers.group import Readable, WorkerGroup, streams_of, unread_values
-from piper.workers.messages import Assignment, Leaving, pack_setup
-from piper.workers.processes import ProcessStatus, StopWatch, running, stopped
+from piper.workers.messages import Assignment, Leaving, StoreAddress, pack_setup
+from piper.workers.processes import ProcessStatus, SharedFile, StopWatch
+from piper.workers.rendezvous import LOOPBACK, store_on
 from piper.workers.serve import WorkerServer
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel
@@ -32,17 +35,22 @@ class SocketWorkerGroup(WorkerGroup):
     """Workers that answer over channels. A launcher adds how they are started and watched."""
 
     grace = TIMEOUTS.cause_follows
+    home = LOOPBACK  # the address of the driver's machine
+    shares = False  # workers have to share accelerators
 
-    def __init__(self, program: ProgramLike, options: Options) -> None:
+    def __init__(
+        self, program: ProgramLike, options: Options, agents: Mapping[int, Agent], packed: bytes | None
+    ) -> None:
+        """Prepare a worker for each device; `packed`: the setup as a message, if it is known already."""
         super().__init__(program, options)
-        self.packed: bytes | None = None  # the setup as a message, where an earlier group has made it
+        self.agents, self.packed = agents, packed
         self.channels: dict[int, Channel] = {}
         self.processes: dict[int, int] = {}  # process ids by device
-        self.marks: dict[int, memoryview] = {}  # progress of the devices on this machine
+        self.status: dict[int, ProcessStatus] = {}  # what was last seen of each process
+        self.moved: dict[int, ProcessStatus] = {}  # the same, at the last call of `moving`
         self.failures: list[Failure] = []
         self.silent: set[int] = set()  # devices whose channel is closed or stuck
         self.asked = monotonic()
-        self.seen: list[bytes] = []  # marks at the last look
         self.stops = StopWatch()
 
     @abstractmethod
@@ -56,10 +64,23 @@ class SocketWorkerGroup(WorkerGroup):
         """
 
     @abstractmethod
-    def assignment(
-        self, device: int, setup: bytes, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry]
-    ) -> Assignment:
-        """Return the first message to a worker."""
+    def files_of(self, device: int) -> Mapping[int, tuple[SharedFile, ...]] | None:
+        """Return where the worker of a device finds the memory of versions. None: none are kept."""
+
+    def _assignment(self, device: int, setup: bytes, index: Mapping[str, TensorEntry]) -> Assignment:
+        agent, addresses = self.agents[device], {agent.address for agent in self.agents.values()}
+        own = LOOPBACK if len(addresses) == 1 else agent.address
+        return Assignment(
+            device=device,
+            local=agent.local,
+            store=StoreAddress(host=self.host, port=self.store.port, own=own),
+            options=self.options,
+            setup=setup,
+            shares=self.shares,
+            values=index,
+            path=tuple(sys.path) if agent.address == self.home else (),
+            versions=self.files_of(device),
+        )
 
     def start(self) -> dict[str, Tensor]:
         """Start all workers, send each its assignment, and wait until all have met."""
@@ -70,39 +91,35 @@ class SocketWorkerGroup(WorkerGroup):
         )
         self.packed = setup = self.packed or pack_setup(needed)
         index = layout(weights)
+        one_machine = {agent.address for agent in self.agents.values()} == {self.home}
+        self.host = LOOPBACK if one_machine else self.home
+        self.store = store_on(self.host)
         with ExitStack() as startup:
             self.connect(weights, index, streams_of(program.plans), startup)
             for device in self.devices:
-                self.send(device, self.assignment(device, setup, weights, index))
+                self.send(device, self._assignment(device, setup, index))
             self.gather(set(self.devices), max(TIMEOUTS.meeting, self.options.timeout))
         return unread_values(program, weights)
 
     @abstractmethod
-    def ended(self) -> Mapping[int, str]:
+    def look(self, age: float) -> None:
+        """Look at every process that was last seen `age` seconds ago, or before."""
+
+    def ended(self) -> dict[int, str]:
         """Return the devices whose process has ended, and how it ended."""
+        self.look(TIMEOUTS.agent_poll_soon if self.silent or self.failures else TIMEOUTS.agent_poll)
+        return {device: seen.ended for device, seen in self.status.items() if seen.ended is not None}
 
     def stopped(self) -> set[int]:
         """Return the devices whose process has been stopped by a signal for several seconds."""
-        pids = {device: self.processes[device] for device in self.marks if device in self.processes}
-        return {device for device, pid in pids.items() if self.stops.lasting(pid, stopped(pid))}
-
-    def statuses(self) -> dict[int, ProcessStatus]:
-        """Return what is known of every device's process."""
-        ended = self.ended()
-        return {
-            device: ProcessStatus(
-                process=self.processes[device],
-                running=running(self.marks.get(device, ())),
-                ended=ended.get(device),
-                stopped=device in self.marks and device not in ended and stopped(self.processes[device]),
-            )
-            for device in self.devices
-        }
+        self.look(TIMEOUTS.agent_poll)
+        return {d for d, seen in self.status.items() if self.stops.lasting(seen.process, seen.stopped)}
 
     def moving(self) -> bool:
         """Return whether any device has moved on in its plan since the last call."""
-        before, self.seen = self.seen, [bytes(marks) for marks in self.marks.values()]
-        return before != self.seen
+        self.look(TIMEOUTS.agent_poll)
+        before, self.moved = self.moved, dict(self.status)
+        return bool(before) and before != self.moved
 
     def exit_notifiers(self) -> Sequence[Readable]:
         """Return objects that become readable when a process ends."""
@@ -199,12 +216,17 @@ class SocketWorkerGroup(WorkerGroup):
 
     def snapshot(self) -> JobSnapshot:
         """Return the state of the job now. What an ended process has sent is read after its end is seen."""
-        statuses = self.statuses()
+        self.look(0.0)
         self._listen(0)
         return JobSnapshot(
             plans=self.current.plans,
             origins=self.current.origins,
             timeout=self.stall,
-            statuses=statuses,
+            statuses=dict(self.status),
             failures=self.failures,
         )
+
+    def close(self) -> None:
+        for channel in self.channels.values():
+            channel.close()
+        self.channels.clear()

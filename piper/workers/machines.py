@@ -1,19 +1,9 @@
-"""Machines that agents start workers on: which devices share one, where a worker is, what is missing."""
+"""Machines that agents start workers on: which devices share one, and what is missing."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from piper.errors import LaunchError
 from piper.plan.plan import Plans
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLocation:
-    """The process of a worker."""
-
-    node: str
-    address: str
-    process: int
 
 
 def not_started(why: str) -> LaunchError:

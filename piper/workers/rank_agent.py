@@ -135,7 +135,9 @@ class RankAgent(MachineAgent):
 
 
 # What a driver may call.
-METHODS = frozenset([*(name for name in vars(MachineAgent) if not name.startswith("_")), "hear"])
+METHODS = frozenset(
+    [*(name for name in vars(MachineAgent) if not name.startswith("_")), "look", "end", "hear"]
+)
 
 
 class ServedAgent:

@@ -19,6 +19,7 @@ class Starter(ABC):
     def __init__(self, program: ProgramLike, versions: Versions | None = None) -> None:
         """Prepare for a program; `versions`: the memory for copies of its state. None: none are kept."""
         self.program, self.versions = program, versions
+        self.packed: bytes | None = None  # the setup as a message, once it is made
 
     @property
     def near(self) -> bool:
@@ -36,6 +37,7 @@ class Starter(ABC):
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on; `places`: the accelerator of each device."""
         self.program, self.versions = program, versions
+        self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
 
     def expect(self, group: WorkerGroup, stall: float) -> None:
         """Let workers fail when nothing has moved for so many seconds. Threads have their own timeout."""

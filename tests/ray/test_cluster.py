@@ -61,7 +61,7 @@ def group_of(run: Run) -> AgentWorkerGroup:
 
 
 def pids_of(run: Run) -> list[int]:
-    return [home.process for home in group_of(run).locations.values()]
+    return [*group_of(run).processes.values()]
 
 
 def gone(pids: list[int]) -> bool:
@@ -78,7 +78,7 @@ def test_two_nodes_give_the_bits_of_threads(two_nodes: None) -> None:
         wanted = [run.step(batch) for batch in batches(CELL, 2)]
         state = run.state_dict()
     with launch_on(program, "ray", Options()) as run:
-        assert len({home.node for home in group_of(run).locations.values()}) == 2
+        assert len({agent.node for agent in group_of(run).agents.values()}) == 2
         assert [run.step(batch) for batch in batches(CELL, 2)] == wanted
         assert all(torch.equal(value, state[name]) for name, value in run.state_dict().items())
         pids = pids_of(run)
@@ -145,7 +145,7 @@ with loopback():
     ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
 with launch_on(compile(job(PAIR)), "ray", Options()) as run:
     run.step(batches(PAIR, 1)[0])
-    print(*[home.process for home in run.session.group.locations.values()], flush=True)
+    print(*run.session.group.processes.values(), flush=True)
     time.sleep(300)
 """
 

@@ -78,7 +78,7 @@ from tests.ray.test_own import CELL
 from tests.runtime.grid import batches, job
 with launch(compile(job(CELL)), "ray") as run:
     run.step(batches(CELL, 1)[0])
-    pids = [home.process for home in run.session.group.locations.values()]
+    pids = [*run.session.group.processes.values()]
     print(ray.get_runtime_context().get_temp_dir(), *pids, flush=True)
     time.sleep(300)
 """

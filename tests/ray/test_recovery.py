@@ -59,7 +59,7 @@ def wanted(program: Program) -> list[StepResult]:
 
 def pids_of(run: Run) -> list[int]:
     assert isinstance(run.sessions.starter, RayStarter) and run.sessions.starter.group is not None
-    return [location.process for location in run.sessions.starter.group.locations.values()]
+    return [*run.sessions.starter.group.processes.values()]
 
 
 def test_a_killed_actor(program: Program, wanted: list[StepResult]) -> None:
@@ -134,13 +134,14 @@ def group_of(run: Run) -> AgentWorkerGroup:
 
 def lose(nodes: Cluster, run: Run, device: int) -> str:
     """Kill the node of a device, and wait until its worker has ended with it. Return its name."""
-    where, until = group_of(run).locations[device], time.monotonic() + 60
-    (lost,) = [node for node in nodes.worker_nodes if node.node_id == where.node]
+    group, until = group_of(run), time.monotonic() + 60
+    where = group.agents[device].node
+    (lost,) = [node for node in nodes.worker_nodes if node.node_id == where]
     nodes.remove_node(lost, allow_graceful=False)
-    while not gone(where.process):
+    while not gone(group.processes[device]):
         assert time.monotonic() < until
         time.sleep(0.01)
-    return where.node
+    return where
 
 
 def test_a_lost_node_is_replaced_by_a_spare(
@@ -152,10 +153,10 @@ def test_a_lost_node_is_replaced_by_a_spare(
         got = []
         for number, batch in enumerate(batches(PAIR, 6)):
             if number == 3:
-                assert len({location.node for location in group_of(run).locations.values()}) == 2
+                assert len({agent.node for agent in group_of(run).agents.values()}) == 2
                 lost = lose(nodes, run, 1)
             got.append(run.step(batch))
-        again = {location.node for location in group_of(run).locations.values()}
+        again = {agent.node for agent in group_of(run).agents.values()}
     assert got == wanted
     assert len(again) == 2 and lost not in again
     assert [(e.event, e.device, e.source) for e in events if e.event != "warm"] == [

@@ -85,12 +85,7 @@ class ForkServer:
                 if kind == wanted:
                     return pid
         except (ClosedError, TimeoutError) as error:
-            raise LaunchError(
-                "no process can be started",
-                by="launch",
-                facts={"why": f"{type(error).__name__}: {error}"},
-                hint="look at what the process printed; is the machine out of memory or processes?",
-            ) from error
+            raise no_process(error) from error
 
     def _hear(self) -> tuple[int, int]:
         """Read the next notice. Return what happened, and to which process."""
@@ -139,6 +134,16 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self.process.kill()  # its workers end with it
             self.process.wait(TIMEOUTS.fork_server_start)
+
+
+def no_process(error: OSError) -> LaunchError:
+    """Return the error of a fork server that starts no process."""
+    return LaunchError(
+        "no process can be started",
+        by="launch",
+        facts={"why": f"{type(error).__name__}: {error}"},
+        hint="look at what the process printed; is the machine out of memory or processes?",
+    )
 
 
 def start_with_thread(words: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
