@@ -21,7 +21,7 @@ from piper.checkpoint.target import target_of, unwritten
 from piper.checkpoint.verified_files import StorageError
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.run.callback_states import split_states
+from piper.run.saves import split_states
 from piper.runtime.setup import ProgramLike
 from piper.runtime.trainers import empty_optimizer
 from piper.workers.answers import WorkerAnswers

@@ -25,8 +25,7 @@ from piper.run.flushing import copy_moved, write_version
 from piper.run.moving_states import MOVED, MovingStates
 from piper.run.recovery import REFILL, Recovery
 from piper.run.retrying import Phases
-from piper.run.run_events import Event, failure_event
-from piper.run.stragglers import Stragglers
+from piper.run.run_events import Event, Stragglers, failure_event
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.workers.results import Batch, StepResult

@@ -16,9 +16,9 @@ from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 from piper.workers.agent_versions import AgentVersions
+from piper.workers.group import GivenGroup, Starter
 from piper.workers.rank_environment import RANKS, RankEnvironment, check_started, rank_environment
 from piper.workers.serve import crowded
-from piper.workers.starter import GivenGroup, Starter
 from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.versions import Files, Versions
 

@@ -16,11 +16,10 @@ from piper.run.run import Run, start_run
 from piper.run.sessions import Sessions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.workers.group import WorkerGroup
+from piper.workers.group import Starter, WorkerGroup
 from piper.workers.rank_agent import RankZeroResult, ServedAgent
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import check_key, find_address, next_launch
-from piper.workers.starter import Starter
 from piper.workers.torchrun import TorchrunStarter
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
 
-from piper.workers.transport.nameless_files import MEMORY
+from piper.workers.processes import MEMORY
 
 MOVED = "piper-resize-"  # begins the names of folders in which a state moves
 REMOVER = """

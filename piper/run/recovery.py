@@ -19,7 +19,6 @@ from piper.checkpoint.folder import discard, step_path, whole
 from piper.checkpoint.target import UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
 from piper.plan.protected import GENERATIONS
-from piper.run.callback_states import states_of, with_states
 from piper.run.flushing import write_version
 from piper.run.launch import starter_of, versions_of
 from piper.run.retrying import (
@@ -34,14 +33,14 @@ from piper.run.retrying import (
     repeatable,
 )
 from piper.run.run import Run, start_run
-from piper.run.run_events import Notify, failure_event, mismatch, recovery, skipped, warm
+from piper.run.run_events import Notify, Stragglers, failure_event, mismatch, recovery, skipped, warm
+from piper.run.saves import states_of, with_states
 from piper.run.session import Session, ended
 from piper.run.sessions import Sessions
-from piper.run.stragglers import Stragglers
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
+from piper.workers.group import Starter
 from piper.workers.results import Batch, Resumed, StepResult
-from piper.workers.starter import Starter
 from piper.workers.transport.versions import Versions
 
 T = TypeVar("T")
@@ -99,7 +98,6 @@ class Recovery(Sessions):
         return with_states(states_of(self.program.job.callbacks), None)
 
     def step(self, batch: Batch) -> StepResult:
-        """Train on one global batch."""
         if self.done not in self.completed:  # the loop is the user's own
             self.completed[self.done] = self._states()
         self.batches[self.done + 1] = batch
@@ -165,7 +163,6 @@ class Recovery(Sessions):
                 self._fail(error)
 
     def begin(self) -> None:
-        """Start all workers."""
         self.call("begin", lambda: None)
 
     def _start(self) -> None:
@@ -308,13 +305,11 @@ class Recovery(Sessions):
             self.protected = True
 
     def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
-        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
         self.settle()
         self.saving = None if wait else Saving(step=self.done, path=Path(path), data=data, keep=keep)
         super().write(path, data, wait=wait, keep=keep)
 
     def read(self, path: Path | str) -> Resumed:
-        """Let workers go on from a checkpoint."""
         resumed = super().read(path)
         self.versions.forget(lambda step: True)
         self.unread, self.protected = dict(self.session.unread), False
@@ -324,7 +319,6 @@ class Recovery(Sessions):
         return resumed
 
     def settle(self) -> None:
-        """Wait until the save that is under way is complete."""
         try:
             super().settle()
         except ConfigError as error:
@@ -334,7 +328,6 @@ class Recovery(Sessions):
             raise unsaved
 
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
-        """Set an option of a group of the optimizer, from the next step on."""
         super().set_optimizer_option(group, key, value)
         self.set_after.setdefault(self.done, []).append((group, key, value))
 

@@ -20,11 +20,18 @@ from piper.checkpoint.folder import step_path
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.data.feed import Feed, is_position
 from piper.process.usercode import named
-from piper.run.callback_states import states_of, with_states
 from piper.run.evaluating import check_samples, evaluation_batches
 from piper.run.nans import check_finite
 from piper.run.optimizer_groups import OptimizerGroups
-from piper.run.saves import checkpoints_at, checkpoints_of, load_newest, prepare_saves, run_folder
+from piper.run.saves import (
+    checkpoints_at,
+    checkpoints_of,
+    load_newest,
+    prepare_saves,
+    run_folder,
+    states_of,
+    with_states,
+)
 from piper.run.session import Session
 from piper.run.sessions import Sessions, asking
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch

@@ -1,10 +1,12 @@
-"""Where the checkpoints of a run are, and which one it goes on from."""
+"""Where the checkpoints of a run are, which one it goes on from, and the states of callbacks in them."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+from piper.callbacks import Callback, named_callbacks
 from piper.checkpoint.folder import by_step, candidates, settled
 from piper.checkpoint.metadata import DamagedError
 from piper.checkpoint.target import unwritten
@@ -111,3 +113,24 @@ def run_folder(checkpoint: Path, job: Job) -> Path | None:
     if not parts or Path(*parts).is_absolute() or where.parts[-len(parts) :] != parts:
         return None
     return Path(*where.parts[: -len(parts)])
+
+
+CALLBACKS, DATA = "piper callbacks", "data"  # keys of the data of a checkpoint that has both
+
+
+def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, object]]:
+    """Return the states of callbacks by their names, of those that have any."""
+    states = {name: callback.state_dict() for name, callback in named_callbacks(callbacks).items()}
+    return {name: state for name, state in states.items() if state}
+
+
+def with_states(states: Mapping[str, object], data: object) -> object:
+    """Return the data of a checkpoint, with the states of callbacks if they have any."""
+    return {CALLBACKS: states, DATA: data} if states else data
+
+
+def split_states(data: object) -> tuple[object, Mapping[str, object]]:
+    """Return the data of a checkpoint, and the states of callbacks by their names."""
+    if isinstance(data, Mapping) and CALLBACKS in data:
+        return data[DATA], cast("Mapping[str, object]", data[CALLBACKS])
+    return data, {}

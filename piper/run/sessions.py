@@ -9,8 +9,8 @@ from piper.errors import ConfigError
 from piper.run.session import Session
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
+from piper.workers.group import Starter
 from piper.workers.results import Batch, Resumed, StepResult
-from piper.workers.starter import Starter
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from piper.runtime.accelerator import module
 from piper.runtime.memory_release import predicted_peak
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
+from piper.workers.group import GivenGroup
 from piper.workers.results import Resumed
 from piper.workers.single_rank import SingleRankGroup, single_rank_error
-from piper.workers.starter import GivenGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

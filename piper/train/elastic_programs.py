@@ -32,8 +32,8 @@ from piper.runtime.batch import as_run, read_shapes, wanted_batch
 from piper.runtime.setup import Code, ProgramLike, Setup, Shapes, setup_of
 from piper.train.interrupt import SIGNALS
 from piper.workers.messages import pack_setup, unpack_setup
+from piper.workers.processes import nameless_file
 from piper.workers.transport.fork_server import die_with
-from piper.workers.transport.nameless_files import nameless_file
 
 PRIORITY = 19  # the lowest
 LENGTH = struct.Struct("=q")  # of a program, before it; 0: it is not complete

@@ -15,10 +15,19 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from piper.workers.processes import ProcessStatus, SharedFile, gone, running, stopped
+from piper.workers.processes import (
+    MEMORY,
+    ProcessStatus,
+    SharedFile,
+    gone,
+    map_marks,
+    nameless_file,
+    new_marks,
+    running,
+    stopped,
+)
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.fork_server import ForkServer, die_with
-from piper.workers.transport.nameless_files import MEMORY, map_marks, nameless_file, new_marks
 
 BLOCK = 512  # bytes in which the system counts what a file takes
 Bytes = npt.NDArray[np.uint8]

@@ -1,7 +1,8 @@
 """Starts the workers of a program on several machines, through agents that outlive workers."""
 
+import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from threading import RLock
 from time import monotonic, sleep
@@ -10,13 +11,10 @@ from typing import Any, cast
 from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.workers.agent_calls import Agent, AgentCalls
+from piper.workers.agent_calls import Agent, AgentCalls, machines_of, not_started
 from piper.workers.agent_versions import AgentVersions, ShortMachine
-from piper.workers.agent_watch import AgentWatch, WarmAgent
 from piper.workers.agent_workers import AgentWorkerGroup
-from piper.workers.group import WorkerGroup
-from piper.workers.machines import machines_of, not_started
-from piper.workers.starter import Starter
+from piper.workers.group import Starter, WarmAgent, WorkerGroup
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.versions import Versions
 
@@ -267,3 +265,29 @@ class AgentStarter(Starter):
     @abstractmethod
     def close(self) -> None:
         """End the agents."""
+
+
+class AgentWatch:
+    """Calls a function in a thread again and again, until it is closed."""
+
+    def __init__(self, look: Callable[[], bool]) -> None:
+        """Prepare to call `look`, which returns whether an agent still starts."""
+        self.look, self.ended = look, threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Start the thread. Idempotent."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._watch, name="agent watch", daemon=True)
+            self.thread.start()
+
+    def _watch(self) -> None:
+        starting = True  # those of spares, when a job begins
+        while not self.ended.wait(TIMEOUTS.warm_poll if starting else TIMEOUTS.agent_poll):
+            starting = self.look()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self.ended.set()
+        if self.thread is not None:
+            self.thread.join(TIMEOUTS.watch_end)

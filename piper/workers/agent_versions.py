@@ -158,7 +158,6 @@ class AgentVersions(Versions):
         return super().newest(last)
 
     def forget(self, chosen: Callable[[int], bool]) -> None:
-        """Drop the versions of chosen steps. No worker may live."""
         self._look()
         calls = {}
         for device, agent in ((d, agent) for d, agent in self.agents.items() if d not in self.lost):

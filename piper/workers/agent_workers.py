@@ -11,10 +11,9 @@ from torch import Tensor
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.workers.agent_calls import Agent, AgentCalls
+from piper.workers.agent_calls import Agent, AgentCalls, not_started
 from piper.workers.agent_versions import AgentVersions, version_lost
 from piper.workers.driver import SocketWorkerGroup
-from piper.workers.machines import not_started
 from piper.workers.messages import CODEC
 from piper.workers.processes import ProcessStatus, SharedFile, StopWatch
 from piper.workers.timeouts import TIMEOUTS

@@ -20,9 +20,8 @@ from piper.runtime.setup import ProgramLike, Setup, initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.workers.answers import WorkerAnswers
 from piper.workers.blame import Failure, JobSnapshot, Watcher, blame, private_marks
-from piper.workers.group import WorkerGroup, streams_of, unread_values
+from piper.workers.group import Starter, WorkerGroup, streams_of, unread_values
 from piper.workers.processes import ProcessStatus, running
-from piper.workers.starter import Starter
 from piper.workers.transport.versions import Files, WorkerVersions
 
 A = TypeVar("A")

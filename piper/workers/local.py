@@ -14,12 +14,11 @@ from piper.runtime.worker import Options
 from piper.workers.agent import WorkerProcess
 from piper.workers.agent_calls import Agent
 from piper.workers.driver import SocketWorkerGroup
-from piper.workers.group import Readable
+from piper.workers.group import Readable, Starter
 from piper.workers.messages import CODEC
 from piper.workers.processes import SharedFile, gone
 from piper.workers.rendezvous import LOOPBACK
 from piper.workers.serve import crowded
-from piper.workers.starter import Starter
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel
 from piper.workers.transport.fork_server import ForkServer, no_process

@@ -103,7 +103,6 @@ class RankAgent(MachineAgent):
         super().warm()
 
     def start(self, device: int, driver: tuple[str, int], key: bytes, width: int, values: SharedFile) -> int:
-        """Fork the worker of a device, which connects to its driver. Return its process id."""
         return super().start(device, driver, self.key, width, values)
 
     def hear(self, result: RankZeroResult) -> None:

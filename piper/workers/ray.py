@@ -26,9 +26,8 @@ from piper.process.attributes import replaced
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
 from piper.workers.agent import AgentProcess
-from piper.workers.agent_calls import Agent, AgentCalls
+from piper.workers.agent_calls import Agent, AgentCalls, no_room, packed_machines
 from piper.workers.agent_starter import AgentStarter
-from piper.workers.machines import no_room, packed_machines
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.versions import Versions
 
@@ -131,21 +130,17 @@ class RayCalls(AgentCalls):
 
     @property
     def own(self) -> str:
-        """Return the address of the driver's machine."""
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         return address
 
     def get(self, call: Any, timeout: float = TIMEOUTS.meeting) -> Any:  # noqa: ANN401  Ray's references have no type
-        """Return the answer to a call."""
         return ray.get(call, timeout=timeout)
 
     def wait(self, calls: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        """Wait until all calls have ended, at most `timeout` seconds. Return those, and the others."""
         done, waiting = ray.wait([*calls], num_returns=len(calls), timeout=timeout) if calls else ([], [])
         return done, waiting
 
     def put(self, value: Any) -> Any:  # noqa: ANN401
-        """Return a value as an argument of several calls."""
         return ray.put(value)
 
     def keys(self) -> tuple[bytes, bytes]:

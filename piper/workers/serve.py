@@ -30,11 +30,10 @@ from piper.runtime.worker import Sums, Worker
 from piper.workers.answers import ProgramBatch, WorkerAnswers
 from piper.workers.blame import Failure, ReportedError, Watcher, failure_of
 from piper.workers.messages import CODEC, Assignment, Leaving, unpack_setup
-from piper.workers.processes import Termination
+from piper.workers.processes import Termination, map_marks
 from piper.workers.rendezvous import LOOPBACK
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, connect
-from piper.workers.transport.nameless_files import map_marks
 from piper.workers.transport.shared_memory import SharedValues
 from piper.workers.transport.sockets import ClosedError
 from piper.workers.transport.versions import WorkerVersions
@@ -93,7 +92,6 @@ class WorkerServer(WorkerAnswers):
         return self.given.shares and self.given.options.share == "nccl"
 
     def step(self, given: ProgramBatch) -> Sums:
-        """Train on this device's rows of a batch."""
         sums = self._watched(lambda: super(WorkerServer, self).step(given))
         return replace(sums, busy=self.watcher.take_busy())
 
@@ -110,7 +108,6 @@ class WorkerServer(WorkerAnswers):
         self.worker.prepare(number, setup, comms, buffers.__getitem__, comms.abort, trains=trains)
 
     def evaluate(self, given: ProgramBatch) -> Sums:
-        """Evaluate on this device's rows of a batch."""
         return self._watched(lambda: super(WorkerServer, self).evaluate(given))
 
     def _watched(self, act: Callable[[], Sums]) -> Sums:

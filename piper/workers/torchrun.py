@@ -11,10 +11,9 @@ from typing import Any, cast
 from piper.errors import LaunchError
 from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
-from piper.workers.agent_calls import Agent, AgentCalls
+from piper.workers.agent_calls import Agent, AgentCalls, machines_of, no_room
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.agent_versions import AgentVersions
-from piper.workers.machines import machines_of, no_room
 from piper.workers.rank_agent import (
     CODEC,
     AgentFailure,
@@ -111,7 +110,6 @@ class RankCalls(AgentCalls):
 
     @property
     def own(self) -> str:
-        """Return the address of the driver's machine."""
         return own_address(self.world)
 
     @property
@@ -120,16 +118,13 @@ class RankCalls(AgentCalls):
         return crowded(self.world.nearby)
 
     def get(self, call: Any, timeout: float = TIMEOUTS.meeting) -> Any:  # noqa: ANN401  answers have no type in common
-        """Return the answer to a call."""
         return call.result(timeout)
 
     def wait(self, calls: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        """Wait until all calls have ended, at most `timeout` seconds. Return those, and the others."""
         done, waiting = wait(calls, timeout)
         return [*done], [*waiting]
 
     def put(self, value: Any) -> Any:  # noqa: ANN401
-        """Return a value as an argument of several calls."""
         return value
 
     def keys(self) -> tuple[bytes, bytes]:

@@ -36,9 +36,8 @@ from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.train.elastic_programs import Programs, SentProgram, SizeFile
 from piper.workers.answers import WorkerAnswers
-from piper.workers.group import A, R, WorkerGroup
+from piper.workers.group import A, R, Starter, WorkerGroup
 from piper.workers.inline import InlineStarter
-from piper.workers.starter import Starter
 from piper.workers.transport.versions import too_little
 from tests import plain
 from tests.recovery.recoveries import elastic_of

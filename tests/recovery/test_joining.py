@@ -10,8 +10,7 @@ import pytest
 from piper.errors import LaunchError
 from piper.plan.plan import Plans
 from piper.workers.agent_calls import Agent
-from piper.workers.agent_starter import AgentStarter
-from piper.workers.agent_watch import AgentWatch
+from piper.workers.agent_starter import AgentStarter, AgentWatch
 from piper.workers.rank_environment import RankEnvironment
 from piper.workers.torchrun import AgentLostError, RankCalls
 from tests.launchers.bounds import set_timeouts
@@ -202,7 +201,7 @@ def drain(seen: threading.Semaphore) -> None:
 
 
 def test_machines_are_looked_for_until_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_timeouts(monkeypatch, "agent_watch", agent_poll=0.01, warm_poll=0.01)
+    set_timeouts(monkeypatch, "agent_starter", agent_poll=0.01, warm_poll=0.01)
     cluster, seen = Cluster(), threading.Semaphore(0)
     hire = cluster._hire
 

@@ -30,18 +30,16 @@ from piper.run.moving_states import MOVED
 from piper.run.recovery import Recovery, recovering
 from piper.run.retrying import Disk
 from piper.run.run import Run
-from piper.run.run_events import Event
+from piper.run.run_events import Event, Stragglers
 from piper.run.session import Session
-from piper.run.stragglers import Stragglers
 from piper.runtime.batch import FLOATING, BatchSpec
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.train.run_folder import described
 from piper.workers.agent_versions import ShortMachine
-from piper.workers.agent_watch import WarmAgent
+from piper.workers.group import Starter, WarmAgent
 from piper.workers.local import LocalStarter, LocalWorkerGroup
 from piper.workers.results import Means, Resumed, StepResult
-from piper.workers.starter import Starter
 from piper.workers.transport.versions import Versions
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged

@@ -11,11 +11,10 @@ from piper.errors import ConfigError
 from piper.plan.plan import Plans
 from piper.runtime.worker import Options
 from piper.workers import agent_starter
-from piper.workers.agent_calls import Agent
+from piper.workers.agent_calls import Agent, machines_of
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.agent_versions import AgentVersions, ShortMachine
 from piper.workers.agent_workers import AgentWorkerGroup
-from piper.workers.machines import machines_of
 from piper.workers.processes import ProcessStatus
 from piper.workers.rank_agent import RankAgent
 from piper.workers.rank_environment import RankEnvironment

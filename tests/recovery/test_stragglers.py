@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from piper.plan.plan import Plans
-from piper.run.stragglers import Stragglers
+from piper.run.run_events import Stragglers
 
 PLANS = cast(Plans, [SimpleNamespace(devices=(0, 1, 2)), SimpleNamespace(devices=(3,))])
 

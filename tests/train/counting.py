@@ -16,8 +16,8 @@ from piper.run.sessions import Sessions
 from piper.runtime.batch import FLOATING, BatchSpec
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
+from piper.workers.group import Starter
 from piper.workers.results import Resumed, StepResult
-from piper.workers.starter import Starter
 
 
 class Tells(Callback):

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from piper.workers.transport.nameless_files import nameless_file
+from piper.workers.processes import nameless_file
 
 ALIGNMENT = 64  # of a tensor's bytes, so that any element type can be read in place
 Bytes = npt.NDArray[np.uint8]

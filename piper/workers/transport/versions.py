@@ -34,8 +34,7 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plans
 from piper.plan.protected import GENERATIONS, ProtectedState, sent
 from piper.runtime.worker import Worker
-from piper.workers.processes import SharedFile
-from piper.workers.transport.nameless_files import MEMORY, nameless_file
+from piper.workers.processes import MEMORY, SharedFile, nameless_file
 from piper.workers.transport.version_sections import (
     HEAD,
     REST,
