@@ -11,7 +11,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import cast
@@ -36,7 +36,7 @@ from piper.simulate.profile import Profile
 from piper.simulate.simulate import simulate
 from piper.train.profiling import profile_of
 from piper.workers.inline import InlineWorkerGroup
-from piper.workers.transport.fork_server import fork_server
+from piper.workers.transport.fork_server import ForkServer
 
 CONFIG = decoder.Config(vocab=512, dim=192, layers=8, heads=6, kv_heads=6, head_dim=32, hidden=512, stages=4)
 BATCH, LENGTH, PARTS = 16, 64, 8
@@ -101,7 +101,7 @@ def program_of(strategy: list[Directive]) -> Program:
 def measured_profiles(programs: dict[str, Program], rounds: int) -> dict[str, Profile]:
     """The steps of every strategy, in turns."""
     with ExitStack() as held:
-        forks = held.enter_context(fork_server())
+        forks = held.enter_context(closing(ForkServer()))
         options = Options(profile=rounds)
         runs = {n: held.enter_context(launch_local(p, options, forks)) for n, p in programs.items()}
         for batch in islice(batches(), rounds + WARM):

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import chain, combinations
 from pathlib import Path
@@ -46,7 +46,7 @@ from piper.simulate.simulate import simulate
 from piper.tuning.result import Tuned
 from piper.tuning.space import Space
 from piper.tuning.trial_runs import LOADED, ROUNDS, margin_of, stretch
-from piper.workers.transport.fork_server import fork_server
+from piper.workers.transport.fork_server import ForkServer
 
 LAYERS, SAMPLES, LENGTH = 8, 16, 64
 CONFIG = decoder.Config(
@@ -191,7 +191,7 @@ def main() -> None:
     spent: dict[str, list[list[float]]] = {label: [] for label in programs}  # in each start
     for begun in range(0, asked.rounds, ROUNDS):
         with ExitStack() as held:
-            forks = held.enter_context(fork_server())
+            forks = held.enter_context(closing(ForkServer()))
             runs = {
                 label: held.enter_context(launch_local(program, forks=forks))
                 for label, program in programs.items()

@@ -9,7 +9,7 @@ with the shortest predicted step comes first.
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
 from math import sqrt
 from random import Random
@@ -22,7 +22,7 @@ from piper.runtime.accelerator import accelerators
 from piper.simulate.cluster import Cluster
 from piper.tuning.evaluate import Evaluation
 from piper.workers.rank_environment import rank_environment
-from piper.workers.transport.fork_server import ForkServer, fork_server
+from piper.workers.transport.fork_server import ForkServer
 
 STARTS, FEWEST = 5, 3  # of each run: all, and those that are made however long they take
 ROUNDS = 3  # of turns in a start
@@ -101,7 +101,7 @@ class Turns:
     starts: Sequence[Start]
     together: bool  # all run at the same time. False: one after another
     clock: Callable[[], float] = perf_counter
-    serve: Callable[[], AbstractContextManager[ForkServer]] = fork_server  # for each start
+    serve: Callable[[], AbstractContextManager[ForkServer]] = lambda: closing(ForkServer())  # for each start
     times: list[list[list[float]]] = field(default_factory=list)  # of each run in each of its starts
     failed: dict[int, PiperError] = field(default_factory=dict)
 

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from piper.workers.processes import (
-    MEMORY,
+    Place,
     ProcessStatus,
     SharedFile,
+    free_memory,
     gone,
     map_marks,
     nameless_file,
@@ -31,7 +32,6 @@ from piper.workers.transport.fork_server import ForkServer, die_with
 
 BLOCK = 512  # bytes in which the system counts what a file takes
 Bytes = npt.NDArray[np.uint8]
-Place = tuple[int, int, int]  # in the memory of versions: a device, a generation, and where
 
 
 class WorkerProcess:
@@ -127,10 +127,7 @@ class MachineAgent(WorkerProcess):
 
     def room(self) -> int | None:
         """Return the bytes of shared memory that are free. None: it has no bound of its own."""
-        if not MEMORY.is_dir():
-            return None
-        system = os.statvfs(MEMORY)
-        return system.f_bavail * system.f_frsize
+        return free_memory()
 
     def held(self, owner: str) -> int:
         """Return the bytes of versions that are held for another owner, which `keep` gives back."""

@@ -15,11 +15,11 @@ from piper.errors import ConfigError, LaunchError
 from piper.ir.format import size
 from piper.plan.plan import Plans
 from piper.plan.protected import GENERATIONS
-from piper.workers.agent import Bytes, Place
+from piper.workers.agent import Bytes
 from piper.workers.agent_calls import Agent, AgentCalls
-from piper.workers.processes import SharedFile
-from piper.workers.transport.version_sections import HEAD, SPAN, HeldVersion, step_in
-from piper.workers.transport.versions import Versions, too_little, version_bytes
+from piper.workers.processes import Place, SharedFile
+from piper.workers.transport.version_sections import HEAD, SPAN, HeldVersion
+from piper.workers.transport.versions import Files, Versions, too_little, version_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class AgentVersions(Versions):
         """Bring the versions of devices from the agents that they had before, where these still answer."""
         moved = []
         for device, agent in before.items():
-            for place in self._places(device):
+            for place in self.places(device):
                 step, _, _, _, nbytes = HEAD.unpack(
                     os.pread(self.descriptors[device][place[1]], HEAD.size, place[2])
                 )
@@ -127,27 +127,19 @@ class AgentVersions(Versions):
         for call in moved:
             self.calls.get(call)
 
-    def files_of(self, device: int) -> dict[int, tuple[SharedFile, ...]]:
-        """Return where the worker of a device finds the memory of all devices."""
+    def files_of(self, device: int) -> Files:
         return self.seen_by[device]
-
-    def _places(self, device: int) -> list[Place]:
-        """Return where each section of a device may begin."""
-        numbers = self.holders.numbers(device)
-        return [
-            (device, generation, number * SPAN) for generation in range(GENERATIONS) for number in numbers
-        ]
 
     def _look(self) -> None:
         """Read the heads of all sections that agents hold."""
         calls = {
-            d: agent.actor.heads.remote(self._places(d), HEAD.size)
+            d: agent.actor.heads.remote(self.places(d), HEAD.size)
             for d, agent in self.agents.items()
             if d not in self.lost
         }
         seen = self.calls.answers(calls)
         for device in self.devices:
-            places = self._places(device)
+            places = self.places(device)
             heads = cast("list[bytes]", seen.get(device, [b""] * len(places)))
             for (_, generation, at), head in zip(places, heads, strict=True):
                 os.pwrite(self.descriptors[device][generation], head.ljust(HEAD.size, b"\0"), at)
@@ -157,19 +149,13 @@ class AgentVersions(Versions):
         self._look()
         return super().newest(last)
 
-    def forget(self, chosen: Callable[[int], bool]) -> None:
+    def forget(self, chosen: Callable[[int], bool]) -> list[Place]:
         self._look()
-        calls = {}
-        for device, agent in ((d, agent) for d, agent in self.agents.items() if d not in self.lost):
-            steps = {
-                place: step_in(self.descriptors[device][place[1]], place[2] // SPAN)
-                for place in self._places(device)
-            }
-            old = [place for place, step in steps.items() if step is not None and chosen(step)]
-            if old:
-                calls[device] = agent.actor.erase.remote(old, HEAD.size)
+        old = super().forget(chosen)
+        places = {d: [place for place in old if place[0] == d] for d in self.agents.keys() - self.lost}
+        calls = {d: self.agents[d].actor.erase.remote(at, HEAD.size) for d, at in places.items() if at}
         self.calls.answers(calls)
-        super().forget(chosen)
+        return old
 
     def share(self, step: int) -> None:
         """Bring the sections of a version to all machines, before workers read them."""
@@ -199,11 +185,9 @@ class AgentVersions(Versions):
 
     def _chosen(self, step: int) -> list[Place]:
         """Return where the sections of a complete version begin."""
-        sections = self.holders.of(self.descriptors, step)
-        rest = self.holders.rest(self.descriptors) if self.holders.state is not None else []
-        if sections is None or rest is None:
+        sections = self.holders.all_of(self.descriptors, step)
+        if sections is None:
             raise version_lost(step)
-        sections += rest
         return [(d, self.descriptors[d].index(file), number * SPAN) for d, file, number in sections]
 
     def _image(self, place: Place) -> Any:  # noqa: ANN401  a call has no type in common

@@ -15,7 +15,7 @@ from piper.workers.agent_calls import Agent, AgentCalls, not_started
 from piper.workers.agent_versions import AgentVersions, version_lost
 from piper.workers.driver import SocketWorkerGroup
 from piper.workers.messages import CODEC
-from piper.workers.processes import ProcessStatus, SharedFile, StopWatch
+from piper.workers.processes import ProcessStatus, StopWatch
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Listener
 from piper.workers.transport.shared_memory import TensorEntry, joined
@@ -25,6 +25,7 @@ class AgentWorkerGroup(SocketWorkerGroup):
     """Workers that agents have forked. The agents read their progress and state."""
 
     grace = TIMEOUTS.agent_reports
+    versions: AgentVersions | None
 
     def __init__(
         self,
@@ -35,10 +36,8 @@ class AgentWorkerGroup(SocketWorkerGroup):
         versions: AgentVersions | None = None,
         packed: bytes | None = None,
     ) -> None:
-        """Prepare a worker for each device. versions: the memory for copies. None: none are kept."""
-        super().__init__(program, options, agents, packed)
+        super().__init__(program, options, agents, versions, packed)
         self.calls, self.home = calls, calls.own
-        self.versions, self.protects = versions, versions is not None
         self.shares = is_accelerator(program.device) and calls.crowded
         self.unreachable: set[int] = set()  # devices whose agent is lost, or does not answer
         self.stops = StopWatch(TIMEOUTS.agent_sees_stopped)
@@ -81,9 +80,6 @@ class AgentWorkerGroup(SocketWorkerGroup):
                     raise not_started(seen.ended)
         if monotonic() > until:
             raise not_started("it cannot reach the driver")
-
-    def files_of(self, device: int) -> Mapping[int, tuple[SharedFile, ...]] | None:
-        return None if self.versions is None else self.versions.seen_by[device]
 
     @contextmanager
     def sharing(self, step: int) -> Iterator[None]:

@@ -18,13 +18,14 @@ from piper.workers.answers import WorkerAnswers
 from piper.workers.blame import Failure, JobSnapshot, blame
 from piper.workers.group import Readable, WorkerGroup, streams_of, unread_values
 from piper.workers.messages import Assignment, Leaving, StoreAddress, pack_setup
-from piper.workers.processes import ProcessStatus, SharedFile, StopWatch
+from piper.workers.processes import ProcessStatus, StopWatch
 from piper.workers.rendezvous import LOOPBACK, store_on
 from piper.workers.serve import WorkerServer
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel
 from piper.workers.transport.shared_memory import TensorEntry, layout
 from piper.workers.transport.sockets import ClosedError
+from piper.workers.transport.versions import Versions
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -39,11 +40,20 @@ class SocketWorkerGroup(WorkerGroup):
     shares = False  # workers have to share accelerators
 
     def __init__(
-        self, program: ProgramLike, options: Options, agents: Mapping[int, Agent], packed: bytes | None
+        self,
+        program: ProgramLike,
+        options: Options,
+        agents: Mapping[int, Agent],
+        versions: Versions | None,
+        packed: bytes | None,
     ) -> None:
-        """Prepare a worker for each device; `packed`: the setup as a message, if it is known already."""
+        """Prepare a worker for each device.
+
+        versions: the memory for copies. None: none are kept. packed: the setup as a message, if it is known.
+        """
         super().__init__(program, options)
         self.agents, self.packed = agents, packed
+        self.versions, self.protects = versions, versions is not None
         self.channels: dict[int, Channel] = {}
         self.processes: dict[int, int] = {}  # process ids by device
         self.status: dict[int, ProcessStatus] = {}  # what was last seen of each process
@@ -63,10 +73,6 @@ class SocketWorkerGroup(WorkerGroup):
         startup: closes, once all workers are ready, what is needed only until then.
         """
 
-    @abstractmethod
-    def files_of(self, device: int) -> Mapping[int, tuple[SharedFile, ...]] | None:
-        """Return where the worker of a device finds the memory of versions. None: none are kept."""
-
     def _assignment(self, device: int, setup: bytes, index: Mapping[str, TensorEntry]) -> Assignment:
         agent, addresses = self.agents[device], {agent.address for agent in self.agents.values()}
         own = LOOPBACK if len(addresses) == 1 else agent.address
@@ -79,7 +85,7 @@ class SocketWorkerGroup(WorkerGroup):
             shares=self.shares,
             values=index,
             path=tuple(sys.path) if agent.address == self.home else (),
-            versions=self.files_of(device),
+            versions=None if self.versions is None else self.versions.files_of(device),
         )
 
     def start(self) -> dict[str, Tensor]:

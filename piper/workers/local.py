@@ -16,7 +16,7 @@ from piper.workers.agent_calls import Agent
 from piper.workers.driver import SocketWorkerGroup
 from piper.workers.group import Readable, Starter
 from piper.workers.messages import CODEC
-from piper.workers.processes import SharedFile, gone
+from piper.workers.processes import gone
 from piper.workers.rendezvous import LOOPBACK
 from piper.workers.serve import crowded
 from piper.workers.timeouts import TIMEOUTS
@@ -45,8 +45,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
             device: Agent(actor=self.workers[device], node="", address=LOOPBACK, local=place)
             for device, place in zip(devices, places or range(len(devices)), strict=True)
         }
-        super().__init__(program, options, agents, packed)
-        self.files, self.protects = None if versions is None else versions.files, versions is not None
+        super().__init__(program, options, agents, versions, packed)
         self.shares = is_accelerator(program.device) and crowded(len(devices))
 
     def connect(
@@ -59,9 +58,6 @@ class LocalWorkerGroup(SocketWorkerGroup):
             with there:
                 self.processes[device] = worker.fork(there.fileno(), memory, width)
             self.channels[device] = Channel(here, self.options.timeout, codec=CODEC)
-
-    def files_of(self, device: int) -> Mapping[int, tuple[SharedFile, ...]] | None:
-        return self.files
 
     def exit_notifiers(self) -> Sequence[Readable]:
         return (self.forks,)

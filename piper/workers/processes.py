@@ -15,6 +15,9 @@ from types import FrameType
 
 from piper.workers.timeouts import TIMEOUTS
 
+MEMORY = Path("/dev/shm")  # a file here lies in memory; elsewhere the system keeps what it can there
+Place = tuple[int, int, int]  # in the memory of versions: a device, a generation, and where
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStatus:
@@ -127,14 +130,19 @@ class SharedFile:
         return None
 
 
-MEMORY = Path("/dev/shm")  # a file here lies in memory; elsewhere the system keeps what it can there
-
-
 def nameless_file(size: int) -> int:
     """Return the descriptor of a new file that is in no folder and ends with its last user."""
     with tempfile.TemporaryFile(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as file:
         file.truncate(max(size, 1))
         return os.dup(file.fileno())
+
+
+def free_memory() -> int | None:
+    """Return the bytes of shared memory that are free. None: it has no bound of its own."""
+    if not MEMORY.is_dir():
+        return None
+    system = os.statvfs(MEMORY)
+    return system.f_bavail * system.f_frsize
 
 
 def new_marks(width: int) -> int:

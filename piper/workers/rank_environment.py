@@ -77,21 +77,16 @@ def number(name: str) -> int:
 
 def check_size(world: RankEnvironment, devices: int, spares: int = 0) -> None:
     """Refuse a number of processes that differs from the number of devices and spares."""
-    if spares and world.size != devices + spares:
-        raise ConfigError(
-            "there is not one process for each device and each spare",
-            by="launch",
-            facts={
-                "processes": f"WORLD_SIZE={world.size}",
-                "devices": f"{devices} in the plan",
-                "spares": f"--spares {spares}",
-            },
-            hint=f"start {devices + spares} processes",
-        )
-    if not spares and world.size != devices:
-        raise ConfigError(
-            "there is not one process for each device",
-            by="launch",
-            facts={"processes": f"WORLD_SIZE={world.size}", "devices": f"{devices} in the plan"},
-            hint=f"start {devices} processes, or unset {', '.join(NAMES)} and piper starts them",
-        )
+    if world.size == devices + spares:
+        return
+    start = f"start {devices + spares} processes"
+    raise ConfigError(
+        "there is not one process for each device" + (" and each spare" if spares else ""),
+        by="launch",
+        facts={
+            "processes": f"WORLD_SIZE={world.size}",
+            "devices": f"{devices} in the plan",
+            **({"spares": f"--spares {spares}"} if spares else {}),
+        },
+        hint=start if spares else f"{start}, or unset {', '.join(NAMES)} and piper starts them",
+    )

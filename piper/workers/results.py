@@ -1,7 +1,7 @@
 """The results of steps, evaluations and loads, as the answers of workers give them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -51,7 +51,7 @@ class Resumed:
 
 def result_of(plans: Plans, outline: CapturedModel, sums: Sums) -> StepResult:
     """Return the result of a step from the sums over all devices."""
-    norm, metrics = math.sqrt(sums.squares), metrics_of(outline, sums)
+    norm, metrics = math.sqrt(sums.squares), metrics_of(outline.metric_names, sums.metrics)
     if plans.weighted:
         if not sums.weight:  # nothing counts in this batch: as 0 / 0 in PyTorch
             return StepResult(loss=math.nan, grad_norm=math.nan, metrics=metrics)
@@ -60,10 +60,10 @@ def result_of(plans: Plans, outline: CapturedModel, sums: Sums) -> StepResult:
     return StepResult(loss=sums.loss * plans.seed, grad_norm=norm, metrics=metrics)
 
 
-def metrics_of(outline: CapturedModel, sums: Sums) -> dict[str, float]:
-    """Return the metrics of a step by name: each a sum divided by its weight."""
-    pairs = zip(sums.metrics[::2], sums.metrics[1::2], strict=True)
-    return {name: ratio(*pair) for name, pair in zip(outline.metric_names, pairs, strict=True)}
+def metrics_of(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """Return metrics by name: each a sum divided by its weight. sums: the sum and the weight of each."""
+    pairs = zip(sums[::2], sums[1::2], strict=True)
+    return {name: ratio(*pair) for name, pair in zip(names, pairs, strict=True)}
 
 
 def ratio(total: float, weight: float) -> float:
@@ -129,10 +129,9 @@ class Means:
             raise ConfigError(
                 "there is no batch to evaluate on", by="evaluate", hint="give at least one batch"
             )
-        pairs = zip(self.metrics[::2], self.metrics[1::2], strict=True)
         return EvaluationResult(
             loss=ratio(self.loss, self.weight),
-            metrics={name: ratio(*pair) for name, pair in zip(self.names, pairs, strict=True)},
+            metrics=metrics_of(self.names, self.metrics),
             samples=self.samples,
             batches=self.batches,
         )

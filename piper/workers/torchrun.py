@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any, cast
 
 from piper.errors import LaunchError
@@ -47,17 +47,6 @@ class AgentLostError(ConnectionError):
     """An agent cannot be reached any more, or could not do what it was asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteMethod:
-    """A method of an agent that can be called."""
-
-    begin: Callable[..., "Future[object]"]
-
-    def remote(self, *arguments: object) -> "Future[object]":
-        """Begin a call. Arguments that are calls are replaced by their answers."""
-        return self.begin(arguments)
-
-
 class RemoteAgent:
     """The driver's side of an agent. Calls are made one after the other, by a thread."""
 
@@ -66,10 +55,11 @@ class RemoteAgent:
         self.gone = False  # it will never answer again
         self.calls = ThreadPoolExecutor(1, thread_name_prefix="agent")
 
-    def __getattr__(self, name: str) -> RemoteMethod:
-        return RemoteMethod(begin=partial(self._begin, name))
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=partial(self._begin, name))
 
-    def _begin(self, name: str, arguments: Sequence[object]) -> "Future[object]":
+    def _begin(self, name: str, *arguments: object) -> "Future[object]":
+        """Begin a call. Arguments that are calls are replaced by their answers."""
         try:
             return self.calls.submit(self._call, name, arguments)
         except RuntimeError:  # it is closed

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from inspect import cleandoc
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from piper.workers.answers import WorkerAnswers
 from piper.workers.local import LocalWorkerGroup
 from piper.workers.processes import StopWatch
 from piper.workers.transport.channel import Listener, connect
-from piper.workers.transport.fork_server import ForkServer, fork_server
+from piper.workers.transport.fork_server import ForkServer
 from tests import warm
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
@@ -42,7 +43,7 @@ SOON = 40.0  # far above what a loaded machine needs, far below the timeout of L
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[ForkServer]:
-    with fork_server() as made:
+    with closing(ForkServer()) as made:
         yield made
 
 

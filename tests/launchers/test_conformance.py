@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from inspect import cleandoc
 
@@ -25,7 +25,7 @@ from piper.runtime.worker import Options
 from piper.workers.local import LocalWorkerGroup
 from piper.workers.processes import gone
 from piper.workers.results import StepResult
-from piper.workers.transport.fork_server import fork_server
+from piper.workers.transport.fork_server import ForkServer
 from tests.launchers import sabotage
 from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
@@ -58,7 +58,7 @@ def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
         case "inline":
             yield launch_inline
         case "local":
-            with fork_server() as forks:
+            with closing(ForkServer()) as forks:
                 yield lambda program, options: launch_local(program, options, forks)
         case "ray":
             pytest.importorskip("ray")

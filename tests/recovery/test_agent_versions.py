@@ -1,10 +1,11 @@
 """Versions that agents hold: found on any of them, and brought along when a device changes its agent."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +21,7 @@ from piper.workers.agent_versions import AgentVersions
 from piper.workers.agent_workers import AgentWorkerGroup
 from piper.workers.rank_agent import RankAgent
 from piper.workers.rank_environment import RankEnvironment
-from piper.workers.torchrun import AgentLostError, RankCalls, RemoteAgent, RemoteMethod
+from piper.workers.torchrun import AgentLostError, RankCalls, RemoteAgent
 from tests.runtime.grid import Cell, batches, compiled, job, strategy
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
@@ -102,11 +103,11 @@ class Losing:
     when: str
     lost: bool = False
 
-    def __getattr__(self, name: str) -> RemoteMethod:
+    def __getattr__(self, name: str) -> SimpleNamespace:
         method = getattr(self.actor, name)
-        return RemoteMethod(begin=self._lose) if name == self.when else method
+        return SimpleNamespace(remote=self._lose) if name == self.when else method
 
-    def _lose(self, arguments: Sequence[object]) -> "Future[object]":
+    def _lose(self, *arguments: object) -> "Future[object]":
         self.lost, call = True, Future[object]()
         call.set_exception(AgentLostError("the machine is lost"))
         return call

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import cast
 
 import pytest
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from piper.runtime.comm.base import CommError, Comms, Form
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.inline import World
-from piper.workers.transport.fork_server import fork_server
+from piper.workers.transport.fork_server import ForkServer
 from tests.runtime.comm_crew import Crew, Processes, first_to_last, plans_for
 
 SIZE = 4
@@ -29,7 +30,7 @@ SIZES = [  # of values that only travel
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Processes]:
-    with fork_server("tests.runtime.comm_process") as forks:
+    with closing(ForkServer("tests.runtime.comm_process")) as forks:
         started = Processes(forks, SIZE, bound=30.0)
         yield started
         started.close()

@@ -6,6 +6,7 @@ any two.
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 
@@ -13,7 +14,7 @@ import pytest
 
 from piper.run.launch import launch_local
 from piper.runtime.worker import Options
-from piper.workers.transport.fork_server import ForkServer, fork_server
+from piper.workers.transport.fork_server import ForkServer
 from tests import zoo
 from tests.covering import Choices, covering, selected
 from tests.runtime.grid import SHAPES, Cell, case_of
@@ -114,7 +115,7 @@ def test_both_ways(shared: Shared, cell: Cell) -> None:
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[ForkServer]:
-    with fork_server() as made:
+    with closing(ForkServer()) as made:
         yield made
 
 

@@ -80,10 +80,7 @@ class Channel:
 
     def send(self, value: object) -> None:
         """Send one message. Several threads may send."""
-        self.send_encoded(self.codec.encode(value))
-
-    def send_encoded(self, message: bytes) -> None:
-        """Send one message that is encoded already."""
+        message = self.codec.encode(value)
         length = LENGTH.pack(len(message))
         with self.sending:
             tag = b"" if self.keys is None else frame_tag(self.keys.sent, self.sent, length, message)

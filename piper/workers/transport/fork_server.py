@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from queue import SimpleQueue
@@ -187,16 +187,6 @@ def import_path() -> dict[str, str]:
     """Return the environment in which this package and the driver's modules are found."""
     package = str(Path(__file__).parents[3])
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*filter(None, sys.path), package]))}
-
-
-@contextmanager
-def fork_server(module: str = WORKER) -> Iterator[ForkServer]:
-    """Start a fork server that ends with the block."""
-    server = ForkServer(module)
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 def serve(descriptor: int, module: str, preload: str) -> None:

@@ -34,7 +34,7 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plans
 from piper.plan.protected import GENERATIONS, ProtectedState, sent
 from piper.runtime.worker import Worker
-from piper.workers.processes import MEMORY, SharedFile, nameless_file
+from piper.workers.processes import MEMORY, Place, SharedFile, free_memory, nameless_file
 from piper.workers.transport.version_sections import (
     HEAD,
     REST,
@@ -50,7 +50,7 @@ from piper.workers.transport.version_sections import (
 )
 
 INDEX = 2**20  # bytes that the indices of a device take at most, for the estimate
-Files = Mapping[int, Sequence[SharedFile]]  # of each device, by generation
+Files = Mapping[int, tuple[SharedFile, ...]]  # of each device, by generation
 
 
 class Holders:
@@ -86,6 +86,11 @@ class Holders:
                 chosen.append((section.holder, file, section.number))
                 missing.difference_update(section.elements)
         return None if missing else chosen
+
+    def all_of(self, files: Mapping[int, Sequence[int]], step: int) -> list[tuple[int, int, int]] | None:
+        """Return where a version lies, with what no step writes. None: it is not complete."""
+        written, rest = self.of(files, step), self.rest(files)
+        return None if written is None or rest is None else [*written, *rest]
 
 
 class WorkerVersions:
@@ -198,14 +203,13 @@ class WorkerVersions:
         """Return the tensors of a version, the same for all devices. The driver has found it complete."""
         files = {device: [opened(file) for file in shared] for device, shared in self.files.items()}
         try:
-            chosen = self.holders.of(files, step)
-            rest = self.holders.rest(files) if self.holders.state is not None else []
-            assert chosen is not None and rest is not None, "the driver has looked"
-            sections = [held_in(file, number) for _, file, number in (*chosen, *rest)]
+            sections = self.holders.all_of(files, step)
+            assert sections is not None, "the driver has looked"
+            held = [held_in(file, number) for _, file, number in sections]
         finally:
             for descriptor in (descriptor for pair in files.values() for descriptor in pair):
                 os.close(descriptor)
-        return VersionReader(sections, self.worker.setup.seed)
+        return VersionReader(held, self.worker.setup.seed)
 
     def restore(self, step: int, reader: VersionReader | None = None) -> None:
         """Take the state after a step. reader: of this step, if it is known already."""
@@ -248,10 +252,14 @@ class Versions:
         """Return where workers find the memory."""
         return {d: tuple(map(SharedFile.of, pair)) for d, pair in self.descriptors.items()}
 
+    def files_of(self, device: int) -> Files:
+        """Return where the worker of a device finds the memory of all devices."""
+        return self.files
+
     @property
     def whole(self) -> bool:
         """Return whether what no step writes is in memory too, so that workers can begin without values."""
-        return self.holders.state is None or self.holders.rest(self.descriptors) is not None
+        return self.holders.rest(self.descriptors) is not None
 
     def newest(self, last: int | None = None) -> int | None:
         """Return the newest step of which all elements are complete. None: there is none.
@@ -267,20 +275,25 @@ class Versions:
         wanted = (step for step in steps if step is not None and (last is None or step <= last))
         return max((step for step in wanted if self.holders.of(self.descriptors, step)), default=None)
 
-    def forget(self, chosen: Callable[[int], bool]) -> None:
-        """Drop the versions of chosen steps. No worker may live."""
-        for device, pair in self.descriptors.items():
-            for number in self.holders.numbers(device):
-                for descriptor in pair:
-                    step = step_in(descriptor, number)
-                    if step is not None and chosen(step):
-                        os.pwrite(descriptor, bytes(HEAD.size), number * SPAN)
+    def places(self, device: int) -> list[Place]:
+        """Return where each section of a device may begin."""
+        numbers = self.holders.numbers(device)
+        return [(device, generation, n * SPAN) for generation in range(GENERATIONS) for n in numbers]
+
+    def forget(self, chosen: Callable[[int], bool]) -> list[Place]:
+        """Drop the versions of chosen steps. Return where they were. No worker may live."""
+        old = []
+        for place in (place for device in self.descriptors for place in self.places(device)):
+            device, generation, at = place
+            step = step_in(self.descriptors[device][generation], at // SPAN)
+            if step is not None and chosen(step):
+                os.pwrite(self.descriptors[device][generation], bytes(HEAD.size), at)
+                old.append(place)
+        return old
 
     def _held(self, step: int) -> list[tuple[int, HeldVersion]]:
         """Return the sections of a complete version, with their devices."""
-        sections = [*(self.holders.of(self.descriptors, step) or ())]
-        if self.holders.state is not None:
-            sections += self.holders.rest(self.descriptors) or ()
+        sections = self.holders.all_of(self.descriptors, step) or ()
         return [(device, held_in(file, number)) for device, file, number in sections]
 
     def reader(self, step: int, seed: int) -> VersionReader:
@@ -348,11 +361,8 @@ def check_versions(plans: Plans) -> None:
 
 def check_memory(wanted: int, asked: Protection | None = None) -> None:
     """Refuse to train if the versions do not fit into shared memory. asked: how the plan protects them."""
-    if not MEMORY.is_dir():
-        return
-    system = os.statvfs(MEMORY)
-    free = system.f_bavail * system.f_frsize
-    if wanted > free:
+    free = free_memory()
+    if free is not None and wanted > free:
         raise too_little(wanted, free, asked)
 
 
