@@ -15,7 +15,7 @@ from piper.directives import Directive
 from piper.errors import CaptureError, ConfigError
 from piper.models import decoder
 from piper.plan.memory_timeline import timeline
-from piper.run.evaluating import pieces_of
+from piper.run.session import pieces_of
 from tests import plain, zoo
 from tests.runtime import divided
 

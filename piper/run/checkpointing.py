@@ -1,9 +1,10 @@
 """The driver's side of checkpoints: workers write and read their parts, the driver commits."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,17 +26,12 @@ from piper.run.saves import split_states
 from piper.runtime.setup import ProgramLike
 from piper.runtime.trainers import empty_optimizer
 from piper.workers.answers import WorkerAnswers
+from piper.workers.group import WorkerGroup
 from piper.workers.results import Resumed
 from piper.workers.timeouts import TIMEOUTS
 
 A = TypeVar("A")
 R = TypeVar("R")
-
-
-class Ask(Protocol):
-    """Calls a method of workers, each with its argument, and returns their answers."""
-
-    def __call__(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,35 +45,41 @@ class Pending:
     done: dict[int, Done]
 
 
-class Checkpoints:
-    """Saves and loads the state of a run."""
+class SavedWorkers(ABC):
+    """Workers whose state is saved and loaded."""
 
-    def __init__(
-        self,
-        program: ProgramLike,
-        devices: Iterable[int],
-        ask: Ask,
-        unread: dict[str, Tensor],
-        give_up: Callable[[], None],
-    ) -> None:
-        """Keep what saves and loads need.
+    pending: Pending | None = None
+    error: ConfigError | None = None  # of a save whose end was not waited for
 
-        unread: the values that no device holds, which a load replaces. give_up: ends the run.
-        """
-        self.program, self.devices, self.ask, self.unread = program, [*devices], ask, unread
-        self.give_up = give_up
-        self.pending: Pending | None = None
-        self.error: ConfigError | None = None  # of a save whose end was not waited for
+    def __init__(self, group: WorkerGroup) -> None:
+        """Drive a group whose workers have started."""
+        self.group, self.program, self.devices = group, group.program, group.devices
+        self.unread = group.unread  # the values that no device holds, which a load replaces
         self.retention = Retention()
 
-    def save(self, path: Path | str, *, data: object, wait: bool, keep: int | None) -> None:
-        """Copy the state and let it be written; what was saved before is on the disk first."""
+    @abstractmethod
+    def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
+        """Call a method of workers, each with its argument, and return their answers."""
+
+    def ask_all(self, call: Callable[[WorkerAnswers, A], R], argument: A) -> dict[int, R]:
+        """Call a method of all workers with one argument, and return their answers."""
+        return self.ask(call, dict.fromkeys(self.devices, argument))
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every worker. Idempotent."""
+
+    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
+        """Copy the state and let it be written; what was saved before is on the disk first.
+
+        data: what a checkpoint has besides tensors, with the states of callbacks, if they have any.
+        """
         self.settle()
         target = target_of(path)
         plain = encode(data, "data")
         with begun(target) as partial:
             unread = write_parts(partial, "driver", [*whole_parts(unread_kept(self.program, self.unread))])
-        self.ask(WorkerAnswers.save, dict.fromkeys(self.devices, str(partial)))
+        self.ask_all(WorkerAnswers.save, str(partial))
         self.pending = Pending(path=target, keep=keep, data=plain, unread=unread, done={})
         if wait:
             self.settle()
@@ -85,18 +87,19 @@ class Checkpoints:
     def poll(self, wait: float = 0.0) -> None:
         """Finish the save that is under way, if every worker has done its part."""
         pending = self.pending
-        if pending is None:
-            return
-        waiting = [device for device in self.devices if device not in pending.done]
-        for device, answer in self.ask(WorkerAnswers.poll, dict.fromkeys(waiting, wait)).items():
-            if answer is not None:
-                pending.done[device] = answer
-        if len(pending.done) == len(self.devices):
+        if pending is not None and self._all_done(pending.done, wait):
             self.pending = None
             try:
                 self._complete(pending)
             except ConfigError as error:
                 self.error = error
+
+    def _all_done(self, done: dict[int, Done], wait: float) -> bool:
+        """Note which workers have saved or loaded their part. Return whether all have."""
+        waiting = [device for device in self.devices if device not in done]
+        answers = self.ask(WorkerAnswers.poll, dict.fromkeys(waiting, wait))
+        done |= {device: answer for device, answer in answers.items() if answer is not None}
+        return len(done) == len(self.devices)
 
     def settle(self) -> None:
         """Wait until the save that is under way is complete; if it fails, the error comes here."""
@@ -106,10 +109,6 @@ class Checkpoints:
         error, self.error = self.error, None
         if error is not None:
             raise error
-
-    def abandon(self) -> None:
-        """Discard the save that is under way: no worker is left to finish it."""
-        self.pending = None
 
     def _complete(self, pending: Pending) -> None:
         if refused := next((d.refused for d in pending.done.values() if d.refused is not None), None):
@@ -127,7 +126,7 @@ class Checkpoints:
         if pending.keep is not None:
             self.retention.start(pending.path.parent, pending.keep)
 
-    def load(self, path: Path | str) -> Resumed:
+    def read(self, path: Path | str) -> Resumed:
         """Take the state of a checkpoint, whatever strategy it was saved under.
 
         Workers read and verify their parts first, and take them once all have: a load that is refused changes
@@ -146,25 +145,21 @@ class Checkpoints:
             unread = read_unread(self.program, CheckpointReader(folder, record))
         except StorageError as error:
             raise DamagedError(folder, str(error)) from error
-        self.ask(WorkerAnswers.load, dict.fromkeys(self.devices, str(folder)))
-        waiting, done = set(self.devices), list[Done]()
-        while waiting:
-            asked = dict.fromkeys(waiting, TIMEOUTS.save_poll)
-            for device, answer in self.ask(WorkerAnswers.poll, asked).items():
-                if answer is not None:
-                    waiting.discard(device)
-                    done.append(answer)
-        if failed := next((d for d in done if d.refused is not None or d.trouble is not None), None):
-            self.ask(WorkerAnswers.adopt, dict.fromkeys(self.devices, False))
+        self.ask_all(WorkerAnswers.load, str(folder))
+        done: dict[int, Done] = {}
+        while not self._all_done(done, TIMEOUTS.save_poll):
+            continue
+        if failed := next((d for d in done.values() if d.refused is not None or d.trouble is not None), None):
+            self.ask_all(WorkerAnswers.adopt, False)
             raise (
                 failed.refused.as_config_error("load", folder)
                 if failed.refused
                 else DamagedError(folder, str(failed.trouble))
             )
         try:
-            self.ask(WorkerAnswers.adopt, dict.fromkeys(self.devices, True))
+            self.ask_all(WorkerAnswers.adopt, True)
         except BaseException:
-            self.give_up()  # some workers may have the new state and some the old
+            self.close()  # some workers may have the new state and some the old
             raise
         self.unread.update(unread)
         self.retention.trust(folder)

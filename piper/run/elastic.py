@@ -21,7 +21,7 @@ from typing import Any
 
 from piper.checkpoint.folder import step_path, whole
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
-from piper.run.flushing import copy_moved, write_version
+from piper.run.driver_checkpoints import copy_moved, write_version
 from piper.run.moving_states import MOVED, MovingStates
 from piper.run.recovery import REFILL, Recovery
 from piper.run.retrying import Phases

@@ -19,7 +19,7 @@ from piper.checkpoint.folder import discard, step_path, whole
 from piper.checkpoint.target import UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
 from piper.plan.protected import GENERATIONS
-from piper.run.flushing import write_version
+from piper.run.driver_checkpoints import write_version
 from piper.run.launch import starter_of, versions_of
 from piper.run.retrying import (
     Disk,

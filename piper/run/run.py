@@ -20,7 +20,6 @@ from piper.checkpoint.folder import step_path
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.data.feed import Feed, is_position
 from piper.process.usercode import named
-from piper.run.evaluating import check_samples, evaluation_batches
 from piper.run.nans import check_finite
 from piper.run.optimizer_groups import OptimizerGroups
 from piper.run.saves import (
@@ -32,7 +31,7 @@ from piper.run.saves import (
     states_of,
     with_states,
 )
-from piper.run.session import Session
+from piper.run.session import Session, check_samples, evaluation_batches
 from piper.run.sessions import Sessions, asking
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
 from piper.runtime.debug.output_recorder import OutputKey

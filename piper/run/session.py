@@ -6,19 +6,20 @@ evaluation runs forward-only programs.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import held_names
-from piper.errors import WorkerError
+from piper.data.feed import one_epoch
+from piper.errors import ConfigError, WorkerError
 from piper.ir.format import size
+from piper.job import Job
 from piper.plan.memory_timeline import timeline
-from piper.run.checkpointing import Checkpoints
-from piper.run.evaluating import pieces_of
+from piper.run.checkpointing import SavedWorkers
 from piper.runtime.batch import as_run, check_batch, padded, read_shapes, shapes_of, wanted_batch
 from piper.runtime.compute import slices_of
 from piper.runtime.setup import ProgramLike, Shapes, initial_tensors, setup_of
@@ -27,7 +28,7 @@ from piper.runtime.worker import Sums
 from piper.workers.answers import ProgramBatch, WorkerAnswers
 from piper.workers.group import WorkerGroup
 from piper.workers.messages import BatchSlicer
-from piper.workers.results import Batch, Means, Resumed, StepResult, result_of
+from piper.workers.results import Batch, Means, SampleGroup, StepResult, result_of
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -45,28 +46,20 @@ class Prepared:
     buffers: Mapping[str, Tensor]  # those that came from the driver: the first program does not use them
 
 
-class Session:
+class Session(SavedWorkers):
     """Workers that hold several programs. Each shape of batches gets one, compiled when first seen."""
 
     def __init__(self, group: WorkerGroup) -> None:
-        """Drive a group whose workers have started."""
-        self.group, self.program = group, group.program
+        super().__init__(group)
         self.plans, self.wanted = self.program.plans, wanted_batch(setup_of(self.program))
-        self.devices, self.unread = group.devices, group.unread
         self.first = Prepared(number=0, program=self.program, slicer=BatchSlicer(self.plans), buffers={})
         self.prepared: dict[tuple[bool, Shapes], Prepared] = {}  # by whether it trains, and by shape
         self.preparations = 0  # how many programs workers have been given since they were started
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step, if known
         self.open = True
-        self.checkpoints = Checkpoints(self.program, self.devices, self.ask, self.unread, self.close)
 
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
-        """Call a method of workers, each with its argument, and return their answers."""
         return self._guarded(lambda: self.group.ask(call, arguments))
-
-    def ask_all(self, call: Callable[[WorkerAnswers, A], R], argument: A) -> dict[int, R]:
-        """Call a method of all workers with one argument, and return their answers."""
-        return self.ask(call, dict.fromkeys(self.devices, argument))
 
     def _guarded(self, act: Callable[[], R]) -> R:
         """Return what workers answer. With an error of theirs the session ends."""
@@ -76,7 +69,7 @@ class Session:
             return act()
         except BaseException as error:
             if not self.group.in_order:
-                self.checkpoints.abandon()  # what workers still answer is not the answer to the next call
+                self.pending = None  # what workers still answer is not the answer to the next call
             if isinstance(error, WorkerError):
                 self.close()
             raise
@@ -88,7 +81,7 @@ class Session:
         ready = self.first if first else self._prepared(rows, trains=True, given=batch)
         answers = self._run(WorkerAnswers.step, ready, rows)
         self.busy = {device: sums.busy for device, sums in answers.items()}
-        self.checkpoints.poll()
+        self.poll()
         return result_of(ready.program.plans, ready.program.outline, answers[self.devices[0]])
 
     def evaluate(self, batch: Batch, means: Means) -> Means:
@@ -157,18 +150,6 @@ class Session:
         """Set an option of a group of parameters on all devices."""
         self.ask_all(WorkerAnswers.set_optimizer_option, (group, key, value))
 
-    def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
-        """Write a checkpoint; `data`: with the states of callbacks, if they have any."""
-        self.checkpoints.save(path, data=data, wait=wait, keep=keep)
-
-    def read(self, path: Path | str) -> Resumed:
-        """Let workers go on from a checkpoint."""
-        return self.checkpoints.load(path)
-
-    def settle(self) -> None:
-        """Wait until the save that is under way is complete."""
-        self.checkpoints.settle()
-
     def protect(self) -> None:
         """Copy the state into memory that outlives workers, where it is kept. Steps do so by themselves."""
         if self.group.protects:
@@ -181,10 +162,9 @@ class Session:
         self.unread.update(unread)
 
     def close(self) -> None:
-        """End every worker. Idempotent."""
         try:
             if self.open:
-                self.checkpoints.settle()
+                self.settle()
         finally:
             self.open = False
             self.group.close()
@@ -193,3 +173,51 @@ class Session:
 def ended() -> WorkerError:
     """Return the error of a run that is used after its end."""
     return WorkerError("the workers have ended", by="run", hint="launch the program again")
+
+
+def evaluation_batches(job: Job) -> Iterable[Batch]:
+    """Return the batches that a job evaluates on."""
+    if job.evaluate is None:
+        raise ConfigError(
+            "there are no batches to evaluate on",
+            by="evaluate",
+            hint="give them: run.evaluate(batches); or let the job have some: "
+            "piper.Job(..., evaluate=piper.Evaluate(data=...))",
+        )
+    return one_epoch(job.evaluate.data, job.seed)
+
+
+def pieces_of(batch: Batch, slices: int) -> Iterator[SampleGroup]:
+    """Yield a batch in pieces whose samples divide into slices, each sample in exactly one piece.
+
+    A remainder runs with copies of its samples, one for each slice: 3 samples in 4 slices run as 2 samples
+    twice, then 1 sample four times. The sums are divided by the number of copies, so they stay exact.
+    """
+    samples = len(next(iter(batch.values())))
+    start = samples - samples % slices
+    if start:
+        whole = batch if start == samples else {name: field[:start] for name, field in batch.items()}
+        yield SampleGroup(batch=whole, samples=start)
+    while start < samples:
+        some = next(n for n in range(samples - start, 0, -1) if slices % n == 0)
+        copies = slices // some
+        rows = {name: torch.cat([field[start : start + some]] * copies) for name, field in batch.items()}
+        yield SampleGroup(batch=rows, samples=some, copies=copies)
+        start += some
+
+
+def check_samples(batch: object) -> None:
+    """Refuse a batch that is not a dict of tensors with the same number of samples, at least one."""
+    fields = batch if isinstance(batch, Mapping) else {}
+    sizes = {
+        name: field.shape[0] if isinstance(field, Tensor) and field.dim() else 0
+        for name, field in fields.items()
+    }
+    if not sizes or 0 in sizes.values() or len(set(sizes.values())) > 1:
+        got = ", ".join(f"{name} {size}" for name, size in sizes.items()) or type(batch).__name__
+        raise ConfigError(
+            "a batch to evaluate on is a dict of tensors with the same number of samples",
+            by="evaluate",
+            facts={"got": got},
+            hint='give {"tokens": tokens, "labels": labels}, each with one row for each sample',
+        )

@@ -16,7 +16,7 @@ from piper.compiler import compile
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.recipe import file_and_function
-from piper.run.initial_weights import write_start
+from piper.run.driver_checkpoints import write_start
 from piper.run.saves import checkpoints_of, past_of, prepare_saves
 from piper.runtime.setup import build_model
 from piper.train.lock import locked

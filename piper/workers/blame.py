@@ -150,12 +150,8 @@ def late(snapshot: JobSnapshot) -> WorkerError:
 
 def slowest(snapshot: JobSnapshot) -> int:
     """Return a device that has not finished the step: one that computes, else one that waits."""
-    at_work = [device for device, seen in snapshot.statuses.items() if seen.running]
-    busy = [
-        device
-        for device in at_work
-        if any(snapshot.instr(device, p).op not in COMMUNICATION for p in snapshot.statuses[device].running)
-    ]
+    at_work = {d: place for d in snapshot.statuses if (place := snapshot.place(d)) is not None}
+    busy = [d for d, place in at_work.items() if snapshot.instr(d, place).op not in COMMUNICATION]
     return next(iter([*busy, *at_work, *snapshot.statuses]))
 
 

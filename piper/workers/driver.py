@@ -58,7 +58,6 @@ class SocketWorkerGroup(WorkerGroup):
         self.processes: dict[int, int] = {}  # process ids by device
         self.status: dict[int, ProcessStatus] = {}  # what was last seen of each process
         self.moved: dict[int, ProcessStatus] = {}  # the same, at the last call of `moving`
-        self.failures: list[Failure] = []
         self.silent: set[int] = set()  # devices whose channel is closed or stuck
         self.asked = monotonic()
         self.stops = StopWatch()
@@ -213,24 +212,18 @@ class SocketWorkerGroup(WorkerGroup):
 
         Before that, which worker waits for which depends on the moment of the snapshot.
         """
-        snapshot, alike, until = self.snapshot(), 1, monotonic() + TIMEOUTS.victims_settle
+        snapshot, alike, until = self._snapshot(), 1, monotonic() + TIMEOUTS.victims_settle
         while alike < LOOKS and snapshot.broken and monotonic() < until:
             sleep(TIMEOUTS.snapshot_pause)
-            before, snapshot = snapshot, self.snapshot()
+            before, snapshot = snapshot, self._snapshot()
             alike = alike + 1 if snapshot.statuses == before.statuses and not snapshot.at_work else 1
         return snapshot
 
-    def snapshot(self) -> JobSnapshot:
+    def _snapshot(self) -> JobSnapshot:
         """Return the state of the job now. What an ended process has sent is read after its end is seen."""
         self.look(0.0)
         self._listen(0)
-        return JobSnapshot(
-            plans=self.current.plans,
-            origins=self.current.origins,
-            timeout=self.stall,
-            statuses=dict(self.status),
-            failures=self.failures,
-        )
+        return self.snapshot(dict(self.status), self.stall)
 
     def close(self) -> None:
         for channel in self.channels.values():

@@ -15,6 +15,8 @@ from piper.runtime.setup import ProgramLike, Setup
 from piper.runtime.worker import Options
 from piper.workers.agent_versions import ShortMachine
 from piper.workers.answers import WorkerAnswers
+from piper.workers.blame import Failure, JobSnapshot
+from piper.workers.processes import ProcessStatus
 from piper.workers.transport.versions import Versions
 
 A = TypeVar("A")
@@ -39,6 +41,7 @@ class WorkerGroup(ABC):
         self.program, self.options = program, options
         self.current = program  # what workers run now
         self.devices: Sequence[int] = program.plans.devices
+        self.failures: list[Failure] = []  # that workers have reported
         self.stall = options.timeout  # seconds without any progress after which the job has stalled
 
     def begin(self) -> None:
@@ -52,6 +55,16 @@ class WorkerGroup(ABC):
     @abstractmethod
     def start(self) -> dict[str, Tensor]:
         """Start all workers. Return the initial parameters and buffers that no worker holds."""
+
+    def snapshot(self, statuses: Mapping[int, ProcessStatus], timeout: float) -> JobSnapshot:
+        """Return the state of the job; `timeout`: the seconds after which a wait is a failure."""
+        return JobSnapshot(
+            plans=self.current.plans,
+            origins=self.current.origins,
+            timeout=timeout,
+            statuses=statuses,
+            failures=self.failures,
+        )
 
     @abstractmethod
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:

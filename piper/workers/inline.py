@@ -19,7 +19,7 @@ from piper.runtime.debug.profiler import ClockOffset
 from piper.runtime.setup import ProgramLike, Setup, initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.workers.answers import WorkerAnswers
-from piper.workers.blame import Failure, JobSnapshot, Watcher, blame, private_marks
+from piper.workers.blame import Watcher, blame, private_marks
 from piper.workers.group import Starter, WorkerGroup, streams_of, unread_values
 from piper.workers.processes import ProcessStatus, running
 from piper.workers.transport.versions import Files, WorkerVersions
@@ -39,7 +39,6 @@ class InlineWorkerGroup(WorkerGroup):
         self.versions, self.protects = versions, versions is not None
         self.world = World(program.plans, options.timeout)
         self.worlds = [self.world]  # and those of programs that have other communicators
-        self.failures: list[Failure] = []
         self.watchers = {
             device: Watcher(device, private_marks(streams_of(program.plans)), self.failures.append)
             for device in self.devices
@@ -93,15 +92,7 @@ class InlineWorkerGroup(WorkerGroup):
             device: ProcessStatus(process=os.getpid(), running=running(watcher.marks))
             for device, watcher in self.watchers.items()
         }
-        return blame(
-            JobSnapshot(
-                plans=self.current.plans,
-                origins=self.current.origins,
-                timeout=self.options.timeout,
-                statuses=statuses,
-                failures=self.failures,
-            )
-        )
+        return blame(self.snapshot(statuses, self.options.timeout))
 
     def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
         world = self.world

@@ -44,11 +44,6 @@ def state(process: int) -> str:
     return stat_field(process, 0)
 
 
-def started(process: int) -> str:
-    """Return when a process of this machine started. Empty: there is no such process."""
-    return stat_field(process, 19)
-
-
 def stat_field(process: int, place: int) -> str:
     """Return a field of /proc/PID/stat, counted from the one after the command."""
     try:

@@ -14,7 +14,7 @@ from piper.compiler import compile
 from piper.directives import replicate, shard
 from piper.errors import ConfigError
 from piper.ir.select import at
-from piper.run.initial_weights import write_start
+from piper.run.driver_checkpoints import write_start
 from piper.run.launch import launch
 from tests import zoo
 from tests.checkpoint.jobs import equal_bits

@@ -15,7 +15,7 @@ from piper.checkpoint.read_record import read_record
 from piper.checkpoint.storage import TensorRange, index_of, write_parts
 from piper.checkpoint.target import MARK, UnwrittenError, remove, target_of
 from piper.errors import ConfigError
-from piper.run.initial_weights import write_start
+from piper.run.driver_checkpoints import write_start
 from piper.run.launch import launch_inline
 from piper.run.run import Run
 from tests.checkpoint.jobs import program

@@ -13,7 +13,7 @@ from piper.compiler import Program, compile
 from piper.directives import protect
 from piper.errors import LaunchError
 from piper.ir.select import at
-from piper.run.flushing import write_version
+from piper.run.driver_checkpoints import write_version
 from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
 from piper.workers.agent_calls import Agent

@@ -23,8 +23,8 @@ from piper.checkpoint.json_state import decode
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.job import strategy_of
+from piper.run.driver_checkpoints import write_version
 from piper.run.elastic import ElasticRange, ElasticRecovery
-from piper.run.flushing import write_version
 from piper.run.launch import launch_inline
 from piper.run.moving_states import MOVED, try_lock
 from piper.run.recovery import recovering

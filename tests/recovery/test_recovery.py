@@ -24,7 +24,7 @@ from piper.checkpoint.target import UnwrittenError
 from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.plan.plan import Plans
-from piper.run.flushing import write_version
+from piper.run.driver_checkpoints import write_version
 from piper.run.launch import launch_inline
 from piper.run.moving_states import MOVED
 from piper.run.recovery import Recovery, recovering

@@ -4,15 +4,12 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from piper.workers.processes import nameless_file
 
 ALIGNMENT = 64  # of a tensor's bytes, so that any element type can be read in place
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
