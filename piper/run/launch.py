@@ -7,7 +7,6 @@ from typing import Literal, get_args
 
 from piper.errors import ConfigError
 from piper.ir.format import count
-from piper.plan.plan import Plans
 from piper.run.run import Run, start_run
 from piper.run.saves import checkpoints_at
 from piper.run.sessions import Sessions
@@ -15,7 +14,6 @@ from piper.runtime.accelerator import accelerators, is_accelerator
 from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
-from piper.workers.agent_versions import AgentVersions
 from piper.workers.group import GivenGroup, Starter
 from piper.workers.rank_environment import RANKS, RankEnvironment, check_started, rank_environment
 from piper.workers.serve import crowded
@@ -135,42 +133,29 @@ def ranks_of(on: str) -> RankEnvironment | None:
     return rank_environment() if on in RANKS else None
 
 
-def starter_of(program: ProgramLike, on: str, versions: Versions | None = None, spares: int = 0) -> Starter:
+def starter_of(program: ProgramLike, on: str, *, protects: bool = False, spares: int = 0) -> Starter:
     """Return what starts the workers of a launcher, without importing the others.
 
-    versions: the memory for copies of the state. None: none are kept. spares: workers more than devices.
+    protects: it has memory for copies of the state. spares: workers more than devices.
     """
     match on:
         case "inline":
             from piper.workers.inline import InlineStarter
 
-            return InlineStarter(program, versions)
+            return InlineStarter(program, Versions(program.plans) if protects else None)
         case "local" | "torchrun" if (world := ranks_of(on)) is not None:
             from piper.workers.torchrun import TorchrunStarter
 
-            return TorchrunStarter(program, world, versions, spares)
+            return TorchrunStarter(program, world, protects, spares)
         case "local":
             from piper.workers.local import LocalStarter
 
-            return LocalStarter(program, versions)
+            return LocalStarter(program, Versions(program.plans) if protects else None)
         case "ray":
             from piper.workers.ray import RayStarter
 
-            return RayStarter(program, versions, spares)
+            return RayStarter(program, protects, spares)
     raise AssertionError(f"{on} is checked")
-
-
-def versions_of(plans: Plans, on: str) -> Versions:
-    """Return the memory for versions of a launcher: of this machine, or of all machines with agents."""
-    if on == "ray":
-        from piper.workers.ray import RayCalls
-
-        return AgentVersions(plans, RayCalls())
-    if (world := ranks_of(on)) is not None:
-        from piper.workers.torchrun import RankCalls
-
-        return AgentVersions(plans, RankCalls(world))
-    return Versions(plans)
 
 
 def check_launcher(on: str, by: str = "launch") -> None:

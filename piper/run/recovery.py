@@ -20,7 +20,7 @@ from piper.checkpoint.target import UnwrittenError
 from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
 from piper.plan.protected import GENERATIONS
 from piper.run.driver_checkpoints import write_version
-from piper.run.launch import starter_of, versions_of
+from piper.run.launch import starter_of
 from piper.run.retrying import (
     Disk,
     Phases,
@@ -376,10 +376,11 @@ def recovering(
     on: inline, local or ray. spares: workers more than devices, for which resources are claimed.
     """
     with ExitStack() as ends:
-        versions = versions_of(program.plans, on)
-        ends.callback(versions.close)
-        starter = starter_of(program, on, versions, spares)
+        starter = starter_of(program, on, protects=True, spares=spares)
         ends.callback(starter.close)
+        versions = starter.versions
+        assert versions is not None
+        ends.callback(versions.close)
         sessions = make(program, options, starter, versions, **asked)
         ends.pop_all()
     return start_run(sessions)

@@ -3,7 +3,7 @@
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from threading import RLock
 from time import monotonic, sleep
 from typing import Any, cast
@@ -29,10 +29,11 @@ class AgentStarter(Starter):
 
     versions: AgentVersions | None
 
-    def __init__(self, program: ProgramLike, versions: Versions | None, calls: AgentCalls) -> None:
-        assert versions is None or isinstance(versions, AgentVersions)
-        super().__init__(program, versions)
-        self.calls = calls
+    def __init__(self, program: ProgramLike, calls: AgentCalls, protects: bool) -> None:
+        super().__init__(program, AgentVersions(program.plans, calls) if protects else None)
+        self.calls, self.cleanup = calls, ExitStack()
+        if self.versions is not None:
+            self.cleanup.callback(self.versions.close)
         self.machines, self.apart = machines_of(program.plans)
         self.width = max(map(len, self.machines))
         self.group: AgentWorkerGroup | None = None
@@ -262,9 +263,10 @@ class AgentStarter(Starter):
         """Let workers fail after `stall` seconds without progress, or later: all machines can answer."""
         super().expect(group, max(stall, TIMEOUTS.agent_stall))
 
-    @abstractmethod
     def close(self) -> None:
-        """End the agents."""
+        """End the agents. Idempotent."""
+        self.watch.close()
+        self.cleanup.close()
 
 
 class AgentWatch:

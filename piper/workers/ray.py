@@ -29,7 +29,6 @@ from piper.workers.agent import AgentProcess
 from piper.workers.agent_calls import Agent, AgentCalls, no_room, packed_machines
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.timeouts import TIMEOUTS
-from piper.workers.transport.versions import Versions
 
 REMOVER = """
 import os, shutil, signal, sys, time
@@ -157,13 +156,12 @@ class RayStarter(AgentStarter):
     lost node to another one.
     """
 
-    def __init__(self, program: ProgramLike, versions: Versions | None, spares: int) -> None:
+    def __init__(self, program: ProgramLike, protects: bool, spares: int) -> None:
         """Claim resources for every device and for spares; a cluster without room for all is refused."""
-        super().__init__(program, versions, RayCalls())
+        super().__init__(program, RayCalls(), protects)
         self.gpus = int(is_accelerator(program.device))
         room = float(self.width)
         self.bundle = {"CPU": room, "GPU": room} if self.gpus else {"CPU": room}
-        self.cleanup = ExitStack()
         count = len(self.machines) + -(-spares // self.width)
         try:
             self.cleanup.enter_context(cluster(count * self.width))
@@ -202,8 +200,3 @@ class RayStarter(AgentStarter):
     def _dismiss(self) -> None:
         for agent in (agent for agents in self.agents.values() for agent in agents):
             ray.kill(agent.actor)
-
-    def close(self) -> None:
-        """End the agents, give the resources back, and end a Ray of our own."""
-        self.watch.close()
-        self.cleanup.close()

@@ -6,14 +6,13 @@ from contextlib import ExitStack
 from functools import partial
 from time import monotonic
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from piper.errors import LaunchError
 from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
 from piper.workers.agent_calls import Agent, AgentCalls, machines_of, no_room
 from piper.workers.agent_starter import AgentStarter
-from piper.workers.agent_versions import AgentVersions
 from piper.workers.rank_agent import (
     CODEC,
     AgentFailure,
@@ -40,7 +39,6 @@ from piper.workers.serve import crowded
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, Listener
 from piper.workers.transport.sockets import ClosedError
-from piper.workers.transport.versions import Versions
 
 
 class AgentLostError(ConnectionError):
@@ -126,18 +124,17 @@ class TorchrunStarter(AgentStarter):
     """Starts workers through the agents of ranks, of which this process is rank 0."""
 
     def __init__(
-        self, program: ProgramLike, world: RankEnvironment, versions: Versions | None = None, spares: int = 0
+        self, program: ProgramLike, world: RankEnvironment, protects: bool = False, spares: int = 0
     ) -> None:
         """Wait for all ranks. Refuse to train if one does not come, or if copies cannot be kept apart."""
         check_size(world, len(program.plans.devices), spares)
         check_key(world)
-        calls = cast(RankCalls, versions.calls) if isinstance(versions, AgentVersions) else RankCalls(world)
-        super().__init__(program, versions, calls)
+        calls = RankCalls(world)
+        super().__init__(program, calls, protects)
         self.world, self.spares = world, spares
         self.ranks: dict[int, Agent] = {}
         self.followers: set[int] = set()  # ranks whose scripts want results
         self.unsent: dict[int, Future[object]] = {}  # the last result that was sent to each of them
-        self.cleanup = ExitStack()
         try:
             with ExitStack() as until_all_came:
                 self._listen(calls, until_all_came)
@@ -255,5 +252,4 @@ class TorchrunStarter(AgentStarter):
     def close(self) -> None:
         """End the agents, once the other ranks have all results. Idempotent."""
         wait(self.unsent.values(), TIMEOUTS.results_sent)
-        self.watch.close()
-        self.cleanup.close()
+        super().close()

@@ -20,7 +20,6 @@ import pytest
 from piper.compiler import Program
 from piper.errors import ConfigError, LaunchError
 from piper.train.train_options import TrainOptions, check_options
-from piper.workers.agent_versions import AgentVersions
 from piper.workers.processes import ProcessStatus
 from piper.workers.rank_agent import CODEC, AgentPlace, ServedAgent, leave
 from piper.workers.rank_environment import RankEnvironment, check_size
@@ -186,13 +185,11 @@ def starting(
 
     monkeypatch.setattr("piper.workers.torchrun.publish_address", publish)
     monkeypatch.setattr("piper.workers.torchrun.next_launch", lambda _: 1)
-    versions = AgentVersions(program.plans, RankCalls(world[0]))
     try:
-        made = TorchrunStarter(program, world[0], versions, len(nodes) - 2)
+        made = TorchrunStarter(program, world[0], True, len(nodes) - 2)
         yield made
         made.close()
     finally:
-        versions.close()
         for rank in ranks:
             rank.thread.join(20)
     assert not any(rank.busy() for rank in ranks)

@@ -57,7 +57,7 @@ class Cluster(AgentStarter):
     """Agents of machines that a test adds and takes away."""
 
     def __init__(self) -> None:
-        super().__init__(compiled(PAIR), None, RankCalls(WORLD))
+        super().__init__(compiled(PAIR), RankCalls(WORLD), False)
         self.there: dict[int, Agent] = {}  # by bundle
 
     def join(self, bundle: int, *, warm: bool = False, node: int | None = None) -> Actor:

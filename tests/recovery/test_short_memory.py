@@ -13,7 +13,7 @@ from piper.runtime.worker import Options
 from piper.workers import agent_starter
 from piper.workers.agent_calls import Agent, machines_of
 from piper.workers.agent_starter import AgentStarter
-from piper.workers.agent_versions import AgentVersions, ShortMachine
+from piper.workers.agent_versions import ShortMachine
 from piper.workers.agent_workers import AgentWorkerGroup
 from piper.workers.processes import ProcessStatus
 from piper.workers.rank_agent import RankAgent
@@ -70,7 +70,7 @@ class Cluster(AgentStarter):
 
     def __init__(self, machines: Machines) -> None:
         program = compiled(PAIR)
-        super().__init__(program, AgentVersions(program.plans, RankCalls(WORLD)), RankCalls(WORLD))
+        super().__init__(program, RankCalls(WORLD), True)
         self.there = machines.agents()
 
     def _hire(self) -> None:
