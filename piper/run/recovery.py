@@ -34,7 +34,7 @@ from piper.run.retrying import (
 )
 from piper.run.run import Run, start_run
 from piper.run.run_events import Notify, Stragglers, failure_event, mismatch, recovery, skipped, warm
-from piper.run.saves import states_of, with_states
+from piper.run.saves import with_states
 from piper.run.session import Session, ended
 from piper.run.sessions import Sessions
 from piper.runtime.setup import ProgramLike
@@ -95,7 +95,7 @@ class Recovery(Sessions):
 
     def _states(self) -> object:
         """Return the states of callbacks, where the position in the data is not known."""
-        return with_states(states_of(self.program.job.callbacks), None)
+        return with_states(self.program.job.callbacks, None)
 
     def step(self, batch: Batch) -> StepResult:
         if self.done not in self.completed:  # the loop is the user's own

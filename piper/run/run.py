@@ -28,7 +28,6 @@ from piper.run.saves import (
     load_newest,
     prepare_saves,
     run_folder,
-    states_of,
     with_states,
 )
 from piper.run.session import Session, check_samples, evaluation_batches
@@ -239,10 +238,8 @@ class Run:
             self.save(path, wait=last, keep=wanted.keep)
             for callback in self._callbacks():
                 callback.on_save(cast(Running, self), step, path)
-        except UndroppedError as error:
-            log.warning("warning: %s", error)
-        except UnwrittenError as error:
-            if last:
+        except (UnwrittenError, UndroppedError) as error:
+            if last and isinstance(error, UnwrittenError):
                 raise
             log.warning("warning: %s", error)
 
@@ -292,8 +289,8 @@ class Run:
 
     def _data(self, position: object = None) -> object:
         """Return what a checkpoint has besides tensors: the position in the data, and callbacks' states."""
-        states = states_of(self.program.job.callbacks)
-        return with_states(states, self.position() if position is None else position)
+        callbacks = self.program.job.callbacks
+        return with_states(callbacks, self.position() if position is None else position)
 
     def flush(self, folder: Path) -> int | None:
         """End all workers, and write the newest state in memory as a checkpoint. Return its step.

@@ -118,15 +118,11 @@ def run_folder(checkpoint: Path, job: Job) -> Path | None:
 CALLBACKS, DATA = "piper callbacks", "data"  # keys of the data of a checkpoint that has both
 
 
-def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, object]]:
-    """Return the states of callbacks by their names, of those that have any."""
+def with_states(callbacks: Sequence[Callback], data: object) -> object:
+    """Return the data of a checkpoint, with the states of those callbacks that have any."""
     states = {name: callback.state_dict() for name, callback in named_callbacks(callbacks).items()}
-    return {name: state for name, state in states.items() if state}
-
-
-def with_states(states: Mapping[str, object], data: object) -> object:
-    """Return the data of a checkpoint, with the states of callbacks if they have any."""
-    return {CALLBACKS: states, DATA: data} if states else data
+    kept = {name: state for name, state in states.items() if state}
+    return {CALLBACKS: kept, DATA: data} if kept else data
 
 
 def split_states(data: object) -> tuple[object, Mapping[str, object]]:
