@@ -24,7 +24,6 @@ from piper.run.launch import starter_of
 from piper.run.retrying import (
     Disk,
     Phases,
-    RepeatableFailure,
     Saving,
     StepTimes,
     first_intact,
@@ -86,7 +85,7 @@ class Recovery(Sessions):
         self.saving: Saving | None = None
         self.unsaved: ConfigError | None = None  # why a save failed, for the next call that waits for it
         self.set_after: dict[int, list[tuple[int, str, float]]] = {}  # options of the optimizer, by step
-        self.last: RepeatableFailure | None = None
+        self.last: tuple[object, ...] | None = None  # the last failure, if it can come a second time
         self.failed_at: float | None = None  # since when no worker runs
         self.phases = Phases()
         self.good = 0

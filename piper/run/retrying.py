@@ -62,17 +62,7 @@ class Saving:
     keep: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatableFailure:
-    """A failure as it can come a second time."""
-
-    step: int
-    device: int | None
-    what: str
-    place: int | None
-
-
-def repeatable(error: WorkerError | LaunchError, step: int) -> RepeatableFailure | None:
+def repeatable(error: WorkerError | LaunchError, step: int) -> tuple[object, ...] | None:
     """Return a failure in a form that can be compared. None: a second one would not be the same.
 
     A process that was killed or stopped at no instruction, because it had just started for example, was not
@@ -81,7 +71,7 @@ def repeatable(error: WorkerError | LaunchError, step: int) -> RepeatableFailure
     if not isinstance(error, WorkerError) or (error.place is None and error.kind != "error"):
         return None
     device = None if error.kind == "error" else error.device
-    return RepeatableFailure(step=step, device=device, what=error.what, place=error.place)
+    return step, device, error.what, error.place
 
 
 class Phases(dict[str, float]):

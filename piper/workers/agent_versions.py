@@ -18,7 +18,7 @@ from piper.plan.protected import GENERATIONS
 from piper.workers.agent import Bytes
 from piper.workers.agent_calls import Agent, AgentCalls
 from piper.workers.processes import Place, SharedFile
-from piper.workers.transport.version_sections import HEAD, SPAN, HeldVersion
+from piper.workers.transport.version_sections import HEAD, SPAN, HeldVersion, step_in
 from piper.workers.transport.versions import Files, Versions, too_little, version_bytes
 
 
@@ -90,7 +90,7 @@ class AgentVersions(Versions):
         these may still hold versions that are to be moved.
         """
         new = {d: agent for d, agent in agents.items() if self.agents.get(d) != agent}
-        before = {d: self.agents[d] for d in new if d in self.agents and d not in self.lost}
+        before = [d for d in new if d in self.agents and d not in self.lost]
         if before:
             self._look()
         by_node = {
@@ -102,7 +102,7 @@ class AgentVersions(Versions):
                 kept = [device]
                 if device == devices[0]:  # it also holds what comes from other machines
                     kept += [d for d in self.devices if d not in devices]
-                if device in new and agents[device] not in before.values():
+                if device in new and agents[device] not in [self.agents[d] for d in before]:
                     agents[device].actor.keep.remote("", (), 0)  # of a time that this job no longer knows
                 calls[device] = agents[device].actor.keep.remote(self.owner, kept, GENERATIONS)
         files = {d: cast("dict[int, tuple[SharedFile, ...]]", self.calls.get(c)) for d, c in calls.items()}
@@ -113,17 +113,14 @@ class AgentVersions(Versions):
             far = {d: there for d, there in files[devices[0]].items() if d not in devices}
             self.seen_by |= {device: far | near for device in devices}
 
-    def _move(self, before: Mapping[int, Agent], agents: Mapping[int, Agent]) -> None:
+    def _move(self, before: Iterable[int], agents: Mapping[int, Agent]) -> None:
         """Bring the versions of devices from the agents that they had before, where these still answer."""
-        moved = []
-        for device, agent in before.items():
-            for place in self.places(device):
-                step, _, _, _, nbytes = HEAD.unpack(
-                    os.pread(self.descriptors[device][place[1]], HEAD.size, place[2])
-                )
-                if step:
-                    image = agent.actor.image.remote(place, nbytes)
-                    moved.append(agents[device].actor.take.remote(place, image, HEAD.size))
+        moved = [
+            agents[device].actor.take.remote(place, self._image(place), HEAD.size)
+            for device in before
+            for place in self.places(device)
+            if step_in(self.descriptors[device][place[1]], place[2] // SPAN) is not None
+        ]
         for call in moved:
             self.calls.get(call)
 
