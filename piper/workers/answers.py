@@ -5,7 +5,7 @@ from time import monotonic
 
 from torch import Tensor
 
-from piper.checkpoint.background import BackgroundSaver, Done
+from piper.checkpoint.background import BackgroundSaver
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import DeviceProfile
 from piper.runtime.worker import Sums, Worker
@@ -15,12 +15,13 @@ from piper.workers.transport.versions import WorkerVersions
 ProgramBatch = tuple[int, Mapping[str, BatchSlice]]  # the number of a program, and a device's rows of a batch
 
 
-class WorkerAnswers:
+class WorkerAnswers(BackgroundSaver):
     """Answers the calls of a driver. A call has the name of its method, and one argument."""
 
     def __init__(self, worker: Worker, versions: WorkerVersions | None = None) -> None:
         """Answer for a worker; `versions`: its memory for copies of the state. None: it keeps none."""
-        self.worker, self.versions, self.saver = worker, versions, BackgroundSaver(worker)
+        super().__init__(worker)
+        self.versions = versions
 
     def step(self, given: ProgramBatch) -> Sums:
         """Train on this device's rows of a batch."""
@@ -82,19 +83,3 @@ class WorkerAnswers:
     def clock(self, _: object) -> float:
         """Return the time of this worker's clock."""
         return monotonic()
-
-    def save(self, folder: str) -> None:
-        """Begin to write this device's part of a checkpoint."""
-        self.saver.save(folder)
-
-    def load(self, folder: str) -> None:
-        """Begin to read this device's part of a checkpoint."""
-        self.saver.load(folder)
-
-    def adopt(self, wanted: bool) -> None:
-        """Go on with the state that was read, if it is wanted."""
-        self.saver.adopt(wanted)
-
-    def poll(self, wait: float) -> Done | None:
-        """Wait up to `wait` seconds for a save or load. Return its outcome. None: it is still running."""
-        return self.saver.poll(wait)

@@ -31,21 +31,19 @@ class ProcessStatus:
 
 def stopped(process: int) -> bool:
     """Return whether a process of this machine is stopped by a signal. False where that cannot be seen."""
-    return state(process) in ("T", "t")
+    return stat_field(process, 0) in ("T", "t")
 
 
 def gone(process: int) -> bool:
     """Return whether a process of this machine has ended, even if its parent has not reaped it."""
-    return state(process) in ("", "Z", "X")
-
-
-def state(process: int) -> str:
-    """Return the system's letter for the state of a process. Empty: there is no such process."""
-    return stat_field(process, 0)
+    return stat_field(process, 0) in ("", "Z", "X")
 
 
 def stat_field(process: int, place: int) -> str:
-    """Return a field of /proc/PID/stat, counted from the one after the command."""
+    """Return a field of /proc/PID/stat, counted from the one after the command: 0 is the letter of the state.
+
+    Empty: there is no such process.
+    """
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

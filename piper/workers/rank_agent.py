@@ -259,11 +259,6 @@ def close_warm_servers() -> None:
         RankAgent.warm_servers.pop().close()
 
 
-def prepare_fork_server() -> None:
-    """Start the fork server of this rank's first agent, which then imports torch while rank 0 compiles."""
-    RankAgent.warm_servers.append(ForkServer())
-
-
 def attend(world: RankEnvironment) -> int:
     """Have an agent for everything that rank 0 launches, until it is done. Return this rank's exit code.
 
@@ -273,7 +268,7 @@ def attend(world: RankEnvironment) -> int:
     termination.install()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     check_key(world)
-    prepare_fork_server()
+    RankAgent.warm_servers.append(ForkServer())  # it imports torch while rank 0 compiles
     agents: list[ServedAgent] = []
 
     def leaves() -> bool:

@@ -68,7 +68,7 @@ class WorkerServer(WorkerAnswers):
         super().__init__(worker, None if given.versions is None else WorkerVersions(worker, given.versions))
         self.trouble: Failure | None = None  # of what was done between two calls
         self.failed = False  # the last call
-        self.thread = ThreadPoolExecutor(1, "step")
+        self.steps = ThreadPoolExecutor(1, "step")
 
     def _comms(self, setup: Setup, prefix: str) -> Comms:
         """Return NCCL between accelerators, and gloo on hosts or where an accelerator is shared through them.
@@ -119,7 +119,7 @@ class WorkerServer(WorkerAnswers):
             except Exception as error:  # noqa: BLE001  it is sent to the driver, which raises
                 self.watcher.fail(error)
 
-        self.thread.submit(run)
+        self.steps.submit(run)
         answer = self.answers.get()
         if isinstance(answer, Failure):
             raise ReportedError(answer)
@@ -148,7 +148,7 @@ class WorkerServer(WorkerAnswers):
 
     def close(self) -> None:
         """End this worker's threads, where its process continues."""
-        self.thread.shutdown()
+        self.steps.shutdown()
         self.worker.close()
 
 

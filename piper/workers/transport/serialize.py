@@ -19,6 +19,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, cast
 
 import cloudpickle
@@ -300,21 +301,13 @@ def reduce_module(module: fx.GraphModule) -> Reduced:
     """
     code = module.graph.python_code("self")
     attributes = {
-        str(node.target): attribute(module, str(node.target))
+        str(node.target): attrgetter(str(node.target))(module)
         for node in module.graph.nodes
         if node.op in ("get_attr", "call_module")
     }
     modules = sorted(modules_of(module.graph))  # a worker imports them first
     check_importable(modules)
     return CapturedSource, (code.src, dict(code.globals), attributes, modules, module.meta)
-
-
-def attribute(module: nn.Module, path: str) -> object:
-    """Return the attribute at a dotted path."""
-    value: object = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 class AttributePath:

@@ -234,7 +234,7 @@ class Versions:
         self.devices = self.holders.devices
         self.every = 1 if plans.protection is None else plans.protection.every
         if checked:
-            check_versions(plans)
+            check_memory(sum(version_bytes(plans, device) for device in self.devices), plans.protection)
         self.descriptors = {d: [nameless_file(HEAD.size) for _ in range(GENERATIONS)] for d in self.devices}
 
     def of(self, plans: Plans) -> "Versions":
@@ -351,12 +351,6 @@ def rest_of(plans: Plans, device: int) -> tuple[list[Bucket], list[str]]:
 def copied_slots(plans: Plans) -> set[SlotId]:
     """Return the slots that instructions copy, on any device."""
     return {slot for plan in plans for ins in plan.instrs if ins.op == "protect" for slot in ins.reads}
-
-
-def check_versions(plans: Plans) -> None:
-    """Refuse to train if the versions of a program do not fit into the shared memory of this machine."""
-    wanted = sum(version_bytes(plans, device) for plan in plans for device in plan.devices)
-    check_memory(wanted, plans.protection)
 
 
 def check_memory(wanted: int, asked: Protection | None = None) -> None:
