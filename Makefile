@@ -12,7 +12,7 @@ RAY = $(shell grep -rl --include='test_*.py' 'mark\.ray' tests)
 # The oldest torch that pyproject.toml allows, in an environment of its own, and the tests that reach furthest into torch.
 OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST := build/oldest
-OLDEST_TESTS ?= tests/capture tests/launchers/test_conformance.py tests/runtime/test_comm.py \
+OLDEST_TESTS ?= tests/capture tests/workers/test_conformance.py tests/runtime/test_comm.py \
 	tests/test_custom_operators.py tests/test_torch_names.py
 # What hardly a test imports: four in ten modules. Python compiles what is left out when it is imported after all.
 UNUSED := /(tests|transformers/models|mypy|mypyc|pip|ray/(data|llm|rllib|serve|train|tune))/

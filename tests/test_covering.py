@@ -10,7 +10,7 @@ from _pytest.mark import ParameterSet
 from tests import zoo
 from tests.covering import Choices, covering, covering_each, selected
 from tests.lower import compositions
-from tests.recovery import test_recovery_matrix as recoveries
+from tests.run import test_recovery_matrix as recoveries
 from tests.runtime import divided as strategies
 from tests.runtime import test_divided as divided
 from tests.runtime import test_matrix as matrix

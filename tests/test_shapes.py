@@ -23,8 +23,8 @@ from piper.runtime.batch import read_shapes, wanted_batch
 from piper.runtime.setup import setup_of
 from piper.runtime.uneven import arranged
 from tests import plain
-from tests.launchers import sabotage
-from tests.launchers.sabotage import Sabotaged
+from tests.workers import sabotage
+from tests.workers.sabotage import Sabotaged
 
 Batch = Mapping[str, Tensor]
 

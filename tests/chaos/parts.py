@@ -24,14 +24,14 @@ from piper.run.run_events import Event
 from piper.runtime.worker import Options
 from piper.train.elastic_programs import Programs
 from piper.workers.results import StepResult
-from tests.launchers.family import MARK, Family, family
-from tests.launchers.sabotage import Sabotaged, SleepOnce
-from tests.launchers.test_max_restarts import written
-from tests.launchers.test_preemption import ranks_of
-from tests.launchers.test_torchrun import ENVIRONMENT, command
-from tests.recovery import test_elastic
-from tests.recovery.test_recovery import SHARDED, Killer, shared_memory
+from tests.run import test_elastic
+from tests.run.test_recovery import SHARDED, Killer, shared_memory
 from tests.runtime.grid import batches, compiled
+from tests.workers.family import MARK, Family, family
+from tests.workers.sabotage import Sabotaged, SleepOnce
+from tests.workers.test_max_restarts import written
+from tests.workers.test_preemption import ranks_of
+from tests.workers.test_torchrun import ENVIRONMENT, command
 
 BOUND = 240.0  # seconds that a process may take to start, to train some steps or to end
 STALL = 3.0  # seconds after which a hang has failed
@@ -40,7 +40,7 @@ RECIPE = """
 import time
 from dataclasses import replace
 import piper
-from tests.launchers.ranks import CELL
+from tests.workers.ranks import CELL
 from tests.runtime.grid import batches, job as made
 
 class Slow(piper.data.Samples):

@@ -30,9 +30,9 @@ from piper.workers.processes import StopWatch
 from piper.workers.transport.channel import Listener, connect
 from piper.workers.transport.fork_server import ForkServer
 from tests import warm
-from tests.launchers import sabotage
-from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
+from tests.workers import sabotage
+from tests.workers.sabotage import Sabotaged
 
 CELL = Cell(case="mlp", schedule="1f1b", dp=1, parts=2)  # stage 0 on device 0, stage 1 on device 1
 BATCHES = batches(CELL, 3)
@@ -230,7 +230,7 @@ def test_a_worker_that_is_stopped_for_a_moment_is_not_lost(program: Program, for
 
 def idle_server() -> tuple[ForkServer, list[int]]:
     """A fork server without torch, and two of its workers."""
-    made = ForkServer("tests.launchers.idle", preload="socket")
+    made = ForkServer("tests.workers.idle", preload="socket")
     ends = [socket.socketpair() for _ in range(2)]
     pids = [made.fork([there.fileno()]) for _, there in ends]
     for here, there in ends:
@@ -314,7 +314,7 @@ SCRIPT = """
 import os, signal, socket, sys
 from piper.workers.transport.channel import Listener, connect
 from piper.workers.transport.fork_server import ForkServer
-made = ForkServer("tests.launchers.idle", preload="socket")
+made = ForkServer("tests.workers.idle", preload="socket")
 ends = [socket.socketpair() for _ in range(3)]
 pids = [made.fork([there.fileno()]) for _, there in ends]
 print(made.process.pid, *pids, flush=True)

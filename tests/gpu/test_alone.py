@@ -11,8 +11,8 @@ import torch
 from piper.compiler import compile
 from piper.run.single_rank_run import launch_single_rank
 from piper.runtime.debug.fake_network import CopyEngine
-from tests.launchers.test_alone import SLOW
 from tests.runtime.grid import Cell, batches, job
+from tests.workers.test_alone import SLOW
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 CELLS = [

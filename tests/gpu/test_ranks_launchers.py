@@ -16,9 +16,10 @@ from piper.workers.transport.fork_server import ForkServer
 from tests.gpu.rank_process import CORES
 from tests.gpu.ranks import DEVICE, MARKS, NETWORK, launch_ranks
 from tests.hosts.training import events
-from tests.launchers import test_torchrun
-from tests.launchers.ranks import CELL, SHARE
-from tests.launchers.test_conformance import (  # noqa: F401  they run here too, with the ranks of this module
+from tests.runtime.grid import job
+from tests.workers import test_torchrun
+from tests.workers.ranks import CELL, SHARE
+from tests.workers.test_conformance import (  # noqa: F401  they run here too, with the ranks of this module
     CELLS,
     PAIR,
     Launcher,
@@ -30,8 +31,7 @@ from tests.launchers.test_conformance import (  # noqa: F401  they run here too,
     test_every_launcher_gives_the_same_bits,
     test_every_launcher_trains_on_several_shapes,
 )
-from tests.launchers.test_torchrun import RECIPE, seen, torchrun
-from tests.runtime.grid import job
+from tests.workers.test_torchrun import RECIPE, seen, torchrun
 
 pytestmark = [*MARKS, pytest.mark.timeout(300), pytest.mark.xdist_group("ranks-launchers")]
 CLOSE = partial(pytest.approx, rel=1e-9, abs=1e-12)  # float64

@@ -28,12 +28,12 @@ from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.workers import ray as launcher
 from piper.workers.agent_workers import AgentWorkerGroup
-from tests.launchers import sabotage
-from tests.launchers.bounds import set_timeouts
-from tests.launchers.family import family
-from tests.launchers.sabotage import Sabotaged
 from tests.ray.test_own import exposed, listening
 from tests.runtime.grid import Cell, batches, job
+from tests.workers import sabotage
+from tests.workers.bounds import set_timeouts
+from tests.workers.family import family
+from tests.workers.sabotage import Sabotaged
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 CELL = Cell(case="mlp", schedule="1f1b", dp=2, zero=2)

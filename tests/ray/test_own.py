@@ -17,9 +17,9 @@ import ray
 from piper.compiler import compile
 from piper.run.launch import launch
 from piper.workers import ray as launcher
-from tests.launchers.bounds import set_timeouts
-from tests.launchers.family import command_of, family
 from tests.runtime.grid import Cell, batches, job
+from tests.workers.bounds import set_timeouts
+from tests.workers.family import command_of, family
 
 ROOT = Path(__file__).parents[2]
 

@@ -37,10 +37,10 @@ from piper.workers.agent_workers import AgentWorkerGroup
 from piper.workers.processes import gone
 from piper.workers.ray import RayStarter
 from piper.workers.results import StepResult
-from tests.launchers.bounds import set_timeouts
-from tests.recovery import test_elastic as elastic
-from tests.recovery.recoveries import elastic_of
+from tests.run import test_elastic as elastic
+from tests.run.recoveries import elastic_of
 from tests.runtime.grid import Cell, batches, job, strategy
+from tests.workers.bounds import set_timeouts
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)

@@ -22,7 +22,7 @@ from piper.data import TokenFile
 from piper.errors import ConfigError
 from piper.train.train_command import train_recipe
 from piper.train.train_options import TrainOptions
-from tests.launchers.test_torchrun import torchrun
+from tests.workers.test_torchrun import torchrun
 
 Way = Literal["train", "own loop", "command"]
 WAYS: tuple[Way, ...] = ("train", "own loop", "command")

@@ -26,9 +26,9 @@ from piper.workers.local import LocalWorkerGroup
 from piper.workers.processes import gone
 from piper.workers.results import StepResult
 from piper.workers.transport.fork_server import ForkServer
-from tests.launchers import sabotage
-from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
+from tests.workers import sabotage
+from tests.workers.sabotage import Sabotaged
 
 COMPOSED = Cell(case="decoder", schedule="1f1b", dp=2, zero=2, clip=0.3)  # pipeline, replicas, shards, ties
 EXPERTS = Cell(case="moe", schedule="none", dp=2, zero=3, ways=2, rows=1)

@@ -19,8 +19,8 @@ from piper.workers.processes import ProcessStatus
 from piper.workers.rank_agent import RankAgent
 from piper.workers.rank_environment import RankEnvironment
 from piper.workers.torchrun import RankCalls, RemoteAgent
-from tests.launchers.bounds import set_timeouts
 from tests.runtime.grid import Cell, compiled
+from tests.workers.bounds import set_timeouts
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
 WORLD = RankEnvironment(rank=0, size=4, local=0, nearby=4, address="127.0.0.1", port=1)

@@ -28,11 +28,11 @@ from piper.workers.torchrun import AgentLostError, RankCalls, RemoteAgent, Torch
 from piper.workers.transport.channel import Channel, Listener, connect
 from piper.workers.transport.sockets import ClosedError
 from tests.hosts.training import events
-from tests.launchers.bounds import set_timeouts
-from tests.launchers.family import family, free_port
-from tests.launchers.test_max_restarts import RECIPE, written
-from tests.launchers.test_torchrun import ENVIRONMENT
 from tests.runtime.grid import Cell, compiled
+from tests.workers.bounds import set_timeouts
+from tests.workers.family import family, free_port
+from tests.workers.test_max_restarts import RECIPE, written
+from tests.workers.test_torchrun import ENVIRONMENT
 
 KEY = "k" * 32
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)

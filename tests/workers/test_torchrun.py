@@ -25,9 +25,9 @@ from piper.workers.rank_environment import RankEnvironment, rank_environment
 from piper.workers.rendezvous import apart, prefix, ranks_absent
 from piper.workers.results import StepResult
 from tests.hosts.training import events
-from tests.launchers.family import family, free_port, wait_for
-from tests.launchers.ranks import CELL
 from tests.runtime.grid import batches, job
+from tests.workers.family import family, free_port, wait_for
+from tests.workers.ranks import CELL
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("ranks.py")
@@ -40,7 +40,7 @@ import os, signal
 from dataclasses import replace
 from pathlib import Path
 from torch.optim.lr_scheduler import LambdaLR
-from tests.launchers.ranks import CELL, MANY
+from tests.workers.ranks import CELL, MANY
 from tests.runtime.grid import batches, job
 
 DRIVER = os.getpid()  # it tries the scheduler when it compiles

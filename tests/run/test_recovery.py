@@ -41,10 +41,10 @@ from piper.workers.group import Starter, WarmAgent
 from piper.workers.local import LocalStarter, LocalWorkerGroup
 from piper.workers.results import Means, Resumed, StepResult
 from piper.workers.transport.versions import Versions
-from tests.launchers import sabotage
-from tests.launchers.sabotage import Sabotaged
-from tests.recovery.recoveries import recovery_of
+from tests.run.recoveries import recovery_of
 from tests.runtime.grid import Cell, batches, job
+from tests.workers import sabotage
+from tests.workers.sabotage import Sabotaged
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
 SHARDED = Cell(case="decoder", schedule="1f1b", dp=2, zero=2, clip=0.3)

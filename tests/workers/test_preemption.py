@@ -18,14 +18,14 @@ from piper.workers.messages import CODEC, Assignment, Leaving
 from piper.workers.processes import Termination
 from piper.workers.serve import WorkerServer, serve
 from piper.workers.transport.channel import Channel
-from tests.launchers.family import Family, command_of, family
-from tests.launchers.test_torchrun import BOUND, ENVIRONMENT, command
+from tests.workers.family import Family, command_of, family
+from tests.workers.test_torchrun import BOUND, ENVIRONMENT, command
 
 RECIPE = """
 import time
 from dataclasses import replace
 import piper
-from tests.launchers.ranks import CELL
+from tests.workers.ranks import CELL
 from tests.runtime.grid import batches, job
 
 def slow():

@@ -13,8 +13,8 @@ from piper.workers.agent_calls import Agent
 from piper.workers.agent_starter import AgentStarter, AgentWatch
 from piper.workers.rank_environment import RankEnvironment
 from piper.workers.torchrun import AgentLostError, RankCalls
-from tests.launchers.bounds import set_timeouts
 from tests.runtime.grid import Cell, compiled
+from tests.workers.bounds import set_timeouts
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
 WORLD = RankEnvironment(rank=0, size=3, local=0, nearby=3, address="127.0.0.1", port=1)

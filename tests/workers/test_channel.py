@@ -20,7 +20,7 @@ from piper.workers.transport.channel import (
     connect,
 )
 from piper.workers.transport.sockets import ClosedError
-from tests.launchers.bounds import set_timeouts
+from tests.workers.bounds import set_timeouts
 
 KEY = b"k" * 32
 OTHER = b"x" * 32

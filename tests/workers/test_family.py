@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.family import MARK, Family, family, wait_for
+from tests.workers.family import MARK, Family, family, wait_for
 
 ROOT = Path(__file__).parents[2]
 SLEEP = "import os, pathlib, time; pathlib.Path('rank' + os.environ['RANK']).touch(); time.sleep(300)"
@@ -23,7 +23,7 @@ STUCK = f"""
 import sys, time
 from pathlib import Path
 import pytest
-from tests.launchers.family import family
+from tests.workers.family import family
 
 @pytest.mark.timeout(6)
 def test_stuck():

@@ -19,9 +19,9 @@ from piper.workers.rank_agent import Hear, ServedAgent
 from piper.workers.rank_environment import RankEnvironment
 from piper.workers.rendezvous import DriverAddress
 from tests.gpu.rank_process import become_rank
-from tests.launchers import sabotage
-from tests.launchers.sabotage import Sabotaged
 from tests.runtime.grid import Cell, batches, job
+from tests.workers import sabotage
+from tests.workers.sabotage import Sabotaged
 
 CELL = Cell(case="mlp", schedule="1f1b", dp=1)  # two devices
 MANY = Cell(case="mlp", schedule="1f1b", dp=2)

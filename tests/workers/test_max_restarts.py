@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.family import family
-from tests.launchers.test_preemption import ranks_of
-from tests.launchers.test_torchrun import ENVIRONMENT, command
+from tests.workers.family import family
+from tests.workers.test_preemption import ranks_of
+from tests.workers.test_torchrun import ENVIRONMENT, command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS = 30
@@ -19,7 +19,7 @@ RECIPE = f"""
 import time
 from dataclasses import replace
 import piper
-from tests.launchers.ranks import CELL
+from tests.workers.ranks import CELL
 from tests.runtime.grid import batches, job
 
 class Slow(piper.data.Samples):

@@ -10,7 +10,7 @@ from piper.errors import LaunchError
 from piper.ir.select import at
 from piper.plan.plan import Plans
 from piper.workers.agent_calls import machines_of, packed_machines
-from tests.recovery import test_elastic as elastic
+from tests.run import test_elastic as elastic
 
 
 def plans(devices: int, per_machine: int | None) -> Plans:

@@ -26,11 +26,11 @@ from piper.workers.blame import Watcher
 from piper.workers.results import StepResult
 from piper.workers.transport.version_sections import HEAD, SectionWriter
 from tests.covering import Choices, covering, selected
-from tests.launchers.sabotage import BrokenError
-from tests.recovery.test_protect import held_bytes
+from tests.run.test_protect import held_bytes
 from tests.runtime import divided
 from tests.runtime.grid import Cell, batches, job, strategy
 from tests.runtime.sharing import Shared
+from tests.workers.sabotage import BrokenError
 
 CELLS = [
     *(Cell(case="mlp", schedule="1f1b", dp=2, zero=zero) for zero in range(4)),

@@ -40,7 +40,7 @@ from piper.workers.group import A, R, Starter, WorkerGroup
 from piper.workers.inline import InlineStarter
 from piper.workers.transport.versions import too_little
 from tests import plain
-from tests.recovery.recoveries import elastic_of
+from tests.run.recoveries import elastic_of
 
 
 class Net(nn.Module):
@@ -497,7 +497,7 @@ from pathlib import Path
 import torch
 import piper
 from piper.data import Samples
-from tests.recovery.test_elastic import Net, strategy
+from tests.run.test_elastic import Net, strategy
 
 class Asks(piper.callbacks.Callback):
     def on_step(self, run, step, result):

@@ -37,7 +37,7 @@ def many_open() -> Iterator[None]:
 
 def test_workers_start_and_end_beyond_those_of_select() -> None:
     with many_open():
-        server = ForkServer(module="tests.launchers.idle", preload="json")
+        server = ForkServer(module="tests.workers.idle", preload="json")
         try:
             here, there = socket.socketpair()
             with here, there:
@@ -50,7 +50,7 @@ def test_workers_start_and_end_beyond_those_of_select() -> None:
 
 
 def test_a_process_with_the_number_of_one_that_has_ended_lives() -> None:
-    server, (here, there) = ForkServer("tests.launchers.idle", "json"), socket.socketpair()
+    server, (here, there) = ForkServer("tests.workers.idle", "json"), socket.socketpair()
     with here, there:
         try:
             server.warm()
@@ -63,7 +63,7 @@ def test_a_process_with_the_number_of_one_that_has_ended_lives() -> None:
 
 
 def test_a_fork_server_that_is_slow_still_says_how_a_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    server, (here, there) = ForkServer("tests.launchers.idle", "json"), socket.socketpair()
+    server, (here, there) = ForkServer("tests.workers.idle", "json"), socket.socketpair()
     with here, there:
         try:
             pid = server.fork([there.fileno()])

@@ -15,7 +15,7 @@ import pytest
 
 from piper.run import moving_states
 from piper.run.moving_states import MOVED, MovingStates, locked_folder, remove_left
-from tests.recovery import test_elastic as elastic
+from tests.run import test_elastic as elastic
 
 ROOT = Path(__file__).parents[2]
 BOUND = 60.0  # seconds in which a process does what it is about to do
