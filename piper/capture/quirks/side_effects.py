@@ -98,7 +98,8 @@ def _changes(effects: Any) -> Iterator[Left]:  # noqa: ANN401
         if isinstance(holder, (*_CONTAINERS, Iterator)):
             changed[None] = getattr(variable, "_base_vt", None) or variable
         for attribute, value in changed.items():
-            if not _is_state(holder, attribute):
+            state = {**holder._buffers, **holder._parameters} if isinstance(holder, nn.Module) else ()
+            if attribute not in state:
                 computed = set[int]()
                 yield Left(
                     holder=holder,
@@ -107,10 +108,6 @@ def _changes(effects: Any) -> Iterator[Left]:  # noqa: ANN401
                     value=MISSING if isinstance(holder, Iterator) else _plain(value, computed),
                     computed=frozenset(computed),
                 )
-
-
-def _is_state(holder: object, name: str | None) -> bool:
-    return isinstance(holder, nn.Module) and name in {**holder._buffers, **holder._parameters}
 
 
 def _plain(variable: Any, computed: set[int]) -> object:  # noqa: ANN401  variables of Dynamo

@@ -35,21 +35,17 @@ POINTWISE = CASTS | frozenset(
 )
 
 
-def is_pointwise(node: fx.Node) -> bool:
-    """Return whether an operation treats every element by itself, and gives one value for each."""
-    target = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and isinstance(value_of(node), Tensor)
-        and (torch.Tag.pointwise in target.tags or target in POINTWISE)
-    )
-
-
 def by_family(node: fx.Node) -> Rule | None:
-    """Return the rule of an operation that has none of its own."""
-    if node.target is operator.getitem:
+    """Return the rule of an operation that has none of its own.
+
+    Pointwise work treats every element by itself, and gives one value for each.
+    """
+    target = node.target
+    if target is operator.getitem:
         return getitem
-    return pointwise if is_pointwise(node) else None
+    if not isinstance(target, torch._ops.OpOverload) or not isinstance(value_of(node), Tensor):
+        return None
+    return pointwise if torch.Tag.pointwise in target.tags or target in POINTWISE else None
 
 
 def aligned(d: Sharder, source: fx.Node, layout: Shard, rank: int) -> Placement:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from piper.capture.trace.functionalize import Entangled
+from piper.capture.trace.functionalize import Entangled, value
 from piper.capture.trace.graph_walks import ready_first
 from piper.capture.trace.markers import how_of, marker
 from piper.capture.trace.recording import Recording
@@ -47,7 +47,8 @@ def cut(recording: Recording, regions: Regions, entangled: Sequence[Entangled]) 
     for node in sorted(regions.region_of, key=regions.order.__getitem__):
         sources = {placed[source].number for source in node.all_input_nodes if source in placed}
         holder = node.args[0] if node.target is operator.getitem else None
-        if isinstance(holder, fx.Node) and holder in placed and not _indexes_tensor(holder):
+        several = isinstance(holder, fx.Node) and isinstance(value(holder), tuple | list)
+        if isinstance(holder, fx.Node) and holder in placed and several:
             group = placed[holder]  # chunks exchange tensors: the parts of a tuple stay with it
         elif kind := marker(node):
             group = groups.new(regions.region_of[node], kind)
@@ -65,10 +66,6 @@ def cut(recording: Recording, regions: Regions, entangled: Sequence[Entangled]) 
         placed[node] = group
     _check_entangled(entangled, placed)
     return _named(groups.sorted(regions.order))
-
-
-def _indexes_tensor(node: fx.Node) -> bool:
-    return not isinstance(node.meta.get("example_value"), tuple | list)
 
 
 class _Groups:
