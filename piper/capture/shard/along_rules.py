@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from piper.capture.shard.axis_sharding import NoRuleError
-from piper.capture.shard.shape_rules import argument, number, operand
+from piper.capture.shard.shape_rules import argument, number, of_sharded, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.ir.sharding import REPLICATE, Shard
 
@@ -85,27 +85,20 @@ def padded(node: fx.Node, rank: int) -> set[int]:
     return {rank - 1 - i // 2 for i, width in enumerate(widths) if width != 0}
 
 
-def repeated(d: Sharder, node: fx.Node) -> None:
+@of_sharded
+def repeated(d: Sharder, node: fx.Node, x: fx.Node, have: Shard) -> None:
     """Repeat along dimensions that are not sharded; new dimensions come first."""
-    x, times = operand(node), node.args[1]
+    times = node.args[1]
     assert isinstance(times, list | tuple)
-    have = d.settle(x)
-    if not isinstance(have, Shard):
-        d.plain(node)
-        return
     layout = have.at(have.dim + len(times) - len(d.shape(x)))
     if times[layout.dim] != 1:
         raise NoRuleError("it repeats the sharded dimension")
     d.done(node, d.emit(node.target, (d.local[x], list(times))), layout)
 
 
-def glu(d: Sharder, node: fx.Node) -> None:
+@of_sharded
+def glu(d: Sharder, node: fx.Node, x: fx.Node, have: Shard) -> None:
     """Multiply half of a dimension by gates in its other half: a sharded one is sharded half by half."""
-    x = operand(node)
-    have = d.settle(x)
-    if not isinstance(have, Shard):
-        d.plain(node)
-        return
     dim = number(argument(node, 1, "dim", -1)) % len(d.shape(x))
     if have.dim == dim and (have.blocks % 2 or have.zigzag):
         raise NoRuleError("its two halves lie on different devices")

@@ -19,6 +19,7 @@ from piper.capture.shard.axis_sharding import NoRuleError, UnevenError
 from piper.capture.shard.block_attention import SEQUENCE, Turn
 from piper.capture.shard.compute_rules import aligned
 from piper.capture.shard.layout import divides
+from piper.capture.shard.loss_rules import softmax
 from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.shape_rules import argument
 from piper.capture.shard.sharder import Rule, Sharder, aten
@@ -302,6 +303,7 @@ def by_heads(d: Sharder, node: fx.Node) -> None:
 
 RULES: dict[object, Rule] = {
     aten.scaled_dot_product_attention.default: attention,
+    aten._safe_softmax.default: softmax,
     torch.ops.piper.attend_prefix.default: by_heads,
     torch.ops.piper.ring_attend.default: by_heads,
     torch.ops.piper.ring_pass.default: by_heads,

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import pointwise
-from piper.capture.shard.loss_rules import softmax
 from piper.capture.shard.reshapes import value_of
-from piper.capture.shard.shape_rules import number, operand
+from piper.capture.shard.shape_rules import operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import draws
 from piper.ir.sharding import Shard
@@ -53,16 +51,7 @@ def _whole(d: Sharder, x: fx.Node, make: object) -> fx.Node:
     return whole if back == sorted(back) else d.emit(aten.permute.default, (whole, back))
 
 
-def safe_softmax(d: Sharder, node: fx.Node) -> None:
-    """Normalise exponentials over a dimension that is whole."""
-    have = d.settle(operand(node))
-    if isinstance(have, Shard) and have.dim == number(node.args[1]) % len(d.shape(node)):
-        raise NoRuleError("it normalises over the sharded dimension")
-    softmax(d, node)
-
-
 RULES: dict[object, Rule] = {
-    aten._safe_softmax.default: safe_softmax,
     aten.dropout.default: dropout,
     aten.feature_dropout.default: dropout,
     aten.rand_like.default: alike,

@@ -20,6 +20,8 @@ def softmax(d: Sharder, node: fx.Node) -> None:
     if not isinstance(have, Shard) or dim != have.dim:
         d.done(node, d.replay(node), have)
         return
+    if node.target is aten._safe_softmax.default:
+        raise NoRuleError("it normalises over the sharded dimension")
     local, total = _exponentials(d, x, dim, varies=True)
     logarithm = node.target in (aten.log_softmax.int, aten._log_softmax.default)
     if logarithm:

@@ -15,6 +15,8 @@ from piper.capture.trace.markers import collective, how_of
 from piper.ir.chunk import Collective
 from piper.ir.sharding import Partial, Shard
 
+ShardedRule = Callable[[Sharder, fx.Node, fx.Node, Shard], None]
+
 
 def operand(node: fx.Node) -> fx.Node:
     """Return the one tensor that an operation reads."""
@@ -36,21 +38,32 @@ def argument(node: fx.Node, position: int, name: str, default: Argument = None) 
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def moves(rule: Callable[[Sharder, fx.Node, fx.Node, Shard], None]) -> Rule:
-    """Make a rule for an operation that only moves elements from one that is for a sharded operand.
-
-    `rule` gets that operand and its layout. A pending sum passes through the operation as it is.
-    """
+def of_sharded(rule: ShardedRule) -> Rule:
+    """Make a rule from one for a sharded operand, which gets that operand and its layout. A sum is taken."""
 
     @wraps(rule)
     def apply(d: Sharder, node: fx.Node) -> None:
         source = operand(node)
-        have = d.layout(source)
+        have = d.settle(source)
         if isinstance(have, Shard):
             rule(d, node, source, have)
-            return
-        assert isinstance(have, Partial), "an operation on whole values needs no rule"
-        d.done(node, d.replay(node), have)
+        else:
+            d.plain(node)
+
+    return apply
+
+
+def moves(rule: ShardedRule) -> Rule:
+    """Make a rule for an operation that only moves elements: a pending sum passes through it as it is."""
+    settled = of_sharded(rule)
+
+    @wraps(rule)
+    def apply(d: Sharder, node: fx.Node) -> None:
+        have = d.layout(operand(node))
+        if isinstance(have, Partial):
+            d.done(node, d.replay(node), have)
+        else:
+            settled(d, node)
 
     return apply
 
@@ -95,13 +108,9 @@ def same_shape(d: Sharder, node: fx.Node, _: fx.Node, have: Shard) -> None:
     d.done(node, d.replay(node), have)
 
 
-def expand(d: Sharder, node: fx.Node) -> None:
+@of_sharded
+def expand(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
     """Repeat along dimensions of size one; the sharded one is not among them."""
-    source = operand(node)
-    have = d.settle(source)
-    if not isinstance(have, Shard):
-        d.plain(node)
-        return
     out = d.shape(node)
     layout = have.at(have.dim + len(out) - len(d.shape(source)))
     local = d.emit(node.target, (d.local[source], list(local_shape(out, layout, d.degree))), node.kwargs)
