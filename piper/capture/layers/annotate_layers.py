@@ -1,6 +1,5 @@
 """Finds the repeated blocks of a model without annotations, and tags each as a layer."""
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -72,9 +71,13 @@ def find_layers(model: nn.Module) -> list[str]:
 
 def _stack(path: str, container: nn.Module) -> Stack | None:
     """Return the repeated blocks of a container. None: it has no two of one class with parameters."""
-    sizes = {name: _parameters(child) for name, child in container.named_children()}
     children = dict(container.named_children())
-    repeated = dict(_repeated(children, sizes))
+    sizes = {name: _parameters(child) for name, child in children.items()}
+    by_class: dict[type[nn.Module], list[str]] = {}
+    for name, child in children.items():
+        if sizes[name]:
+            by_class.setdefault(type(child), []).append(name)
+    repeated = {kind: names for kind, names in by_class.items() if len(names) > 1}
     if not repeated:
         return None
     # Containers that alternate two classes of blocks count both; a small projection is no block.
@@ -86,16 +89,6 @@ def _stack(path: str, container: nn.Module) -> Stack | None:
         kinds=frozenset(kinds),
         size=sum(sizes[name] for name in blocks),
     )
-
-
-def _repeated(
-    children: Mapping[str, nn.Module], sizes: Mapping[str, int]
-) -> Iterator[tuple[type[nn.Module], Sequence[str]]]:
-    """Yield the classes of which a container has two children or more, with those that have parameters."""
-    for kind in dict.fromkeys(map(type, children.values())):
-        names = [name for name, child in children.items() if type(child) is kind and sizes[name]]
-        if len(names) > 1:
-            yield kind, names
 
 
 def _parameters(module: nn.Module) -> int:
