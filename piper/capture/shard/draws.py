@@ -2,7 +2,7 @@
 
 So a sharded model draws what one device draws. A value that no other device needs is drawn on each of them,
 which costs less than to exchange it. Generators fill memory in order, so the whole value lies in memory as
-that of the undivided program does.
+that of the unsharded program does.
 """
 
 import torch
@@ -39,7 +39,7 @@ def alike(d: Sharder, node: fx.Node) -> None:
 
 
 def _whole(d: Sharder, x: fx.Node, make: object) -> fx.Node:
-    """Write a new value of the shape that a value has undivided, laid out in memory as PyTorch would."""
+    """Write a new value of the shape that a value has unsharded, laid out in memory as PyTorch would."""
     local, value = d.local[x].meta["example_value"], value_of(x)
     assert isinstance(value, Tensor)
     with d.fakes:

@@ -52,7 +52,7 @@ class LocalGraph:
         return layout
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the shape of the undivided value."""
+        """Return the shape of the unsharded value."""
         value = value_of(node)
         assert isinstance(value, Tensor)
         return tuple(int(size) for size in value.shape)

@@ -1,4 +1,4 @@
-"""Operations that only reshape, and what a node of an undivided forward computes."""
+"""Operations that only reshape, and what a node of an unsharded forward computes."""
 
 import operator
 
@@ -24,7 +24,7 @@ REPLAYED = RESHAPES | {aten.expand.default, aten.transpose.int}
 
 
 def value_of(node: fx.Node) -> object:
-    """Return what a node of an undivided forward computes, as fakes."""
+    """Return what a node of an unsharded forward computes, as fakes."""
     return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
 
 

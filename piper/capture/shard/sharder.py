@@ -239,7 +239,7 @@ class Sharder(LocalGraph):
             self.gathered(node)
 
     def relaid(self, node: fx.Node) -> bool:
-        """Return whether a whole value lies in memory in another order than in the undivided program.
+        """Return whether a whole value lies in memory in another order than in the unsharded program.
 
         What is drawn for its elements is drawn in that order.
         """
