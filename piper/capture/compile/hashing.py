@@ -22,7 +22,13 @@ def structural_key(
 
     variant: the settings by which the code is made from the body. Empty: the default ones.
     """
-    lines = _lines(body, trained, tangents, ways, device)
+    lines = [f"{body.experts} / {ways} on {device}"]
+    for group, tensors in (("input", body.inputs), ("param", body.params), ("buffer", body.buffers)):
+        for tensor in tensors:
+            grad = tensor.requires_grad if group == "input" else ""
+            lines.append(f"{group} {_shape(tensor)} {tensor.dtype} {grad}")
+    lines.append(f"trained {list(trained)} tangents {list(tangents)}")
+    lines += node_lines(body.graph.nodes, body.root, {})
     return digest_of([*lines, variant] if variant else lines)[:16]
 
 
@@ -32,18 +38,6 @@ def digest_of(lines: Iterable[str]) -> str:
     for line in lines:
         digest.update(line.encode() + b"\n")
     return digest.hexdigest()
-
-
-def _lines(
-    body: Body, trained: Sequence[bool], tangents: Sequence[int], ways: int, device: torch.device
-) -> Iterator[str]:
-    yield f"{body.experts} / {ways} on {device}"
-    for group, tensors in (("input", body.inputs), ("param", body.params), ("buffer", body.buffers)):
-        for tensor in tensors:
-            grad = tensor.requires_grad if group == "input" else ""
-            yield f"{group} {_shape(tensor)} {tensor.dtype} {grad}"
-    yield f"trained {list(trained)} tangents {list(tangents)}"
-    yield from node_lines(body.graph.nodes, body.root, {})
 
 
 def node_lines(nodes: Iterable[fx.Node], root: nn.Module, numbers: dict[fx.Node, int]) -> Iterator[str]:
