@@ -37,6 +37,7 @@ from piper.simulate.simulate import simulate
 from piper.train.profiling import profile_of
 from piper.workers.inline import InlineWorkerGroup
 from piper.workers.transport.fork_server import ForkServer
+from tests.runtime.memory_meter import measured, meter_of
 
 CONFIG = decoder.Config(vocab=512, dim=192, layers=8, heads=6, kv_heads=6, head_dim=32, hidden=512, stages=4)
 BATCH, LENGTH, PARTS = 16, 64, 8
@@ -112,11 +113,11 @@ def measured_profiles(programs: dict[str, Program], rounds: int) -> dict[str, Pr
 
 def measured_peak(program: Program) -> int:
     """The most live bytes of one device's slots, as counted while it runs."""
-    with launch_inline(program, Options(measure=True)) as run:
+    with measured(), launch_inline(program, Options()) as run:
         for batch in islice(batches(), 2):
             run.step(batch)
         workers = cast(InlineWorkerGroup, run.session.group).workers.values()
-        return max(max(worker.meter.live) for worker in workers if worker.meter is not None)
+        return max(max(meter_of(worker).live) for worker in workers)
 
 
 def foretold(program: Program, costs: Measured) -> tuple[float, int]:

@@ -121,7 +121,8 @@ class Program:
         """
         job, metrics = self.job, None if self.job.evaluate is None else self.job.evaluate.metrics
         loss: LossFn = job.loss if metrics is None else metrics
-        recordings = self._new_recordings(batch, loss, forward_only=True)
+        compiled = self.cache is not None
+        recordings = new_recordings(job, self.device, batch, loss, compiled=compiled, forward_only=True)
         return build(job, capturing_with(batch, recordings, self.cache), trained=self)
 
     def shaped(self, batch: Batch) -> "Program":
@@ -139,20 +140,15 @@ class Program:
 
     def _compile_shape(self, batch: Batch) -> "Program":
         """Compile the job for batches like `batch`, over the parameters that this program holds."""
-        fresh = self._new_recordings(batch, counted_loss(self.job.loss) if COUNTS in batch else self.job.loss)
-        known = (made.recordings for made in (self, *self.shapes.values()))
+        loss = counted_loss(self.job.loss) if COUNTS in batch else self.job.loss
+        fresh = new_recordings(self.job, self.device, batch, loss, compiled=self.cache is not None)
+        known = (program.recordings for program in (self, *self.shapes.values()))
         recordings = next((one for one in known if one.fields == fresh.fields), fresh)
         settings = self.work.settings
         optimizer = OptimizerFacts(state_bytes=settings.state_bytes, whole=settings.whole)
         program = build(self.job, capturing_with(batch, recordings, self.cache), optimizer=optimizer)
         check_same_state(self, program, batch)
         return program
-
-    def _new_recordings(self, batch: Batch, loss: LossFn, *, forward_only: bool = False) -> Recordings:
-        compiled = self.cache is not None
-        return new_recordings(
-            self.job, self.device, batch, loss, compiled=compiled, forward_only=forward_only
-        )
 
 
 def compile(  # the contract's name; `builtins.compile` is of no use to our users

@@ -85,6 +85,20 @@ def _communication(
     )  # fmt: skip
 
 
+def _host_copy(op: Op, mark: str, **more: bool) -> Operation:
+    return Operation(
+        op=op,
+        label=op,
+        mark=mark,
+        short="",
+        pattern="alone",
+        takes="copy engine",
+        takes_time=True,
+        host=True,
+        **more,
+    )
+
+
 _ALL = (
     Operation(op="load", label="load", mark="l", takes="copy engine", takes_time=True, needs_nothing=True),
     Operation(op="compute", label="compute", mark="", takes_time=True),
@@ -106,30 +120,10 @@ _ALL = (
     _communication("total", "total", "t", "ring twice", may_be_alone=True),
     Operation(op="update", label="update", mark="u"),
     _communication("broadcast", "broadcast", "b", "ring", may_be_alone=True),
-    Operation(
-        op="protect",
-        label="protect",
-        mark="p",
-        takes="copy engine",
-        takes_time=True,
-        needs_nothing=True,
-        host=True,
-        outward=True,
-    ),
+    _host_copy("protect", "p", needs_nothing=True, outward=True),
     _communication("mirror", "mirror", "m", "neighbour", outward=True),
-    Operation(
-        op="offload",
-        label="offload",
-        mark="v",
-        takes="copy engine",
-        takes_time=True,
-        hands_on=True,
-        host=True,
-        outward=True,
-    ),
-    Operation(
-        op="fetch", label="fetch", mark="^", takes="copy engine", takes_time=True, hands_on=True, host=True
-    ),
+    _host_copy("offload", "v", hands_on=True, outward=True),
+    _host_copy("fetch", "^", hands_on=True),
 )
 OPS: Mapping[Op, Operation] = {operation.op: operation for operation in _ALL}
 assert tuple(OPS) == get_args(Op), "every op has its record"

@@ -7,10 +7,10 @@ that a step writes is in some section of the same step.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from piper.ir.devices import Devices, show
+from piper.ir.devices import show
 from piper.ir.format import size
 from piper.ir.ids import SlotId, param_slot, state_slot
 from piper.plan.instr import Instr
@@ -62,16 +62,9 @@ class ProtectedState:
                 for device in plan.devices:
                     holder = receivers.get(device, device)
                     for section in sent(plan, ins, own[device]):
-                        by_holder[holder].append(
-                            StateSection(
-                                holder=holder,
-                                owner=device,
-                                number=len(by_holder[holder]) + 1,
-                                by=ins.node,
-                                elements=section.elements,
-                                nbytes=section.nbytes,
-                            )
-                        )
+                        number = len(by_holder[holder]) + 1
+                        copy = replace(section, holder=holder, number=number, by=ins.node)
+                        by_holder[holder].append(copy)
         return tuple(section for device in sorted(by_holder) for section in by_holder[device])
 
     def _receivers(self, ins: Instr) -> dict[int, int]:
@@ -95,9 +88,8 @@ class ProtectedState:
         """Return the elements that a device owns of a bucket or buffer."""
         if slot.kind == "buffer":
             resident = self.plans.of(device).residents.get(slot)
-            return str(slot), resident.sharding.index(
-                resident.position(device)
-            ) if resident is not None else 0
+            slice_held = 0 if resident is None else resident.sharding.index(resident.position(device))
+            return str(slot), slice_held
         bucket = self.plans.buckets.get(slot.owner)
         if bucket is None or device not in self._slices(bucket):
             return str(slot), None
@@ -146,15 +138,10 @@ class ProtectedState:
         return slot.owner if bucket is None else bucket.pieces[0].name
 
     @cached_property
-    def devices(self) -> Devices:
-        """Return every device, in order."""
-        return self.plans.devices
-
-    @cached_property
     def host_bytes(self) -> dict[int, int]:
         """Return the bytes of one version of the state in the memory of each machine."""
         assert self.plans.protection is not None
-        sizes = {self.plans.protection.machine(device): 0 for device in self.devices}
+        sizes = {self.plans.protection.machine(device): 0 for device in self.plans.devices}
         for section in self.sections:
             sizes[self.plans.protection.machine(section.holder)] += section.nbytes
         return sizes
@@ -215,7 +202,7 @@ def survival(plans: Plans) -> Survival | None:
     if asked is None:
         return None
     state = ProtectedState(plans)
-    machines = sorted({asked.machine(device) for device in state.devices})
+    machines = sorted({asked.machine(device) for device in plans.devices})
     lost = state.lost_with(asked.machine)
     return Survival(
         copies=asked.copies,
@@ -238,7 +225,7 @@ def protection_problems(plans: Plans) -> Iterator[str]:
         return
     state = ProtectedState(plans)
     lost = state.lost_with(asked.domain)
-    for domain, members in asked.domains(state.devices).items() if asked.copies else ():
+    for domain, members in asked.domains(plans.devices).items() if asked.copies else ():
         if domain in lost:
             named = f"the {asked.apart} of devices {show(members)}"
             yield (

@@ -4,7 +4,7 @@ It is read from the graph alone. Nothing here, and nothing in this package, may 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -37,9 +37,8 @@ class Specification:
         self.microbatches = {name: microbatches_of(axes) for name, axes in graph.parts.items()}
         self.known_microbatches = {name: frozenset(parts) for name, parts in self.microbatches.items()}
         self.axes = dict(axis for axes in graph.parts.values() for axis in axes)
-        self.meshes = {
-            name: self._mesh(name, next(iter(self.part_devices[name].values()))) for name in self.chunks
-        }
+        first = {name: next(iter(self.part_devices[name].values())) for name in self.chunks}
+        self.meshes = {name: graph.policy(name).mesh(devices) for name, devices in first.items()}
         self.layouts = self._layouts()
         self.cells = math.lcm(*{mesh.slices for mesh in self.meshes.values()})
         self.sharing = max(mesh.degree for mesh in self.meshes.values())
@@ -49,7 +48,7 @@ class Specification:
         self.shares = max(map(self.degree, self.chunks))
         self.mutated = frozenset(name for chunk in self.outline.chunks for name in chunk.mutated)
         self.contributors = self._contributors()
-        self.readers = self._readers()
+        self.readers = self._readers(backward=True)
         self._whole = {False: self._whole_axes(backward=False), True: self._whole_axes(backward=True)}
 
     @property
@@ -156,20 +155,20 @@ class Specification:
                         givers.setdefault(name, []).append(chunk.name)
         return givers
 
-    def _readers(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
-        """Find the inputs through which each output gets its gradient."""
+    def _readers(self, *, backward: bool) -> dict[tuple[str, int], list[tuple[str, int]]]:
+        """Find the inputs that read each output, or through which it gets its gradient."""
         readers: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for chunk in self.outline.chunks:
-            if "B" not in chunk.phases or self.moves_nothing(chunk.name, backward=True):
+            if self.moves_nothing(chunk.name, backward=backward):
                 continue
-            for position in chunk.phases["B"].grad_inputs:
-                source = self.resolve(chunk.inputs[position], backward=True)
+            positions: Sequence[int] = range(len(chunk.inputs))
+            if backward:
+                positions = chunk.phases["B"].grad_inputs if "B" in chunk.phases else ()
+            for position in positions:
+                source = self.resolve(chunk.inputs[position], backward=backward)
                 if isinstance(source, Output):
                     readers.setdefault((source.chunk, source.index), []).append((chunk.name, position))
         return readers
-
-    def _mesh(self, chunk: str, devices: Devices) -> Mesh:
-        return self.graph.policy(chunk).mesh(devices)
 
     def _layouts(self) -> list[PartMeshes]:
         """Find the microbatches that run on the same devices, chunk by chunk: all, unless some are apart."""
@@ -184,7 +183,7 @@ class Specification:
                 meshes={
                     **self.meshes,
                     **{
-                        name: self._mesh(name, devices)
+                        name: self.graph.policy(name).mesh(devices)
                         for name, devices in zip(apart, sets, strict=True)
                         if devices is not None
                     },
@@ -199,7 +198,7 @@ class Specification:
         It is where a reader is not sharded like its producer: capture gathers it there.
         """
         whole: dict[tuple[str, int], frozenset[str]] = {}
-        for output, readers in (self.readers if backward else self._uses()).items():
+        for output, readers in self._readers(backward=backward).items():
             mesh = self.meshes[output[0]]
             whole[output] = frozenset(
                 axis.name
@@ -207,18 +206,6 @@ class Specification:
                 if not all(passes(mesh, self.meshes[reader], axis) for reader, _ in readers)
             )
         return whole
-
-    def _uses(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
-        """Find the inputs that read each output."""
-        uses: dict[tuple[str, int], list[tuple[str, int]]] = {}
-        for chunk in self.outline.chunks:
-            if self.moves_nothing(chunk.name):
-                continue
-            for position, given in enumerate(chunk.inputs):
-                source = self.resolve(given)
-                if isinstance(source, Output):
-                    uses.setdefault((source.chunk, source.index), []).append((chunk.name, position))
-        return uses
 
 
 def devices_by_part(graph: Graph) -> dict[str, dict[Tags, Devices]]:

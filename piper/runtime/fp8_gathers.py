@@ -5,7 +5,7 @@ Each row of a weight is rounded to e4m3 by a scale of its own, as products in fp
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,29 +15,19 @@ from piper.runtime.accelerator import runs_triton
 from piper.runtime.bucket_layout import Layout
 from piper.runtime.comm.base import Group
 
+if TYPE_CHECKING:
+    from piper.runtime.cuda.fp8_rows import RowsByKernels
+
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 LEAST = LARGEST * 1e-30  # of a row's largest magnitude: rows of zeros have a scale too
 
 
-class RoundedRows(Protocol):
-    """The rows of a bucket that lie in a flat tensor, each whole or a part of it.
+class RowsByOperations:
+    """The rows of a bucket that lie in a flat tensor, whole or in part, rounded by operations of torch's.
 
     peaks: the largest magnitude of every row of the bucket.
     """
-
-    def find_peaks(self, values: Tensor, peaks: Tensor) -> None:
-        """Write the largest magnitudes of these rows into those of the bucket."""
-
-    def narrow(self, values: Tensor, peaks: Tensor, out: Tensor) -> None:
-        """Round values to fp8."""
-
-    def widen(self, values: Tensor, peaks: Tensor, out: Tensor) -> None:
-        """Write what fp8 numbers stand for."""
-
-
-class RowsByOperations:
-    """The rows of a flat tensor, rounded by operations of torch's on each run of them."""
 
     def __init__(self, runs: Sequence[RowRun], start: int) -> None:
         """Keep runs of rows. start: the element of the bucket at which the tensor begins."""
@@ -65,7 +55,7 @@ class RowsByOperations:
             torch.mul(there, scale[rows, None], out=there)
 
 
-def rows_within(runs: Sequence[RowRun], start: int, values: Tensor) -> RoundedRows:
+def rows_within(runs: Sequence[RowRun], start: int, values: Tensor) -> "RowsByOperations | RowsByKernels":
     """Return what rounds rows of flat tensors like these values. start: as in `RowsByOperations`."""
     if runs and runs_triton(values.device) and values.dtype is not torch.float64:
         from piper.runtime.cuda.fp8_rows import RowsByKernels  # imports Triton

@@ -2,7 +2,8 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -89,13 +90,8 @@ def make_optimizer(make: MakeOptimizer, named_params: Sequence[tuple[str, Tensor
     It gets the parameters, of which `named_parameters()` gives the names; or pairs of a name and a parameter,
     if its argument has a name like `named`.
     """
-    try:
+    with telling("optimizer() failed", make, f"it is called with a list of all parameters: {OPTIMIZER}"):
         made = make(list(named_params) if takes_pairs(make) else Parameters(named_params))  # type: ignore[arg-type]
-    except PiperError:
-        raise
-    except Exception as error:
-        hint = f"it is called with a list of all parameters: {OPTIMIZER}"
-        raise raised("optimizer() failed", error, role="optimizer", thing=make, hint=hint) from error
     by, kind = named("optimizer", make), type(made).__name__
     if not isinstance(made, Optimizer):
         raise ConfigError(
@@ -118,6 +114,19 @@ def make_optimizer(make: MakeOptimizer, named_params: Sequence[tuple[str, Tensor
     return made
 
 
+@contextmanager
+def telling(
+    what: str, make: object, hint: str, role: str = "optimizer", facts: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Say of an error inside that the user's function, or what it made, has failed."""
+    try:
+        yield
+    except PiperError:
+        raise
+    except Exception as error:
+        raise raised(what, error, role=role, thing=make, facts=facts or {}, hint=hint) from error
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether an optimizer's step cannot be called without arguments."""
     step = inspect.unwrap(type(optimizer).step)
@@ -128,13 +137,8 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 def make_scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
     """Call the user's `scheduler`, and refuse what it gives where a run cannot step it."""
-    try:
+    with telling("scheduler() failed", make, f"it is called with the optimizer: {SCHEDULER}", "scheduler"):
         made = make(optimizer)
-    except PiperError:
-        raise
-    except Exception as error:
-        hint = f"it is called with the optimizer: {SCHEDULER}"
-        raise raised("scheduler() failed", error, role="scheduler", thing=make, hint=hint) from error
     by, kind = named("scheduler", make), type(made).__name__
     if isinstance(made, ReduceLROnPlateau):
         raise ConfigError(
@@ -152,21 +156,11 @@ def make_scheduler(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
 
 def advance(scheduler: LRScheduler, make: MakeScheduler, step: int) -> None:
     """Step a scheduler; where it raises, say so before any device does."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an optimizer that was not stepped: it has nothing to train
-            scheduler.step()
-    except PiperError:
-        raise
-    except Exception as error:
-        raise raised(
-            f"{type(scheduler).__name__} cannot go on",
-            error,
-            role="scheduler",
-            thing=make,
-            facts={"at": f"step {step}"},
-            hint="fix the scheduler at that line, or let its schedule be as long as the job's steps",
-        ) from error
+    name, at = type(scheduler).__name__, {"at": f"step {step}"}
+    hint = "fix the scheduler at that line, or let its schedule be as long as the job's steps"
+    with telling(f"{name} cannot go on", make, hint, "scheduler", at), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an optimizer that was not stepped: it has nothing to train
+        scheduler.step()
 
 
 def try_scheduler(make: MakeScheduler, optimizer: Optimizer, steps: int) -> None:

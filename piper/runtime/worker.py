@@ -16,7 +16,6 @@ from piper.runtime.context import BatchField, Bound, Dice, Env
 from piper.runtime.cuda.graph_checks import check_static
 from piper.runtime.cuda.graph_inputs import Intake
 from piper.runtime.cuda.graphs import GraphExecutor
-from piper.runtime.debug.memory_meter import MemoryMeter
 from piper.runtime.debug.output_recorder import OutputRecorder
 from piper.runtime.debug.profiler import Recorder
 from piper.runtime.device_state import DeviceState
@@ -47,7 +46,6 @@ class Options:
     threads: int = 1  # of one computation: on their number depends how it rounds
     keep_gradients: bool = False  # so that they can be looked at after the step
     keep_outputs: bool = False  # every result of a chunk, likewise
-    measure: bool = False  # count the bytes of live slots; needs the order of issue
     blank: bool = False  # begin without first values, because a checkpoint is loaded before the first step
     profile: int = 0  # steps whose instructions are timed, after the first few
     graphs: bool = False  # on CUDA: issue a step as one graph, after the first few
@@ -92,9 +90,8 @@ class Worker:
         plan = self.env.plan
         bound = [kernels[ins.op](self.env, ins) for ins in plan.instrs]
         self.trail = OutputRecorder(self.env) if options.keep_outputs else None
-        self.meter = MemoryMeter(self.env) if options.measure else None
         self.recorder = Recorder(device, options.profile, setup.device) if options.profile else None
-        watchers = (self.intake, self.trail, self.meter, self.recorder)
+        watchers = (self.intake, self.trail, self.recorder)
         for each in (*(watcher.watch for watcher in watchers if watcher is not None), watch):
             if each is not None:
                 instrs = enumerate(zip(plan.instrs, bound, strict=True))
@@ -110,7 +107,7 @@ class Worker:
         self, bound: Sequence[Bound], options: Options, on_failure: Callable[[], None]
     ) -> Executor | StreamExecutor | GraphExecutor:
         """Return the plan's executor: threads on the host, streams on an accelerator, or a graph of them."""
-        env, streams = self.env, options.streams and not options.measure
+        env = self.env
         if is_accelerator(self.setup.device):
             executor = StreamExecutor(
                 env.plan,
@@ -119,7 +116,7 @@ class Worker:
                 env.index,
                 device=self.device,
                 accelerator=self.setup.device,
-                streams=streams,
+                streams=options.streams,
                 timeout=options.timeout,
                 on_failure=on_failure,
                 outro=self._fetch,
@@ -135,7 +132,7 @@ class Worker:
             env.slots,
             env.index,
             device=self.device,
-            streams=streams,
+            streams=options.streams,
             timeout=options.timeout,
             on_failure=on_failure,
         )
@@ -161,8 +158,6 @@ class Worker:
         """Run the plan once on this device's rows of a global batch, and return the sums over all devices."""
         env = self.env
         env.batch = batch
-        if self.meter is not None:
-            self.meter.begin()
         self.executor.run()
         env.batch = {}
         if not is_accelerator(self.setup.device):

@@ -16,6 +16,7 @@ RAISING = {  # the call, and which of its arguments may say what is wrong
     "need": (1,),
     "raised": (0,),
     "refused": (0, 1),
+    "telling": (0,),
     "user_error": (2,),
 }
 

@@ -26,6 +26,7 @@ from piper.schedules import gpipe, zbv
 from piper.workers.transport.versions import Versions
 from tests.runtime.grid import SHAPES, Cell, batches, job, strategy
 from tests.runtime.inline_workers import workers_of
+from tests.runtime.memory_meter import measured, meter_of, planned_bytes
 from tests.runtime.test_reruns import Noisy, Opaque, Run
 
 AWAY = offload(at(), least_mb=0)
@@ -63,7 +64,7 @@ def test_the_bits_of_a_run_that_keeps_them(cell: Cell) -> None:
 def test_live_bytes_are_as_planned_and_buffers_are_used_again() -> None:
     cell = replace(FEW[0], parts=6, zero=1)
     away, kept = programs(cell)
-    with launch_inline(away, Options(measure=True)) as run:
+    with measured(), launch_inline(away, Options()) as run:
         for batch in batches(cell, 2):
             run.step(batch)
         for worker in (
@@ -71,10 +72,7 @@ def test_live_bytes_are_as_planned_and_buffers_are_used_again() -> None:
             workers_of(run)[1],
         ):  # the stage without the loss, in which scalars share
             plan = worker.env.plan
-            foreseen = timeline(plan)
-            pairs = zip(foreseen.live, plan.instrs, strict=True)
-            assert worker.meter is not None
-            assert worker.meter.live == [live - foreseen.resident - ins.workspace for live, ins in pairs]
+            assert meter_of(worker).live == planned_bytes(worker)
             held = sum(size * len(idle) for size, idle in worker.env.host_memory.idle.items())
             assert held == host_peak(plan) > 0  # the second step took no more
             assert not any(isinstance(value, HostCopy) for value in worker.env.slots)

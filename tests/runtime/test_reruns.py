@@ -33,6 +33,7 @@ from tests import zoo
 from tests.capture.test_fallback import square
 from tests.runtime.grid import SHAPES
 from tests.runtime.inline_workers import workers_of
+from tests.runtime.memory_meter import measured, meter_of, planned_bytes
 from tests.runtime.sharing import Shared, one_core
 
 PARTS = 4
@@ -232,20 +233,16 @@ MEMORY = [Run(schedule="gpipe", budget=1), Run(model=long, budget=1)]
 
 @pytest.mark.parametrize("run", MEMORY, ids=str)
 def test_live_bytes_are_as_planned_and_fewer(bench: Bench, run: Run) -> None:
-    measured, planned = [], []
+    counted, planned = [], []
     for asked in (run, run.once):
-        with launch_inline(bench.compile(asked), Options(measure=True)) as running:
+        with measured(), launch_inline(bench.compile(asked), Options()) as running:
             running.step(run.batches()[0])
             for worker in workers_of(running).values():
-                plan = worker.env.plan
-                foreseen = timeline(plan)
-                pairs = zip(foreseen.live, plan.instrs, strict=True)
-                assert worker.meter is not None
-                assert worker.meter.live == [live - foreseen.resident - ins.workspace for live, ins in pairs]
+                assert meter_of(worker).live == planned_bytes(worker)
                 if worker.device == 0:  # the first stage has most parts in flight
-                    measured.append(max(worker.meter.live))
-                    planned.append(foreseen.peak)
-    assert measured[0] < 0.8 * measured[1]
+                    counted.append(max(meter_of(worker).live))
+                    planned.append(timeline(worker.env.plan).peak)
+    assert counted[0] < 0.8 * counted[1]
     assert planned[0] < planned[1]
 
 

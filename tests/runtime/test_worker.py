@@ -18,7 +18,6 @@ from piper.errors import ConfigError, WorkerError
 from piper.ir.chunk import Chunk, Phase
 from piper.ir.ids import Pass, SlotId
 from piper.ir.select import at
-from piper.plan.memory_timeline import timeline
 from piper.run.launch import launch_inline
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.executor import Executor
@@ -28,6 +27,7 @@ from piper.workers.answers import WorkerAnswers
 from tests import zoo
 from tests.runtime.grid import Cell, batches, compiled, job
 from tests.runtime.inline_workers import inline_group, workers_of
+from tests.runtime.memory_meter import measured, meter_of, planned_bytes
 
 PIPELINE = Cell(case="decoder", schedule="1f1b", dp=2, zero=2, clip=0.3)
 EXPERTS = Cell(case="moe", schedule="zero-bubble", dp=2, zero=3, ways=2)
@@ -85,22 +85,18 @@ MEMORY = [
 @pytest.mark.parametrize("cell", MEMORY, ids=str)
 def test_live_bytes_are_as_planned(cell: Cell) -> None:
     program = compiled(cell)
-    with launch_inline(program, Options(measure=True)) as run:
+    with measured(), launch_inline(program, Options()) as run:
         for batch in batches(cell, 2):
             run.step(batch)
         for worker in workers_of(run).values():
-            plan = worker.env.plan
-            foreseen = timeline(plan)
-            pairs = zip(foreseen.live, plan.instrs, strict=True)
-            assert worker.meter is not None
-            assert worker.meter.live == [live - foreseen.resident - ins.workspace for live, ins in pairs]
+            assert meter_of(worker).live == planned_bytes(worker)
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_no_whole_gradient_or_parameter_outlives_its_run_of_uses(zero: int) -> None:
     cell = Cell(case="mlp", schedule="interleaved-1f1b", dp=2, zero=zero, parts=4)
     held: list[set[str]] = []
-    with launch_inline(compile(job(cell)), Options(measure=True)) as run:
+    with measured(), launch_inline(compile(job(cell)), Options()) as run:
         worker = workers_of(run)[0]
         look_after_each(worker, held)
         run.step(batches(cell, 1)[0])
@@ -125,8 +121,7 @@ def test_no_whole_gradient_or_parameter_outlives_its_run_of_uses(zero: int) -> N
 
 def look_after_each(worker: Worker, held: list[set[str]]) -> None:
     """Note which slots live once each instruction has run, before its frees."""
-    meter, names = worker.meter, {i: name for name, i in worker.env.index.items()}
-    assert meter is not None
+    meter, names = meter_of(worker), {i: name for name, i in worker.env.index.items()}
     assert isinstance(worker.executor, Executor)
     lane = worker.executor.lanes[0]
     for i, (number, kernel, waits, signal, frees) in enumerate(lane):

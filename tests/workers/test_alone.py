@@ -13,6 +13,7 @@ from piper.run.launch import launch
 from piper.run.single_rank_run import SingleRankRun, launch_single_rank
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled
+from tests.runtime.memory_meter import measured, meter_of, planned_bytes
 
 CELLS = [
     Cell(case="decoder", schedule="zero-bubble", dp=2, zero=1, clip=0.3),
@@ -54,17 +55,10 @@ def test_every_device_runs_alone(cell: Cell) -> None:
 def test_memory_is_what_the_plan_counts(cell: Cell) -> None:
     """Alone, a device holds what it would hold among others."""
     program = compiled(cell)
-    plan = program.plans.of(0)
-    with launch_single_rank(program, "rank:0", Options(measure=True)) as run:
+    with measured(), launch_single_rank(program, "rank:0", Options()) as run:
         for batch in batches(cell, 2):
             run.step(batch)
-        assert run.worker.meter is not None
-        counted = timeline(plan)
-        slots = [
-            live - counted.resident - ins.workspace
-            for live, ins in zip(counted.live, plan.instrs, strict=True)
-        ]
-        assert run.worker.meter.live == slots
+        assert meter_of(run.worker).live == planned_bytes(run.worker)
 
 
 def run_with(latency: float, folder: Path, streams: bool) -> tuple[SingleRankRun, Mapping[str, Tensor]]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 LOOKS = {
     "keep_gradients": "keep_gradients",
     "keep_outputs": "keep_outputs (--detect-nan)",
-    "measure": "measure",
     "profile": "profile (--profile)",
 }  # options that look into a step
 RATES = ("lr", "initial_lr")  # of a group of parameters: read again in every step

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from time import monotonic, perf_counter, sleep
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -20,16 +20,6 @@ Kernel = Callable[[Env, Instr], Bound]
 Seconds = Callable[[Op, float, tuple[int, ...]], float]  # by op, bytes that each member sends, and members
 
 
-class Occupier(Protocol):
-    """Makes the current stream take some time."""
-
-    def __call__(self, seconds: float, outward: bool) -> None: ...
-
-    def filling(self, nbytes: int) -> float:
-        """Return the seconds that it takes to fill so much memory, where that takes a stream's time."""
-        ...
-
-
 class Sleeper:
     """Lets a thread wait; the processor is free meanwhile."""
 
@@ -41,6 +31,7 @@ class Sleeper:
             pass
 
     def filling(self, nbytes: int) -> float:
+        """Return the seconds that it takes to fill so much memory, where that takes a stream's time."""
         return 0.0
 
 
@@ -90,7 +81,7 @@ class CopyEngine:
             left -= BLOCK
 
 
-def occupied(kernel: Kernel, seconds: Seconds, occupy: Occupier) -> Kernel:
+def occupied(kernel: Kernel, seconds: Seconds, occupy: "Sleeper | CopyEngine") -> Kernel:
     """Wrap a kernel that communicates so that it takes as long as it would on a network."""
 
     def bind(env: Env, ins: Instr) -> Bound:

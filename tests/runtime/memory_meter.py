@@ -1,11 +1,22 @@
 """Measures the bytes that live slots really hold, to compare with what the plan predicts."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
 from torch import Tensor
 
 from piper.plan.instr import Instr
+from piper.plan.memory_timeline import timeline
 from piper.runtime.bucket_layout import Flat
-from piper.runtime.context import Bound, Env
+from piper.runtime.context import BatchField, Bound, Env
+from piper.runtime.cuda.graphs import GraphExecutor
+from piper.runtime.executor import Executor
 from piper.runtime.expert_exchange import Splits
+from piper.runtime.stream_executor import StreamExecutor
+from piper.runtime.worker import Options, Sums, Worker
+from piper.workers import inline, single_rank
 
 
 class MemoryMeter:
@@ -26,7 +37,7 @@ class MemoryMeter:
         assert not self.held, "a slot outlived its step"
         self.live = []
 
-    def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
+    def watch(self, ins: Instr, run: Bound) -> Bound:
         """Wrap an instruction so that it is counted: what it writes, then what it frees."""
         plan, slots = self.env.plan, self.env.slots
         writes = [self.env.at(slot) for slot in ins.writes if slot in plan.slots]
@@ -73,3 +84,41 @@ def tensors_in(value: object) -> list[Tensor]:
         case list() | tuple():
             return [item for item in value if isinstance(item, Tensor)]
     return []
+
+
+class MeasuredWorker(Worker):
+    """A worker that runs its plan in the order of issue, with a meter."""
+
+    meter: MemoryMeter
+
+    def _executor(
+        self, bound: Sequence[Bound], options: Options, on_failure: Callable[[], None]
+    ) -> Executor | StreamExecutor | GraphExecutor:
+        self.meter = MemoryMeter(self.env)
+        watched = [self.meter.watch(ins, run) for ins, run in zip(self.env.plan.instrs, bound, strict=True)]
+        return super()._executor(watched, replace(options, streams=False), on_failure)
+
+    def run(self, batch: Mapping[str, BatchField]) -> Sums:
+        self.meter.begin()
+        return super().run(batch)
+
+
+@contextmanager
+def measured() -> Iterator[None]:
+    """Let workers that are started inside, in this process, measure the bytes of live slots."""
+    with patch.object(inline, "Worker", MeasuredWorker), patch.object(single_rank, "Worker", MeasuredWorker):
+        yield
+
+
+def meter_of(worker: Worker) -> MemoryMeter:
+    """Return the meter of a worker that was started inside `measured`."""
+    assert isinstance(worker, MeasuredWorker)
+    return worker.meter
+
+
+def planned_bytes(worker: Worker) -> list[int]:
+    """Return the bytes of live slots at each instruction that a worker's plan predicts."""
+    plan = worker.env.plan
+    foreseen = timeline(plan)
+    pairs = zip(foreseen.live, plan.instrs, strict=True)
+    return [live - foreseen.resident - ins.workspace for live, ins in pairs]
