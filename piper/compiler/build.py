@@ -204,7 +204,8 @@ def build(
             check_machine(capturing.recordings.device, by)
         graph = validate(graph, samples)
         if trained is not None:
-            graph = graph.with_options(graph.options, lambda _, options: options.without_backward())
+            # Without a backward nothing is saved, and nothing is recomputed.
+            graph = graph.with_options(graph.options, lambda _, o: replace(o, budget=None, rerun=None))
         else:
             check_sums(graph, samples, capturing)
         codes = capture_slices(graph, samples, capturing, requests)

@@ -12,6 +12,7 @@ from piper.capture.trace.trace import Traced
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split
 from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel
+from piper.ir.chunk_options import CodeOptions
 from piper.ir.graph import Graph
 from piper.lower.validate import parts_of
 
@@ -46,7 +47,9 @@ def capture_slices(
     options = {}
     for chunk in graph.outline.chunks:
         asked = graph.options[chunk.name]
-        options[chunk.name] = asked.of_code(
+        options[chunk.name] = CodeOptions(
+            budget=asked.budget,
+            products=asked.products,
             ways=asked.policy.ways if chunk.kind == "expert" else 1,
             flat=compiled and (asked.policy.zero >= 2 or parts_of(graph, chunk.name) > 1),
         )

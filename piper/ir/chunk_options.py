@@ -112,11 +112,3 @@ class ChunkOptions:
             return replace(self, policy=change(self.policy), part_policies=apart)
         apart = {part: change(known.get(part, self.policy)) for part in parts}
         return replace(self, part_policies={**known, **apart})
-
-    def without_backward(self) -> "ChunkOptions":
-        """Return the options of a chunk that only runs forward, and recomputes nothing."""
-        return replace(self, budget=None, rerun=None)
-
-    def of_code(self, *, ways: int, flat: bool) -> CodeOptions:
-        """Return what the code of this chunk depends on."""
-        return CodeOptions(ways=ways, budget=self.budget, products=self.products, flat=flat)

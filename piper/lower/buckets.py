@@ -64,24 +64,19 @@ def hold_buckets(state: LoweringState) -> LoweringState:
     -->
     PP=0 reads PP=0/0; PP=0/0.param and PP=0/0.state outlive the step
     """
+    names: dict[str, list[str]] = {chunk.name: [] for chunk in state.graph.outline.chunks}
+    for bucket in state.buckets.values():
+        for reader in bucket.chunks:
+            names[reader].append(bucket.name)
     residents = residents_of(state.buckets.values(), state)
     for slot, size in residents_of(state.held_buckets.values(), state).items():
         if slot.kind == "state":
             residents[slot] = size
     return replace(
         state,
-        chunk_buckets=buckets_by_chunk(state.graph.outline, state.buckets.values()),
+        chunk_buckets={chunk: tuple(read) for chunk, read in names.items()},
         residents={**state.residents, **residents},
     )
-
-
-def buckets_by_chunk(outline: CapturedModel, buckets: Iterable[Bucket]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the buckets that each chunk reads."""
-    names: dict[str, list[str]] = {chunk.name: [] for chunk in outline.chunks}
-    for bucket in buckets:
-        for reader in bucket.chunks:
-            names[reader].append(bucket.name)
-    return {chunk: tuple(read) for chunk, read in names.items()}
 
 
 def with_whole_parameters(buckets: ProgramBuckets) -> ProgramBuckets:

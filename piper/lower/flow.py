@@ -12,7 +12,7 @@ from piper.lower.exchanges import IN_FRONT, collect, exchange_backward, exchange
 from piper.lower.placements import layouts_of, placements_of
 from piper.lower.state import LoweringState
 from piper.lower.transfers import incoming, outgoing
-from piper.lower.value_table import Flow, Template, gradient_slot, input_gradient, output_slot, slot_of
+from piper.lower.value_table import Flow, Template, input_gradient, output_slot, slot_of
 from piper.plan.plan import Slot
 
 BACKWARD: tuple[Phase, ...] = ("B", "BI", "BW")
@@ -175,7 +175,7 @@ def weight_gradients(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[Slot
     for name in flow.state.chunk_buckets[chunk.name]:
         bucket = flow.state.buckets[name]
         if any(piece.name in wanted for piece in bucket.pieces):
-            slot = gradient_slot(name, bucket.chunks, chunk.name)
+            slot = SlotId("gradient", name, reader=chunk.name if len(bucket.chunks) > 1 else "")
             flat = any(piece.name in spec.in_place for piece in bucket.pieces)  # it is given a sum's memory
             size = bucket.precision.sum_itemsize if flat else bucket.itemsize
             flow.values[slot] = Slot(nbytes=bucket.numel * size)

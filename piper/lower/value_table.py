@@ -63,11 +63,6 @@ def input_gradient(chunk: str, position: int) -> SlotId:
     return SlotId("input_gradient", chunk, position)
 
 
-def gradient_slot(bucket: str, readers: tuple[str, ...], chunk: str) -> SlotId:
-    """Return the slot of the gradients that one backward of a chunk computes for a bucket."""
-    return SlotId("gradient", bucket, reader=chunk if len(readers) > 1 else "")
-
-
 def splits_slot(chunk: Chunk) -> SlotId:
     """Return the slot of the row counts that a route computes. Its unroute reads the same slot."""
     if chunk.kind == "route":

@@ -283,7 +283,7 @@ class Expectations:
 
     def _tangent(self, program: int, chunk: str, index: int) -> Entry:
         """Return the whole gradient of an output: the sum over its readers."""
-        if self.spec.is_loss(chunk, index):
+        if Output(chunk=chunk, index=index) == self.spec.outline.loss:
             return self._number(SymbolicValue("seed")), "", NOTHING
         total = NOTHING
         for reader, position in self.spec.readers.get((chunk, index), ()):

@@ -121,10 +121,6 @@ class Specification:
         given = self.chunks[source.chunk].outputs[source.index].shape
         return given == self.chunks[chunk].input_specs[position].shape != ()
 
-    def is_loss(self, chunk: str, index: int) -> bool:
-        """Return whether an output is the loss."""
-        return (chunk, index) == (self.outline.loss.chunk, self.outline.loss.index)
-
     def is_trained(self, param: str) -> bool:
         """Return whether some backward gives a parameter a gradient."""
         return param in self.contributors

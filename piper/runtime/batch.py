@@ -101,12 +101,6 @@ def check_field(name: str, value: object, wanted: BatchSpec, by: str) -> None:
         raise unlike(by, f"{name} of {wanted.types[name]}", f"{name} of {dtype}")
 
 
-def is_wanted(batch: Mapping[str, Tensor], wanted: BatchSpec) -> bool:
-    """Return whether a checked batch has the very sizes that a program was compiled for."""
-    same = all(tuple(batch[name].shape) == shape for name, shape in wanted.shapes.items())
-    return same and COUNTS not in batch
-
-
 def as_run(
     program: ProgramLike, batch: Mapping[str, Tensor], wanted: BatchSpec
 ) -> tuple[Mapping[str, Tensor], bool]:
@@ -115,7 +109,8 @@ def as_run(
     And whether it runs with this program itself, which was compiled for batches like `wanted`.
     """
     batch = padded(batch, program.job.buckets)
-    if is_wanted(batch, wanted):
+    same = all(tuple(batch[name].shape) == shape for name, shape in wanted.shapes.items())
+    if same and COUNTS not in batch:
         return batch, True
     return batch if divides(batch, program.plans) else filled(batch, program.plans, program.outline), False
 

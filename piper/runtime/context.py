@@ -121,7 +121,10 @@ class Env:
         """Return the initial value of a slot that outlives the step."""
         match slot.kind:
             case "seed":
-                return self._seed()
+                loss = self.setup.outline.loss  # the gradient that each microbatch's loss starts from
+                spec = self.chunks[loss.chunk].outputs[loss.index]
+                dtype = getattr(torch, spec.dtype)
+                return torch.full(spec.shape, self.setup.plans.seed, dtype=dtype, device=self.setup.device)
             case "buffer" if self.state.setup is not self.setup and slot.owner in self.state.buffers:
                 return None  # it is taken over from the training worker before each run
             case "buffer":
@@ -139,14 +142,6 @@ class Env:
             case "param":
                 return self.state.holdings[slot.owner].param
         return None  # the optimizer keeps its own state; the total is written by the step
-
-    def _seed(self) -> Tensor:
-        """Return the gradient that each microbatch's loss starts from."""
-        loss = self.setup.outline.loss
-        spec = self.chunks[loss.chunk].outputs[loss.index]
-        return torch.full(
-            spec.shape, self.setup.plans.seed, dtype=getattr(torch, spec.dtype), device=self.setup.device
-        )
 
     def at(self, slot: SlotId) -> int:
         """Return the number of a slot."""

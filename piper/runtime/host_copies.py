@@ -53,7 +53,8 @@ def offload(env: Env, ins: Instr) -> Bound:
             storage = value.untyped_storage()
             if storage._cdata not in buffers:
                 buffer = buffers[storage._cdata] = memory.take(storage.nbytes(), device)
-                buffer.data.copy_(as_bytes(storage, device), non_blocking=True)
+                stored = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+                buffer.data.copy_(stored, non_blocking=True)
             return TensorCopy(
                 buffers[storage._cdata], value.dtype, value.size(), value.stride(), value.storage_offset()
             )
@@ -149,11 +150,6 @@ def allocator(env: Env, maker: str) -> Callable[[int], Tensor]:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     return empty
-
-
-def as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    """Return a storage as one tensor of bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def protect(env: Env, ins: Instr) -> Bound:

@@ -1,6 +1,6 @@
 """Records what every chunk returned in a step, so that two runs can be compared where they first differ."""
 
-from typing import cast
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -19,35 +19,30 @@ class OutputRecorder:
         self.kept: dict[OutputKey, Tensor] = {}
 
     def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
-        """Return an instruction that records its results, if it is a chunk's or a collective."""
-        if ins.op in ("collect", "slice"):
-            return self._collective(ins, run)
-        if ins.op != "compute" or ins.again:
+        """Return an instruction that records its results, if it is a chunk's or a collective.
+
+        A collective also records the value that it reads.
+        """
+        collects = ins.op in ("collect", "slice")
+        if not collects and (ins.op != "compute" or ins.again):
             return run
-        slots, kept = self.env.slots, self.kept
-        marks = [
-            ((ins.computes, slot.base), self.env.at(slot))
-            for slot in ins.writes
-            if slot.kind in ("output", "input_gradient")
-        ]
+        by = ins.collects.run if collects else ins.computes
+        read = self._marks(by, ins.reads[:1] if collects else ())
+        kinds = ("output", "input_gradient")
+        written = self._marks(by, [slot for slot in ins.writes if collects or slot.kind in kinds])
 
         def watched() -> None:
+            self._record(read)
             run()
-            for mark, slot in marks:
-                value = slots[slot]
-                if isinstance(value, Tensor):
-                    kept[mark] = value.clone()
+            self._record(written)
 
         return watched
 
-    def _collective(self, ins: Instr, run: Bound) -> Bound:
-        """Return a collective that records the value it read and the value it wrote."""
-        slots, kept, at = self.env.slots, self.kept, ins.collects.run
-        read, written = self.env.at(ins.reads[0]), self.env.at(ins.writes[0])
+    def _marks(self, by: Pass, slots: Iterable[SlotId]) -> list[tuple[OutputKey, int]]:
+        return [((by, slot.base), self.env.at(slot)) for slot in slots]
 
-        def watched() -> None:
-            kept[at, ins.reads[0].base] = cast(Tensor, slots[read]).clone()
-            run()
-            kept[at, ins.writes[0].base] = cast(Tensor, slots[written]).clone()
-
-        return watched
+    def _record(self, marks: Iterable[tuple[OutputKey, int]]) -> None:
+        for mark, slot in marks:
+            value = self.env.slots[slot]
+            if isinstance(value, Tensor):
+                self.kept[mark] = value.clone()
