@@ -218,7 +218,6 @@ def build(
             buckets = make_buckets(graph)
             facts = optimizer or facts_of_optimizer(job, graph, buckets)
         settings = Settings(
-            samples=samples,
             clip=job.clip_norm is not None and trained is None,
             state_bytes=facts.state_bytes,
             whole=facts.whole,

@@ -6,10 +6,9 @@ from typing import cast
 from piper.directives.arguments import argument, one_of, whole
 from piper.directives.base import ChunkDirective, given_filter, given_stream, registered
 from piper.errors import ScheduleError
-from piper.ir.chunk_options import StateCopies
+from piper.ir.chunk_options import APART, Apart, Protection, StateCopies
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
-from piper.ir.protection import APART, Apart, Protection
 from piper.ir.select import At
 
 STREAM = "protect"

@@ -11,11 +11,10 @@ from functools import partial
 from typing import TypeVar
 
 from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, Tags
-from piper.ir.chunk_options import ChunkOptions, Policy
+from piper.ir.chunk_options import ChunkOptions, Policy, Protection
 from piper.ir.devices import Devices
 from piper.ir.mesh import Mesh
 from piper.ir.node import Compute, compute_name
-from piper.ir.protection import Protection
 from piper.ir.select import At
 
 Chosen = TypeVar("Chosen")

@@ -37,7 +37,7 @@ def emit(state: LoweringState) -> LoweringState:
         emit_node(emission, node)
     outline = state.graph.outline
     placement = layouts_of(state.graph)[0].placements[outline.loss.chunk]
-    slices = placement.slices * parts_of(state.graph, outline.loss.chunk)
+    slices = placement.mesh.slices * parts_of(state.graph, outline.loss.chunk)
     plans = Plans(
         plans=tuple(plan_of(state, *program) for program in zip(classes, emission.programs, strict=True)),
         comms={comm.name: comm for comm in (*emission.comms.values(), *emission.pairs.values())},

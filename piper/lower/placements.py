@@ -30,11 +30,6 @@ class ChunkPlacement:
         """Return what decides which samples a device has: the devices, and how many share each slice."""
         return self.devices, self.mesh.degree
 
-    @property
-    def slices(self) -> int:
-        """Return the number of slices into which the devices cut the samples."""
-        return self.mesh.slices
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPlacements:

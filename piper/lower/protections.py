@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from piper.errors import ScheduleError
-from piper.ir.chunk_options import StateCopies
+from piper.ir.chunk_options import Protection, StateCopies
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, buffer_slot, param_slot, state_slot
 from piper.ir.node import LocalNode, Mirror, Norm
-from piper.ir.protection import Protection
 from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState

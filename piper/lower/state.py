@@ -15,7 +15,6 @@ Temporal = tuple[str, str, int]  # (first node, second node, number of the direc
 class Settings:
     """The facts of a job, beyond its graph, that lowering needs."""
 
-    samples: int | None = None  # in the global batch; None: any number that divides
     clip: bool = False  # updates wait for the norm over all parameters
     state_bytes: int = 8  # optimizer state per parameter, in bytes (AdamW: two float32)
     whole: bool = False  # the optimizer needs whole parameters: under ZeRO each has one owner

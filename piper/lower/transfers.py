@@ -109,8 +109,9 @@ def send(
     """
     placement = flow.placements[chunk.name]
     sliced = True
-    if there.slices != placement.slices:
-        sliced = is_sliced(left, spec, there.slices, placement.slices)
+    slices = (there.mesh.slices, placement.mesh.slices)
+    if slices[0] != slices[1]:
+        sliced = is_sliced(left, spec, *slices)
         # A value without a samples axis that depends on samples, such as a mean, is only valid for its slice.
         if routed or not (sliced or fixed):
             raise ScheduleError(

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from piper.ir.chunk_options import Protection
 from piper.ir.devices import Devices, show
 from piper.ir.dtypes import MixedPrecision
 from piper.ir.ids import SlotId, Tags
-from piper.ir.protection import Protection
 from piper.ir.sharding import UNSHARDED, Sharding
 from piper.plan.instr import Instr
 

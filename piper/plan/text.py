@@ -10,9 +10,9 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from piper.errors import ConfigError
+from piper.ir.chunk_options import APART, Protection
 from piper.ir.devices import Devices, parse, show
 from piper.ir.ids import Pass, SlotId, Tags, read_pass, read_slot
-from piper.ir.protection import APART, Protection
 from piper.ir.sharding import Collective, Sharding
 from piper.ir.text_fields import (
     AND,

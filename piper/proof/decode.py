@@ -5,7 +5,7 @@ So a plan that names the wrong chunk, rows, bucket or slot is refused.
 
 from typing import assert_never
 
-from piper.ir.ids import Pass, SlotId
+from piper.ir.ids import Pass
 from piper.ir.sharding import Collective, Shard
 from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 
@@ -68,11 +68,6 @@ def routed(ins: Instr) -> Routing | None:
     return ins.payload if isinstance(ins.payload, Routing) else None
 
 
-def loaded(ins: Instr) -> Field | None:
-    """Return the field, the devices and the microbatch of a load. None: the instruction is no load."""
-    return ins.payload if isinstance(ins.payload, Field) else None
-
-
 def rows_of(ins: Instr) -> tuple[int, int, int]:
     """Return the rows that a send or a copy takes: first, end, and the number of equal parts."""
     rows = ins.payload
@@ -82,8 +77,3 @@ def rows_of(ins: Instr) -> tuple[int, int, int]:
 def bucket_named(ins: Instr) -> str:
     """Return the bucket that a gather or a reduction names."""
     return ins.payload.bucket if isinstance(ins.payload, OfBucket) else ""
-
-
-def accumulated_slot(ins: Instr) -> SlotId | None:
-    """Return the slot to which the runtime adds in an accumulation. None: it is no accumulation."""
-    return ins.writes[0] if isinstance(ins.payload, Adding) and ins.writes else None

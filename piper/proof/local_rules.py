@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from piper.ir.chunk import Output
 from piper.ir.ids import LOSS, METRICS, TOTAL, WEIGHT, Pass, SlotId, param_slot, show_part, state_slot
+from piper.plan.instr import Adding, Field
 from piper.plan.plan import Bucket
 from piper.proof.amounts import NOTHING
-from piper.proof.decode import accumulated_slot, described, loaded, rows_of
+from piper.proof.decode import described, rows_of
 from piper.proof.expected import Expected
 from piper.proof.meshes import in_any_order
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState
@@ -30,8 +31,8 @@ class LocalRules:
 
     def load(self, at: ProgramInstr) -> None:
         """Load a field of the batch, for a microbatch, on a slice of the samples."""
-        taken = loaded(at.ins)
-        if taken is None:
+        taken = at.ins.payload
+        if not isinstance(taken, Field):
             self.state.complain(at, "loads no field of the batch")
             return
         cover = self.covers.of_set(at.program, taken.devices, 1, taken.degree)
@@ -259,8 +260,9 @@ class LocalRules:
             state.complain(at, "adds to another slot than it writes")
             return
         value = slots.get(at.ins.reads[0])
-        slot = accumulated_slot(at.ins)
-        given = None if value is None or slot is None else self._accumulated(value, slot)
+        given = None
+        if value is not None and isinstance(at.ins.payload, Adding):
+            given = self._accumulated(value, at.ins.writes[0])
         if given is None:
             contents = state.symbols.describe(value)
             state.complain(at, f"adds {at.ins.reads[0]}, which holds {contents}, to {at.ins.writes[0]}")

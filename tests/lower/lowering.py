@@ -14,8 +14,12 @@ def lower(
     graph: Graph,
     settings: Settings | None = None,
     outline: CapturedModel | None = None,
+    samples: int | None = None,
 ) -> tuple[Plans, LoweringState]:
-    """Lower a graph to plans and prove them. outline: with every phase; None: that of the graph."""
-    graph = validate(graph, settings.samples if settings is not None else None)
+    """Lower a graph to plans and prove them. outline: with every phase; None: that of the graph.
+
+    samples: in the global batch. None: any number that divides.
+    """
+    graph = validate(graph, samples)
     graph = graph if outline is None else replace(graph, outline=outline)
     return lower_validated(graph, settings)

@@ -11,7 +11,6 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import CapturedModel, Output
 from piper.ir.graph import start
 from piper.ir.select import at
-from piper.lower.state import Settings
 from tests.chain import chain
 from tests.lower.lowering import lower
 from tests.lower.outlines import (
@@ -36,7 +35,7 @@ def said(outline: CapturedModel, *strategy: Directive, samples: int | None = Non
     """The error of a strategy, with every source line called `here`."""
     graph = apply(start(outline), strategy)
     with pytest.raises(ScheduleError) as caught:
-        lower(graph, Settings(samples=samples), fitted(graph))
+        lower(graph, outline=fitted(graph), samples=samples)
     return re.sub(r"test_\w+\.py:\d+", "here", str(caught.value))
 
 

@@ -1,1 +1,1 @@
-"""Checks, measures and records steps, next to the executor."""
+"""Records steps, next to the executor, and slows them down as a network would."""

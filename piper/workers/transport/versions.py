@@ -27,9 +27,9 @@ from piper.checkpoint.metadata import Trainer
 from piper.checkpoint.save import Copied, RefusedError, copy_parts, copy_state, states_of, trainer_of
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
+from piper.ir.chunk_options import Protection
 from piper.ir.format import size
 from piper.ir.ids import SlotId, buffer_slot, param_slot
-from piper.ir.protection import Protection
 from piper.plan.instr import Instr
 from piper.plan.plan import Bucket, Plans
 from piper.plan.protected import GENERATIONS, ProtectedState, sent
