@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from piper.compiler.optimizer_probe import check_streamed, probe_optimizer
-from piper.errors import ConfigError
+from piper.compiler.optimizer_probe import Probe, probe_optimizer
+from piper.errors import ConfigError, ScheduleError
 from piper.ir.graph import Graph
 from piper.job import Job
 from piper.lower.buckets import ProgramBuckets, with_whole_parameters
@@ -44,3 +44,16 @@ def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> Optim
 def trained_in(buckets: ProgramBuckets) -> tuple[Bucket, ...]:
     """Return the buckets of parameters that a backward reaches."""
     return tuple(bucket for bucket in buckets.read.values() if bucket.trainable)
+
+
+def check_streamed(probe: Probe, graph: Graph) -> None:
+    """Refuse an optimizer whose state a strategy offloads, if it may not be stepped bucket by bucket."""
+    offloaded = graph.chosen(lambda options: options.offload_state)
+    if offloaded and not probe.ours:
+        by = next(iter(offloaded.values())).by
+        raise ScheduleError(
+            f"the state of {probe.name} cannot be offloaded",
+            by=graph.directives[by].title,
+            facts={"why": "it would be stepped once for each bucket, and it may count its steps"},
+            hint="use an optimizer of torch.optim, or leave this directive out",
+        )

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from piper.errors import ConfigError, ScheduleError
+from piper.errors import ConfigError
 from piper.ir.devices import show
-from piper.ir.graph import Graph
 from piper.plan.plan import Bucket
 from piper.process.usercode import named, raised, said
 from piper.runtime.standins import (
@@ -130,19 +129,6 @@ def probe_trained(
         except UnlikeError as error:
             raise refused_optimizer(make, probe.name, error, devices, mine, made_by) from error
     return probe
-
-
-def check_streamed(probe: Probe, graph: Graph) -> None:
-    """Refuse an optimizer whose state a strategy offloads, if it may not be stepped bucket by bucket."""
-    offloaded = graph.chosen(lambda options: options.offload_state)
-    if offloaded and not probe.ours:
-        by = next(iter(offloaded.values())).by
-        raise ScheduleError(
-            f"the state of {probe.name} cannot be offloaded",
-            by=graph.directives[by].title,
-            facts={"why": "it would be stepped once for each bucket, and it may count its steps"},
-            hint="use an optimizer of torch.optim, or leave this directive out",
-        )
 
 
 def tried(devices: Sequence[int], buckets: Sequence[Bucket], sizes: Sizes, small: Sizes) -> Iterable[View]:
