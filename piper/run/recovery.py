@@ -32,7 +32,7 @@ from piper.run.retrying import (
     repeatable,
 )
 from piper.run.run import Run, start_run
-from piper.run.run_events import Notify, Stragglers, failure_event, mismatch, recovery, skipped, warm
+from piper.run.run_events import Event, Notify, Stragglers, failure_event, mismatch, skipped, warm
 from piper.run.saves import with_states
 from piper.run.session import Session, ended
 from piper.run.sessions import Sessions
@@ -293,9 +293,18 @@ class Recovery(Sessions):
     def _recovered(self, version: int) -> None:
         assert self.failed_at is not None
         seconds, self.failed_at = monotonic() - self.failed_at, None
-        source, self.source = self.source, "memory"
-        replayed = self.done - version
-        self.notify(recovery(self.at, version, source, replayed, seconds, self.phases, self.left))
+        event = Event(
+            event="recovery",
+            step=self.at,
+            version=version,
+            source=self.source,
+            replayed=self.done - version,
+            seconds=round(seconds, 3),
+            phases={name: round(took, 3) for name, took in self.phases.items()},
+            left=self.left,
+        )
+        self.source = "memory"
+        self.notify(event)
 
     def _protect(self) -> None:
         """Copy the state that the run begins with."""

@@ -62,28 +62,6 @@ def mismatch(step: int, before: StepResult, again: StepResult) -> Event:
     )
 
 
-def recovery(
-    step: int,
-    version: int,
-    source: str,
-    replayed: int,
-    seconds: float,
-    phases: Mapping[str, float],
-    left: int,
-) -> Event:
-    """Return the event of a run whose workers run again, with the fields of `Event`."""
-    return Event(
-        event="recovery",
-        step=step,
-        version=version,
-        source=source,
-        replayed=replayed,
-        seconds=round(seconds, 3),
-        phases={name: round(took, 3) for name, took in phases.items()},
-        left=left,
-    )
-
-
 def warm(agent: WarmAgent, step: int) -> Event:
     """Return the event of an agent that can start a worker at once."""
     return Event(event="warm", step=step, who=f"agent on {agent.address}", seconds=round(agent.seconds, 3))
