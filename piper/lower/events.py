@@ -1,5 +1,6 @@
 """Events and frees of one program: a stream waits for another only where a slot needs it."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -121,6 +122,8 @@ def paces(instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[
     those before have ended and freed what they had gathered. A backward whose gradient is scattered starts
     when the scatters issued before it have ended, so that no whole gradients pile up behind a slow link. One
     that adds to a gradient takes no memory for it, and need not wait.
+    A receive overlaps one compute node before its reader, or those issued behind it, and starts when the
+    nodes before have ended: until its value arrives it takes multiprocessors from them.
     A copy back from the host starts when the computes and updates issued before it have ended, and a compute
     or an update when the copies to the host issued before it have ended and freed what they copied.
     """
@@ -129,6 +132,8 @@ def paces(instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[
     computed: dict[str, int] = {}  # by stream: the last so far
     reduced: dict[str, int] = {}
     copied: dict[str, int] = {}
+    computes = [place for place, instr in enumerate(instrs) if instr.op == "compute"]
+    reader = first_readers(instrs)
     for place, instr in enumerate(instrs):
         if instr.op in ("compute", "update"):
             if not scattered.isdisjoint(slot for slot in instr.writes if slot not in instr.reads):
@@ -136,6 +141,10 @@ def paces(instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[
             if copied:
                 paced[place] = [*paced.get(place, ()), *copied.values()]
             computed[instr.stream] = place
+        elif instr.op == "recv":
+            before = bisect_left(computes, reader.get(place, len(instrs))) - 1  # it overlaps the last one
+            if (before := min(before, bisect_left(computes, place))) > 0:
+                paced[place] = [computes[before - 1]]
         elif instr.op == "offload":
             copied[instr.stream] = place
         elif instr.op == "reduce_scatter":
@@ -143,6 +152,19 @@ def paces(instrs: Sequence[PendingInstr], slots: Mapping[SlotId, Slot]) -> dict[
         elif instr.op == "fetch" or (instr.op == "gather" and not slots.keys().isdisjoint(instr.writes)):
             paced[place] = list(computed.values())
     return paced
+
+
+def first_readers(instrs: Sequence[PendingInstr]) -> dict[int, int]:
+    """Return, for each place that receives a value, the first place that reads it."""
+    arrived: dict[SlotId, int] = {}
+    reader: dict[int, int] = {}
+    for place, instr in enumerate(instrs):
+        for slot in instr.reads:
+            if slot in arrived:
+                reader.setdefault(arrived[slot], place)
+        if instr.op == "recv":
+            arrived.update(dict.fromkeys(instr.writes, place))
+    return reader
 
 
 def last_uses(

@@ -1,7 +1,10 @@
 """The proof that a plan uses its slots rightly: written before read, freed once, after the last use.
 
-And that no stream runs ahead so far that memory exceeds what the order of issue says.
+And that no stream runs ahead so far that memory exceeds what the order of issue says, or that receives take
+multiprocessors from computations that do not need them.
 """
+
+from bisect import bisect_left
 
 from piper.ir.ids import SlotId
 from piper.plan.instr import Instr
@@ -30,6 +33,7 @@ class SlotProof:
         self._scattered = {slot for ins in plan.instrs if ins.op == "reduce_scatter" for slot in ins.reads}
         paced: tuple[Op, ...] = ("compute", "update", "reduce_scatter", "offload")
         self._last: dict[Op, Reach] = {op: {} for op in paced}  # of each stream, so far
+        self._receives_after = receives_after(plan)
 
     def run(self) -> list[str]:
         """Return every problem of the plan, in issue order."""
@@ -83,6 +87,9 @@ class SlotProof:
         fresh = (slot for slot in ins.writes if slot not in ins.reads)
         if ins.op == "compute" and not self._scattered.isdisjoint(fresh):
             self._check_over(place, ins, "reduce_scatter", mine)
+        when = self._receives_after.get(place, -1)
+        if when >= 0 and mine.get(self.plan.instrs[when].stream, -1) < when:
+            self._complain(place, f"may take multiprocessors from {self.plan.instrs[when].node}")
 
     def _check_over(self, place: int, ins: Instr, op: Op, mine: Reach) -> None:
         for stream, when in self._last[op].items():
@@ -139,3 +146,24 @@ class SlotProof:
         for stream, when in self._touched.get(slot, {}).items():
             if stream != ins.stream and mine.get(stream, -1) < when:
                 self._complain(place, f"{what} while {self.plan.instrs[when].node} may still use it")
+
+
+def receives_after(plan: Plan) -> dict[int, int]:
+    """Return, for each receive, the computation that is over when it begins.
+
+    It is the last one issued before it, but for the one right before the first reader, which it overlaps.
+    """
+    computes = [place for place, ins in enumerate(plan.instrs) if ins.op == "compute"]
+    first_read: dict[SlotId, int] = {}
+    after: dict[int, int] = {}
+    for place in reversed(range(len(plan.instrs))):
+        ins = plan.instrs[place]
+        if ins.op == "recv":
+            read = min((first_read[slot] for slot in ins.writes if slot in first_read), default=None)
+            overlapped = bisect_left(computes, len(plan.instrs) if read is None else read) - 1
+            last = min(bisect_left(computes, place) - 1, overlapped - 1)
+            if last >= 0:
+                after[place] = computes[last]
+        for slot in ins.reads:
+            first_read[slot] = place
+    return after

@@ -178,7 +178,7 @@ def test_a_resident_freed_or_a_slot_nobody_wrote() -> None:
 def test_a_dropped_receive() -> None:
     said = spoilt(pipeline(), 2, lambda instrs: instrs.pop(find(instrs, "recv", "out0[MB=1]")))
     assert "F[PP=1 MB=1] reads PP=0.out0@2,3[MB=1], which nothing has written" in said
-    assert "F[PP=1 MB=1] waits for event 2, which nothing before it signals" in said
+    assert "F[PP=1 MB=1] waits for event 3, which nothing before it signals" in said
     assert (
         "on 0,1>2,3, operation 1: device 0 does transfer transfer[PP=0.out0[MB=1] @0,1 -> @2,3] of 32 bytes, "
         "device 2 does nothing"
