@@ -13,7 +13,7 @@ from piper.directives.place import Place
 from piper.directives.replicate import Replicate
 from piper.directives.split import Split
 from piper.ir.select import At
-from piper.tuning.given import split_of
+from piper.tuning.choice import split_of
 
 FEWEST = 2  # microbatches of the shorter step
 STEADY = 8  # a pipeline of so many ranks needs one more microbatch to show how it repeats itself

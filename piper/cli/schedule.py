@@ -10,7 +10,7 @@ from piper.errors import ConfigError
 from piper.process.files import write_output
 from piper.schedules.grid import Grid
 from piper.schedules.names import SYNTHESISED, grid_for, known
-from piper.schedules.synthesis.alike import Alike, summary, synthesised
+from piper.schedules.synthesis.synthesise import Alike, summary, synthesised
 from piper.schedules.timing import UNIT, Costs
 from piper.schedules.torch_csv import to_csv
 from piper.view.text_grid import picture

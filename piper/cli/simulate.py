@@ -26,10 +26,9 @@ from piper.plan.plan import Plans
 from piper.plan.protected import survival
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline
-from piper.simulate.critical_path import PathNode
 from piper.simulate.measured import Measured, MeasuredOn, check_model, read_costs
 from piper.simulate.memory import communicators_of
-from piper.simulate.simulate import Simulation
+from piper.simulate.simulate import PathNode, Simulation
 from piper.simulate.simulate import simulate as simulate_step
 
 CLUSTER = "h100"  # where nothing is named

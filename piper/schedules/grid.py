@@ -39,47 +39,28 @@ def orders(grid: Grid, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
     -->
     order([[at(PP=0, MB=0, PASS="F")], [at(PP=0, MB=1, PASS="F")], [at(PP=0, MB=0, PASS="B")]])
 
-    stage: the tag that numbers the stages, or one filter for each stage.
+    stage: the tag that numbers the stages, or one filter for each stage, such as at(LAYER=range(0, 4)).
     """
     if not isinstance(stage, str):
-        return orders_over(grid, stage, part)
-    if stage == part or "PASS" in (stage, part):
+        filters = stage
+        check_filters(filters, part, grid.stages)
+    elif stage == part or "PASS" in (stage, part):
         raise ScheduleError(
             f"stage={stage!r} and part={part!r} cannot both be tags",
             by="orders",
             hint='use two different tags, neither of them PASS: stage="PP", part="MB"',
         )
+    else:
+        filters = [at(None, **{stage: number}) for number in range(grid.stages)]
 
     def select(action: Action) -> At:
-        return at(PASS=action.phase, **{stage: action.stage, part: action.microbatch})
+        return filters[action.stage].narrowed(action.phase, **{part: action.microbatch})
 
     return [order([[select(action) for action in group] for group in row]) for row in grid.rows]
 
 
-def orders_over(grid: Grid, stages: Sequence[At], part: str) -> list[Order]:
-    """Return a grid as directives over stages that are given as filters, one for each.
-
-    rank 0  0F0 0B0
-    -->
-    order([[at(LAYER=range(0, 4), MB=0, PASS="F")], [at(LAYER=range(0, 4), MB=0, PASS="B")]])
-    """
-    check_filters(stages, part)
-    if len(stages) != grid.stages:
-        raise ScheduleError(
-            f"{grid.stages} stages, and filters for {len(stages)}",
-            by="orders",
-            facts={"filters": ", ".join(map(str, stages)) or "none"},
-            hint="give stage one filter for each stage, or the tag that numbers them",
-        )
-
-    def select(action: Action) -> At:
-        return stages[action.stage].narrowed(action.phase, **{part: action.microbatch})
-
-    return [order([[select(action) for action in group] for group in row]) for row in grid.rows]
-
-
-def check_filters(stages: Sequence[At], part: str) -> None:
-    """Refuse a value that is not a list of filters, and filters that name a pass or a microbatch."""
+def check_filters(stages: Sequence[At], part: str, count: int) -> None:
+    """Refuse what is not a filter for each of `count` stages, and filters that name a pass or `part`."""
     if not isinstance(stages, Sequence) or not all(isinstance(one, At) for one in stages):
         raise ScheduleError(
             f"stage={stages!r} is neither a tag nor a list of filters",
@@ -95,6 +76,13 @@ def check_filters(stages: Sequence[At], part: str) -> None:
                 facts={"filter": str(one)},
                 hint=f"leave PASS and {part} out: the schedule gives both",
             )
+    if len(stages) != count:
+        raise ScheduleError(
+            f"{count} stages, and filters for {len(stages)}",
+            by="orders",
+            facts={"filters": ", ".join(map(str, stages)) or "none"},
+            hint="give stage one filter for each stage, or the tag that numbers them",
+        )
 
 
 def need_whole(by: str, **numbers: int) -> None:

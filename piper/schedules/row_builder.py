@@ -1,6 +1,8 @@
 """Writes one rank's row the way the papers draw it: which stage moves next, without naming microbatches."""
 
 from collections import Counter, deque
+from dataclasses import replace
+from typing import Literal
 
 from piper.schedules.action import Action, Group
 from piper.schedules.grid import Row
@@ -15,8 +17,7 @@ class RowWriter:
 
     def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches
-        self._forwards: Counter[int] = Counter()
-        self._backwards: Counter[int] = Counter()
+        self._taken: Counter[tuple[str, int]] = Counter()  # microbatches so far, by phase and stage
         self._owed: deque[Action] = deque()
         self._groups: list[Group] = []
 
@@ -27,17 +28,17 @@ class RowWriter:
 
     def forward(self, stage: int) -> None:
         """Run the stage's next forward."""
-        self._write(self._next_forward(stage))
+        self._write(self._next(stage, "F"))
 
     def backward(self, stage: int) -> None:
         """Run the stage's next backward whole."""
-        self._write(self._next_backward(stage))
+        self._write(self._next(stage, "B"))
 
     def inputs(self, stage: int) -> None:
         """Run the input half of the stage's next backward, and leave the weight half for later."""
-        for action in self._next_backward(stage):
-            self._groups.append((Action(stage=stage, phase="BI", microbatch=action.microbatch),))
-            self._owed.append(Action(stage=stage, phase="BW", microbatch=action.microbatch))
+        for action in self._next(stage, "B"):
+            self._groups.append((replace(action, phase="BI"),))
+            self._owed.append(replace(action, phase="BW"))
 
     def weights(self) -> None:
         """Run the weight half that has waited longest, if there is one."""
@@ -46,7 +47,7 @@ class RowWriter:
 
     def overlap(self, forward: int, backward: int) -> None:
         """Run one stage's next forward and another's next backward as a pair that may interleave."""
-        self._write(self._next_forward(forward) + self._next_backward(backward))
+        self._write(self._next(forward, "F") + self._next(backward, "B"))
 
     def finish(self) -> Row:
         """Write the weight gradients that are still owed, and return the row."""
@@ -58,16 +59,9 @@ class RowWriter:
         if group:
             self._groups.append(group)
 
-    def _next_forward(self, stage: int) -> Group:
-        microbatch = self._forwards[stage]
-        self._forwards[stage] += 1
+    def _next(self, stage: int, phase: Literal["F", "B"]) -> Group:
+        microbatch = self._taken[phase, stage]
+        self._taken[phase, stage] += 1
         if microbatch >= self._microbatches:
             return ()
-        return (Action(stage=stage, phase="F", microbatch=microbatch),)
-
-    def _next_backward(self, stage: int) -> Group:
-        microbatch = self._backwards[stage]
-        self._backwards[stage] += 1
-        if microbatch >= self._microbatches:
-            return ()
-        return (Action(stage=stage, phase="B", microbatch=microbatch),)
+        return (Action(stage=stage, phase=phase, microbatch=microbatch),)

@@ -96,3 +96,15 @@ def uncovered(start: float, end: float, busy: Sequence[Interval]) -> float:
             break
         left -= min(stop, end) - max(begin, start)
     return max(0.0, left)
+
+
+def mean_seconds(
+    accounts: Sequence[Account], weights: Iterable[int] | None = None
+) -> tuple[float, float, float]:
+    """Return the mean seconds of computing, of exposed communication, and of the rest of the step."""
+    rows = list(zip(accounts, weights or [1] * len(accounts), strict=True))
+    total = sum(weight for _, weight in rows)
+    busy = sum(weight * account.busy for account, weight in rows) / total
+    exposed = sum(weight * sum(account.exposed.values()) for account, weight in rows) / total
+    bubble = sum(weight * account.bubble for account, weight in rows) / total
+    return busy, exposed, bubble - exposed

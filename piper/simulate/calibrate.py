@@ -9,9 +9,8 @@ from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plan
 from piper.simulate.cluster import Cluster
 from piper.simulate.dependencies import touched
-from piper.simulate.measured import Measured
+from piper.simulate.measured import Line, Measured, line_through, two_features
 from piper.simulate.profile import ChunkWork, Profile
-from piper.simulate.regression import Line, line_through, two_features
 from piper.simulate.timeline import Timeline
 
 LEAST = 1e-7  # seconds: the clock cannot tell a shorter time from zero

@@ -2,17 +2,35 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from piper.ir.chunk import CapturedModel, Chunk
+from piper.ir.ids import Pass
+from piper.plan.ops import Op
 from piper.plan.plan import Plan, Plans
 from piper.process.gc_pause import no_collection
-from piper.simulate.account import Account, account_of
+from piper.simulate.account import Account, account_of, mean_seconds
 from piper.simulate.costs import Costs
-from piper.simulate.critical_path import PathNode, critical_path
 from piper.simulate.dependencies import InstructionCosts, weave
-from piper.simulate.engine import Engine
+from piper.simulate.engine import NO_INSTRUCTION, Engine
 from piper.simulate.memory import MemoryUse, memory_of
 from piper.simulate.timeline import Span, Timeline
+
+Reason = Literal["first", "stream", "event", "peer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathNode:
+    """One plan node on the critical path, and why it did not start earlier."""
+
+    program: int
+    place: int
+    node: str
+    op: Op
+    run: Pass | None  # the pass that it computes, or works for
+    start: float
+    end: float
+    reason: Reason  # it began the step; its stream was busy; it needs a value; a peer was ready last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +53,11 @@ class Simulation:
         weights = [len(timeline.devices) for timeline in self.timelines]
         idle = sum(n * account.bubble for n, account in zip(weights, self.accounts, strict=True))
         return idle / (self.step * sum(weights)) if self.step else 0.0
+
+    @property
+    def mean(self) -> tuple[float, float, float]:
+        """Return a device's mean seconds of computing, of exposed communication, and of the rest."""
+        return mean_seconds(self.accounts, [len(timeline.devices) for timeline in self.timelines])
 
 
 def simulate(
@@ -96,3 +119,42 @@ def contention(engine: Engine, program: int, plan: Plan) -> float:
         if meeting >= 0:
             lost += max(0.0, engine.end[n] - engine.start[n] - engine.nominal[meeting])
     return lost
+
+
+def critical_path(engine: Engine) -> tuple[PathNode, ...]:
+    """Return the chain in which each instruction started when the one before it ended, in order of time."""
+    if not engine.end:
+        return ()
+    path: list[PathNode] = []
+    at = max(range(len(engine.end)), key=lambda number: (engine.end[number], -number))
+    while at != NO_INSTRUCTION:
+        meeting = engine.graph.meeting[at]
+        late = (
+            at if meeting < 0 else engine.late[meeting]
+        )  # of a communication: the member that was ready last
+        before = engine.cause[late]
+        path.append(link_of(engine, at, late, before))
+        at = before
+    return tuple(reversed(path))
+
+
+def link_of(engine: Engine, number: int, late: int, before: int) -> PathNode:
+    """Return one link of the path, with the reason why its instruction did not start earlier."""
+    graph = engine.graph
+    reason: Reason = "first"
+    if before != NO_INSTRUCTION:
+        same = graph.instrs[before].stream == graph.instrs[late].stream
+        reason = "stream" if same else "event"
+        if graph.program[late] != graph.program[number]:
+            reason = "peer"
+    ins = graph.instrs[number]
+    return PathNode(
+        program=graph.program[number],
+        place=graph.place(number),
+        node=ins.node,
+        op=ins.op,
+        run=ins.run,
+        start=engine.start[number],
+        end=engine.end[number],
+        reason=reason,
+    )

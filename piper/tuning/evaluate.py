@@ -16,7 +16,7 @@ from piper.process.gc_pause import no_collection
 from piper.runtime.memory_release import predicted_peak
 from piper.schedules.grid import Grid
 from piper.simulate.memory import communicators_of
-from piper.simulate.simulate import Simulation, simulate
+from piper.simulate.simulate import simulate
 from piper.tuning.candidates import CandidateKey, Leaf
 from piper.tuning.choice import GIVEN, StrategyChoice, directives_of
 from piper.tuning.forked_calls import ForkedCall, wait_for_any
@@ -67,7 +67,7 @@ def evaluate_strategy(
     with no_collection():
         program = model.compile(list(strategy))
         simulation = simulate(program.plans, program.outline, model.costs)
-        busy, exposed = averages(simulation)
+        busy, exposed, _ = simulation.mean
         peaks = [
             max(memory.peak, predicted_peak(plan))  # by the simulated times, and as the runtime frees
             for memory, plan in zip(simulation.memories, program.plans, strict=True)
@@ -107,16 +107,6 @@ def attempt(model: Model, choice: StrategyChoice, grid: Grid | None) -> Attempt:
         return evaluate(model, choice, grid)
     except PiperError as error:
         return str(error).splitlines()[0]
-
-
-def averages(simulation: Simulation) -> tuple[float, float]:
-    """Return how long a device computes and waits for exposed communication, on average over all devices."""
-    programs = zip(simulation.timelines, simulation.accounts, strict=True)
-    weighted = [(len(timeline.devices), account) for timeline, account in programs]
-    devices = sum(count for count, _ in weighted)
-    busy = sum(count * account.busy for count, account in weighted)
-    exposed = sum(count * sum(account.exposed.values()) for count, account in weighted)
-    return busy / devices, exposed / devices
 
 
 @dataclass(slots=True, kw_only=True)

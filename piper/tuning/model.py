@@ -1,8 +1,9 @@
 """The model that is tuned: its layers, what can be divided, and tables of costs for every microbatch size."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -27,10 +28,13 @@ from piper.simulate.measured import Measured, check_model
 from piper.tuning.choice import Divide, Recompute, StrategyChoice
 from piper.tuning.forked_calls import run_beside
 from piper.tuning.model_layers import ModelLayers
-from piper.tuning.scaling import scaled
 from piper.tuning.space import Shapes, Space, divisors, rows_of
 
 BY = "tune"
+T = TypeVar("T")
+Known = dict[tuple[int, int], tuple[object, ...]]  # by the identities of two tuples, which live longer
+SAME = frozenset(("storage", "index", "experts"))  # numbers that are positions, not amounts
+DROPPED = frozenset(("key",))  # of code, which differs from size to size
 Key = tuple[int, Recompute, int, int, int, bool]
 
 
@@ -274,3 +278,67 @@ def shapes_of(model: Model, devices: int) -> Shapes:
         tensor=bool(model.divide.weights),
         context=bool(model.divide.weights) and bool(model.divide.fields),
     )
+
+
+class UnlikeLayersError(Exception):
+    """Two recordings that differ in more than amounts."""
+
+
+def scaled(one: CapturedModel, other: CapturedModel, rows: int) -> CapturedModel | None:
+    """Return the outline for slices of `rows` samples. None: the two outlines differ in their structure.
+
+    Shapes, bytes and arithmetic of a chunk are affine in the samples of a slice, so two recordings give those
+    of every size.
+    """
+    share = (rows - one.rows) / (other.rows - one.rows)
+    known: Known = {}
+    try:
+        chunks = tuple(
+            replace(between(first, second, share, known), key="")
+            for first, second in zip(one.chunks, other.chunks, strict=True)
+        )
+    except (UnlikeLayersError, ValueError):
+        return None
+    return replace(one, chunks=chunks, rows=rows)
+
+
+def between(one: T, other: T, share: float, known: Known) -> T:
+    """Return the value that lies at `share` of the way from one to the other; amounts are affine.
+
+    known: tuples that were done. Equal layers share theirs.
+    """
+    if one is other:
+        return one
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        key = (id(one), id(other))
+        if key not in known:
+            known[key] = tuple(between(a, b, share, known) for a, b in zip(one, other, strict=True))
+        return known[key]  # type: ignore[return-value]
+    if one == other and not is_dataclass(one):
+        return one
+    if type(one) is not type(other) or isinstance(one, bool):
+        raise UnlikeLayersError
+    result: object
+    match one, other:
+        case int(), int():
+            result = round(one + (other - one) * share)
+        case float(), float():
+            result = one + (other - one) * share
+        case Mapping(), Mapping() if one.keys() == other.keys():
+            result = {key: between(one[key], other[key], share, known) for key in one}
+        case _ if is_dataclass(one):
+            result = between_records(one, other, share, known)
+        case _:
+            raise UnlikeLayersError
+    return result  # type: ignore[return-value]
+
+
+def between_records(one: object, other: object, share: float, known: Known) -> object:
+    """Return a dataclass whose amounts lie between those of two others."""
+    changed = {}
+    for entry in fields(one):  # type: ignore[arg-type]
+        first, second = getattr(one, entry.name), getattr(other, entry.name)
+        if entry.name in SAME and first != second:
+            raise UnlikeLayersError
+        changed[entry.name] = first if entry.name in DROPPED else between(first, second, share, known)
+    return replace(one, **changed)  # type: ignore[type-var]

@@ -29,10 +29,9 @@ from piper.tuning.candidates import (
     Queue,
     discarded,
 )
-from piper.tuning.choice import SYNTHESISED, StrategyChoice
+from piper.tuning.choice import SYNTHESISED, StrategyChoice, given_choice
 from piper.tuning.evaluate import Evaluation, EvaluationsAhead, evaluate_strategy
 from piper.tuning.forked_calls import run_together
-from piper.tuning.given import given_choice
 from piper.tuning.model import Model
 from piper.tuning.model_layers import ModelLayers
 from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, late, meshes, schedules_of

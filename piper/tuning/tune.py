@@ -28,10 +28,9 @@ from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import MeasuredOn, read_costs
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.candidates import CandidateKey, Discard
-from piper.tuning.choice import GIVEN, StrategyChoice
+from piper.tuning.choice import GIVEN, StrategyChoice, divided_as, own_strategy
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.forked_calls import run_beside
-from piper.tuning.given import divided_as, own_strategy
 from piper.tuning.model import BY, Model, captured_model, shapes_of
 from piper.tuning.result import Tuned, none_fits
 from piper.tuning.space import Space

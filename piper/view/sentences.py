@@ -1,9 +1,7 @@
 """Explains in sentences why the clocks of the page disagree: units, simulated time, measured time."""
 
-from collections.abc import Iterable, Sequence
-
 from piper.ir.format import count, seconds
-from piper.simulate.account import Account, account_of
+from piper.simulate.account import account_of, mean_seconds
 from piper.view.cells import Pipeline
 from piper.view.subject import Subject
 
@@ -13,7 +11,6 @@ SHARED = {  # by launcher: what devices share on CPUs, and the plan does not kno
     "local": "Here the devices are processes of one machine, which share its cores.",
 }
 KINDS = ("computing", "communication that no computing hides", "waiting and gaps")
-Shares = tuple[float, float, float]  # seconds of each kind
 
 
 def two_idles(subject: Subject, pipeline: Pipeline) -> str:
@@ -31,8 +28,7 @@ def two_idles(subject: Subject, pipeline: Pipeline) -> str:
         return alone
     simulated = subject.planned
     step = simulated.step or 1.0
-    weights = [len(timeline.devices) for timeline in simulated.timelines]
-    exposed = mean(simulated.accounts, weights)[1]
+    _, exposed, _ = simulated.mean
     return (
         f"{alone} In the simulated time of {subject.clock} they are idle for {share(simulated.bubble)}: "
         f"{share(exposed / step)} in communication that no computing hides, the rest while they wait for "
@@ -48,8 +44,8 @@ def planned_and_measured(subject: Subject) -> str:
         return "The plan is in whole units of time: compare the order and the shares, not the times."
     planned, took = subject.planned.step, max(line.end for line in subject.measured.values())
     programs = {device: n for n, plan in enumerate(subject.plans) for device in plan.devices}
-    before = mean([subject.planned.accounts[programs[device]] for device in subject.measured])
-    after = mean(
+    before = mean_seconds([subject.planned.accounts[programs[device]] for device in subject.measured])
+    after = mean_seconds(
         [account_of(subject.plans.of(device), line, took) for device, line in subject.measured.items()]
     )
     parts = "; ".join(
@@ -68,13 +64,3 @@ def planned_and_measured(subject: Subject) -> str:
 def share(value: float) -> str:
     """Return a fraction as text, with the digits that the page shows."""
     return f"{100 * value:.{1 if value < 0.0995 else 0}f} %"
-
-
-def mean(accounts: Sequence[Account], weights: Iterable[int] | None = None) -> Shares:
-    """Return the mean seconds of each of `KINDS`, which add up to the step."""
-    rows = list(zip(accounts, weights or [1] * len(accounts), strict=True))
-    total = sum(weight for _, weight in rows)
-    busy = sum(weight * account.busy for account, weight in rows) / total
-    exposed = sum(weight * sum(account.exposed.values()) for account, weight in rows) / total
-    bubble = sum(weight * account.bubble for account, weight in rows) / total
-    return busy, exposed, bubble - exposed

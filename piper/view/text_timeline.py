@@ -10,10 +10,10 @@ from piper.plan.plan import Plan
 from piper.schedules.action import LETTERS
 from piper.simulate.timeline import Timeline
 from piper.view.subject import Subject
+from piper.view.svg_writer import phase_name
 
 IDLE = "."
-PHASES = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
-MOST_PROGRAMS = 16
+PROGRAMS_LIMIT = 16
 
 
 def timeline_text(subject: Subject, width: int = 100) -> str:
@@ -25,7 +25,7 @@ def timeline_text(subject: Subject, width: int = 100) -> str:
     """
     lines: list[str] = []
     used: dict[str, str] = {}
-    for plan, timeline in list(zip(subject.plans, subject.planned.timelines, strict=True))[:MOST_PROGRAMS]:
+    for plan, timeline in list(zip(subject.plans, subject.planned.timelines, strict=True))[:PROGRAMS_LIMIT]:
         lines.append(in_words(plan.devices))
         lines += streams(plan, timeline, subject.planned.step, width, used)
         for device in plan.devices:
@@ -33,8 +33,8 @@ def timeline_text(subject: Subject, width: int = 100) -> str:
                 lines.append(f"device {device}, measured")
                 end = max(run.end for run in subject.measured.values())
                 lines += streams(plan, subject.measured[device], end, width, used)
-    if len(subject.plans) > MOST_PROGRAMS:
-        lines.append(f"... and {len(subject.plans) - MOST_PROGRAMS} programs more")
+    if len(subject.plans) > PROGRAMS_LIMIT:
+        lines.append(f"... and {len(subject.plans) - PROGRAMS_LIMIT} programs more")
     lines.append(", ".join(f"{mark} {name}" for mark, name in sorted(used.items())) + f", {IDLE} idle")
     return "\n".join(lines)
 
@@ -69,8 +69,6 @@ def row(
 def mark_of(ins: Instr) -> tuple[str, str]:
     """Return the letter of an instruction, and its meaning."""
     if ins.op == "compute":
-        if ins.again:
-            return AGAIN, f"{PHASES['F']} again"
-        letter = LETTERS[ins.computes.phase]
-        return letter, PHASES[letter]
+        phase = ins.computes.phase
+        return AGAIN if ins.again else LETTERS[phase], phase_name(phase, again=ins.again)
     return OPS[ins.op].mark, OPS[ins.op].caption

@@ -13,9 +13,17 @@ from piper.plan.plan import Plan, Plans
 from piper.simulate.calibrate import calibrate
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
-from piper.simulate.measured import Measured, check_model, read_costs, write_costs
+from piper.simulate.measured import (
+    NOTHING,
+    Line,
+    Measured,
+    check_model,
+    line_through,
+    read_costs,
+    two_features,
+    write_costs,
+)
 from piper.simulate.profile import ChunkWork, Profile, Track, fingerprint, works_of
-from piper.simulate.regression import NOTHING, Line, line_through, two_features
 from piper.simulate.simulate import simulate
 from tests.chain import chain
 from tests.simulate.pipelines import Schedule, pipeline

@@ -19,9 +19,8 @@ from piper.simulate.cluster import Cluster, Link
 from piper.simulate.costs import Roofline
 from piper.simulate.dependencies import touched
 from piper.simulate.difference import longest_run
-from piper.simulate.measured import Measured, share_of
+from piper.simulate.measured import Line, Measured, line_through, share_of, two_features
 from piper.simulate.profile import ChunkWork, Profile, Times, Track
-from piper.simulate.regression import Line, line_through, two_features
 from piper.simulate.timeline import Span, Timeline
 from tests.slots import slot, slots
 

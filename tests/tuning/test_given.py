@@ -9,8 +9,7 @@ import piper
 from piper import strategies
 from piper.capture.recordings import Recordings
 from piper.errors import ConfigError
-from piper.tuning.choice import Divide, Recompute
-from piper.tuning.given import divided_as
+from piper.tuning.choice import Divide, Recompute, divided_as
 from piper.tuning.space import Space
 from piper.tuning.tune import tune
 from tests.tuning.models import JOB, search_of

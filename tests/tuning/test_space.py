@@ -3,7 +3,7 @@
 import numpy as np
 
 from piper.tuning.choice import Divide, Recompute, StrategyChoice, directives_of
-from piper.tuning.scaling import scaled
+from piper.tuning.model import scaled
 from piper.tuning.space import Shapes, Sizes, Space, balanced, divisors, grid_of, late, meshes, schedules_of
 from tests.chain import chain
 

@@ -21,9 +21,8 @@ from piper.errors import ConfigError, WorkerError
 from piper.run.run import Run
 from piper.simulate.cluster import load_cluster
 from piper.tuning import trial_runs
-from piper.tuning.choice import StrategyChoice
+from piper.tuning.choice import StrategyChoice, own_strategy
 from piper.tuning.evaluate import Evaluation
-from piper.tuning.given import own_strategy
 from piper.tuning.result import Tuned
 from piper.tuning.space import Space
 from piper.tuning.trial_runs import (

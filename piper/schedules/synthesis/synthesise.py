@@ -7,7 +7,7 @@ from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.schedules.action import Action, Group
 from piper.schedules.grid import Grid, Row, need_whole, orders
-from piper.schedules.names import NAMES, grid_for
+from piper.schedules.names import NAMES, SYNTHESISED, grid_for
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.bound import bound
 from piper.schedules.synthesis.list_schedulers import Schedule
@@ -16,6 +16,7 @@ from piper.schedules.synthesis.search import CLOSE, search
 from piper.schedules.timing import makespan, peak_bytes, timeline
 
 TRIALS = 400
+ROUNDING = 1e-9  # of a share of memory: 0.1 of 30 forwards are 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,3 +228,81 @@ def grid_of(problem: Problem, schedule: Schedule) -> Grid:
             row.append((action,))
         rows.append(tuple(row))
     return Grid(rows=tuple(rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alike:
+    """A pipeline of stages that are alike but for the last, from the numbers that the command line takes."""
+
+    ranks: int
+    microbatches: int
+    stages_per_rank: int = 2
+    memory: float = 1.0  # a share of the activations that 1F1B's first rank holds
+    costs: tuple[float, float, float] = (1.0, 1.0, 1.0)  # of F, BI and BW
+    last: float = 1.0  # how much slower the last stage is
+
+    def __post_init__(self) -> None:
+        need_whole(
+            SYNTHESISED,
+            ranks=self.ranks,
+            microbatches=self.microbatches,
+            stages_per_rank=self.stages_per_rank,
+        )
+        numbers = [("costs", cost) for cost in self.costs] + [("last", self.last), ("memory", self.memory)]
+        for name, number in numbers:
+            if not 0 < number < float("inf"):  # NaN is not either
+                raise ScheduleError(
+                    f"{name}={number:g}",
+                    by=SYNTHESISED,
+                    hint=f"{name} takes numbers above 0, none infinite or NaN",
+                )
+        if self.limit < self.stages_per_rank:
+            least = 1 / min(self.ranks, self.microbatches)
+            raise ScheduleError(
+                f"memory={self.memory:g} holds no whole microbatch",
+                by=SYNTHESISED,
+                facts={"needs": f"at least {least:.3g} of 1F1B's {self.most} forwards"},
+                hint="raise the memory, or use more ranks",
+            )
+
+    @property
+    def most(self) -> int:
+        """Return the forwards of its stages that 1F1B's first rank would hold."""
+        return self.stages_per_rank * min(self.ranks, self.microbatches)
+
+    @property
+    def limit(self) -> int:
+        """Return the forwards that a rank may hold."""
+        return int(self.memory * self.most + ROUNDING)
+
+
+def synthesised(pipeline: Alike) -> Synthesis:
+    """Synthesise a schedule over a V and over a loop, and return the shorter; of equal ones the V."""
+    stages = pipeline.ranks * pipeline.stages_per_rank
+    forward, inputs, weights = ([cost] * (stages - 1) + [cost * pipeline.last] for cost in pipeline.costs)
+    costs = StageCosts(forward=forward, inputs=inputs, weights=weights)
+    memory = held_by(pipeline)
+    v = synthesis(costs, Placement.v(pipeline.ranks, pipeline.stages_per_rank), pipeline.microbatches, memory)
+    loop = Placement.loop(pipeline.ranks, pipeline.stages_per_rank)
+    if bound(costs, loop, pipeline.microbatches, memory) >= v.makespan:
+        return v
+    other = synthesis(costs, loop, pipeline.microbatches, memory)
+    return other if other.makespan < v.makespan else v
+
+
+def held_by(pipeline: Alike) -> Memory:
+    """Return the memory of a pipeline, in forwards of one stage."""
+    stages = pipeline.ranks * pipeline.stages_per_rank
+    return Memory(saved=[1] * stages, carried=[1] * stages, limit=pipeline.limit)
+
+
+def summary(pipeline: Alike, result: Synthesis) -> str:
+    """Say how long a synthesised schedule takes, what no schedule can beat, and what it holds."""
+    peak = max(peak_bytes(result.grid, held_by(pipeline)))
+    where = (
+        "the bound: none is shorter" if result.makespan == result.bound else f"the bound is {result.bound:g}"
+    )
+    return (
+        f"makespan {result.makespan:g}, {where}; a rank holds at most {peak} forwards,"
+        f" {peak / pipeline.most:.2f} of 1F1B's {pipeline.most}"
+    )
