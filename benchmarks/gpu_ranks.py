@@ -72,8 +72,9 @@ class Report:
     def fail(self, task: Task, side: str, round_: int, error: str) -> None:
         """Take the error of a row and a side."""
         lines = error.strip().splitlines()
-        print(f"{task.size:6}{task.row:18}{side:6}  failed: {lines[-1][:300]}", flush=True)
-        for line in lines[:-1][-12:]:
+        said = [line for line in lines if line[:1].strip() and "Traceback" not in line]
+        print(f"{task.size:6}{task.row:18}{side:6}  failed: {' | '.join(said)[-600:]}", flush=True)
+        for line in lines[-40:]:
             print(f"    {line[:200]}", file=sys.stderr, flush=True)
         self.write(task, side, round_, {"error": error[-4000:]})
 

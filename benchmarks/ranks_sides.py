@@ -35,6 +35,7 @@ GIB = 2**30
 WARM = 2  # steps before memory is counted
 PROFILED = 2  # steps
 PROFILED_RANK = 1  # a stage in the middle
+BRIEF = 3.0  # seconds in which other ranks may say why as well
 CONTROL = "nvidia-cuda-mps-control"
 
 
@@ -248,25 +249,27 @@ class ProcessSide:
             self.processes.append(process)
 
     def run(self, task: Task, patience: float) -> Figures:
-        """Train a row. Wait for so many seconds at most."""
+        """Train a row. Wait for so many seconds at most, and for others only briefly after an error."""
         if not self.processes:
             self.start()
         for pipe in self.pipes:
             pipe.send(task)
-        answers: dict[int, Figures] = {}
+        answers: dict[int, Figures | str] = {}
         end = time.monotonic() + patience
-        try:
-            while len(answers) < len(self.pipes):
-                left = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
-                ready = cast("list[Connection]", wait(left, max(0.0, end - time.monotonic())))
-                if not ready:
-                    raise Failed(f"no answer within {patience:.0f} s")
-                for pipe in ready:
-                    answers[self.pipes.index(pipe)] = received(pipe)
-        except Failed:
+        while len(answers) < len(self.pipes):
+            left = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            ready = cast("list[Connection]", wait(left, max(0.0, end - time.monotonic())))
+            if not ready:
+                break
+            for pipe in ready:
+                answers[self.pipes.index(pipe)] = answer = received(pipe)
+                if isinstance(answer, str):
+                    end = min(end, time.monotonic() + BRIEF)
+        errors = [f"rank {rank}: {answer}" for rank, answer in answers.items() if isinstance(answer, str)]
+        chosen = answers.get(PROFILED_RANK if len(self.pipes) > 1 else 0)
+        if errors or not isinstance(chosen, Figures) or len(answers) < len(self.pipes):
             self.close()
-            raise
-        chosen = answers[PROFILED_RANK if len(answers) > 1 else 0]
+            raise Failed("\n".join(errors) or f"no answer within {patience:.0f} s")
         return chosen
 
     def close(self) -> None:
@@ -281,15 +284,12 @@ class ProcessSide:
         self.processes.clear()
 
 
-def received(pipe: Connection) -> Figures:
-    """Return the figures that a process sends; fail with its error, or where it is gone."""
+def received(pipe: Connection) -> Figures | str:
+    """Return the figures that a process sends, or an error: its own, or that it is gone."""
     try:
-        answer = pipe.recv()
+        return cast("Figures | str", pipe.recv())
     except (EOFError, OSError):
-        raise Failed("a process has ended") from None
-    if isinstance(answer, str):
-        raise Failed(answer)
-    return cast(Figures, answer)
+        return "the process has ended"
 
 
 @contextlib.contextmanager
