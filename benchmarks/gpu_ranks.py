@@ -15,6 +15,7 @@ from the host, computes the norm of the gradient and hands its result to the dri
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +33,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.ranks_rows import RANKS, ROWS, SIZES
-from benchmarks.ranks_sides import Failed, Figures, Task, free_port, set_for_children, shared_gpu, side_of
+from benchmarks.ranks_sides import (
+    Failed,
+    Figures,
+    ProcessSide,
+    Task,
+    free_port,
+    set_for_children,
+    shared_gpu,
+    side_of,
+)
 from piper.ir.format import count
 
 NETWORK = {  # of both sides
@@ -41,7 +51,8 @@ NETWORK = {  # of both sides
     "NCCL_SOCKET_NTHREADS": "4",
     "NCCL_NSOCKS_PERTHREAD": "4",
 }
-PATIENCE = 240.0  # seconds for one row of one side
+PATIENCE = 300.0  # seconds for one row of one side
+LEAST = 5.0  # seconds that are left of a budget for another row
 EAGER = "eager"  # the peer without compiled blocks
 SHOWN = 3  # losses in a line
 MEMORY = 0.85  # of the peer's memory at most
@@ -143,37 +154,36 @@ def machine() -> str:
     return found[0] if found else "GPU"
 
 
-def sides_of(row: str, asked: str) -> list[str]:
+def sides_of(row: str) -> list[str]:
     """Return the sides of a row.
 
     Torch's zero-bubble schedules run the backward of a compiled block twice, so there they also run eagerly.
     """
-    if asked:
-        return asked.split(",")
     return ["peer", EAGER, "piper"] if ROWS[row].schedule == "zbv" else ["peer", "piper"]
 
 
-def run_rows(rows: Sequence[str], task: Task, options: argparse.Namespace, report: Report) -> None:
+def run_rows(
+    options: argparse.Namespace,
+    task: Task,
+    report: Report,
+    sides: Mapping[str, ProcessSide],
+    sides_of: Callable[[str], Sequence[str]],
+) -> None:
     """Run the rows, the sides of each in turns, until the budget is spent."""
     end = time.monotonic() + options.budget
-    sides = {"piper": side_of("piper"), "peer": side_of("peer")}
     try:
-        for row in rows:
-            chosen = sides_of(row, options.sides)
-            if not options.eager and task.compiled is False:
-                chosen = [side for side in chosen if side != EAGER]
-            for round_ in range(options.rounds):
-                for side in chosen:
-                    left = end - time.monotonic()
-                    if left < 5:
-                        print(f"the budget of {options.budget:.0f} s is spent at {row}", flush=True)
-                        return
-                    one = replace(task, row=row, port=free_port(), compiled=task.compiled and side != EAGER)
-                    try:
-                        by = sides["piper" if side == "piper" else "peer"]
-                        report.add(one, side, round_, by.run(one, min(left, PATIENCE)))
-                    except Failed as error:
-                        report.fail(one, side, round_, str(error))
+        for row in options.rows.split(","):
+            chosen = options.sides.split(",") if options.sides else sides_of(row)
+            for round_, side in itertools.product(range(options.rounds), chosen):
+                left = end - time.monotonic()
+                if left < LEAST:
+                    print(f"the budget of {options.budget:.0f} s is spent at {row}", flush=True)
+                    return
+                one = replace(task, row=row, port=free_port(), compiled=task.compiled and side != EAGER)
+                try:
+                    report.add(one, side, round_, sides[side].run(one, min(left, PATIENCE)))
+                except Failed as error:
+                    report.fail(one, side, round_, str(error))
             report.compare(row, chosen)
     finally:
         for by in sides.values():
@@ -188,16 +198,15 @@ def one_cache(folder: Path) -> Iterator[None]:
         yield
 
 
-def options_of(words: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", default=",".join(ROWS), help="with commas between them; all by default")
+def arguments(
+    parser: argparse.ArgumentParser, rows: Sequence[str], words: Sequence[str] | None
+) -> argparse.Namespace:
+    """Read the command line, of which `rows` are the default."""
+    parser.add_argument("--rows", default=",".join(rows), help="with commas between them; all by default")
     parser.add_argument("--size", choices=[*SIZES], default="small")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=1, help="how often the sides of a row take turns")
-    parser.add_argument("--sides", default="", help="of peer, eager, piper; by default those of the row")
+    parser.add_argument("--sides", default="", help="with commas between them; by default those of the row")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--eager", action="store_true", help="compile neither side")
     parser.add_argument("--by-layer", action=argparse.BooleanOptionalAction, help="a chunk for each layer")
@@ -206,14 +215,15 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "piper-ranks-cache")
     parser.add_argument("--out", type=Path, help="a file to which a line of JSON is added for each side")
     options = parser.parse_args(words)
-    unknown = [row for row in options.rows.split(",") if row not in ROWS]
+    unknown = [row for row in options.rows.split(",") if row not in rows]
     if unknown:
-        parser.error(f"there is no row {unknown[0]}: rows are {', '.join(ROWS)}")
+        parser.error(f"there is no row {unknown[0]}: rows are {', '.join(rows)}")
     return options
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    options = options_of(words)
+@contextmanager
+def started(options: argparse.Namespace, said: str) -> Iterator[tuple[Task, Report]]:
+    """Prepare the machine for rows, and print what is run there."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and MPS end with this one
     task = Task(
         row="",
@@ -228,9 +238,21 @@ def main(words: Sequence[str] | None = None) -> None:
     gpu = shared_gpu() if options.device == "cuda" else nullcontext(False)
     with gpu as mps, one_cache(options.cache), set_for_children(NETWORK):
         facts = facts_of(options.device, mps)
-        print("command: python -m benchmarks.gpu_ranks " + " ".join(sys.argv[1:] if words is None else words))
+        print(f"command: python -m {said}")
         print("".join(f"{name + ':':9}{fact}\n" for name, fact in facts.items()), flush=True)
-        run_rows(options.rows.split(","), task, options, Report(facts=facts, out=options.out))
+        yield task, Report(facts=facts, out=options.out)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options = arguments(parser, [*ROWS], words)
+    peer = side_of("peer")
+    sides = {"peer": peer, EAGER: peer, "piper": side_of("piper")}
+    said = "benchmarks.gpu_ranks " + " ".join(sys.argv[1:] if words is None else words)
+    with started(options, said) as (task, report):
+        run_rows(options, task, report, sides, sides_of)
 
 
 if __name__ == "__main__":

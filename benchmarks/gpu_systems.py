@@ -1,0 +1,72 @@
+"""Piper beside the systems themselves, as whole jobs of four NCCL ranks on one GPU.
+
+    pip install --target build/wheels/site --no-deps torchtitan==0.2.2 torchdata tyro docstring-parser
+    PYTHONPATH=.:build/wheels/site python -m benchmarks.gpu_systems --size small --out systems.jsonl
+
+TorchTitan runs its own trainer, Llama, FSDP, pipeline and compilation, at the sizes of `gpu_ranks`, with the
+weights of the same seed and the same batch: the first ten losses agree. Output and conventions are those of
+`gpu_ranks`. A system that cannot be imported here says why in its rows.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+from benchmarks.gpu_ranks import arguments, run_rows, started
+from benchmarks.ranks_rows import RANKS
+from benchmarks.ranks_sides import Figures, ProcessSide, Task, serve, side_of
+from benchmarks.ranks_titan import ROWS_OF_TITAN, train_titan
+
+SYSTEMS: dict[str, tuple[Callable[[Task, int], Figures], Sequence[str]]] = {
+    "torchtitan": (train_titan, ROWS_OF_TITAN),
+}
+
+
+class SystemMain:
+    """What a process of a system runs."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.name, self.rank = name, rank
+
+    def __call__(self, pipe: Connection) -> None:
+        train, _ = SYSTEMS[self.name]
+        serve(pipe, lambda task: train(task, self.rank))
+
+
+class SystemSide(ProcessSide):
+    """A system's ranks. Each row gets new processes: systems keep state of their own in a process."""
+
+    def __init__(self, name: str) -> None:
+        hosts = [{"NCCL_HOSTID": f"{name}{rank}"} for rank in range(RANKS)]
+        super().__init__([SystemMain(name, rank) for rank in range(RANKS)], hosts)
+
+    def run(self, task: Task, patience: float) -> Figures:
+        """Train a row."""
+        try:
+            return super().run(task, patience)
+        finally:
+            self.close()
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="with commas between them")
+    rows = [*dict.fromkeys(row for _, rows in SYSTEMS.values() for row in rows)]
+    options = arguments(parser, rows, words)
+    systems = options.systems.split(",")
+    sides: dict[str, ProcessSide] = {name: SystemSide(name) for name in systems}
+    sides["piper"] = side_of("piper")
+
+    def sides_of(row: str) -> list[str]:
+        return [*(name for name in systems if row in SYSTEMS[name][1]), "piper"]
+
+    said = "benchmarks.gpu_systems " + " ".join(sys.argv[1:] if words is None else words)
+    with started(options, said) as (task, report):
+        run_rows(options, task, report, sides, sides_of)
+
+
+if __name__ == "__main__":
+    main()
