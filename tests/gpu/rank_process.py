@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from piper.plan.instr import Instr
-from piper.plan.ops import COMMUNICATION
 from piper.runtime.context import Bound
 from piper.workers import serve
 from piper.workers.blame import Watcher
@@ -24,7 +23,7 @@ class Trap:
     """A failure of one rank at the next instruction of a kind, once."""
 
     device: int
-    op: str
+    does: str  # the kind, as `Instr.does` says
     act: Literal["SIGKILL", "SIGSTOP", "sleep"]
     inside: bool  # the rank has begun the communication itself; else only the others have
 
@@ -42,13 +41,13 @@ class Trap:
         time.sleep(600)  # the signal may take a moment, in which the work must not go on
 
 
-def sprung(path: Path, device: int, op: str) -> Trap | None:
+def sprung(path: Path, device: int, does: str) -> Trap | None:
     """Return the trap that a rank runs into, and remove it. None: there is none."""
     try:
         trap = Trap(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    if (trap.device, trap.op) != (device, op):
+    if (trap.device, trap.does) != (device, does):
         return None
     path.unlink()
     return trap
@@ -58,7 +57,7 @@ def trapped(path: Path, device: int, ins: Instr, run: Bound) -> Bound:
     """Return an instruction that fails where a trap says so."""
 
     def act() -> None:
-        trap = sprung(path, device, ins.op)
+        trap = sprung(path, device, ins.does)
         if trap is not None and not trap.inside:
             trap.fire()
         run()
@@ -69,12 +68,11 @@ def trapped(path: Path, device: int, ins: Instr, run: Bound) -> Bound:
 
 
 def set_traps(path: Path) -> None:
-    """Let every communication of this process look for a trap."""
+    """Let every instruction of this process look for a trap."""
     watch: Callable[[Watcher, int, Instr, Bound], Bound] = Watcher.watch
 
     def watched(self: Watcher, place: int, ins: Instr, run: Bound) -> Bound:
-        guarded = trapped(path, self.device, ins, run) if ins.op in COMMUNICATION else run
-        return watch(self, place, ins, guarded)
+        return watch(self, place, ins, trapped(path, self.device, ins, run))
 
     Watcher.watch = watched  # type: ignore[method-assign]
 

@@ -70,11 +70,14 @@ def launch_ranks(program: ProgramLike, options: Options, forks: ForkServer) -> R
 def recovering_ranks(
     program: ProgramLike, forks: ForkServer, notify: Notify, *, stall: float | None = None
 ) -> Run:
-    """Start a program on ranks that are replaced when they are lost."""
+    """Start a program on ranks that are replaced when they are lost.
+
+    On hosts without streams: there a device would be at several instructions, and a failure could name any of them.
+    """
     with ExitStack() as ends:
         versions = Versions(program.plans)
         ends.callback(versions.close)
-        starter, options = LocalStarter(program, versions, forks), by_nccl(Options())
+        starter, options = LocalStarter(program, versions, forks), by_nccl(Options(streams=ON_GPU))
         sessions = Recovery(program, options, starter, versions, retries=10**6, stall=stall, notify=notify)
         ends.pop_all()
     return start_run(sessions)
