@@ -1,6 +1,6 @@
 """Runs one device's plan on streams of an accelerator, issued by one host thread in the order of the plan."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from time import monotonic, sleep
 
 import torch
@@ -25,6 +25,7 @@ Step = tuple[
     torch.Event | None,  # signal
 ]
 
+Show = Callable[[Mapping[str, int]], None]  # takes the place that each stream is at
 GLANCE = 5e-5  # seconds between looks at whether the step is over
 POLL = 0.2  # seconds between looks at whether anything moves
 
@@ -51,6 +52,7 @@ class StreamExecutor:
         on_failure: Callable[[], None] = lambda: None,
         outro: Bound = lambda: None,
         home: torch.Stream | None = None,
+        show: Show = lambda places: None,
     ) -> None:
         """Prepare the streams and events of a plan.
 
@@ -58,9 +60,11 @@ class StreamExecutor:
 
         home: the stream that steps begin and end on. None: the stream on which the state is changed between
         steps.
+
+        show: is told which instructions run while the host waits for the end of a step.
         """
         self.plan, self.slots, self.device, self.accelerator = plan, slots, device, accelerator
-        self.timeout, self.on_failure, self.outro = timeout, on_failure, outro
+        self.timeout, self.on_failure, self.outro, self.show = timeout, on_failure, outro, show
         self.alone = all(ins.comm is None for ins in plan.instrs)  # no other device can block a step
         self.parked: list[object] = [None] * len(slots)
         self.replaced: list[object] = []
@@ -174,14 +178,24 @@ class StreamExecutor:
             now = monotonic()
             if now - looked < POLL:
                 continue
-            looked, over = now, sum(event.query() for event in self.events.values())
-            if over != seen:
-                seen, moved = over, now
+            looked, over = now, {place for place, event in self.events.items() if event.query()}
+            if len(over) != seen:
+                seen, moved = len(over), now
+                self.show(self.running(over))
             elif now - moved > self.timeout:
                 error = CommError(f"nothing has moved for {self.timeout:g} s")
                 error.add_note(f"on device {self.device}, at the arrow:\n{self.plan.around(self.stuck())}")
                 self.on_failure()
                 raise error
+        if seen >= 0:
+            self.show({})
+
+    def running(self, over: Collection[int]) -> dict[str, int]:
+        """Return the place that each stream is at; `over`: those whose events have come."""
+        if not self.streams:
+            place = self.stuck()
+            return {self.plan.instrs[place].stream: place}
+        return places_of_streams(self.plan, over, {name for name, end in self.ends.items() if end.query()})
 
     def stuck(self) -> int:
         """Return the place of the first instruction that is known not to be over."""
@@ -190,3 +204,21 @@ class StreamExecutor:
 
     def close(self) -> None:
         """Do nothing: the streams are at their end after each step, so nothing is left running."""
+
+
+def places_of_streams(plan: Plan, over: Collection[int], ended: Collection[str]) -> dict[str, int]:
+    """Return the place that each stream is at: its first that is not over, if all that this waits for is.
+
+    over: the places whose events have come. ended: the streams that have run all of their instructions.
+    """
+    signalled = {ins.signals: place for place, ins in enumerate(plan.instrs) if ins.signals is not None}
+    last = {plan.instrs[place].stream: place for place in sorted(over)}
+    first: dict[str, int] = {}
+    for place, ins in enumerate(plan.instrs):
+        if ins.stream not in ended and place > last.get(ins.stream, -1):
+            first.setdefault(ins.stream, place)
+    return {
+        stream: place
+        for stream, place in first.items()
+        if all(signalled[event] in over for event in plan.instrs[place].waits)
+    }

@@ -23,7 +23,7 @@ from piper.runtime.executor import Executor
 from piper.runtime.gradients import total_length
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.stream_executor import StreamExecutor
+from piper.runtime.stream_executor import Show, StreamExecutor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,7 @@ class Worker:
         dice: Dice | None = None,
         on_failure: Callable[[], None] = lambda: None,
         watch: Watch | None = None,
+        show: Show = lambda places: None,
         kernels: Kernels = KERNELS,
         state: DeviceState | None = None,
     ) -> None:
@@ -77,7 +78,7 @@ class Worker:
         state: of the worker whose parameters this one uses too. None: it has its own.
         """
         self.setup, self.device = setup, device
-        self.options, self.watch, self.kernels = options, watch, kernels
+        self.options, self.watch, self.show, self.kernels = options, watch, show, kernels
         self.intake: Intake | None = None
         if options.graphs:
             check_static(setup, [setup.plans.of(device)], options, by_host=not comms.on_streams)
@@ -120,6 +121,7 @@ class Worker:
                 timeout=options.timeout,
                 on_failure=on_failure,
                 outro=self._fetch,
+                show=self.show,
                 home=None if self.intake is None else module(self.setup.device).Stream(self.setup.device),
             )
             env.streams = executor.streams
@@ -194,6 +196,7 @@ class Worker:
             self.env.dice,
             on_failure,
             self.watch,
+            self.show,
             self.kernels,
             self.env.state,
         )

@@ -300,6 +300,11 @@ class Watcher:
 
         return timed
 
+    def show(self, places: Mapping[str, int]) -> None:
+        """Mark the instruction that each stream is at, where all of a step is issued before it runs."""
+        for stream, mark in self.streams.items():
+            self.marks[mark] = places.get(stream, -1) + 1
+
     def take_busy(self) -> float:
         """Return the seconds that this device has computed since the last call."""
         if self.device_times is not None:

@@ -60,7 +60,7 @@ class InlineWorkerGroup(WorkerGroup):
         dice = Dice(setup.device)
         for device, watcher in self.watchers.items():
             comms, stop = self.world.member(device), self.world.stop
-            worker = Worker(setup, device, comms, initial, options, dice, stop, watcher.watch)
+            worker = Worker(setup, device, comms, initial, options, dice, stop, watcher.watch, watcher.show)
             versions = None if self.versions is None else WorkerVersions(worker, self.versions)
             self.workers[device], self.answers[device] = worker, WorkerAnswers(worker, versions)
         return unread_values(program, values)

@@ -64,6 +64,7 @@ class WorkerServer(WorkerAnswers):
             given.options,
             on_failure=comms.abort,
             watch=self.watcher.watch,
+            show=self.watcher.show,
         )
         super().__init__(worker, None if given.versions is None else WorkerVersions(worker, given.versions))
         self.trouble: Failure | None = None  # of what was done between two calls

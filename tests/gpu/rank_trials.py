@@ -13,7 +13,7 @@ from piper.ir.select import at
 from piper.job import Job
 from piper.runtime.worker import Options
 from tests.runtime import divided, test_fp8
-from tests.runtime.grid import Cell, batches, case_at, job, strategy
+from tests.runtime.grid import Cell, batches, case_at, case_of, job, strategy
 
 MOST = 4  # ranks
 TIGHT = 1e-9  # of float64
@@ -56,7 +56,7 @@ def of_cell(
         changes["optimizer"] = momentum
     return Trial(
         name=f"{cell}{'-' if name else ''}{name}",
-        group=cell.case,
+        group=f"{cell.case}-{case_of(cell).stages}{'-compiled' if compiled else ''}",
         job=partial(job, cell, **changes),
         batches=partial(batches, cell, 2),
         options=options,

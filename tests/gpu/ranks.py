@@ -35,6 +35,7 @@ NETWORK = {
     # Kernels of many ranks and tests wait on one GPU at once: each takes as little of it as it can.
     "NCCL_MAX_NCHANNELS": "1",
     "NCCL_MAX_P2P_NCHANNELS": "1",
+    "NCCL_DEBUG": "WARN",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -38,7 +38,7 @@ from tests.runtime import divided
 from tests.runtime.grid import Cell, batches, job
 
 pytestmark = [*MARKS, pytest.mark.timeout(600), pytest.mark.xdist_group("ranks-kills")]
-LEFT = 256 * 2**20  # bytes of the GPU's memory that may differ: of caches of this process
+LEFT = 128 * 2**20  # bytes of the GPU that may differ: a rank takes more, by its context alone
 ENDING = 20.0  # seconds in which the driver gives memory back
 SAID = {
     "SIGKILL": "the process was killed by SIGKILL",
@@ -95,16 +95,19 @@ def killed_forks(trap: Path) -> Iterator[ForkServer]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(trap: Path) -> Iterator[None]:
-    """Check that a test gives the GPU's memory back. Beside other tests it cannot be told whose it is."""
+def disarmed(trap: Path) -> None:
+    """Let no test run into the trap of a test before it."""
     trap.unlink(missing_ok=True)
-    alone = ON_GPU and "PYTEST_XDIST_WORKER" not in os.environ
-    if alone:
-        torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0] if alone else 0
-    yield
-    if not alone:
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Check that the ranks of a block give the GPU's memory back. Beside other tests nobody can tell whose it is."""
+    if not ON_GPU or "PYTEST_XDIST_WORKER" in os.environ:
+        yield
         return
+    before = memory_free()
+    yield
     until = time.monotonic() + ENDING
     while (free := memory_free()) < before - LEFT:
         assert time.monotonic() < until, f"{(before - free) / 2**20:.0f} MiB of the GPU are not given back"
@@ -112,6 +115,8 @@ def nothing_left(trap: Path) -> Iterator[None]:
 
 
 def memory_free() -> int:
+    """Return the bytes of the GPU that nobody has, but for what this process keeps for itself."""
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
@@ -161,7 +166,7 @@ def test_kills_and_stops_inside_each_kind_of_communication(
     given = [*islice(cycle(victim.batches()), len(failures) + 2)]
     wanted = undisturbed(program, given)
     events: list[Event] = []
-    with recovering_ranks(program, killed_forks, events.append) as run:
+    with nothing_left(), recovering_ranks(program, killed_forks, events.append) as run:
         losses = [run.step(given[0]).loss]
         for aim, batch in zip(failures, given[1:], strict=False):
             before, pids = len(events), pids_of(run)
@@ -185,13 +190,13 @@ def test_a_rank_that_hangs_is_named_and_replaced(killed_forks: ForkServer, trap:
 
     If it hangs in a computation, it is named. In a communication that others have begun too, one of them may be.
     """
-    victim, stall = VICTIMS[0], 4.0
+    victim, stall = VICTIMS[0], 6.0
     program = compile(victim.job(), device=DEVICE)
     given = [*islice(cycle(victim.batches()), 4)]
     wanted = undisturbed(program, given)
     events: list[Event] = []
     aim = Trap(device=device_with(program.plans, does), does=does, act="sleep", inside=False)
-    with recovering_ranks(program, killed_forks, events.append, stall=stall) as run:
+    with nothing_left(), recovering_ranks(program, killed_forks, events.append, stall=stall) as run:
         losses = [run.step(batch).loss for batch in given[:2]]
         pids = pids_of(run)
         aim.arm(trap)
@@ -244,7 +249,7 @@ def test_a_hundred_kills_at_random_moments(killed_forks: ForkServer) -> None:
     losses: list[float] = []
     seconds: list[float] = []
     events: list[Event] = []
-    with recovering_ranks(program, killed_forks, events.append) as run:
+    with nothing_left(), recovering_ranks(program, killed_forks, events.append) as run:
 
         def train(steps: int) -> None:
             for _ in range(steps):
