@@ -71,7 +71,7 @@ class Report:
         self.figures.setdefault((task.row, side), []).append(figures)
         losses = " ".join(f"{loss:.4f}" for loss in figures.losses[:SHOWN])
         print(
-            f"{task.size:6}{task.row:18}{side:6}{figures.ms:9.1f} ms {figures.gib:6.2f} GiB  "
+            f"{task.size:10}{task.row:18}{side:6}{figures.ms:9.1f} ms {figures.gib:6.2f} GiB  "
             f"5th/20th {figures.fifth:.2f}  losses {losses}  norm {figures.norm:.4f}  "
             f"first step after {figures.build_s + figures.times[0]:.1f} s",
             flush=True,
@@ -84,7 +84,7 @@ class Report:
         """Take the error of a row and a side."""
         lines = error.strip().splitlines()
         said = [line for line in lines if line[:1].strip() and "Traceback" not in line]
-        print(f"{task.size:6}{task.row:18}{side:6}  failed: {' | '.join(said)[-600:]}", flush=True)
+        print(f"{task.size:10}{task.row:18}{side:6}  failed: {' | '.join(said)[-600:]}", flush=True)
         for line in lines[-40:]:
             print(f"    {line[:200]}", file=sys.stderr, flush=True)
         self.write(task, side, round_, {"error": error[-4000:]})
@@ -117,7 +117,7 @@ class Report:
                     f"time {time_:.3f}x (asked {asked:.2f}), memory {memory:.3f}x (asked {MEMORY}), {holds}; "
                     f"{agree}"
                 )
-            print(f"{'':6}{row:18}piper / {side}: {agree}", flush=True)
+            print(f"{'':10}{row:18}piper / {side}: {agree}", flush=True)
 
 
 def profile_line(profile: Mapping[str, float]) -> str:

@@ -29,7 +29,7 @@ class ExpertsHere(nn.Module):
         weights = (weights / weights.sum(-1, keepdim=True)).to(tokens.dtype)
         pairs = chosen.flatten()
         order = pairs.argsort(stable=True)
-        counts = torch.bincount(pairs, minlength=scores.shape[-1])
+        counts = pairs.new_zeros(scores.shape[-1]).scatter_add_(0, pairs, torch.ones_like(pairs))
         rows = self.exchange(tokens[order // self.top_k], counts)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         summed = (rows[back].view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
@@ -45,7 +45,7 @@ class ExpertsHere(nn.Module):
         arrived = all_to_all_single_autograd(rows, gets, gives, self.group)
         # Rows arrive by rank, then by expert, and are wanted by expert.
         experts = torch.arange(len(arriving), device=counts.device) % len(self.down)
-        order = experts.repeat_interleave(arriving).argsort(stable=True)
+        order = experts.repeat_interleave(arriving, output_size=sum(gets)).argsort(stable=True)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         made = self.compute(arrived[order], arriving.view(self.ranks, -1).sum(0))
         return all_to_all_single_autograd(made[back], gives, gets, self.group)

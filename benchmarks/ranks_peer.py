@@ -246,6 +246,7 @@ def peer_rank(row: Row, size: Size, rank: int, device: str, *, compiled: bool) -
     """Build a rank of the peer, inside the group of all four."""
     mesh = init_device_mesh(device, (row.pp, RANKS // row.pp), mesh_dim_names=("pp", "inner"))
     place = Place(row=row, size=size, rank=rank, mesh=mesh, device=device, compiled=compiled)
+    functorch_config.donated_buffer = row.schedule != "zbv"  # which goes through a compiled block twice
     stages = own_stages(place)
     with ExitStack() as stack:
         if row.pp > 1:
@@ -289,16 +290,18 @@ def own_stages(place: Place) -> list[Stage]:
 
 def loss_of(place: Place) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the loss of a microbatch: its mean cross entropy, times its part of the whole batch."""
-    fraction, inner = place.fraction, place.inner
+    fraction, mesh = place.fraction, place.inner
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        flat = logits.flatten(0, 1).float()
-        if place.row.tp > 1:  # each rank has a part of the vocabulary
-            flat = DTensor.from_local(flat, inner, [Shard(-1)], run_check=False)
-        mean = F.cross_entropy(flat, labels.flatten())
-        return local(mean) * fraction
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) * fraction
 
-    return torch.compile(loss, dynamic=False) if place.compiled and place.row.tp == 1 else loss
+    def divided_loss(logits: Tensor, labels: Tensor) -> Tensor:  # each rank has a part of the vocabulary
+        flat = DTensor.from_local(logits.flatten(0, 1).float(), mesh, [Shard(-1)], run_check=False)
+        return local(F.cross_entropy(flat, labels.flatten())) * fraction
+
+    if place.row.tp > 1:
+        return divided_loss
+    return torch.compile(loss, dynamic=False) if place.compiled else loss
 
 
 def whole_backward(
@@ -348,12 +351,11 @@ def is_expert(name: str) -> bool:
 
 def sum_in_float32(trained: Trained, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Sum a bucket of gradients over all ranks in float32, as gradients of what is updated."""
-    buffer = bucket.buffer()
+    buffer, params = bucket.buffer(), bucket.parameters()
     wide = buffer.float()  # the buffer itself where it is float32
     future = dist.all_reduce(wide, async_op=True).get_future()
 
     def keep(_: torch.futures.Future[list[Tensor]]) -> Tensor:
-        params = bucket.parameters()
         parts = wide.split([param.numel() for param in params])
         for param, part in zip(params, parts, strict=True):
             trained.pairs[id(param)].grad = part.view(param.shape)
@@ -560,7 +562,5 @@ def schedule_of(place: Place, pipes: list[PipelineStage]) -> Any:  # noqa: ANN40
         case "interleaved":
             return ScheduleInterleaved1F1B([*pipes], **options)
         case "zbv":
-            # It goes through the graph of a compiled block twice.
-            functorch_config.donated_buffer = False
             return ScheduleZBVZeroBubble([*pipes], **options)
     return Schedule1F1B(pipes[0], **options)

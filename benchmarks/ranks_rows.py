@@ -239,21 +239,19 @@ SIZES = {
                 "cp4": Shape(model=replace(MEDIUM, layers=12), length=LONG, samples=1),
             },
         ),
-        Size(
-            name="tiny",  # for a host without GPUs
-            shapes={
-                **shapes(
-                    TINY,
-                    TINY_MOE,
-                    16,
-                    {name: (2, 8 if ROWS[name].pp > 1 else 1) for name in ROWS if name != "cp4"},
-                ),
-                "cp4": Shape(model=TINY, length=64, samples=1),
-            },
-            precision="fp32",
-        ),
     )
 }
+TINY_SIZE = Size(  # for a host without GPUs
+    name="tiny",
+    shapes={
+        **shapes(
+            TINY, TINY_MOE, 16, {name: (2, 8 if ROWS[name].pp > 1 else 1) for name in ROWS if name != "cp4"}
+        ),
+        "cp4": Shape(model=TINY, length=64, samples=1),
+    },
+    precision="fp32",
+)
+SIZES |= {"tiny": TINY_SIZE, "tiny-bf16": replace(TINY_SIZE, name="tiny-bf16", precision="bf16")}
 
 
 def model_of(config: Sizes) -> CausalDecoder:
