@@ -61,7 +61,7 @@ class StreamExecutor:
         home: the stream that steps begin and end on. None: the stream on which the state is changed between
         steps.
 
-        show: is told which instructions run while the host waits for the end of a step.
+        show: takes the place of each stream while the host waits for the end of a step.
         """
         self.plan, self.slots, self.device, self.accelerator = plan, slots, device, accelerator
         self.timeout, self.on_failure, self.outro, self.show = timeout, on_failure, outro, show
