@@ -5,8 +5,6 @@ Every device later issues its part of the nodes in this order. Because it is one
 """
 
 import heapq
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,7 +18,6 @@ from piper.plan.prove import in_order
 
 SEARCHED = 256  # orders tried to find the shortest cycle; one cycle is enough to correct the strategy
 SHOWN = 6  # nodes of a cycle that an error names at each end
-LEAD = 2.0  # times its rough cost that a transfer is given before its reader
 URGENCY = {"B": 1, "BI": 1, "F": 2, "BW": 3}  # communication first, then what frees memory, then the rest
 
 
@@ -46,7 +43,6 @@ def schedule(state: LoweringState) -> LoweringState:
     tails = path_lengths(graph, order, costs)
     priority = priorities(graph, tails)
     sequence = received_as_read(graph, simulate(graph, costs, priority))
-    sequence = received_in_time(graph, sequence, costs)
     return replace(state, sequence=tuple(graph.nodes[i] for i in sequence))
 
 
@@ -275,58 +271,6 @@ def received_as_read(graph: PrecedenceGraph, sequence: list[int]) -> list[int]:
         while waiting and waiting[-1] in issued:
             result.append(waiting.pop())
     return result
-
-
-def received_in_time(graph: PrecedenceGraph, sequence: list[int], costs: list[float]) -> list[int]:
-    """Return the sequence with each transfer behind the computation that leaves it just enough time.
-
-    A receive holds multiprocessors of its device from when it is issued until its value has arrived. So it is
-    issued before the last computations that precede its reader, as many as take as long as the transfer, not
-    as soon as the peer may have the value. Transfers to a device keep their order.
-    """
-    behind = transfers_behind(graph, sequence, costs)
-    arriving: dict[tuple[int, str], deque[int]] = {}
-    receivers: dict[int, set[tuple[int, str]]] = {}  # by device
-    for i in behind:
-        receiver = receiver_of(graph.nodes[i])
-        arriving.setdefault(receiver, deque()).append(i)
-        receivers.setdefault(receiver[0], set()).add(receiver)
-    result: list[int] = []
-    reached: set[int] = set()
-    for place, i in enumerate(sequence):
-        if i in behind:
-            reached.add(i)
-            touched = {receiver_of(graph.nodes[i])}
-        else:
-            result.append(i)
-            touched = receivers.get(graph.nodes[i].devices[0], set())
-        for receiver in touched:
-            waiting = arriving[receiver]
-            while waiting and waiting[0] in reached and behind[waiting[0]] <= place:
-                result.append(waiting.popleft())
-    return result
-
-
-def transfers_behind(graph: PrecedenceGraph, sequence: list[int], costs: list[float]) -> dict[int, int]:
-    """Return, for each transfer in turn, the place of the computation of its receiver that it comes after."""
-    position = {i: place for place, i in enumerate(sequence)}
-    computed: dict[int, list[int]] = {}  # by device: the places of its computations
-    for place, i in enumerate(sequence):
-        node = graph.nodes[i]
-        if isinstance(node, Compute):
-            computed.setdefault(node.devices[0], []).append(place)
-    behind: dict[int, int] = {}
-    for i in sequence:
-        if not isinstance(graph.nodes[i], Transfer):
-            continue
-        places = computed.get(receiver_of(graph.nodes[i])[0], [])
-        read = min((position[j] for j in graph.followers[i]), default=len(sequence))
-        before, time = bisect_left(places, read), LEAD * costs[i]
-        while before > 0 and time > 0:
-            before -= 1
-            time -= costs[sequence[places[before]]]
-        behind[i] = places[before - 1] if before > 0 else -1
-    return behind
 
 
 def receiver_of(node: Node) -> tuple[int, str]:

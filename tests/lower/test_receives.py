@@ -1,4 +1,4 @@
-"""When receives are issued: in time for their readers, and no earlier, since they take part of the device."""
+"""Receives begin just before their readers: one that waits takes multiprocessors from computations."""
 
 from collections.abc import Callable, Sequence
 
@@ -48,7 +48,7 @@ def before(plan: Plan) -> list[set[int]]:
 
 @pytest.mark.parametrize("zero", [None, 3])
 @pytest.mark.parametrize("kind", STAGES)
-def test_a_receive_overlaps_only_the_last_computations_before_its_reader(kind: str, zero: int | None) -> None:
+def test_a_receive_overlaps_only_the_last_computation_before_its_reader(kind: str, zero: int | None) -> None:
     seen = 0
     for plan in pipeline(kind, zero=zero):
         over = before(plan)
@@ -62,10 +62,9 @@ def test_a_receive_overlaps_only_the_last_computations_before_its_reader(kind: s
                 if ins.writes[0] in plan.instrs[later].reads
             )
             earlier = [other for other in computes if other < min(number, reader)]
-            ahead = [other for other in computes if other < reader]
-            held_back = [other for other in earlier if other != ahead[-1]]
-            assert set(held_back) <= over[number], f"{ins.node} begins beside an earlier computation"
-            beside = [other for other in ahead if other not in over[number]]
-            assert len(beside) <= 2, f"{ins.node} is issued {len(beside)} computations before its reader"
+            overlapped = max((other for other in computes if other < reader), default=-1)
+            assert {other for other in earlier if other != overlapped} <= over[number], (
+                f"{ins.node} begins beside an earlier computation"
+            )
             seen += len(earlier) > 1
     assert seen > 10
