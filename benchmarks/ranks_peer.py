@@ -401,7 +401,9 @@ def gathered_attention(
 ) -> Tensor:
     """Attend to the keys and values of all ranks up to the own positions."""
     assert is_causal
-    keys, values = (all_gather_tensor_autograd(x.contiguous(), 2, dist.group.WORLD) for x in (k, v))
+    world = dist.group.WORLD
+    assert world is not None
+    keys, values = (all_gather_tensor_autograd(x.contiguous(), 2, world) for x in (k, v))
     own = torch.arange(q.shape[2]) + rank * q.shape[2]
     mask = own[:, None] >= torch.arange(keys.shape[2])
     return plain(q, keys, values, attn_mask=mask, enable_gqa=enable_gqa)
