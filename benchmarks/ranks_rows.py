@@ -38,6 +38,7 @@ class Row:
     cp: int = 1
     ep: int = 1  # over the replicas
     zero: int = 0
+    keep: Literal["use", "step"] = "use"
     schedule: Schedule = ""
     asked: float = 1.0  # of the peer's time at most
 
@@ -86,7 +87,8 @@ ROWS = {
             zero=2,
             schedule="1f1b",
             peer="Schedule1F1B + FSDP2, parameters stay gathered",
-            ours="one_f_one_b, zero=2",
+            keep="step",
+            ours='one_f_one_b, zero=2, keep="step"',
         ),
         Row(
             name="pp2_fsdp2_reshard",
@@ -95,7 +97,8 @@ ROWS = {
             zero=3,
             schedule="1f1b",
             peer="Schedule1F1B + FSDP2, resharded after forward",
-            ours="one_f_one_b, zero=3",
+            keep="step",
+            ours='one_f_one_b, zero=3, keep="step"',
         ),
         Row(
             name="pp2_tp2",
@@ -283,7 +286,7 @@ def strategy_of(row: Row, microbatches: int) -> list[piper.Directive]:
             ring = piper.shard(selected, devices, axis="CP", batch=FIELDS, attention="ring", balance="zigzag")
             strategy.append(ring)
         elif row.dp > 1:
-            strategy.append(piper.replicate(selected, devices, zero=row.zero))
+            strategy.append(piper.replicate(selected, devices, zero=row.zero, keep=row.keep))
         else:
             strategy.append(piper.place(selected, devices))
         if row.ep > 1:
@@ -308,10 +311,10 @@ def order_of(row: Row, microbatches: int) -> Sequence[piper.Directive]:
 def job_of(row: Row, size: Size, optimizer: MakeOptimizer = adamw, by_layer: bool | None = None) -> piper.Job:
     """Return a row as a job.
 
-    by_layer: each layer is a chunk of its own. None: where ZeRO-3 gathers layer by layer.
+    by_layer: each layer is a chunk of its own. None: where ZeRO gathers or reduces layer by layer.
     """
     shape = size.shapes[row.name]
-    layered = row.zero == 3 if by_layer is None else by_layer
+    layered = row.zero >= 2 if by_layer is None else by_layer
     batch = batch_of(row, shape)
     return piper.Job(
         model=partial(model_of, replace(shape.model, stages=row.stages, by_layer=layered)),

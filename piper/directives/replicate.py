@@ -39,6 +39,9 @@ class Replicate(PlacingDirective):
     reduce: str | None = argument(
         one_of("fp32", "bf16"), default=None, hint='gradients travel in it; "bf16" is half the bytes'
     )
+    keep: str | None = argument(
+        one_of("use", "step"), default=None, hint="how long gathered parameters and whole gradients stay"
+    )
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
         return graph.with_policies(
@@ -48,6 +51,7 @@ class Replicate(PlacingDirective):
                 zero=self.zero,
                 bucket_mb=self.bucket_mb,
                 reduce=self.reduce or "fp32",
+                keep=self.keep == "step",
                 reduce_stream=self.reduce_stream or "reduce",
                 gather_stream=self.gather_stream or "gather",
                 ways=1,  # a later replicate wins over an earlier shard
@@ -65,11 +69,14 @@ def replicate(
     reduce_stream: str | None = None,
     gather_stream: str | None = None,
     reduce: str = "fp32",
+    keep: str = "use",
 ) -> Replicate:
     """Keep the selected chunks' parameters equal on `devices`; `zero` says what is sharded between uses.
 
     reduce: the type in which gradients travel between the devices. Their sums over microbatches are float32
     in either.
+    keep: how long parameters stay gathered (zero 3) and gradients whole (zero 2, 3): for one "use", or for
+    the "step", which communicates once for all microbatches and takes the memory.
     """
     return Replicate(
         at=given_filter("replicate", at),
@@ -79,4 +86,5 @@ def replicate(
         reduce_stream=given_stream("replicate", "reduce_stream", reduce_stream),
         gather_stream=given_stream("replicate", "gather_stream", gather_stream),
         reduce=None if reduce == "fp32" else reduce,
+        keep=None if keep == "use" else keep,
     )

@@ -33,6 +33,7 @@ class Policy:
     zero: int = 0  # 1: optimizer state is sharded, 2: gradients too, 3: parameters too
     bucket_mb: float | None = None
     reduce: str = "fp32"  # the type gradients travel in between replicas: "fp32" or "bf16"
+    keep: bool = False  # what is gathered, and whole gradients, stay for the step and not for one use
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     ways: int = 1  # the degree of the axis along which experts are sharded

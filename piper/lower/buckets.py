@@ -243,6 +243,7 @@ def bucket_for(
         trainable=trainable,
         copies=(1 if zero else len(groups[0])) * held.replicas,
         reduced_as="bfloat16" if short and trainable else "",
+        keep=all(h.policy.keep for h in placements),
         reduce_stream=placement.policy.reduce_stream,
         gather_stream=placement.policy.gather_stream,
         origin=tuple(dict.fromkeys(n for h in placements for n in h.origin)),

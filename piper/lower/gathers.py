@@ -40,7 +40,7 @@ def add_gathers(state: LoweringState) -> LoweringState:
     for shard, bucket in sharded.items():
         arriving = gathered_nbytes(bucket) if bucket.gathered_as else 0  # held until it is made wide
         edit.values[whole(bucket)] = Slot(nbytes=bucket.nbytes + arriving)
-        runs = use_runs(readers[shard], sequence, computes)
+        runs = use_runs(readers[shard], sequence, computes, whole_step=bucket.keep)
         for joint in joint_runs(runs, lambda run: run.computes[run.first]):
             first = pass_at(sequence, joint[0].places[0])
             slot = whole(bucket).of_run(first)

@@ -173,12 +173,12 @@ def reduce_once(edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId]) ->
 def reduce_each_run(
     edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId], computes: Mapping[Devices, list[int]]
 ) -> None:
-    """Reduce after each run of neighbouring backwards, so that no whole gradient outlives its reduction.
+    """Reduce after each run of backwards, so that no whole gradient outlives its reduction.
 
     The reduction is issued behind one more compute node, which it may overlap: it starts when the run has
     ended, and the gradient counts as live until that node has ended too.
     """
-    runs = use_runs(given, edit.sequence, computes)
+    runs = use_runs(given, edit.sequence, computes, whole_step=bucket.keep)
     for count, joint in enumerate(joint_runs(runs, lambda run: run.computes[run.last])):
         places = [place for run in joint for place in run.places]
         value = given[places[0]]

@@ -37,25 +37,36 @@ def pass_at(sequence: Sequence[Node], place: int) -> Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UseRun:
-    """Neighbouring compute nodes of a set of devices that use a bucket."""
+    """Compute nodes of a set of devices that use a bucket without a new gather or reduction between them."""
 
     devices: Devices
     computes: Sequence[int]  # the places of all compute nodes of these devices
-    first: int  # the number among them of the first node of the run
-    last: int
+    users: Sequence[int]  # the numbers among them of the nodes of the run
+
+    @property
+    def first(self) -> int:
+        return self.users[0]
+
+    @property
+    def last(self) -> int:
+        return self.users[-1]
 
     @property
     def places(self) -> Sequence[int]:
         """Return the places of the nodes of the run."""
-        return self.computes[self.first : self.last + 1]
+        return [self.computes[number] for number in self.users]
 
 
 def use_runs(
-    users: Iterable[int], sequence: Sequence[Node], computes: Mapping[Devices, list[int]]
+    users: Iterable[int],
+    sequence: Sequence[Node],
+    computes: Mapping[Devices, list[int]],
+    *,
+    whole_step: bool = False,
 ) -> Iterator[UseRun]:
     """Yield the runs of neighbouring compute nodes, on the same devices in any order, that use a bucket.
 
-    users: the places of the nodes that use it.
+    users: the places of the nodes that use it. whole_step: all uses of a set of devices are one run.
     """
     devices_of = {place: sequence[place].devices for place in users}
     same_members: dict[tuple[int, ...], list[Devices]] = {}
@@ -63,13 +74,16 @@ def use_runs(
         same_members.setdefault(tuple(sorted(devices)), []).append(devices)
     for sets in same_members.values():
         places = computes[sets[0]]
-        first = None
-        for number, place in enumerate([*places, -1]):
-            if devices_of.get(place) in sets:
-                first = number if first is None else first
-            elif first is not None:
-                yield UseRun(devices=sets[0], computes=places, first=first, last=number - 1)
-                first = None
+        run: list[int] = []
+        for number, place in enumerate(places):
+            if devices_of.get(place) not in sets:
+                continue
+            if run and number > run[-1] + 1 and not whole_step:
+                yield UseRun(devices=sets[0], computes=places, users=run)
+                run = []
+            run.append(number)
+        if run:
+            yield UseRun(devices=sets[0], computes=places, users=run)
 
 
 def joint_runs(runs: Iterable[UseRun], by: Callable[[UseRun], int]) -> Iterator[list[UseRun]]:

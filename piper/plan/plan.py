@@ -84,6 +84,7 @@ class Bucket:
     reduce_stream: str = "reduce"
     gather_stream: str = "gather"
     reduced_as: str = ""  # the type its gradients travel in between replicas; empty: that of their sum
+    keep: bool = False  # its gathered parameters and whole gradients stay until their last use in the step
     gathered_as: str = ""  # "fp8": rounded row by row when its shards are gathered; empty: as it is
     origin: tuple[int, ...] = ()  # the directives that made it so
     bounds: tuple[int, ...] = ()  # where each shard begins, and the end, in elements. Empty: equal shards

@@ -10,7 +10,7 @@ from piper.plan.plan import Bucket, Plan, Plans
 
 
 def check_lifetimes(plans: Plans) -> None:
-    """Assert that no whole gradient outlives its reduction, nor a gathered parameter its run of uses.
+    """Assert that no whole gradient outlives its reduction, nor a gathered parameter its run of uses, unless kept.
 
     A reduction is issued behind one other compute, which it overlaps. Where microbatches run on several sets of
     devices, it may wait for one more, until the other sets have something to add.
@@ -18,6 +18,8 @@ def check_lifetimes(plans: Plans) -> None:
     for plan in plans:
         mine = [bucket for bucket in plans.buckets.values() if plan.devices[0] in bucket.devices]
         for bucket in mine:
+            if bucket.keep:
+                continue
             if bucket.zero >= 2:
                 spread = any(plans.chunks[name].elsewhere for name in bucket.chunks)
                 check_span(plan, bucket, slots_of(plan, bucket, "g", "grad"), others=2 if spread else 1)

@@ -84,6 +84,7 @@ class Dice(random.Random):
                     bucket_mb=self.choice((None, 1e-5, 1)),
                     reduce_stream=self.choice(STREAMS),
                     gather_stream=self.choice(STREAMS),
+                    keep=self.choice(("use", "use", "step")),
                 )
             case "shard":
                 devices = self.devices()

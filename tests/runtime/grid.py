@@ -28,6 +28,7 @@ class Cell:
     rows: int = 2  # samples in a slice
     clip: float | None = None
     bucket_mb: float | None = None
+    keep: str = "use"
 
     def __str__(self) -> str:
         text = f"{self.case}-{self.schedule}-dp{self.dp}-zero{self.zero}-mb{self.parts}"
@@ -123,6 +124,7 @@ def on_rank(cell: Cell, stage: int, parts: range | None, rank: int) -> Iterator[
         devices,
         zero=cell.zero,
         bucket_mb=cell.bucket_mb,
+        keep=cell.keep,
     )
     if cell.ways > 1:
         experts = at(PP=stage, EP="*") if parts is None else at(PP=stage, EP="*", MB=parts)
