@@ -1,5 +1,6 @@
 """The errors a user can cause. Our own bugs are assertions instead."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Literal, Self
 
@@ -60,3 +61,8 @@ class WorkerError(PiperError):
     kind: Literal["dead", "error", "stopped", "late"] | None = None
     device: int | None = None
     place: int | None = None
+
+
+def deprecated(old: str, new: str, *, gone: str) -> None:
+    """Warn that a name goes away, and say what to use. gone: the first version without it."""
+    warnings.warn(f"{old} is deprecated and goes in {gone}: use {new}", FutureWarning, stacklevel=3)

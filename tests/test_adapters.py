@@ -65,8 +65,8 @@ def test_only_the_adapters_train_and_both_forms_are_exported(
     scope: dict[str, Any] = {}
     exec(RECIPE, scope)
     run(monkeypatch, "train net.py:job --on inline --out run")
-    run(monkeypatch, "export run --to peft adapter")
-    run(monkeypatch, "export run --to hf whole")
+    run(monkeypatch, "export run --format peft adapter")
+    run(monkeypatch, "export run --format hf whole")
     assert "Exported PeftModel after 1 step" in (out := capsys.readouterr().out)
     assert "Exported LlamaForCausalLM after 1 step" in out
 

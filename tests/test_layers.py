@@ -50,8 +50,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "strategies": {"directives", "errors", "ir", "schedules"},
     "lower": {"errors", "ir", "plan", "process", "proof"},
     "proof": {"ir", "plan", "process"},
-    "simulate": {"errors", "ir", "plan", "process"},
-    "view": {"errors", "ir", "plan", "process", "schedules", "simulate"},  # simulate: when things happen
+    "simulate": {"errors", "ir", "plan", "process", "version"},
+    "view": {
+        "errors",
+        "ir",
+        "plan",
+        "process",
+        "schedules",
+        "simulate",
+        "version",
+    },  # simulate: when things happen
     "experts": {"errors", "torch"},
     "losses": {"errors", "torch"},
     "callbacks": {"errors", "process", "torch"},
@@ -61,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipe": {"errors", "job", "process"},
     "runtime": {"callbacks", "errors", "ir", "job", "plan", "process", "torch"},  # callbacks: a job has some
     "check": {"errors", "ir", "job", "plan", "process", "runtime", "torch"},
-    "checkpoint": {"errors", "ir", "plan", "runtime", "torch"},
+    "checkpoint": {"errors", "ir", "plan", "runtime", "torch", "version"},
     "data": {"errors", "process", "torch"},
     "workers": {
         "checkpoint",

@@ -159,7 +159,7 @@ def test_verbs_and_flags() -> None:
         ],
         "diff": ["--cluster", "--costs", "--json", "a", "b"],
         "init": ["name"],
-        "export": ["--dtype", "--json", "--recipe", "--to", "folder", "run"],
+        "export": ["--dtype", "--format", "--json", "--recipe", "--to", "folder", "run"],
         "import": ["--json", "--out", "recipe", "weights"],
         "schedule": [
             "--costs",

@@ -1,18 +1,32 @@
-"""A wheel, installed in an environment of its own, runs the README's example from another folder."""
+"""A wheel of the sdist, installed in an environment of its own, works from another folder."""
 
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
 
+from piper.version import VERSION
 from tests.docs.blocks import blocks_of
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 240  # for one command
+CORE = {
+    "torch",
+    "cloudpickle",
+    "numpy",
+    "rich",
+    "safetensors",
+    "typer",
+}  # what an install without extras needs
+EXTRAS = {"ray", "hf", "gpu", "train", "viewer", "dev"}
+OPTIONAL = ["transformers", "tokenizers", "ray", "triton", "tensorboard", "torchdata", "playwright", "peft"]
+SDIST = "from setuptools import build_meta; build_meta.build_sdist('dist')"
 
 
 def run(*command: object, folder: Path) -> str:
@@ -37,8 +51,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "piper", source / "piper", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, source / name)
+    run(sys.executable, "-c", SDIST, folder=source)
+    (sdist,) = (source / "dist").iterdir()
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, folder=folder)
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, sdist, folder=folder)
     run(sys.executable, "-m", "venv", "--without-pip", folder / "env", folder=folder)
     (wheel,) = folder.glob("torch_piper-*.whl")
     python = folder / "env" / "bin" / "python"
@@ -48,8 +64,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     with zipfile.ZipFile(wheel) as opened:
         held = {name for name in opened.namelist() if name.startswith("piper/")}
+        (metadata,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
+        fields = message_from_bytes(opened.read(metadata))
     wanted = {path.relative_to(ROOT).as_posix() for path in (ROOT / "piper").rglob("*") if path.is_file()}
     assert held == {name for name in wanted if "__pycache__" not in name}
+    needed = [str(text) for text in fields.get_all("Requires-Dist", []) if "extra ==" not in text]
+    assert {re.match(r"[\w-]+", text)[0] for text in needed} == CORE  # type: ignore[index]
+    assert set(fields.get_all("Provides-Extra", [])) == EXTRAS
+    assert "Typing :: Typed" in fields.get_all("Classifier", []) and fields["Version"] == VERSION
     return folder
 
 
@@ -66,7 +88,30 @@ def test_the_readme_runs_from_another_folder(environment: Path) -> None:
     assert where.startswith(str(environment / "env"))
     lines = run(python, "example.py", folder=elsewhere).splitlines()
     assert [line[:6] for line in lines] == ["loss 5", "loss 5"]
-    assert run(piper, "--version", folder=elsewhere) == "piper 0.1.0\n"
+    assert run(piper, "--version", folder=elsewhere) == f"piper {VERSION}\n"
     run(piper, "init", "mine", folder=elsewhere)
     run(piper, "view", "mine.py:two", "--out", "page.html", "--cluster", "h200", folder=elsewhere)
-    assert "<script" in (elsewhere / "page.html").read_text(encoding="utf-8")
+    page = (elsewhere / "page.html").read_text(encoding="utf-8")
+    assert "<script" in page and f'content="piper {VERSION}"' in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_core_works_without_any_extra(environment: Path) -> None:
+    """A recipe of `piper init` trains, is checked and saves where no optional package can be imported."""
+    folder = environment / "core"
+    folder.mkdir()
+    python, piper = (environment / "env" / "bin" / name for name in ("python", "piper"))
+    run(piper, "init", "mine", folder=folder)
+    recipe = (
+        (folder / "mine.py")
+        .read_text()
+        .replace("steps=50,", 'steps=2, checkpoint=piper.Checkpoint("saved"),')
+    )
+    (folder / "mine.py").write_text(recipe)
+    (folder / "bare.py").write_text(
+        f"import sys\nsys.modules.update(dict.fromkeys({OPTIONAL!r}))\nfrom piper.cli import main\nmain()\n"
+    )
+    run(python, "bare.py", "check", "mine.py:two", folder=folder)
+    run(python, "bare.py", "train", "mine.py:two", "--on", "inline", "--out", "run", folder=folder)
+    assert (folder / "run/saved/step-00000002/checkpoint.json").is_file()

@@ -21,6 +21,7 @@ from piper.checkpoint.folder import begun, take_place
 from piper.checkpoint.storage import sync
 from piper.checkpoint.target import EXPORT, MARK, target_of
 from piper.errors import ConfigError
+from piper.version import VERSION
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -74,7 +75,7 @@ def write_export(folder: Path | str, write: Callable[[Path], object]) -> None:
 
 def mark_export(folder: Path, files: list[str]) -> None:
     """Write the mark that says that a folder is an export of ours, and lists its files."""
-    text = json.dumps({"format": EXPORT, "files": [name for name in files if name != MARK]})
+    text = json.dumps({"format": EXPORT, "piper": VERSION, "files": [name for name in files if name != MARK]})
     (folder / MARK).write_text(text + "\n", encoding="utf-8")
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from piper.checkpoint.json_state import Plain, dtype_named
 from piper.checkpoint.verified_files import BLOCK, DIGEST, FileRecord, digest_of
 from piper.errors import ConfigError
+from piper.version import VERSION as PIPER
 
 FILE = "checkpoint.json"
 SUFFIX = ".safetensors"
@@ -140,7 +141,7 @@ class Record:
 
 def seal(fields: Mapping[str, object]) -> str:
     """Return the text of a record with these fields, see [Note: seal]."""
-    head = {"format": FORMAT, "version": VERSION, "digest": UNSIGNED}
+    head = {"format": FORMAT, "version": VERSION, "digest": UNSIGNED, "piper": PIPER}
     text = json.dumps({**head, **{k: v for k, v in fields.items() if k not in head}}) + "\n"
     return text.replace(UNSIGNED, digest_of(text.encode()), 1)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from piper.cli.options import AsJson, Recipe, RunFolder, print_json
-from piper.errors import ConfigError
+from piper.errors import ConfigError, deprecated
 
 FORMS = ("hf", "peft")
 
@@ -17,9 +17,13 @@ def export(
         str, typer.Argument(help="A run's folder, for its newest checkpoint, or a checkpoint.", metavar="RUN")
     ],
     folder: Annotated[Path, typer.Argument(help="The folder to write: a new or empty one.", metavar="DIR")],
-    to: Annotated[
-        str, typer.Option(help="hf: a model for from_pretrained. peft: only the adapter.", metavar="hf|peft")
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format", help="hf: a model for from_pretrained. peft: only the adapter.", metavar="hf|peft"
+        ),
     ] = "hf",
+    to: Annotated[str | None, typer.Option("--to", help="The old name of --format.", hidden=True)] = None,
     recipe: Annotated[
         str | None,
         # Named: some versions of typer name an option by a metavar that is its name in capitals.
@@ -41,8 +45,13 @@ def export(
     from piper.recipe import load_recipe
     from piper.train.exporting import checkpoint_of, export_values, recipe_of_run
 
-    if to not in FORMS:
-        raise ConfigError(f"there is no form {to!r}", by="--to", hint="--to is one of " + ", ".join(FORMS))
+    if to is not None:
+        deprecated("--to", "--format", gone="0.2")
+        form = to
+    if form not in FORMS:
+        raise ConfigError(
+            f"there is no format {form!r}", by="--format", hint="--format is one of " + ", ".join(FORMS)
+        )
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(
             f"there is no type {dtype!r}", by="--dtype", hint="--dtype is one of " + ", ".join(DTYPES)
@@ -55,7 +64,7 @@ def export(
     checkpoint = checkpoint_of(Path(run), job)
     values = Values(checkpoint)
     wanted = getattr(torch, DTYPES[dtype]) if dtype else None
-    kind = export_values(job, values, folder, adapter=to == "peft", dtype=wanted)
+    kind = export_values(job, values, folder, adapter=form == "peft", dtype=wanted)
     nbytes = sum(file.stat().st_size for file in folder.iterdir())
     report = {
         "folder": str(folder),

@@ -18,6 +18,7 @@ from piper.process.files import write_output
 from piper.simulate.cluster import Cluster
 from piper.simulate.costs import Roofline, Talk
 from piper.simulate.profile import fingerprint
+from piper.version import VERSION
 
 FORM = 1  # of the file
 HALVES: tuple[Phase, ...] = ("BI", "BW")
@@ -161,6 +162,7 @@ def write_costs(costs: Measured, path: Path) -> None:
     """Write costs to a file."""
     content = {
         "piper_costs": FORM,
+        "piper": VERSION,
         "model": costs.model,
         "source": costs.source,
         "cores": costs.cores,

@@ -18,6 +18,7 @@ from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
 from piper.plan.text import read_plans, show_plans
 from piper.simulate.timeline import Span, Timeline
+from piper.version import VERSION
 
 FOLDER, ABOUT, PLANS, DEVICE = "profile", "profile.json", "plan.txt", "device-{}.json"
 DIGITS = 7  # of seconds: a tenth of a microsecond
@@ -165,6 +166,7 @@ def write_profile(profile: Profile, folder: Path) -> None:
 def files_of(profile: Profile) -> Iterator[tuple[str, str]]:
     """Yield the name and text of every file of a profile."""
     about = {
+        "piper": VERSION,
         "recipe": profile.recipe,
         "on": profile.on,
         "accelerator": profile.accelerator,

@@ -41,8 +41,8 @@ def export_values(
     elif adapter:
         raise ConfigError(
             f"a {type(model).__name__} has no adapter",
-            by="--to peft",
-            hint="export all of it: --to hf",
+            by="--format peft",
+            hint="export all of it: --format hf",
         )
     if adapter:
         export_adapter(model, folder, dtype)

@@ -5,6 +5,7 @@ import re
 from html import escape
 from importlib.resources import files
 
+from piper.version import VERSION
 from piper.view.facts import facts_of
 from piper.view.subject import Subject
 
@@ -33,6 +34,7 @@ def page(subject: Subject) -> str:
     facts = json.dumps(facts_of(subject), separators=(",", ":"), ensure_ascii=False)
     scripts = "\n".join(read(name) for name in SCRIPTS)
     parts = {
+        "version": VERSION,
         "title": escape(subject.title),
         "style": read("page.css"),
         "facts": facts.replace("<", "\\u003c"),  # so that no text in it can end the script element

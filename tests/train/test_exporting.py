@@ -89,7 +89,7 @@ def test_a_run_goes_to_transformers_and_starts_another_run(
 ) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    code, out, _ = shell(monkeypatch, capsys, "export run --to hf out --json")
+    code, out, _ = shell(monkeypatch, capsys, "export run --format hf out --json")
     report = json.loads(out)
     assert code == 0 and report.pop("bytes") > 5000
     assert report == {
@@ -130,17 +130,17 @@ def test_a_checkpoint_as_another_type(
 
 
 REFUSED = {
-    "export run --to onnx out-1": """
-        error: --to: there is no form 'onnx'
-          hint: --to is one of hf, peft
+    "export run --format onnx out-1": """
+        error: --format: there is no format 'onnx'
+          hint: --format is one of hf, peft
     """,
     "export run out-1 --dtype int8": """
         error: --dtype: there is no type 'int8'
           hint: --dtype is one of fp32, bf16, fp64
     """,
-    "export run --to peft out-1": """
-        error: --to peft: a LlamaForCausalLM has no adapter
-          hint: export all of it: --to hf
+    "export run --format peft out-1": """
+        error: --format peft: a LlamaForCausalLM has no adapter
+          hint: export all of it: --format hf
     """,
     "export run run": """
         error: run: this folder is not empty
@@ -198,7 +198,8 @@ def test_a_run_whose_recipe_was_changed_is_exported_as_it_was_trained(
 def test_weights_of_another_model_are_refused(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert shell(monkeypatch, capsys, "export run weights")[0] == 0
+    code, _, err = shell(monkeypatch, capsys, "export run weights --to hf")
+    assert (code, err) == (0, "warning: --to is deprecated and goes in 0.2: use --format\n")
     code, out, err = shell(monkeypatch, capsys, "import net.py:larger weights --out wrong")
     assert (code, out) == (2, "")
     assert "this checkpoint is of another model" in err

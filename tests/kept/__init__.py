@@ -1,0 +1,1 @@
+"""Files that released versions have written: every later version reads them."""
