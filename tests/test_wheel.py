@@ -106,7 +106,7 @@ def test_the_core_works_without_any_extra(environment: Path) -> None:
     recipe = (
         (folder / "mine.py")
         .read_text()
-        .replace("steps=50,", 'steps=2, checkpoint=piper.Checkpoint("saved"),')
+        .replace("steps=50,", 'steps=2, checkpoint=piper.Checkpoint(folder="saved"),')
     )
     (folder / "mine.py").write_text(recipe)
     (folder / "bare.py").write_text(
