@@ -78,7 +78,7 @@ class Chunkwise:
         for bucket in setup.plans.buckets.values():
             self.shardings |= {p.name: p.shardings[0] if p.shardings else UNSHARDED for p in bucket.pieces}
             for chunk in bucket.chunks:
-                self.ways[chunk] = max(len(bucket.groups), self.ways.get(chunk, 1))
+                self.ways[chunk] = max(bucket.ways, self.ways.get(chunk, 1))
 
     def run(self, batch: Mapping[str, Tensor], step: int, part: Tags, replica: int) -> Walk:
         """Run one slice of the batch forward and return its values."""

@@ -153,7 +153,7 @@ class Replay:
     def ways(self, chunk: str) -> int:
         """Return over how many devices the experts of a chunk are sharded."""
         buckets = self.program.plans.buckets.values()
-        return max((len(bucket.groups) for bucket in buckets if chunk in bucket.chunks), default=1)
+        return max((bucket.ways for bucket in buckets if chunk in bucket.chunks), default=1)
 
     def seed(self, step: int, region: str, part: Tags, replica: int) -> int:
         """Return the seed of the contract."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from piper.directives.arguments import POSITIVE_SIZE, argument, one_of
+from piper.directives.arguments import POSITIVE_SIZE, argument, one_of, whole
 from piper.directives.base import (
     PlacingDirective,
     given_devices,
@@ -11,6 +11,7 @@ from piper.directives.base import (
     given_stream,
     registered,
 )
+from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
 from piper.ir.select import At
@@ -42,13 +43,24 @@ class Replicate(PlacingDirective):
     keep: str | None = argument(
         one_of("use", "step"), default=None, hint="how long gathered parameters and whole gradients stay"
     )
+    within: int | None = argument(
+        whole(2), default=None, hint="so many neighbouring devices form a group; leave it out for one group"
+    )
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
+        if self.within is not None and not self.zero:
+            raise ScheduleError(
+                "within= without ZeRO: there is nothing to shard inside a group",
+                by=self.title(number),
+                facts={"asked": f"zero=0, within={self.within}"},
+                hint="ask for zero=1, 2 or 3, or leave within out",
+            )
         return graph.with_policies(
             nodes,
             lambda _, policy: replace(
                 policy,
                 zero=self.zero,
+                within=self.within,
                 bucket_mb=self.bucket_mb,
                 reduce=self.reduce or "fp32",
                 keep=self.keep == "step",
@@ -70,6 +82,7 @@ def replicate(
     gather_stream: str | None = None,
     reduce: str = "fp32",
     keep: str = "use",
+    within: int | None = None,
 ) -> Replicate:
     """Keep the selected chunks' parameters equal on `devices`; `zero` says what is sharded between uses.
 
@@ -77,6 +90,8 @@ def replicate(
     in either.
     keep: how long parameters stay gathered (zero 3) and gradients whole (zero 2, 3): for one "use", or for
     the "step", which communicates once for all microbatches and takes the memory.
+    within: shard inside groups of so many neighbouring devices, which hold the same; the sums of gradients
+    are then summed across the groups, shard by shard. Without it all devices are one group.
     """
     return Replicate(
         at=given_filter("replicate", at),
@@ -87,4 +102,5 @@ def replicate(
         gather_stream=given_stream("replicate", "gather_stream", gather_stream),
         reduce=None if reduce == "fp32" else reduce,
         keep=None if keep == "use" else keep,
+        within=within,
     )

@@ -31,6 +31,7 @@ class Policy:
     """How a chunk's parameters live on its devices."""
 
     zero: int = 0  # 1: optimizer state is sharded, 2: gradients too, 3: parameters too
+    within: int | None = None  # sharded inside groups of so many neighbouring devices. None: over all of them
     bucket_mb: float | None = None
     reduce: str = "fp32"  # the type gradients travel in between replicas: "fp32" or "bf16"
     keep: bool = False  # what is gathered, and whole gradients, stay for the step and not for one use
@@ -43,16 +44,21 @@ class Policy:
     origin: int | None = None  # the directive that said so
 
     @property
+    def inner(self) -> int:
+        """Return the number of neighbouring devices that hold different slices before ZeRO shards them."""
+        return self.degree * self.ways
+
+    @property
     def degree(self) -> int:
         """Return the number of devices that share the same samples."""
         return math.prod(held.degree for held in self.axes) if self.axes else 1
 
     def mesh(self, devices: Devices) -> Mesh:
-        """Return how a chunk's devices are arranged: along its axes, then by expert, then by sample."""
+        """Return how a chunk's devices are arranged: along its axes, then by expert, by sample, by group."""
         axes = [Axis(name=held.axis, degree=held.degree) for held in self.axes]
         if self.ways > 1:
             axes.append(Axis(name=EXPERTS, degree=self.ways, samples=True))
-        return mesh_of(devices, axes)
+        return mesh_of(devices, axes, self.within)
 
     def placements(self, name: str) -> tuple[AxisPlacement, ...]:
         """Return how a parameter or a buffer is sharded by expert. Empty: it is not."""

@@ -9,7 +9,8 @@ from piper.ir.devices import Devices
 
 # Names of two words, because a strategy names its axes in one.
 EXPERTS = "by expert"  # the axis along which experts are sharded
-DATA = "by sample"  # the outermost axis: its devices take different samples, and sum their gradients
+DATA = "by sample"  # the next axis: its devices take different samples, and sum their gradients
+GROUPS = "by group"  # the outermost: devices that take different samples and hold the same shard of ZeRO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +67,21 @@ class Mesh:
         return groups_apart(self.devices, tuple(map(self.axis, names)))
 
 
-def mesh_of(devices: Devices, axes: Iterable[Axis]) -> Mesh:
-    """Return a mesh of some axes, the innermost first. All devices that are left lie along `DATA`."""
+def mesh_of(devices: Devices, axes: Iterable[Axis], within: int | None = None) -> Mesh:
+    """Return a mesh of some axes, the innermost first. All devices that are left lie along `DATA`.
+
+    within: those inside groups of so many neighbouring devices; the groups lie along `GROUPS`.
+    """
     placed, stride = [], 1
     for axis in axes:
         placed.append(replace(axis, stride=stride))
         stride *= axis.degree
-    data = Axis(name=DATA, degree=max(1, len(devices) // stride), stride=stride, samples=True)
-    return Mesh(devices=devices, axes=(*placed, data))
+    left = max(1, len(devices) // stride)
+    inside = min(left, max(1, within // stride)) if within else left
+    placed.append(Axis(name=DATA, degree=inside, stride=stride, samples=True))
+    if inside < left:
+        placed.append(Axis(name=GROUPS, degree=left // inside, stride=stride * inside, samples=True))
+    return Mesh(devices=devices, axes=tuple(placed))
 
 
 def axis_through(devices: Devices, group: Devices) -> Axis:

@@ -229,11 +229,13 @@ class Reduce(StepNode):
     bucket: str
     run: Pass | None  # the last backward it covers; None: it sums the copies of a tied parameter
     scatter: bool
+    across: bool = False  # it sums shards that are complete within their group, across the groups
     stream: str
 
     @property
     def name(self) -> str:
-        return f"reduce[{self.bucket} after {self.run or 'tied'}]"
+        where = " across groups" if self.across else ""
+        return f"reduce[{self.bucket}{where} after {self.run or 'tied'}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

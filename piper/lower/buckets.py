@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from piper.errors import ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Parameter
@@ -10,7 +10,7 @@ from piper.ir.devices import Devices, show
 from piper.ir.dtypes import itemsize
 from piper.ir.graph import Graph
 from piper.ir.ids import SlotId, param_slot, state_slot
-from piper.ir.mesh import Axis, groups_apart
+from piper.ir.mesh import GROUPS, Axis, groups_along, groups_apart
 from piper.ir.sharding import Shard, Sharding, local_sizes, shardings_on
 from piper.lower.placements import ChunkPlacement, placements_of
 from piper.lower.state import LoweringState
@@ -161,6 +161,8 @@ class HeldParameter:
     shardings: tuple[Sharding, ...] = ()
     distinct: tuple[Axis, ...] = ()  # along these, each device has a gradient of its own, and none is summed
     replicas: int = 1  # devices that hold the same slice and compute the same gradient
+    inside: int = field(default=1, compare=False)  # devices over which ZeRO shards it
+    across: tuple[Axis, ...] = ()  # along which groups of devices hold the same shards, and sum them
 
     @property
     def slices(self) -> int:
@@ -179,11 +181,16 @@ def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
     sharded = {each.axis for each in placements if isinstance(each.placement, Shard)}
     partial = {each.axis for each in placements if each.partial}
     replicas = [axis for axis in mesh.sharing if axis.name not in partial | sharded]
+    distinct = tuple(axis for axis in mesh.axes if axis in replicas or axis.name in sharded)
+    inside = math.prod(axis.degree for axis in mesh.axes if axis not in distinct and axis.name != GROUPS)
+    across = tuple(axis for axis in mesh.axes if axis.name == GROUPS and inside > 1)
     return HeldParameter(
         shape=local_sizes(param.shape, shardings),
         shardings=shardings,
-        distinct=tuple(axis for axis in mesh.axes if axis in replicas or axis.name in sharded),
-        replicas=math.prod(axis.degree for axis in replicas),
+        distinct=(*distinct, *across),
+        replicas=math.prod(axis.degree for axis in (*replicas, *across)),
+        inside=inside,
+        across=across,
     )
 
 
@@ -230,12 +237,13 @@ def bucket_for(
     groups = groups_apart(placement.devices, held.distinct)
     # float64 is never rounded.
     short = dtype != "float64" and all(each.policy.reduce == "bf16" for each in placements)
-    zero = min(h.policy.zero for h in placements) if len(groups[0]) > 1 else 0
+    zero = min(h.policy.zero for h in placements) if held.inside > 1 else 0
     return Bucket(
         name=name,
         pieces=tuple(pieces),
         devices=placement.devices,
         groups=groups,
+        across=groups_along(placement.devices, held.across) if held.across else (),
         chunks=tuple(h.chunk for h in placements),
         dtype=dtype,
         itemsize=itemsize(dtype),
@@ -257,23 +265,30 @@ def tied_buckets(
 
     Return also why it is not sharded, where a chunk asked for that. taken: the names of other buckets.
     """
-    held = held_by(param, placements[0])
-    by_set = placements_by_set(placements, ordered=bool(held.distinct))
+    why: list[str] = []
+    if len({placement.policy.within for placement in placements}) > 1:
+        placements = [unsharded(placement) for placement in placements]
+        why = [f"{param.name}: not sharded, because its chunks ask for ZeRO inside different groups"]
+    held = held_by(param, unsharded(placements[0]))
+    ordered = bool(held.distinct) or placements[0].policy.within is not None
+    by_set = placements_by_set(placements, ordered=ordered)
     check_sharded_alike(param, placements, several=len(by_set) > 1)
     piece = Piece(name=param.name, shape=held.shape, offset=0, shardings=held.shardings)
     named = unused_name(param, placements, taken)
 
-    def bucket(name: str, members: Iterable[ChunkPlacement]) -> Bucket:
-        return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable, held)
+    def bucket(name: str, members: list[ChunkPlacement]) -> Bucket:
+        held_alike = held_by(param, members[0])
+        return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable, held_alike)
 
     if len(by_set) == 1:
-        return [bucket(named, placements)], []
+        return [bucket(named, placements)], why
     sizes = {len(devices) for devices in by_set}
     total = sum(len(devices) for devices in by_set)
     everyone = tuple(sorted({d for devices in by_set for d in devices}))
     if len(sizes) == 1 and total == len(everyone):  # same size and disjoint: shards line up, one by one
         copies = [bucket(f"{named}@{members[0].chunk}", members) for members in by_set.values()]
-        return as_siblings(copies, min(b.zero for b in copies), held.replicas), []
+        replicas = held_by(param, placements[0]).replicas
+        return as_siblings(copies, min(b.zero for b in copies), replicas), why
     if held.distinct:
         raise ScheduleError(
             f"the tied parameter {param.name} is sharded on sets of devices that differ in size or overlap",
@@ -281,15 +296,17 @@ def tied_buckets(
             facts={placement.chunk: f"on {show(placement.devices)}" for placement in placements},
             hint="place the regions that share it on sets of the same size that are apart, or on one set",
         )
-    union = [
-        replace(placement, devices=everyone, policy=replace(placement.policy, zero=0))
-        for placement in placements
-    ]
-    reason = (
-        f"{param.name}: not sharded, because its chunks live on sets that differ in size or overlap "
-        f"({', '.join(show(members[0].devices) for members in by_set.values())})"
-    )
-    return [bucket(named, union)], [reason] if any(h.policy.zero for h in placements) else []
+    if any(placement.policy.zero for placement in placements):
+        sets = ", ".join(show(members[0].devices) for members in by_set.values())
+        reason = "because its chunks live on sets that differ in size or overlap"
+        why = [f"{param.name}: not sharded, {reason} ({sets})"]
+    union = [replace(unsharded(placement), devices=everyone) for placement in placements]
+    return [bucket(named, union)], why
+
+
+def unsharded(placement: ChunkPlacement) -> ChunkPlacement:
+    """Return a placement without ZeRO."""
+    return replace(placement, policy=replace(placement.policy, zero=0, within=None))
 
 
 def placements_by_set(
@@ -308,7 +325,7 @@ def placements_by_set(
 
 def check_sharded_alike(param: Parameter, placements: list[ChunkPlacement], *, several: bool) -> None:
     """Refuse a tied parameter that its chunks shard in different ways. several: on several sets."""
-    held = {placement.chunk: held_by(param, placement) for placement in placements}
+    held = {placement.chunk: held_by(param, unsharded(placement)) for placement in placements}
     by_expert = any(placement.policy.placements(param.name) for placement in placements)
     if len(set(held.values())) == 1 and not (several and by_expert):
         return

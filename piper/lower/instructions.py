@@ -240,17 +240,18 @@ def fill_exchange(emission: Emission, node: Counts | Exchange, instr: PendingIns
 
 
 def fill_reduction(emission: Emission, node: Reduce, instr: PendingInstr, number: int) -> None:
-    """Fill in the instruction of a reduction over replicas, or over the copies of a tied parameter."""
+    """Fill in the instruction of a reduction: over replicas, across groups, or over tied copies."""
     state = emission.state
     bucket = state.buckets[node.bucket]
     instr.op = "reduce_scatter" if node.scatter else "all_reduce"
     instr.payload = OfBucket(bucket=node.bucket, run=node.run)
-    if node.run is None:
+    if node.run is None or node.across:
         family = [bucket, *(state.buckets[name] for name in bucket.siblings)]
         device = emission.classes[number][0]
-        mine = next(member for member in family if device in member.devices)
-        rows = columns([member.devices for member in family])
-        instr.comm, size = emission.comm(("tied", node.bucket), lambda: rows, node.stream)
+        mine = bucket if node.across else next(member for member in family if device in member.devices)
+        rows = bucket.across if node.across else columns([member.devices for member in family])
+        kind = "across" if node.across else "tied"
+        instr.comm, size = emission.comm((kind, node.bucket), lambda: rows, node.stream)
         slot = final_gradient(mine)
         instr.reads, instr.writes = tuple(s for s in node.reads if s == slot), (slot,)
         elements = emission.size(slot) // mine.precision.sum_itemsize

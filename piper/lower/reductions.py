@@ -1,6 +1,7 @@
 """Gradients between backward and update: accumulated, reduced over replicas, summed over tied copies."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from piper.ir.devices import Devices, columns
 from piper.ir.ids import SlotId
@@ -41,7 +42,9 @@ def every_gradient_is_reduced(state: LoweringState) -> Iterator[str]:
     """Yield each trained bucket whose gradient is missing, or not summed over replicas, or partly lost."""
     read = {value for node in state.sequence for value in node.reads}
     written = {value for node in state.sequence for value in node.writes}
-    reduced = {node.bucket for node in state.sequence if isinstance(node, Reduce)}
+    reductions = [node for node in state.sequence if isinstance(node, Reduce)]
+    reduced = {node.bucket for node in reductions}
+    summed = {node.bucket for node in reductions if node.across}
     gives = gradient_givers(state)
     for bucket in state.buckets.values():
         if bucket.name not in gives:
@@ -50,6 +53,8 @@ def every_gradient_is_reduced(state: LoweringState) -> Iterator[str]:
             yield f"{bucket.name} has no gradient to apply"
         if bucket.group_size > 1 and bucket.name not in reduced:
             yield f"{bucket.name} is never reduced over its {bucket.group_size} replicas"
+        if bucket.across and bucket.name not in summed:
+            yield f"{bucket.name} is never summed across its {len(bucket.groups)} groups"
         for value in gives[bucket.name].values():
             if value not in read and value != final_gradient(bucket):
                 yield f"the gradient {value} is lost"
@@ -128,10 +133,11 @@ def begun_on(devices: Devices, begun: Mapping[Devices, bool]) -> tuple[Devices, 
 
 
 def reduce_gradient(
-    edit: SequenceEdit, bucket: Bucket, place: int, value: SlotId, *, again: bool, behind: int
+    edit: SequenceEdit, bucket: Bucket, place: int, value: SlotId, *, again: bool, last: bool, behind: int
 ) -> None:
     """Reduce the gradient written at a place. A reduce-scatter adds to the shard so far.
 
+    last: no other follows in the step, so the shard is summed across the groups that hold it.
     behind: the place after which it is issued.
     """
     scatter = bucket.zero > 0
@@ -149,6 +155,11 @@ def reduce_gradient(
         origin=bucket.origin,
     )
     edit.after(behind, node, rank=place)
+    if last and bucket.across:
+        summed = replace(
+            node, scatter=False, across=True, reads=(result,), stream=f"{bucket.reduce_stream}.across"
+        )
+        edit.after(behind, summed, rank=place)
 
 
 def reduce_once(edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId]) -> None:
@@ -167,7 +178,7 @@ def reduce_once(edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId]) ->
         else:
             accumulate(edit, place, value, total, begun)
     if bucket.group_size > 1:
-        reduce_gradient(edit, bucket, max(given), total, again=False, behind=max(given))
+        reduce_gradient(edit, bucket, max(given), total, again=False, last=True, behind=max(given))
 
 
 def reduce_each_run(
@@ -179,7 +190,8 @@ def reduce_each_run(
     ended, and the gradient counts as live until that node has ended too.
     """
     runs = use_runs(given, edit.sequence, computes, whole_step=bucket.keep)
-    for count, joint in enumerate(joint_runs(runs, lambda run: run.computes[run.last])):
+    joints = [*joint_runs(runs, lambda run: run.computes[run.last])]
+    for count, joint in enumerate(joints):
         places = [place for run in joint for place in run.places]
         value = given[places[0]]
         if len(places) > 1:
@@ -195,7 +207,8 @@ def reduce_each_run(
                 for place in run.places:
                     accumulate(edit, place, given[place], value, begun)
         behind = max(run.computes[min(run.last + 1, len(run.computes) - 1)] for run in joint)
-        reduce_gradient(edit, bucket, max(places), value, again=count > 0, behind=behind)
+        last = count == len(joints) - 1
+        reduce_gradient(edit, bucket, max(places), value, again=count > 0, last=last, behind=behind)
 
 
 def add_tied_sums(state: LoweringState) -> LoweringState:

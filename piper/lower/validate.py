@@ -8,9 +8,9 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import ROUTED, Chunk, Tags
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, inputs_from_chunks
-from piper.ir.mesh import DATA
+from piper.ir.mesh import DATA, GROUPS, Mesh
 from piper.ir.node import Compute
-from piper.lower.placements import layouts_of, spread
+from piper.lower.placements import layouts_of, placements_of, spread
 from piper.lower.state import LoweringState
 
 
@@ -28,6 +28,7 @@ def validate(graph: Graph, samples: int | None = None) -> Graph:
     check_placed(graph)
     check_one_placement(graph)
     check_groups(graph)
+    check_within(graph)
     check_sets(graph)
     check_axes(graph)
     check_expert_regions(graph)
@@ -117,6 +118,32 @@ def check_groups(graph: Graph) -> None:
             )
 
 
+def check_within(graph: Graph) -> None:
+    """Refuse groups for ZeRO that the devices of a region do not form, or that cut its other groups apart."""
+    for placement in placements_of(graph).values():
+        policy, devices, within = placement.policy, placement.devices, placement.policy.within
+        if within is None:
+            continue
+        axes = [f"{axis.axis}={axis.degree}" for axis in policy.axes]
+        axes += [f"experts={policy.ways}"] if policy.ways > 1 else []
+        facts = {"region": placement.chunk, "devices": show(devices)}
+        by = placement.by if policy.origin is None else graph.directives[policy.origin].title
+        if len(devices) % within:
+            raise ScheduleError(
+                f"{len(devices)} devices cannot form groups of within={within}",
+                by=by,
+                facts=facts,
+                hint="choose a divisor of the number of devices",
+            )
+        if within % policy.inner and policy.inner < len(devices):
+            raise ScheduleError(
+                f"within={within} would cut groups of {policy.inner} devices apart",
+                by=by,
+                facts={**facts, "groups": " x ".join(axes)},
+                hint=f"choose a multiple of {policy.inner}: ZeRO shards what such groups hold alike",
+            )
+
+
 def check_axes(graph: Graph) -> None:
     """Refuse regions that are sharded along different axes, or in another order: shards would not meet."""
     first: Compute | None = None
@@ -165,7 +192,7 @@ def check_sets(graph: Graph) -> None:
     for chunk, sets in spread(graph).items():
         mine = [node for node in graph.nodes.values() if node.chunk == chunk]
         first, *others = nodes = [next(node for node in mine if node.devices == devices) for devices in sets]
-        groups = {group for node in nodes for group in graph.mesh(node).distinct_along(DATA)}
+        groups = {group for node in nodes for group in same_samples(graph.mesh(node))}
         for node in others:
             facts = {each.name: f"on {show(each.devices)}" for each in (first, node)}
             if len(node.devices) != len(first.devices):
@@ -183,6 +210,11 @@ def check_sets(graph: Graph) -> None:
                     facts=facts,
                     hint="put each device into the same group, at the same place, for all microbatches",
                 )
+
+
+def same_samples(mesh: Mesh) -> tuple[Devices, ...]:
+    """Return the groups of devices that share samples or shard experts together: they are no replicas."""
+    return mesh.distinct_along(*(axis.name for axis in mesh.axes if axis.name in (DATA, GROUPS)))
 
 
 def check_expert_regions(graph: Graph) -> None:

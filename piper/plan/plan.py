@@ -67,8 +67,9 @@ class Piece:
 class Bucket:
     """Parameters that live, travel and are updated together.
 
-    Replicas reduce within `groups`; with zero > 0 each member owns an equal shard of the flat, padded bucket.
-    With `bounds` a shard holds whole parameters, for an optimizer that needs them so.
+    Replicas reduce within `groups`, then `across` them where groups are replicas of each other. With zero > 0
+    each member of a group owns an equal shard of the flat, padded bucket. With `bounds` a shard holds whole
+    parameters, for an optimizer that needs them so.
     """
 
     name: str
@@ -87,12 +88,18 @@ class Bucket:
     keep: bool = False  # its gathered parameters and whole gradients stay until their last use in the step
     gathered_as: str = ""  # "fp8": rounded row by row when its shards are gathered; empty: as it is
     origin: tuple[int, ...] = ()  # the directives that made it so
+    across: tuple[Devices, ...] = ()  # devices of different groups that sum their shards: replicas of groups
     bounds: tuple[int, ...] = ()  # where each shard begins, and the end, in elements. Empty: equal shards
     pieces: tuple[Piece, ...]
 
     @property
     def group_size(self) -> int:
         return len(self.groups[0])
+
+    @property
+    def ways(self) -> int:
+        """Return how many groups hold different slices, or the same slice of which they compute the same."""
+        return len(self.groups) // (len(self.across[0]) if self.across else 1)
 
     def shard(self, rank: int) -> tuple[int, int]:
         """Return where the shard of a member of a group begins and ends in the flat bucket."""

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
-from piper.ir.mesh import EXPERTS, Axis, Mesh
+from piper.ir.mesh import EXPERTS, GROUPS, Axis, Mesh
 from piper.ir.sharding import AxisPlacement, Shard, Sharding, shardings_on
 
 Numbering = tuple[tuple[Axis, int], ...]
@@ -47,6 +47,7 @@ class Holding:
     shared: int  # devices that share their samples
     experts: int  # over how many slices of the samples the experts are sharded
     distinct: tuple[Axis, ...]  # devices that differ along one of these do not add their gradients
+    across: tuple[Axis, ...] = field(default=(), compare=False)  # under ZeRO they add them shard by shard
 
     @property
     def slices(self) -> int:
@@ -60,11 +61,14 @@ def holding(mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> Holding:
     sharded = {each.axis for each in placements if isinstance(each.placement, Shard)}
     summed = {each.axis for each in placements if each.partial} - sharded
     own = [axis for axis in mesh.sharing if axis.name not in summed]
+    apart = [axis for axis in mesh.axes if axis in own or axis.name in sharded]
+    shards = math.prod(axis.degree for axis in mesh.axes if axis not in apart and axis.name != GROUPS)
     return Holding(
         shardings=in_any_order(shardings_on(mesh, placements)),
         own=numbering(mesh, axes=own),
         summed=numbering(mesh, axes=[axis for axis in mesh.sharing if axis.name in summed]),
         shared=mesh.degree,
         experts=math.prod(each.degree for each in placements if each.axis == EXPERTS),
-        distinct=tuple(axis for axis in mesh.axes if axis in own or axis.name in sharded),
+        distinct=tuple(apart),
+        across=tuple(axis for axis in mesh.axes if axis.name == GROUPS and shards > 1),
     )

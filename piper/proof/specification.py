@@ -91,7 +91,8 @@ class Specification:
 
     def holding(self, chunk: str, param: Parameter) -> Holding:
         """Return how the devices of a chunk hold a parameter between them."""
-        return holding(self.meshes[chunk], (*param.placements, *self.by_expert(chunk, param.name)))
+        mesh = self.graph.policy(chunk).mesh(self.placement[chunk])
+        return holding(mesh, (*param.placements, *self.by_expert(chunk, param.name)))
 
     def cuts(self, chunk: str, field: str) -> tuple[Sharding, ...]:
         """Return how the devices of a chunk shard a field of the batch beyond its samples."""

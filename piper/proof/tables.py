@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from piper.ir.chunk import Parameter
 from piper.ir.devices import Devices, show
-from piper.ir.mesh import groups_apart
+from piper.ir.mesh import groups_along, groups_apart
 from piper.ir.sharding import UNSHARDED, Sharding, local_sizes, shardings_on
 from piper.plan.plan import Bucket, Plans
 from piper.proof.meshes import Holding, in_any_order
@@ -157,10 +157,13 @@ def group_problems(
     for holding in holdings[:1]:
         if holding.distinct and apart:
             yield f"{bucket.name} holds {name}, which is sharded, on other devices than its chunks"
-        groups = groups_apart(bucket.devices, holding.distinct)
-        if bucket.groups != groups:
-            reduced, wanted = (" and ".join(map(show, some[:4])) for some in (bucket.groups, groups))
-            yield f"{bucket.name} reduces within {reduced}; it should be {wanted}"
+        across = holding.across if bucket.zero else ()
+        groups = groups_apart(bucket.devices, (*holding.distinct, *across))
+        summed = groups_along(bucket.devices, across) if across else ()
+        for how, reduces, wanted in (("within", bucket.groups, groups), ("across", bucket.across, summed)):
+            if reduces != wanted:
+                here, should = (" and ".join(map(show, some[:4])) for some in (reduces, wanted))
+                yield f"{bucket.name} reduces {how} {here or 'none'}; it should be {should or 'none'}"
         shards = bucket.group_size if bucket.zero else 1
         copies = family * len(bucket.devices) // (holding.slices * shards)
         if bucket.copies != copies:

@@ -29,9 +29,11 @@ class Cell:
     clip: float | None = None
     bucket_mb: float | None = None
     keep: str = "use"
+    within: int | None = None  # devices of a group for ZeRO
 
     def __str__(self) -> str:
         text = f"{self.case}-{self.schedule}-dp{self.dp}-zero{self.zero}-mb{self.parts}"
+        text += f"-within{self.within}" if self.within else ""
         return text + (f"-ways{self.ways}" if self.ways > 1 else "") + ("-clip" if self.clip else "")
 
 
@@ -125,6 +127,7 @@ def on_rank(cell: Cell, stage: int, parts: range | None, rank: int) -> Iterator[
         zero=cell.zero,
         bucket_mb=cell.bucket_mb,
         keep=cell.keep,
+        within=cell.within,
     )
     if cell.ways > 1:
         experts = at(PP=stage, EP="*") if parts is None else at(PP=stage, EP="*", MB=parts)
