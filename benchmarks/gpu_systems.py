@@ -34,19 +34,10 @@ class SystemMain:
         serve(pipe, lambda task: train(task, self.rank))
 
 
-class SystemSide(ProcessSide):
-    """A system's ranks. Each row gets new processes: systems keep state of their own in a process."""
-
-    def __init__(self, name: str) -> None:
-        hosts = [{"NCCL_HOSTID": f"{name}{rank}"} for rank in range(RANKS)]
-        super().__init__([SystemMain(name, rank) for rank in range(RANKS)], hosts)
-
-    def run(self, task: Task, patience: float) -> Figures:
-        """Train a row."""
-        try:
-            return super().run(task, patience)
-        finally:
-            self.close()
+def ranks_of(name: str) -> ProcessSide:
+    """Return a system's ranks."""
+    hosts = [{"NCCL_HOSTID": f"{name}{rank}"} for rank in range(RANKS)]
+    return ProcessSide([SystemMain(name, rank) for rank in range(RANKS)], hosts, lasting=False)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -57,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> None:
     rows = [*dict.fromkeys(row for _, rows in SYSTEMS.values() for row in rows)]
     options = arguments(parser, rows, words)
     systems = options.systems.split(",")
-    sides: dict[str, ProcessSide] = {name: SystemSide(name) for name in systems}
+    sides: dict[str, ProcessSide] = {name: ranks_of(name) for name in systems}
     sides["piper"] = side_of("piper")
 
     def sides_of(row: str) -> list[str]:

@@ -311,10 +311,11 @@ def order_of(row: Row, microbatches: int) -> Sequence[piper.Directive]:
 def job_of(row: Row, size: Size, optimizer: MakeOptimizer = adamw, by_layer: bool | None = None) -> piper.Job:
     """Return a row as a job.
 
-    by_layer: each layer is a chunk of its own. None: where ZeRO gathers or reduces layer by layer.
+    by_layer: each layer is a chunk of its own. None: where there are replicas, whose reductions and
+    gathers then overlap other layers.
     """
     shape = size.shapes[row.name]
-    layered = row.zero >= 2 if by_layer is None else by_layer
+    layered = row.dp > 1 if by_layer is None else by_layer
     batch = batch_of(row, shape)
     return piper.Job(
         model=partial(model_of, replace(shape.model, stages=row.stages, by_layer=layered)),

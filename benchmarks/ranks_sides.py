@@ -1,7 +1,8 @@
 """The two sides of `gpu_ranks` as processes: each trains a row and hands back its figures.
 
-A side's processes stay for the next row, so that torch is imported once. After an error or too long a wait
-they are ended, and the next row gets new ones.
+Piper's driver stays for the next row, so that torch is imported once. After an error or too long a wait it is
+ended, and the next row gets a new one. Each row of a peer gets new processes: a second process group with
+NCCL in the same process ended it, in torch's `splitGroup`.
 """
 
 import contextlib
@@ -230,9 +231,11 @@ def serve(pipe: Connection, train: Callable[[Task], Figures]) -> None:
 class ProcessSide:
     """A side whose processes wait for rows."""
 
-    def __init__(self, mains: list[Callable[[Connection], None]], environments: list[dict[str, str]]) -> None:
-        """Take what each process runs, and what it has in its environment besides."""
-        self.mains, self.environments = mains, environments
+    def __init__(
+        self, mains: list[Callable[[Connection], None]], environments: list[dict[str, str]], *, lasting: bool
+    ) -> None:
+        """Take what each process runs, what its environment has besides, and if it runs a second row."""
+        self.mains, self.environments, self.lasting = mains, environments, lasting
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self.pipes: list[Connection] = []
 
@@ -249,9 +252,20 @@ class ProcessSide:
             self.processes.append(process)
 
     def run(self, task: Task, patience: float) -> Figures:
-        """Train a row. Wait for so many seconds at most, and for others only briefly after an error."""
+        """Train a row. Wait for so many seconds at most."""
         if not self.processes:
             self.start()
+        try:
+            figures = self._answer(task, patience)
+        except Failed:
+            self.close()
+            raise
+        if not self.lasting:
+            self.close()
+        return figures
+
+    def _answer(self, task: Task, patience: float) -> Figures:
+        """Return the figures of a row. After an error wait only briefly for those of other ranks."""
         for pipe in self.pipes:
             pipe.send(task)
         answers: dict[int, Figures | str] = {}
@@ -268,7 +282,6 @@ class ProcessSide:
         errors = [f"rank {rank}: {answer}" for rank, answer in answers.items() if isinstance(answer, str)]
         chosen = answers.get(PROFILED_RANK if len(self.pipes) > 1 else 0)
         if errors or not isinstance(chosen, Figures) or len(answers) < len(self.pipes):
-            self.close()
             raise Failed("\n".join(errors) or f"no answer within {patience:.0f} s")
         return chosen
 
@@ -320,9 +333,9 @@ class PeerMain:
 def side_of(name: str) -> ProcessSide:
     """Return a side by its name. NCCL takes the ranks of the peer for machines."""
     if name == "piper":
-        return ProcessSide([piper_main], [{}])
+        return ProcessSide([piper_main], [{}], lasting=True)
     hosts = [{"NCCL_HOSTID": f"peer{rank}"} for rank in range(RANKS)]
-    return ProcessSide([PeerMain(rank) for rank in range(RANKS)], hosts)
+    return ProcessSide([PeerMain(rank) for rank in range(RANKS)], hosts, lasting=False)
 
 
 def free_port() -> int:
