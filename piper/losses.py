@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import piper.capture.shard.head_operators  # noqa: F401  registers the operators
 from piper.errors import ConfigError
 
-__all__ = ["cross_entropy", "huggingface"]
+__all__ = ["cross_entropy", "fused_cross_entropy", "huggingface"]
 
 IGNORED = -100  # torch's default: the label of a position that has no target
 NEXT_TOKEN = ("ForCausalLM", "ForConditionalGeneration")  # of decoders: a position predicts the next label
@@ -29,24 +30,113 @@ CLASSES = (
 )
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = IGNORED,
+    *,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """Return the summed cross entropy, and the number of labels that count.
 
     logits: [..., classes]; labels: [...], whole numbers. A label equal to ignore_index does not count. The
     sum is taken in float32 or wider. Divided by the number it is `torch.nn.functional.cross_entropy`.
+    weight: of each class; a label counts as much as its class weighs, and so much is the number. z_loss: a
+    factor. The square of the log-sum-exp of a row's logits, times this, is added for each label that counts.
     """
-    if logits.shape[:-1] != labels.shape:
-        raise ConfigError(
-            "logits and labels do not fit together",
-            by="piper.losses.cross_entropy",
-            facts={"logits": str(list(logits.shape)), "labels": str(list(labels.shape))},
-            hint="give logits [..., classes] and labels [...]",
-        )
+    _check_shapes("cross_entropy", "logits", logits, labels)
     wide = torch.promote_types(logits.dtype, torch.float32)
     flat = labels.flatten()
     rows = logits.reshape(-1, logits.shape[-1]).to(wide)
-    total = F.cross_entropy(rows, flat, ignore_index=ignore_index, reduction="sum")
-    return total, (flat != ignore_index).sum().to(total.dtype)
+    scales = weight.to(wide) if weight is not None else None
+    total = F.cross_entropy(
+        rows, flat, scales, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+    counted = flat != ignore_index
+    if scales is None and not z_loss:
+        return total, counted.sum().to(total.dtype)
+    counts = _counts(flat, counted, scales, wide)
+    if z_loss:
+        total = total + z_loss * (rows.logsumexp(-1).square() * counts).sum()
+    return total, counts.sum()
+
+
+def fused_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    pieces: int = 8,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    class_weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return `cross_entropy` of the logits `hidden @ weight.T + bias`, which are never all in memory.
+
+    hidden: [..., width]; weight, of the head: [classes, width]; labels: [...]. The logits are computed in
+    `pieces` of the classes, and once more in the backward; one piece is alive at a time. class_weight is
+    `weight` there. A label that is neither a class nor ignore_index gives nan.
+    """
+    _check_shapes("fused_cross_entropy", "hidden", hidden, labels)
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or pieces < 1:
+        raise ConfigError(
+            "hidden, the weight of the head and the pieces do not fit together",
+            by="piper.losses.fused_cross_entropy",
+            facts={
+                "hidden": str(list(hidden.shape)),
+                "weight": str(list(weight.shape)),
+                "pieces": str(pieces),
+            },
+            hint="give hidden [..., width], weight [classes, width] and at least one piece",
+        )
+    kind, device = hidden.dtype, hidden.device.type
+    if torch.is_autocast_enabled(device):
+        kind = torch.get_autocast_dtype(device)
+    classes, flat = weight.shape[0], labels.flatten()
+    rows, weight = _cast(hidden.reshape(-1, hidden.shape[-1]), kind), _cast(weight, kind)
+    bias = _cast(bias, kind) if bias is not None else None
+    wide = torch.promote_types(kind, torch.float32)
+    scales = class_weight.to(wide) if class_weight is not None else None
+    if label_smoothing and scales is None:
+        scales = rows.new_ones(classes, dtype=wide)
+    spread_by = scales if label_smoothing else None
+    total, picked, spread = torch.ops.piper.head_sums(rows, weight, bias, flat, spread_by, pieces)
+    counted = flat != ignore_index
+    counts = _counts(flat, counted, scales if class_weight is not None else None, wide)
+    wrong = counted & ((flat < 0) | (flat >= classes))
+    losses = (total - picked.masked_fill(wrong, torch.nan)) * counts
+    if label_smoothing and scales is not None:
+        smooth = (total * scales.sum() - spread) * counted / classes
+        losses = losses * (1 - label_smoothing) + smooth * label_smoothing
+    if z_loss:
+        losses = losses + z_loss * total.square() * counts
+    return losses.sum(), counts.sum()
+
+
+def _counts(labels: Tensor, counted: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return how much each label counts: 0 where it is ignored, else 1 or the weight of its class."""
+    if scales is None:
+        return counted.to(dtype)
+    return torch.where(counted, scales[torch.where(counted, labels, 0)], 0.0)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a type. One that has it is not cast: tensor parallelism looks for parameters."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+def _check_shapes(by: str, name: str, values: Tensor, labels: Tensor) -> None:
+    if values.shape[:-1] != labels.shape:
+        raise ConfigError(
+            f"{name} and labels do not fit together",
+            by=f"piper.losses.{by}",
+            facts={name: str(list(values.shape)), "labels": str(list(labels.shape))},
+            hint=f"give {name} [..., {'classes' if name == 'logits' else 'width'}] and labels [...]",
+        )
 
 
 def huggingface(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

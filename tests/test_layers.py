@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "version",
     },  # simulate: when things happen
     "experts": {"errors", "torch"},
-    "losses": {"errors", "torch"},
+    "losses": {"capture", "errors", "torch"},  # capture: the operators of the head
     "callbacks": {"errors", "process", "torch"},
     "capture": {"errors", "ir", "process", "torch"},
     "models": {"losses", "errors", "experts", "capture", "torch"},

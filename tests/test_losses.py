@@ -2,14 +2,17 @@
 
 import io
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 import piper
 from piper.check.check import check
@@ -63,6 +66,115 @@ def test_logits_and_labels_that_do_not_fit_are_refused() -> None:
         "  labels: [2, 4]\n"
         "  hint:   give logits [..., classes] and labels [...]"
     )
+
+
+class Operands(NamedTuple):
+    """A head and what it is given: hidden rows, weight, bias, labels, weights of classes."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+    labels: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def drawn(dtype: torch.dtype) -> "Operands":
+        rng = torch.Generator().manual_seed(0)
+        hidden, weight, bias = (
+            torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+            for shape in ((3, 4, 6), (VOCAB, 6), (VOCAB,))
+        )
+        labels = torch.randint(VOCAB, (3, 4), generator=rng)
+        labels[0, 1:] = -100
+        return Operands(hidden, weight, bias, labels, torch.rand(VOCAB, generator=rng) + 0.1)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.1},
+    "all": {"label_smoothing": 0.2, "z_loss": 0.01, "ignore_index": 3},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_fused_loss_and_its_gradients_are_those_of_all_logits(
+    name: str, weighted: bool, dtype: torch.dtype
+) -> None:
+    given, how = Operands.drawn(dtype), OPTIONS[name]
+    hidden, weight, bias, labels, scales = given
+    labels = labels.masked_fill(labels < 0, 3) if "ignore_index" in how else labels
+    chosen = scales if weighted else None
+    total, count = piper.losses.fused_cross_entropy(
+        hidden, weight, labels, 4, bias=bias, class_weight=chosen, **how
+    )
+    got = [total.detach(), count, *torch.autograd.grad(total / count, given[:3])]
+    logits = F.linear(hidden, weight, bias).flatten(0, 1).to(total.dtype)
+    flat, ignored = labels.flatten(), how.get("ignore_index", -100)
+    options = {"ignore_index": ignored, "label_smoothing": how.get("label_smoothing", 0.0)}
+    entropy = F.cross_entropy(
+        logits, flat, None if chosen is None else chosen.to(total.dtype), reduction="sum", **options
+    )
+    counts = torch.where(flat == ignored, 0.0, scales[flat.clamp(min=0)] if weighted else 1.0).to(total.dtype)
+    right = entropy + how.get("z_loss", 0.0) * (logits.logsumexp(-1).square() * counts).sum()
+    wanted = [right.detach(), counts.sum(), *torch.autograd.grad(right / counts.sum(), given[:3])]
+    limits = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=limits[dtype], atol=limits[dtype])
+    both = piper.losses.cross_entropy(F.linear(hidden, weight, bias), labels, weight=chosen, **how)
+    torch.testing.assert_close(both, (right, counts.sum()), rtol=limits[dtype], atol=limits[dtype])
+
+
+def test_a_fused_loss_of_a_frozen_head_computes_one_gradient() -> None:
+    hidden, weight, _, labels, _ = Operands.drawn(torch.float64)
+    total, _ = piper.losses.fused_cross_entropy(hidden, weight.detach(), labels)
+    with FlopCounterMode(display=False) as counter:
+        total.backward()
+    assert counter.get_total_flops() == 2 * 2 * 12 * VOCAB * 6
+    logits = F.linear(hidden, weight.detach()).flatten(0, 1)
+    right = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+    torch.testing.assert_close(hidden.grad, torch.autograd.grad(right, hidden)[0])
+
+
+def test_a_fused_loss_has_no_number_for_a_label_that_is_no_class() -> None:
+    hidden, weight, _, labels, _ = Operands.drawn(torch.float64)
+    labels[1, 1] = VOCAB
+    assert piper.losses.fused_cross_entropy(hidden, weight, labels)[0].isnan()
+
+
+def test_a_fused_loss_holds_one_piece_of_the_logits() -> None:
+    rows, width, classes, pieces = 256, 16, 4096, 8
+    hidden, weight = torch.randn(rows, width).requires_grad_(), torch.randn(classes, width).requires_grad_()
+    labels = torch.randint(classes, (rows,))
+
+    def peak(loss: Callable[[], tuple[Tensor, Tensor]]) -> int:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as made:
+            loss()[0].backward()
+        results: Any = made.profiler
+        events = [each for each in results.kineto_results.events() if each.name() == "[memory]"]
+        changes = (each.nbytes() for each in sorted(events, key=lambda each: each.start_ns()))
+        hidden.grad = weight.grad = None
+        return max(accumulate(changes))
+
+    plain = peak(lambda: piper.losses.cross_entropy(F.linear(hidden, weight), labels))
+    fused = peak(lambda: piper.losses.fused_cross_entropy(hidden, weight, labels, pieces))
+    logits, gradients = 4 * rows * classes, 4 * width * (rows + classes)
+    assert plain > 2 * logits
+    assert fused < logits / pieces * 1.1 + gradients * 1.1
+    assert fused > logits / pieces
+
+
+def test_operands_of_a_fused_loss_that_do_not_fit_are_refused() -> None:
+    hidden, weight, _, labels, _ = Operands.drawn(torch.float64)
+    with pytest.raises(
+        ConfigError, match="hidden, the weight of the head and the pieces do not fit together"
+    ):
+        piper.losses.fused_cross_entropy(hidden, weight.t(), labels)
+    with pytest.raises(ConfigError, match="at least one piece"):
+        piper.losses.fused_cross_entropy(hidden, weight, labels, 0)
+    with pytest.raises(ConfigError, match="hidden and labels do not fit together"):
+        piper.losses.fused_cross_entropy(hidden, weight, labels[:1])
 
 
 def padded(seed: int = 0) -> dict[str, Tensor]:

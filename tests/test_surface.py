@@ -64,7 +64,7 @@ def test_launch_stays_a_function_when_its_room_is_imported() -> None:
 
 
 def test_losses() -> None:
-    assert piper.losses.__all__ == ["cross_entropy", "huggingface"]
+    assert piper.losses.__all__ == ["cross_entropy", "fused_cross_entropy", "huggingface"]
 
 
 def test_job_fields() -> None:

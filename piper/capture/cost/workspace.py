@@ -70,8 +70,24 @@ def workspace_of(
                 if storage in results:
                     last[storage] = len(section.body) - 1
     boundary = sum(nbytes for storage, nbytes in bytes_of.items() if storage in kept or storage in results)
-    alive = interval_sums(len(section.body), ((first[s], last[s], nbytes) for s, nbytes in bytes_of.items()))
-    return max(alive) - boundary
+    inside = ((i, i, nbytes) for i, node in enumerate(section.body) if (nbytes := _inside(node, sizes)))
+    spans = ((first[s], last[s], nbytes) for s, nbytes in bytes_of.items())
+    return max(interval_sums(len(section.body), itertools.chain(spans, inside))) - boundary
+
+
+def _inside(node: fx.Node, sizes: SymbolicSizes) -> int:
+    """Return the bytes that an operation holds only while it runs: a piece of the logits of a fused loss."""
+    start = {"piper.head_sums.default": 0, "piper.head_sums_grad.default": 1}.get(str(node.target))
+    if start is None:
+        return 0
+    hidden, weight, pieces = (node.args[start + place] for place in (0, 1, 6 if start else 5))
+    assert isinstance(hidden, fx.Node) and isinstance(weight, fx.Node) and isinstance(pieces, int)
+    rows, width = sizes.shape(hidden.meta["val"])
+    kind = hidden.meta["val"].dtype
+    wide = torch.promote_types(kind, torch.float32)
+    each = wide.itemsize + (kind.itemsize if kind is not wide else 0)  # logits in both types
+    logits = rows * -(-sizes.shape(weight.meta["val"])[0] // pieces)
+    return each * (logits + rows * width * start)  # and the sum of the gradients of the rows
 
 
 def _until(body: Sequence[fx.Node], fleeting: Set[int]) -> dict[fx.Node, int]:

@@ -58,7 +58,7 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
         raise CaptureError(
             "linear_cross_entropy with options decides which gradients it computes before it is sharded",
             by="shard",
-            hint="leave out its `options`, or write linear and cross_entropy",
+            hint="leave out its `options`, or call piper.losses.fused_cross_entropy",
         )
     results = next(node for node in graph.nodes if node.op == "output").args[0]
     assert isinstance(results, tuple | list)

@@ -1,8 +1,13 @@
 """Rules for softmax and cross entropy: over a sharded vocabulary no device ever holds all logits."""
 
-from torch import fx
-from torch.fx.node import map_arg
+import operator
 
+import torch
+from torch import fx
+from torch.fx.node import Argument, map_arg
+
+import piper.capture.shard.head_operators  # noqa: F401  registers the operators
+from piper.capture.shard.along_rules import along, named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import CASTS, together
 from piper.capture.shard.lookup_rules import masked, own_rows
@@ -22,7 +27,7 @@ def softmax(d: Sharder, node: fx.Node) -> None:
         return
     if node.target is aten._safe_softmax.default:
         raise NoRuleError("it normalises over the sharded dimension")
-    local, total = _exponentials(d, x, dim, varies=True)
+    local, total, _ = _exponentials(d, x, dim, varies=True)
     logarithm = node.target in (aten.log_softmax.int, aten._log_softmax.default)
     if logarithm:
         result = d.emit(aten.sub.Tensor, (local, d.emit(aten.log.default, (total,))))
@@ -34,19 +39,40 @@ def softmax(d: Sharder, node: fx.Node) -> None:
     d.done(node, result, have)
 
 
-def _exponentials(d: Sharder, x: fx.Node, dim: int, *, varies: bool) -> tuple[fx.Node, fx.Node]:
-    """Return x less its maximum over a sharded dimension, and the sum of the exponentials of that.
+def logsumexp(d: Sharder, node: fx.Node) -> None:
+    """Add up exponentials over a dimension that is whole, or over the sharded one alone."""
+    x = operand(node)
+    have = d.settle(x)
+    dims = named(1)(node, len(d.shape(x)))
+    if not isinstance(have, Shard) or dims != {have.dim}:
+        along(named(1))(d, node)
+        return
+    _, total, largest = _exponentials(d, x, have.dim, varies=False)
+    result = d.emit(aten.add.Tensor, (d.emit(aten.log.default, (total,)), largest))
+    if len(d.shape(node)) < len(d.shape(x)):
+        result = d.emit(aten.squeeze.dim, (result, have.dim))
+    d.done(node, result, REPLICATE)
 
-    varies: sharded work reads the sum.
+
+def _exponentials(d: Sharder, x: fx.Node, dim: int, *, varies: bool) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Return x less its maximum over a sharded dimension, the sum of the exponentials of that, the maximum.
+
+    varies: sharded work reads the sum. Readers in one region share the three.
     """
-    local = d.local[x]
-    fixed = d.emit(aten.detach.default, (local,))
-    largest = d.collect(d.emit(aten.amax.default, (fixed, [dim], True)), Partial("max"))
-    # The negative comes first: it opens the piece after the collective, in which the cast is then made again.
-    below = d.emit(aten.neg.default, (largest,))
-    shifted = d.emit(aten.add.Tensor, (_widened_again(d, local), below))
-    terms = d.emit(aten.sum.dim_IntList, (d.emit(aten.exp.default, (shifted,)), [dim], True))
-    return shifted, d.collect(terms, Partial(), varies=varies)
+    assert d.node is not None
+    keys = [(name, x, dim, varies, d.region_of(d.node)) for name in ("shifted", "total", "largest")]
+    if keys[0] not in d.moved:
+        local = d.local[x]
+        fixed = d.emit(aten.detach.default, (local,))
+        largest = d.collect(d.emit(aten.amax.default, (fixed, [dim], True)), Partial("max"))
+        # The negative comes first: it opens the piece after the collective, where the cast is made again.
+        below = d.emit(aten.neg.default, (largest,))
+        shifted = d.emit(aten.add.Tensor, (_widened_again(d, local), below))
+        terms = d.emit(aten.sum.dim_IntList, (d.emit(aten.exp.default, (shifted,)), [dim], True))
+        total = d.collect(terms, Partial(), varies=varies)
+        d.moved |= dict(zip(keys, (shifted, total, largest), strict=True))
+    shifted, total, largest = map(d.moved.__getitem__, keys)
+    return shifted, total, largest
 
 
 def _widened_again(d: Sharder, local: fx.Node) -> fx.Node:
@@ -69,6 +95,7 @@ def cross_entropy(d: Sharder, node: fx.Node) -> None:
     assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
     have = d.settle(logits)
     weight, smoothing = argument(node, 2, "weight"), argument(node, 5, "label_smoothing", 0.0)
+    assert isinstance(smoothing, int | float)
     reduction = number(argument(node, 3, "reduction", 1), 1)
     ignored = number(argument(node, 4, "ignore_index", -100), -100)
     if not isinstance(have, Shard):
@@ -79,11 +106,9 @@ def cross_entropy(d: Sharder, node: fx.Node) -> None:
     classes = 1 if len(d.shape(logits)) > 1 else 0
     probable = len(d.shape(labels)) == len(d.shape(logits))
     if have.dim == classes:
-        if weight is not None or smoothing or probable or node.target is not aten.cross_entropy_loss.default:
-            raise NoRuleError("over a sharded vocabulary only labels without weights and smoothing compare")
-        losses = _over_vocabulary(d, logits, labels, have, ignored)
-        whole = d.to(labels, REPLICATE, varies=False)
-        _reduced(d, node, losses, _counts(d, whole, ignored, losses), reduction, None)
+        compare = _with_probabilities if probable else _with_labels
+        losses, counts = compare(d, node, have, weight, smoothing, ignored)
+        _reduced(d, node, losses, counts, reduction, None)
         return
     rows = have.at(have.dim - (have.dim > classes))
     mine = d.to(labels, have if probable else rows, varies=True)
@@ -109,20 +134,128 @@ def _counts(
     return d.emit(aten.where.ScalarOther, (counted, scales, 0.0))
 
 
-def _over_vocabulary(d: Sharder, logits: fx.Node, labels: fx.Node, have: Shard, ignored: int) -> fx.Node:
-    """Return the loss of every label: log of the sum of exponentials, less the label's own logit."""
-    shifted, total = _exponentials(d, logits, have.dim, varies=False)
+def _with_labels(
+    d: Sharder, node: fx.Node, have: Shard, weight: Argument, smoothing: float, ignored: int
+) -> tuple[fx.Node, fx.Node]:
+    """Return the loss of every label over a sharded vocabulary, and how much each label counts.
+
+    The loss is a sum over classes of a coefficient times the negative logarithm of the class's share. Label y
+    gives its own class (1 - smoothing) * weight[y], and every class smoothing / classes * weight[class].
+    """
+    logits, labels = node.args[0], node.args[1]
+    assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
+    classes = d.shape(logits)[have.dim]
+    shifted, exponentials = _logarithms(d, node, logits, have.dim)
     whole = d.to(labels, REPLICATE, varies=False)  # labels have no gradient
-    counts = d.emit(aten.ne.Scalar, (whole, ignored))
-    safe = d.emit(aten.where.ScalarOther, (counts, whole, 0))
-    rows, outside = own_rows(d, safe, have, d.shape(logits)[have.dim])
+    scales = d.to(weight, REPLICATE, varies=False) if isinstance(weight, fx.Node) else None
+    counted = d.emit(aten.ne.Scalar, (whole, ignored))
+    safe = d.emit(aten.where.ScalarOther, (counted, whole, 0))
+    rows, outside = own_rows(d, safe, have, classes)
     index = d.emit(aten.unsqueeze.default, (rows, have.dim))
     logit = d.emit(aten.gather.default, (shifted, have.dim, index))
     own = masked(d, d.emit(aten.squeeze.dim, (logit, have.dim)), outside)
-    picked = d.collect(own, Partial())
-    logs = d.emit(aten.squeeze.dim, (d.emit(aten.log.default, (total,)), have.dim))
-    losses = d.emit(aten.sub.Tensor, (logs, picked))
-    return d.emit(aten.masked_fill.Scalar, (losses, d.emit(aten.logical_not.default, (counts,)), 0.0))
+    total: fx.Node | None = None  # of the coefficients; without weights it is 1
+    if scales is not None:
+        total = _counts(d, whole, ignored, own, scales)
+        own = d.emit(aten.mul.Tensor, (own, total))
+    if smoothing:
+        share = smoothing / classes
+        each = d.emit(aten.sum.dim_IntList, (_scaled(d, shifted, have, weight), [have.dim]))
+        kept, spread = d.emit(aten.mul.Scalar, (own, 1 - smoothing)), d.emit(aten.mul.Scalar, (each, share))
+        own = d.emit(aten.add.Tensor, (kept, spread))
+    if smoothing and total is not None and scales is not None:
+        rest = d.emit(aten.mul.Scalar, (d.emit(aten.sum.default, (scales,)), share))
+        total = d.emit(aten.add.Tensor, (d.emit(aten.mul.Scalar, (total, 1 - smoothing)), rest))
+    losses = _compared(d, exponentials, have.dim, total, d.collect(own, Partial()))
+    ignore = d.emit(aten.logical_not.default, (counted,))
+    losses = d.emit(aten.masked_fill.Scalar, (losses, ignore, 0.0))
+    return losses, _counts(d, whole, ignored, losses, scales)
+
+
+def _with_probabilities(
+    d: Sharder, node: fx.Node, have: Shard, weight: Argument, smoothing: float, _: int
+) -> tuple[fx.Node, fx.Node]:
+    """Return the loss of every row of probabilities over a sharded vocabulary; each row counts once."""
+    logits, labels = node.args[0], node.args[1]
+    assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
+    shifted, exponentials = _logarithms(d, node, logits, have.dim)
+    shares = d.to(labels, have, varies=True)
+    if smoothing:
+        shares = d.emit(aten.mul.Scalar, (shares, 1 - smoothing))
+        shares = d.emit(aten.add.Scalar, (shares, smoothing / d.shape(logits)[have.dim]))
+    shares = _scaled(d, shares, have, weight)
+    own = d.emit(aten.sum.dim_IntList, (d.emit(aten.mul.Tensor, (shares, shifted)), [have.dim]))
+    total = d.collect(d.emit(aten.sum.dim_IntList, (shares, [have.dim])), Partial())
+    losses = _compared(d, exponentials, have.dim, total, d.collect(own, Partial()))
+    return losses, d.emit(aten.ones_like.default, (losses,))
+
+
+def _logarithms(d: Sharder, node: fx.Node, logits: fx.Node, dim: int) -> tuple[fx.Node, fx.Node | None]:
+    """Return logits less their maximum, and the sum of the exponentials of that.
+
+    The input of `nll_loss` is a logarithm already, so there is no sum.
+    """
+    if node.target is aten.nll_loss_nd.default:
+        return d.local[logits], None
+    return _exponentials(d, logits, dim, varies=False)[:2]
+
+
+def _scaled(d: Sharder, values: fx.Node, have: Shard, weight: Argument) -> fx.Node:
+    """Return a device's part of values for each class, times its part of the weights of classes."""
+    if not isinstance(weight, fx.Node):
+        return values
+    after = values.meta["example_value"].dim() - 1 - have.dim
+    own = d.to(weight, have.at(0), varies=True)
+    return d.emit(aten.mul.Tensor, (values, d.emit(aten.reshape.default, (own, [-1, *[1] * after]))))
+
+
+def _compared(
+    d: Sharder, exponentials: fx.Node | None, dim: int, total: fx.Node | None, picked: fx.Node
+) -> fx.Node:
+    """Return losses from the sum of logits times coefficients. total: that of coefficients, if not 1."""
+    if exponentials is None:
+        return d.emit(aten.neg.default, (picked,))
+    logs = d.emit(aten.squeeze.dim, (d.emit(aten.log.default, (exponentials,)), dim))
+    if total is not None:
+        logs = d.emit(aten.mul.Tensor, (logs, total))
+    return d.emit(aten.sub.Tensor, (logs, picked))
+
+
+def head_sums(d: Sharder, node: fx.Node) -> None:
+    """Compute sums over the logits of a head: by rows, or over a sharded vocabulary each device its part."""
+    hidden, weight, _, labels, *_ = node.args
+    assert isinstance(hidden, fx.Node) and isinstance(weight, fx.Node) and isinstance(labels, fx.Node)
+    rows, have = d.settle(hidden), d.settle(weight)
+    if isinstance(have, Shard) and have.dim == 0:
+        _over_classes(d, node, have)
+    elif isinstance(have, Shard):
+        what = "the weight of its head is sharded along the inputs"
+        raise NoRuleError(what, "shard that weight along dimension 0, its outputs, or leave it whole")
+    elif isinstance(rows, Shard) and rows.dim == 0:
+        by_row = (hidden, labels)
+        local = {x: d.to(x, rows if x in by_row else REPLICATE, varies=True) for x in node.all_input_nodes}
+        d.done(node, d.replay(node, local), rows)
+    else:
+        d.plain(node)
+
+
+def _over_classes(d: Sharder, node: fx.Node, have: Shard) -> None:
+    """Compute the sums over a device's own classes, and add them up: exponentials less the maximum of all."""
+    hidden, weight, _, labels, *_ = node.args
+    assert isinstance(weight, fx.Node)
+    by_row = (hidden, labels)
+    local = {x: d.to(x, REPLICATE if x in by_row else have, varies=True) for x in node.all_input_nodes}
+    assert isinstance(labels, fx.Node)
+    first = d.emit(aten.mul.Tensor, (d.place(), d.shape(weight)[0] // d.degree))
+    local[labels] = d.emit(aten.sub.Tensor, (local[labels], first))  # a label of another device is no class
+    sums = d.replay(node, local)
+    logs, *others = (d.emit(operator.getitem, (sums, index)) for index in range(3))
+    largest = d.collect(d.emit(aten.detach.default, (logs,)), Partial("max"))
+    terms = d.emit(aten.exp.default, (d.emit(aten.sub.Tensor, (logs, largest)),))
+    totals = d.collect(d.emit(aten.stack.default, ([terms, *others],)), Partial())
+    total, rest = (d.emit(aten.slice.Tensor, (totals, 0, *span)) for span in ((0, 1), (1, 3)))
+    total = d.emit(aten.add.Tensor, (d.emit(aten.log.default, (total,)), largest))
+    d.done(node, d.emit(aten.unbind.int, (d.emit(aten.cat.default, ([total, rest],)),)), REPLICATE)
 
 
 def _reduced(
@@ -172,8 +305,10 @@ RULES: dict[object, Rule] = {
     aten._softmax.default: softmax,
     aten.log_softmax.int: softmax,
     aten._log_softmax.default: softmax,
+    aten.logsumexp.default: logsumexp,
     aten.cross_entropy_loss.default: cross_entropy,
     aten.nll_loss_nd.default: cross_entropy,
+    torch.ops.piper.head_sums.default: head_sums,
     **dict.fromkeys((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default), compared(2)),
     **dict.fromkeys((aten.huber_loss.default, aten.soft_margin_loss.default), compared(2)),
     aten.kl_div.default: compared(2),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, fx
 
 from piper.capture.shard.axis_sharding import AxisSharding
@@ -68,6 +69,7 @@ def shard_forward(
 PRODUCTS = {
     aten.linear.default: (1, 0, 2),
     aten.addmm.default: (2, 1, 0),
+    torch.ops.piper.head_sums.default: (1, 0, 2),
 }  # weight, its dimension of outputs, bias
 SPLITS = frozenset((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default))
 

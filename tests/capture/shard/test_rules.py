@@ -83,14 +83,18 @@ def compare(
     weights: Mapping[str, Shard],
     fields: Mapping[str, Shard] | None = None,
     degree: int = 2,
+    undivided: Call | None = None,
     **how: object,
 ) -> dict[str, int]:
-    """Return how often each collective ran, once losses and gradients are those of the undivided call."""
+    """Return how often each collective ran, once losses and gradients are those of the undivided call.
+
+    undivided: another way to write that call.
+    """
     made = divided(call, shapes, batch, weights, fields, degree=degree, **how)  # type: ignore[arg-type]
     weights = made.sharding.weights
     model = Net(shapes).double()
     batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
-    wanted = call(model, batch)
+    wanted = (undivided or call)(model, batch)
     wanted.backward()
     params: list[dict[str, Tensor]] = [{} for _ in range(degree)]
     given: list[dict[str, Tensor]] = [{} for _ in range(degree)]
