@@ -153,7 +153,7 @@ def test_a_fused_loss_holds_one_piece_of_the_logits() -> None:
             loss()[0].backward()
         results: Any = made.profiler
         events = [each for each in results.kineto_results.events() if each.name() == "[memory]"]
-        changes = (each.nbytes() for each in sorted(events, key=lambda each: each.start_ns()))
+        changes: list[int] = [each.nbytes() for each in sorted(events, key=lambda each: each.start_ns())]
         hidden.grad = weight.grad = None
         return max(accumulate(changes))
 

@@ -3,8 +3,8 @@
 A loss of a label reads three numbers of a row of logits: the logarithm of the sum of exponentials, the logit
 of the label, and with label smoothing the weighted sum of all logits. `head_sums` computes these from hidden
 rows and the head's weight, one piece of the vocabulary after another. `head_sums_grad` computes each piece of
-the logits again, and from it the gradients. So the logits of one piece are alive at a time, whoever calls it,
-and under tensor parallelism devices exchange one number for each row and sum.
+the logits again, and from it the gradients. So the logits of one piece are alive at a time, and under
+tensor parallelism devices exchange one number for each row and sum.
 
 Pieces of the vocabulary, not of the rows: the gradient of the weight is then written piece by piece and never
 added up, and what is added up in a wider type is the gradient of the hidden rows, which is small.
@@ -130,8 +130,7 @@ def _gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequ
     """Return memory for the gradients: zeros of the type of sums for hidden rows, which are added up."""
     rows = hidden.new_zeros(hidden.shape if wanted[0] else 0, dtype=_wide(hidden))
     table = weight.new_empty(weight.shape if wanted[1] else 0)
-    offsets = weight.new_empty(weight.shape[0] if wanted[2] else 0, dtype=bias.dtype if wanted[2] else None)
-    return rows, table, offsets
+    return rows, table, (weight if bias is None else bias).new_empty(weight.shape[0] if wanted[2] else 0)
 
 
 @head_sums_grad.register_fake
@@ -162,5 +161,5 @@ def _(hidden: Sequence[int], weight: Sequence[int], *_: object, **__: object) ->
 
 @register_flop_formula(torch.ops.piper.head_sums_grad)
 def _(_: object, hidden: Sequence[int], weight: Sequence[int], *rest: Any, **__: object) -> int:  # noqa: ANN401
-    products = 1 + sum(rest[-1][:2])  # the logits again, and a gradient each
+    products: int = 1 + sum(rest[-1][:2])  # the logits again, and a gradient each
     return 2 * products * hidden[0] * weight[0] * weight[1]
