@@ -461,7 +461,7 @@ error: Job (net.py:<one_directive>): strategy is Place, not a list of directives
 """,
     "net.py:nested_strategy": """
 error: Job (net.py:<nested_strategy>): strategy[3] is list, not a directive
-  hint: a strategy is a flat list of place, replicate, shard, split, order, remat, precision, protect, offload; add a schedule with +, not inside the list
+  hint: a strategy is a flat list of place, replicate, shard, split, order, remat, precision, protect, offload, average; add a schedule with +, not inside the list
 """,
     "net.py:checkpoint_as_text": """
 error: Job (net.py:<checkpoint_as_text>): checkpoint is str, not a Checkpoint
@@ -751,7 +751,7 @@ error: broken.json:4: this is not JSON
 """,
     "net.py:strategy_unknown_op": """
 error: op.json[0]: there is no directive 'replace'
-  known: place, replicate, shard, split, order, remat, precision, protect, offload
+  known: place, replicate, shard, split, order, remat, precision, protect, offload, average
   hint:  did you mean 'place'?
 """,
     "net.py:strategy_unknown_key": """

@@ -120,7 +120,7 @@ def line_of(begin: str) -> int:
             {"strategy": [place(at(), [0]), schedules.gpipe(1, 1)]},
             """
             Job (test_job.py:LINE): strategy[1] is list, not a directive
-              hint: a strategy is a flat list of place, replicate, shard, split, order, remat, precision, protect, offload; add a schedule with +, not inside the list
+              hint: a strategy is a flat list of place, replicate, shard, split, order, remat, precision, protect, offload, average; add a schedule with +, not inside the list
             """,
         ),
     ],

@@ -28,6 +28,7 @@ def test_public_names() -> None:
         "annotate_layers",
         "annotate_modules",
         "at",
+        "average",
         "callbacks",
         "checkpoint",
         "compile",

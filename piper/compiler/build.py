@@ -20,7 +20,14 @@ from piper.compiler.locate_errors import locate_errors
 from piper.compiler.optimizer_facts import OptimizerFacts, facts_of_optimizer
 from piper.compiler.requests import requests_of
 from piper.compiler.shared_state import check_same_state, reads_state_of
-from piper.compiler.slices import capture_slices, check_sums, likely_rows, outline_by_slice, uneven_slices
+from piper.compiler.slices import (
+    capture_slices,
+    check_sums,
+    likely_rows,
+    outline_by_slice,
+    samples_of_group,
+    uneven_slices,
+)
 from piper.data.taking import begin, call_data, reads_the_same, take
 from piper.directives import Directive, Remat, ShardAxis, apply
 from piper.errors import ConfigError
@@ -199,6 +206,7 @@ def build(
     samples = len(next(iter(batch.values())))
     with locate_errors(job, strategy, batch):
         traced, requests, graph = directed(capturing, strategy, samples)
+        samples = samples_of_group(graph, samples)
         if graph.chosen(lambda options: options.products) and job.precision != "fp64":
             by = next(each.title for each in graph.directives if each.verb == "precision")
             check_machine(capturing.recordings.device, by)
@@ -212,7 +220,7 @@ def build(
         graph = replace(graph, outline=outline_by_slice(graph, samples, codes))
         if trained is not None:
             graph = reads_state_of(trained, graph)
-            buckets = share_buckets(graph, trained.plans.buckets)
+            buckets = share_buckets(graph, trained.work.buckets)
             facts = OptimizerFacts(state_bytes=trained.work.settings.state_bytes)
         else:
             buckets = make_buckets(graph)

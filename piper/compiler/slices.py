@@ -10,7 +10,7 @@ from piper.capture.shard.request import Request
 from piper.capture.trace.sliced_losses import may_be_sum, sums_over_samples
 from piper.capture.trace.trace import Traced
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split
-from piper.errors import CaptureError
+from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import CapturedModel
 from piper.ir.chunk_options import CodeOptions
 from piper.ir.graph import Graph
@@ -26,6 +26,19 @@ def likely_rows(strategy: list[Directive], samples: int) -> int:
     sizes = {max(1, size // shared) for size in sizes}
     parts = math.prod(d.parts for d in strategy if isinstance(d, Split) and isinstance(d.parts, int))
     return max(1, samples // max(1, max(sizes, default=1) * parts))
+
+
+def samples_of_group(graph: Graph, samples: int) -> int:
+    """Return the samples that each of the groups that train apart gets, or all of them."""
+    groups = 1 if graph.averaging is None else len(graph.averaging.groups)
+    if samples % groups:
+        raise ScheduleError(
+            f"{samples} samples do not divide into {groups} groups that train apart",
+            by=next(each.title for each in graph.directives if each.verb == "average"),
+            facts={"batch": f"{samples} samples", "groups": str(groups)},
+            hint=f"use a batch that is a multiple of {groups}",
+        )
+    return samples // groups
 
 
 def rows_of(graph: Graph, samples: int) -> dict[str, int]:

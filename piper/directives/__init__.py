@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from piper.directives.average import Average as Average
+from piper.directives.average import average, first_group
 from piper.directives.base import Directive
 from piper.directives.offload import Offload as Offload
 from piper.directives.offload import offload
@@ -29,6 +31,7 @@ from piper.ir.graph import AppliedDirective, Graph
 
 __all__ = [
     "Directive",
+    "average",
     "offload",
     "order",
     "place",
@@ -58,7 +61,7 @@ def apply(graph: Graph, strategy: Sequence[Directive], *, orders: bool = True) -
             graph = directive.apply(graph, number)
         asked = AppliedDirective(verb=directive.verb, title=directive.title(number), places=directive.places)
         graph = replace(graph, directives=(*graph.directives, asked))
-    return with_common_policies(graph)
+    return first_group(with_common_policies(graph))
 
 
 def strategy_text(strategy: Sequence[Directive]) -> str:

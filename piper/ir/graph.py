@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+from piper.ir.averaging import Averaging
 from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, Tags
 from piper.ir.chunk_options import ChunkOptions, Policy, Protection
 from piper.ir.devices import Devices
@@ -106,6 +107,7 @@ class Graph:
     options: Mapping[str, ChunkOptions] = field(default_factory=dict)  # by chunk
     orderings: tuple[Ordering, ...] = ()
     directives: tuple[AppliedDirective, ...] = ()  # by number
+    averaging: Averaging | None = None  # the graph is then that of the first group
 
     @property
     def chunks(self) -> dict[str, Chunk]:

@@ -70,6 +70,13 @@ def placed_chunks(graph: Graph) -> dict[str, PlacedChunk]:
     }
 
 
+def every_device_has_a_plan(state: LoweringState) -> Iterator[str]:
+    """Yield each device that has no plan, or several."""
+    planned = [] if state.plans is None else sorted(d for plan in state.plans for d in plan.devices)
+    if planned != list(state.graph.devices()):
+        yield f"there are plans for {planned}, and nodes on {state.graph.devices()}"
+
+
 def plans_can_run(state: LoweringState) -> Iterator[str]:
     """Prove the plans of all devices together: first their order, then the values they compute."""
     assert state.plans is not None, "they are emitted"

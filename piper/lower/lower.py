@@ -1,8 +1,9 @@
 """The compiler from a directed graph to proven plans. `LOWERING` lists its rewrites in order."""
 
 from piper.ir.graph import Graph
+from piper.lower.averages import add_averages, every_update_is_averaged, repeat_in_groups
 from piper.lower.buckets import ProgramBuckets, every_parameter_has_a_bucket, hold_buckets, make_buckets
-from piper.lower.emit import emit, plans_can_run
+from piper.lower.emit import emit, every_device_has_a_plan, plans_can_run
 from piper.lower.flow import bind_values, no_value_crosses_devices
 from piper.lower.gathers import add_gathers, sharded_parameters_are_gathered
 from piper.lower.offloads import add_offloads, offloaded_values_come_back
@@ -47,7 +48,9 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (add_updates, every_gradient_is_applied),
     (add_state_offloads, offloaded_state_comes_back),
     (add_protections, everything_written_is_copied),
-    (emit, plans_can_run),
+    (add_averages, every_update_is_averaged),
+    (emit, every_device_has_a_plan),
+    (repeat_in_groups, plans_can_run),
 )
 
 

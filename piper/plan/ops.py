@@ -24,6 +24,7 @@ Op = Literal[
     "norm",
     "total",
     "update",
+    "average",  # what a device trains of a bucket, with its counterparts in groups that train apart
     "broadcast",
     "protect",  # a part of the state into memory that outlives workers
     "mirror",  # such copies to another machine or device
@@ -119,6 +120,7 @@ _ALL = (
     Operation(op="norm", label="norm", mark="n"),
     _communication("total", "total", "t", "ring twice", may_be_alone=True),
     Operation(op="update", label="update", mark="u"),
+    _communication("average", "average", "z", "ring twice", sized=True),
     _communication("broadcast", "broadcast", "b", "ring", may_be_alone=True),
     _host_copy("protect", "p", needs_nothing=True, outward=True),
     _communication("mirror", "mirror", "m", "neighbour", outward=True),

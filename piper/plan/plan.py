@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from piper.ir.averaging import Averaging
 from piper.ir.chunk_options import Protection
 from piper.ir.devices import Devices, show
 from piper.ir.dtypes import MixedPrecision
@@ -223,6 +224,7 @@ class Plans:
     copies: int = 1  # how many devices hold the loss of each slice
     chunks: Mapping[str, PlacedChunk] = field(default_factory=dict)
     protection: Protection | None = None  # how copies of the state are kept. None: by no instruction
+    averaging: Averaging | None = None  # the groups that train apart. None: all devices train together
     why: tuple[str, ...] = ()  # the options that the compiler rejected, with the reasons
 
     def __repr__(self) -> str:
@@ -233,6 +235,13 @@ class Plans:
     def devices(self) -> Devices:
         """Return every device of the job, in order."""
         return tuple(sorted(device for plan in self.plans for device in plan.devices))
+
+    def place_in_group(self, device: int) -> tuple[int, int]:
+        """Return which of the groups that train apart a device is in, and its counterpart in the first."""
+        if self.averaging is None:
+            return 0, device
+        group, place = self.averaging.places[device]
+        return group, self.averaging.groups[0][place]
 
     def of(self, device: int) -> Plan:
         """Return the plan of one device."""

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from piper.errors import ConfigError
+from piper.ir.averaging import Averaging
 from piper.ir.chunk_options import APART, Protection
 from piper.ir.devices import Devices, parse, show
 from piper.ir.ids import Pass, SlotId, Tags, read_pass, read_slot
@@ -208,6 +209,17 @@ def read_protection(text: str) -> Protection:
     )
 
 
+def show_averaging(asked: Averaging) -> str:
+    """Write which groups train apart, and when they average."""
+    return " ".join([str(asked.every), asked.stream, *map(show, asked.groups)])
+
+
+def read_averaging(text: str) -> Averaging:
+    """Read which groups train apart, and when they average."""
+    every, stream, *groups = text.split(" ")
+    return Averaging(groups=tuple(map(parse, groups)), every=int(every), stream=stream)
+
+
 def show_elsewhere(placements: Mapping[Tags, Devices]) -> str:
     """Write the microbatches that run on other devices than the first ones of their chunk."""
     return AND.join(f"{show_pairs(part)}@{show(devices)}" for part, devices in placements.items())
@@ -241,6 +253,7 @@ FORMS: Mapping[object, tuple[Callable[[Any], str], Reader]] = {  # by a field's 
     Collective: (show_collective, read_collective),
     tuple[Piece, ...]: (show_pieces, read_pieces),
     Protection | None: (show_protection, read_protection),
+    Averaging | None: (show_averaging, read_averaging),
     Rows: (lambda rows: f"{rows.start}:{rows.stop}/{rows.of}", read_rows),
     Pass: (str, str),  # these four are read by `Reading`, which knows the axes
     Pass | None: (str, str),

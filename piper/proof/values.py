@@ -21,11 +21,13 @@ from collections.abc import Iterator
 
 from piper.ir.graph import Graph
 from piper.ir.ids import TOTAL, SlotId, buffer_slot, param_slot, show_part, state_slot
+from piper.plan.groups import of_first_group
 from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
 from piper.plan.prove import MOST_PROBLEMS, ProofError
 from piper.process.gc_pause import no_collection
 from piper.proof.collective_rules import CollectiveRules
+from piper.proof.groups_apart import AverageRule, group_problems
 from piper.proof.local_rules import LocalRules
 from piper.proof.once import once
 from piper.proof.specification import Specification
@@ -49,21 +51,34 @@ def prove_values(plans: Plans, graph: Graph, *, clip: bool = False, whole: bool 
 def value_problems(plans: Plans, graph: Graph, *, clip: bool = False, whole: bool = False) -> Iterator[str]:
     """Yield everything that plans compute wrongly, as far as it can be seen."""
     spec = Specification(graph, clip=clip)
+    asked = graph.averaging
+    if asked is not None:
+        problems = [*group_problems(plans, asked)]
+        yield from problems
+        if problems:
+            return
+        plans = of_first_group(plans, asked)
     problems = [*table_problems(plans, spec), *shard_problems(plans, whole)]
     yield from problems
     if not problems:  # else the symbols would mean nothing
-        run = SymbolicRun(plans, spec)
-        run.run()
-        yield from run.state.problems
+        for averages in (True, False) if asked is not None else (True,):  # steps in which they are due or not
+            run = SymbolicRun(plans, spec, averages=averages)
+            run.run()
+            yield from run.state.problems
 
 
 class SymbolicRun:
     """Runs all programs in their issue order, communication being one event on all its members."""
 
-    def __init__(self, plans: Plans, spec: Specification) -> None:
+    def __init__(self, plans: Plans, spec: Specification, *, averages: bool = True) -> None:
         self.plans, self.spec = plans, spec
+        self.averages = (
+            averages
+            and spec.graph.averaging is not None
+            and any(ins.op == "update" for plan in plans for ins in plan.instrs)
+        )
         self.state = SymbolicState(plans, spec)
-        self.local = LocalRules(self.state)
+        self.local, self.average = LocalRules(self.state), AverageRule(self.state)
         self.collective = CollectiveRules(self.state, self.local)
         self.kernels = {
             "load": self.local.load,
@@ -75,6 +90,7 @@ class SymbolicRun:
             "accumulate": self.local.accumulate,
             "norm": self.local.norm,
             "update": self.local.update,
+            "average": self.average.run if averages else lambda at: None,
             "protect": self.local.protect,
             "offload": self.local.offload,
             "fetch": self.local.fetch,
@@ -202,6 +218,8 @@ class SymbolicRun:
         wanted = dict(state.initial[program])
         wanted[TOTAL] = state.value(SymbolicValue("total"), "fresh")
         for bucket in state.trained_on(program):
+            if self.averages and (program, bucket.name) not in self.average.averaged:
+                state.problems.append(f"{bucket.name} is not averaged with other groups")
             new = "new shard" if bucket.zero == 3 else "new"
             wanted[param_slot(bucket.name)] = state.value(SymbolicValue("param", bucket.name), new)
             kept = state_slot(bucket.name)

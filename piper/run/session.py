@@ -28,7 +28,7 @@ from piper.runtime.worker import Sums
 from piper.workers.answers import ProgramBatch, WorkerAnswers
 from piper.workers.group import WorkerGroup
 from piper.workers.messages import BatchSlicer
-from piper.workers.results import Batch, Means, SampleGroup, StepResult, result_of
+from piper.workers.results import Batch, Means, SampleGroup, StepResult, result_of, sums_over_groups
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -82,14 +82,15 @@ class Session(SavedWorkers):
         answers = self._run(WorkerAnswers.step, ready, rows)
         self.busy = {device: sums.busy for device, sums in answers.items()}
         self.poll()
-        return result_of(ready.program.plans, ready.program.outline, answers[self.devices[0]])
+        plans = ready.program.plans
+        return result_of(plans, ready.program.outline, sums_over_groups(plans, answers))
 
     def evaluate(self, batch: Batch, means: Means) -> Means:
         """Evaluate on one global batch. Return the sums so far with those of the batch."""
         for piece in pieces_of(padded(batch, self.program.job.buckets), slices_of(self.plans)):
             ready = self._prepared(piece.batch, trains=False)
             answers = self._run(WorkerAnswers.evaluate, ready, piece.batch)
-            means = means.add(ready.program, piece, answers[self.devices[0]])
+            means = means.add(ready.program, piece, sums_over_groups(ready.program.plans, answers))
         return replace(means, batches=means.batches + 1)
 
     def _run(

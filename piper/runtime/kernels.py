@@ -23,6 +23,7 @@ from piper.runtime.gradients import (
     total,
     update,
 )
+from piper.runtime.group_means import average
 from piper.runtime.host_copies import fetch, mirror, offload, protect
 
 
@@ -141,6 +142,7 @@ KERNELS: Mapping[Op, Callable[[Env, Instr], Bound]] = {
     "norm": norm,
     "total": total,
     "update": update,
+    "average": average,
     "broadcast": broadcast,
     "protect": protect,
     "mirror": mirror,

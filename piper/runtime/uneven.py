@@ -11,6 +11,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
+from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel
 from piper.job import Loss, Mean, Metrics
 from piper.plan.plan import Plans
@@ -33,6 +34,16 @@ def filled(batch: Mapping[str, Tensor], plans: Plans, outline: CapturedModel) ->
     parts = sorted(parts_of(plans, chunk))
     each = places * len(parts)  # the slices of the loss: other chunks may have more
     rows, counts = arranged(samples, each, slices_of(plans) // each)
+    groups = 1 if plans.averaging is None else len(plans.averaging.groups)
+    if not all(
+        sum(counts[number * each // groups : (number + 1) * each // groups]) for number in range(groups)
+    ):
+        raise ConfigError(
+            f"{samples} samples leave a group that trains apart without any",
+            by="step",
+            facts={"groups": str(groups), "slices": f"{each}, of which each holds at most {rows} samples"},
+            hint="drop the last batch where it is smaller, or average fewer groups",
+        )
     order = torch.zeros(rows * each, dtype=torch.int64)
     held = torch.zeros(rows * each, dtype=torch.int64)
     first, number = 0, 0

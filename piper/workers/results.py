@@ -60,6 +60,24 @@ def result_of(plans: Plans, outline: CapturedModel, sums: Sums) -> StepResult:
     return StepResult(loss=sums.loss * plans.seed, grad_norm=norm, metrics=metrics)
 
 
+def sums_over_groups(plans: Plans, answers: Mapping[int, Sums]) -> Sums:
+    """Return the sums of a step from those that each device answers: over all groups that train apart.
+
+    The squared norm is the mean of theirs, each scaled by the weight of its group.
+    """
+    if plans.averaging is None:
+        return answers[plans.devices[0]]
+    each = [answers[group[0]] for group in plans.averaging.groups]
+    weight, count = sum(sums.weight for sums in each), len(each)
+    scale = [weight / sums.weight if plans.weighted and sums.weight else 1.0 for sums in each]
+    return Sums(
+        squares=sum(sums.squares * by**2 for sums, by in zip(each, scale, strict=True)) / count,
+        loss=sum(sums.loss for sums in each) / (1 if plans.weighted else count),
+        weight=weight,
+        metrics=tuple(map(sum, zip(*(sums.metrics for sums in each), strict=True))),
+    )
+
+
 def metrics_of(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
     """Return metrics by name: each a sum divided by its weight. sums: the sum and the weight of each."""
     pairs = zip(sums[::2], sums[1::2], strict=True)

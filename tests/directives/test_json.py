@@ -91,7 +91,7 @@ def test_a_directive_knows_where_it_was_written() -> None:
             '[{"filter": {}}]',
             """
             strategy[0]: it does not say which directive it is
-              known: place, replicate, shard, split, order, remat, precision, protect, offload
+              known: place, replicate, shard, split, order, remat, precision, protect, offload, average
               hint:  give it an "op"
             """,
         ),
@@ -99,7 +99,7 @@ def test_a_directive_knows_where_it_was_written() -> None:
             '[{"op": "plaice"}]',
             """
             strategy[0]: there is no directive 'plaice'
-              known: place, replicate, shard, split, order, remat, precision, protect, offload
+              known: place, replicate, shard, split, order, remat, precision, protect, offload, average
               hint:  did you mean 'place'?
             """,
         ),

@@ -20,6 +20,7 @@ def test_every_directive_is_known_by_its_name() -> None:
         "precision",
         "protect",
         "offload",
+        "average",
     ]
     assert [verb for verb, kind in known_directives().items() if kind.places] == [
         "place",
@@ -59,4 +60,5 @@ def test_the_json_form_follows_the_fields() -> None:
         "offload": {
             "filter": True, "what": False, "to": False, "stream": False, "least_mb": False, "ahead": False,
         },
+        "average": {"filter": True, "across": True, "every": False, "stream": False},
     }  # fmt: skip

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from piper.directives import apply, offload, protect, remat, replicate, split
+from piper.directives import apply, average, offload, protect, remat, replicate, split
 from piper.ir.graph import start
 from piper.ir.ids import SlotId
 from piper.ir.node import Compute, Load, Node, Reduce, Update
 from piper.ir.select import at
+from piper.lower.averages import AverageParameters
 from piper.lower.buckets import make_buckets
 from piper.lower.lower import LOWERING, first_state
 from piper.lower.offloads import CopyBack
@@ -29,6 +30,18 @@ def stages() -> dict[str, tuple[LoweringState, Property]]:
     more = [remat(at(PP=0), 1, across="PP"), protect(at()), offload(at(PP=1), least_mb=0)]
     more.append(offload(at(PP=0), what="optimizer"))
     graph = apply(start(skips()), [*strategy, split(at(), parts=4), *more, *gpipe(3, 4)])
+    graph = replace(graph, outline=fitted(graph))
+    work = first_state(graph, Settings(), make_buckets(graph))
+    found = {}
+    for rewrite, holds in LOWERING:
+        work = rewrite(work)
+        found[rewrite.__name__] = (work, holds)
+    return found
+
+
+def apart() -> dict[str, tuple[LoweringState, Property]]:
+    """The work after the rewrites of groups that train apart."""
+    graph = apply(start(skips()), [replicate(at(), [0, 1, 2, 3], zero=1), average(at(), across=[0, 2])])
     graph = replace(graph, outline=fitted(graph))
     work = first_state(graph, Settings(), make_buckets(graph))
     found = {}
@@ -176,5 +189,27 @@ def test_a_property_can_fail(rewrite: str, breaks: Break, said: str) -> None:
     assert any(said in problem for problem in holds(breaks(work))), list(holds(breaks(work)))[:3]
 
 
+def planless(work: LoweringState) -> LoweringState:
+    assert work.plans is not None
+    return replace(work, plans=replace(work.plans, plans=work.plans.plans[1:]))
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "breaks", "said"),
+    [
+        (
+            "add_averages",
+            without(AverageParameters),
+            "update[@0,1] updates PP=0/0.param, which is not averaged after it",
+        ),
+        ("emit", planless, "there are plans for [], and nodes on (0, 1)"),
+    ],
+)
+def test_a_property_of_groups_apart_can_fail(rewrite: str, breaks: Break, said: str) -> None:
+    work, holds = apart()[rewrite]
+    assert list(holds(work)) == []
+    assert any(said in problem for problem in holds(breaks(work))), list(holds(breaks(work)))[:3]
+
+
 def test_every_rewrite_has_a_property_here() -> None:
-    assert len(LOWERING) == len(stages()) == 16
+    assert len(LOWERING) == len(stages()) == 18

@@ -66,6 +66,8 @@ def static_reasons(plan: Plan, chunks: Mapping[str, Chunk]) -> list[str]:
         reasons.append("protect: the host says in every step where the copies go")
     if any(ins.op == "offload" for ins in plan.instrs):
         reasons.append("offload: the host lends its memory to one copy after another")
+    if any(ins.op == "average" for ins in plan.instrs):
+        reasons.append("average: the host says in every step whether groups average")
     if routed:
         reasons.append(f"{listed(routed)}: how many rows go to each expert is known only while it runs")
     if drawn:

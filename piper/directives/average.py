@@ -1,0 +1,145 @@
+"""`average`: groups of devices that train apart, and average their parameters now and then."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from piper.directives.arguments import argument, whole
+from piper.directives.base import (
+    ChunkDirective,
+    checked_devices,
+    given_devices,
+    given_filter,
+    given_stream,
+    registered,
+)
+from piper.errors import ScheduleError
+from piper.ir.averaging import Averaging
+from piper.ir.devices import Devices, show
+from piper.ir.graph import Graph
+from piper.ir.node import Compute
+from piper.ir.select import At
+
+STREAM = "average"
+
+
+@registered(10)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Average(ChunkDirective):
+    """Let groups of devices train apart, and average their parameters once in a while.
+
+    B @0,1 --> reduce over 0,1 --> update
+    -->
+    B @0 --> update --> average over 0,1 (every so many steps)      B @1 --> update --> average
+    """
+
+    across: tuple[int, ...]  # one device of each group
+    every: int = argument(whole(1), default=1, hint="groups average once in so many steps")
+    stream: str | None = None
+
+    def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
+        by = self.title(number)
+        across = checked_devices(self.across, by)
+        if len(across) < 2:
+            raise ScheduleError(
+                "there is nothing to average with a single group",
+                by=by,
+                facts={"asked": f"across={list(across)}"},
+                hint="name one device of each group: across=[0, 4] for the groups of devices 0 and 4",
+            )
+        if len(nodes) < len(graph.nodes):
+            names = {node.name for node in nodes}
+            raise ScheduleError(
+                "groups train apart with the whole model",
+                by=by,
+                facts={"left out": next(name for name in graph.nodes if name not in names)},
+                hint="select everything: average(at(), ...)",
+            )
+        # Which devices each group has is known when all directives have placed their nodes.
+        asked = Averaging(
+            groups=tuple((device,) for device in across), every=self.every, stream=self.stream or STREAM
+        )
+        return replace(graph, averaging=asked)
+
+
+def average(at: At, across: Sequence[int], every: int = 1, stream: str | None = None) -> Average:
+    """Let groups of devices train apart, and average their parameters after every `every` steps.
+
+    across: one device of each group, those that hold the same part of the model. The devices of a region are
+    cut into as many groups, in their order. Within a group everything is as the other directives say.
+    """
+    return Average(
+        at=given_filter("average", at),
+        across=given_devices("average", across),
+        every=every,
+        stream=given_stream("average", "stream", stream),
+    )
+
+
+def first_group(graph: Graph) -> Graph:
+    """Return the graph of the first of the groups that train apart: the others are copies of it.
+
+    B[PP=0]@0-3, across=[0, 2]
+    -->
+    B[PP=0]@0,1, groups 0,1 and 2,3
+    """
+    asked = graph.averaging
+    if asked is None:
+        return graph
+    by = next(each.title for each in reversed(graph.directives) if each.verb == "average")
+    across, counterparts = tuple(group[0] for group in asked.groups), dict[int, Devices]()
+    first: dict[Devices, Devices] = {}  # equal sets stay one object
+    for node in graph.nodes.values():
+        if node.devices and node.devices not in first:
+            first[node.devices] = node.devices[: len(node.devices) // len(across)]
+            check_groups(graph, node, len(across), by)
+            for device, peers in group_peers(node.devices, len(across)):
+                if counterparts.setdefault(device, peers) != peers:
+                    raise mixed_groups(graph, node, by, counterparts[device], peers)
+    if across not in counterparts.values():
+        groups = "; ".join(map(show, list(counterparts.values())[:4]))
+        raise ScheduleError(
+            f"{show(across)} do not hold the same part of the model",
+            by=by,
+            facts={"asked": f"across={list(across)}", "hold the same": groups or "nothing is placed"},
+            hint="groups are neighbours in the order that devices are listed in: name one device of each",
+        )
+    if len({d for peers in counterparts.values() for d in peers}) < len(counterparts) * len(across):
+        raise ScheduleError(
+            "a device would be in two groups",
+            by=by,
+            facts={"hold the same": "; ".join(map(show, counterparts.values()))},
+            hint="list the devices of every region group by group, in the same order of groups",
+        )
+    graph = graph.update(replace(node, devices=first.get(node.devices, ())) for node in graph.nodes.values())
+    return replace(graph, averaging=replace(asked, groups=tuple(zip(*counterparts.values(), strict=True))))
+
+
+def group_peers(devices: Devices, groups: int) -> Iterator[tuple[int, Devices]]:
+    """Yield each device of the first group of a region, with its counterparts in all groups."""
+    size = len(devices) // groups
+    for place in range(size):
+        yield devices[place], devices[place::size]
+
+
+def check_groups(graph: Graph, node: Compute, groups: int, by: str) -> None:
+    """Refuse a region whose devices do not make up equal groups."""
+    policy, count = graph.policy(node.chunk), len(node.devices)
+    together = policy.degree * policy.ways
+    if count % groups or count // groups % together:
+        sharded = {"sharded": f"over {together} devices"} if together > 1 else {}
+        raise ScheduleError(
+            f"{count} devices do not make up {groups} equal groups",
+            by=by,
+            facts={"region": node.chunk, "devices": show(node.devices), **sharded},
+            hint="place every region on as many devices in each group, and shard it within a group",
+        )
+
+
+def mixed_groups(graph: Graph, node: Compute, by: str, before: Devices, here: Devices) -> ScheduleError:
+    """Return the error for two regions that cut devices into different groups."""
+    return ScheduleError(
+        "two regions have different groups",
+        by=by,
+        facts={"before": f"{show(before)} hold the same", node.chunk: f"{show(here)} do"},
+        hint="list the devices of every region group by group, in the same order of groups",
+    )

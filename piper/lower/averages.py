@@ -1,0 +1,142 @@
+"""Groups that train apart: the plans of one group repeated for all, and averages of their parameters."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from piper.errors import ScheduleError
+from piper.ir.averaging import Averaging
+from piper.ir.devices import show
+from piper.ir.dtypes import itemsize
+from piper.ir.ids import SlotId
+from piper.ir.node import LocalNode, Update
+from piper.lower.edit import SequenceEdit
+from piper.lower.state import LoweringState
+from piper.plan.groups import ChangedDevices
+from piper.plan.plan import Bucket, Comm, Plan, Plans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AverageParameters(LocalNode):
+    """Average what a device trains of a bucket with its counterparts in other groups, when that is due."""
+
+    op = "average"
+
+    bucket: str
+
+    @property
+    def name(self) -> str:
+        return f"average[{self.bucket} @{show(self.devices)}]"
+
+
+def add_averages(state: LoweringState) -> LoweringState:
+    """Average each bucket right after its update, before updated shards are gathered.
+
+    update[@0]  gather (zero 1, 2)
+    -->
+    update[@0], average[PP=0/0 @0], gather
+    """
+    asked = state.graph.averaging
+    if asked is None or not state.settings.trains:
+        return state
+    by = max(n for n, directive in enumerate(state.graph.directives) if directive.verb == "average")
+    check_composition(state, asked, state.graph.directives[by].title)
+    edit = SequenceEdit(state)
+    for place, node in enumerate(state.sequence):
+        if isinstance(node, Update):
+            for slot in (slot for slot in node.writes if slot.kind == "param"):
+                average = AverageParameters(
+                    bucket=slot.owner,
+                    devices=node.devices,
+                    reads=(slot,),
+                    writes=(slot,),
+                    stream=asked.stream,
+                    origin=(by,),
+                    nbytes=sent_bytes(asked, state.buckets[slot.owner]),
+                )
+                edit.after(place, average)
+    return edit.apply()
+
+
+def check_composition(state: LoweringState, asked: Averaging, by: str) -> None:
+    """Refuse groups whose state is on the host, and groups that lie differently on their machines."""
+    offloaded = state.graph.chosen(lambda options: options.offload_state)
+    if offloaded:
+        raise ScheduleError(
+            "groups do not average parameters whose optimizer state is on the host",
+            by=by,
+            facts={"offloaded": str(state.graph.directives[next(iter(offloaded.values())).by])},
+            hint='leave offload(what="optimizer") out, or average',
+        )
+    protection = state.graph.protection
+    if protection is None or not protection.copies:
+        return
+    first, *others = ([protection.domain(d) for d in group] for group in asked.groups)
+    for group, domains in zip(asked.groups[1:], others, strict=True):
+        if len(set(zip(first, domains, strict=True))) != len(set(first)) or len(set(domains)) != len(
+            set(first)
+        ):
+            raise ScheduleError(
+                f"groups lie differently on their {protection.apart}s",
+                by=by,
+                facts={show(asked.groups[0]): f"{protection.apart}s {first}", show(group): str(domains)},
+                hint="give each group machines of its own, or protect(copies=0)",
+            )
+
+
+def every_update_is_averaged(state: LoweringState) -> Iterator[str]:
+    """Yield each parameter that is updated in a group and not averaged with the others."""
+    if state.graph.averaging is None or not state.settings.trains:
+        return
+    seen: set[tuple[SlotId, int]] = set()
+    for node in reversed(state.sequence):
+        if isinstance(node, AverageParameters):
+            seen.update((slot, device) for slot in node.writes for device in node.devices)
+        if isinstance(node, Update):
+            for slot in node.writes:
+                if slot.kind == "param" and not all((slot, device) in seen for device in node.devices):
+                    yield f"{node.name} updates {slot}, which is not averaged after it"
+
+
+def repeat_in_groups(state: LoweringState) -> LoweringState:
+    """Repeat the plans of the first group on the devices of all groups, and let averages join them.
+
+    0: F, B, update, average, in groups 0 and 1
+    -->
+    0,1: F, B, update, average over 0,1
+    """
+    asked, plans = state.graph.averaging, state.plans
+    if asked is None or plans is None:
+        return state
+    comm = Comm(name=f"{show(asked.peers[0])} apart:{asked.stream}", kind="groups", groups=asked.peers)
+    plans = ChangedDevices(asked.everywhere, asked.copies).all(plans, plans.cells * len(asked.groups))
+    plans = replace(
+        plans,
+        plans=tuple(joined_by(plan, comm, plans) for plan in plans),
+        comms={**plans.comms, comm.name: comm} if state.settings.trains else plans.comms,
+        averaging=asked,
+    )
+    return replace(state, plans=plans)
+
+
+def joined_by(plan: Plan, comm: Comm, plans: Plans) -> Plan:
+    """Return a plan whose averages go over a communicator."""
+    return replace(
+        plan,
+        instrs=tuple(
+            replace(ins, comm=comm.name, workspace=2 * trained_bytes(plans.buckets[ins.writes[0].owner]))
+            if ins.op == "average"
+            else ins
+            for ins in plan.instrs
+        ),
+    )
+
+
+def trained_bytes(bucket: Bucket) -> int:
+    """Return the bytes that a device trains of a bucket, in the type of the optimizer."""
+    each = itemsize("float32") if bucket.has_master else bucket.itemsize
+    return (bucket.largest_shard if bucket.zero else bucket.numel) * each
+
+
+def sent_bytes(asked: Averaging, bucket: Bucket) -> int:
+    """Return the bytes that a device sends to average a bucket."""
+    return 2 * trained_bytes(bucket) * (len(asked.groups) - 1) // len(asked.groups)

@@ -1,0 +1,89 @@
+"""Plans of all groups that train apart, made from those of one group, or cut down to those of the first."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from piper.ir.averaging import Averaging
+from piper.ir.devices import Devices
+from piper.ir.ids import SlotId
+from piper.plan.instr import Collecting, Field, Instr
+from piper.plan.plan import Bucket, Comm, PlacedChunk, Plan, Plans, Slot
+
+ChangeDevices = Callable[[Devices], Devices]
+ChangeSets = Callable[[tuple[Devices, ...]], tuple[Devices, ...]]
+
+
+class ChangedDevices:
+    """Plans with other devices in every place that names some."""
+
+    def __init__(self, devices: ChangeDevices, sets: ChangeSets) -> None:
+        """Take what becomes of devices that run the same, and of sets that communicate."""
+        self.devices, self.sets = devices, sets
+
+    def plan(self, plan: Plan) -> Plan:
+        """Return one program for other devices."""
+        return replace(
+            plan,
+            devices=self.devices(plan.devices),
+            instrs=tuple(map(self.instr, plan.instrs)),
+            residents={self.slot_id(name): self.slot(slot) for name, slot in plan.residents.items()},
+        )
+
+    def instr(self, ins: Instr) -> Instr:
+        """Return an instruction, whose payload and slots may name devices."""
+        payload = ins.payload
+        if isinstance(payload, Field | Collecting) and payload.devices:
+            ins = replace(ins, payload=replace(payload, devices=self.devices(payload.devices)))
+        if any(slot.kind in ("place", "host_place") for slot in ins.reads):
+            ins = replace(ins, reads=tuple(map(self.slot_id, ins.reads)))
+        return ins
+
+    def slot_id(self, slot: SlotId) -> SlotId:
+        """Return the id of a slot that tells a device its place among others."""
+        if slot.kind not in ("place", "host_place"):
+            return slot
+        region, group = slot.devices
+        return SlotId(slot.kind, slot.owner, devices=(self.devices(region), group))
+
+    def slot(self, slot: Slot) -> Slot:
+        """Return a slot that is sharded over other devices."""
+        return replace(slot, placed=self.devices(slot.placed)) if slot.placed else slot
+
+    def bucket(self, bucket: Bucket) -> Bucket:
+        """Return a bucket that lies on other devices."""
+        return replace(bucket, devices=self.devices(bucket.devices), groups=self.sets(bucket.groups))
+
+    def chunk(self, chunk: PlacedChunk) -> PlacedChunk:
+        """Return a chunk that runs on other devices."""
+        elsewhere = {part: self.devices(devices) for part, devices in chunk.elsewhere.items()}
+        return replace(chunk, devices=self.devices(chunk.devices), elsewhere=elsewhere)
+
+    def comm(self, comm: Comm) -> Comm:
+        """Return a communicator of other devices."""
+        return replace(comm, groups=self.sets(comm.groups))
+
+    def all(self, plans: Plans, cells: int) -> Plans:
+        """Return plans for other devices. cells: the slices of all samples there."""
+        return replace(
+            plans,
+            plans=tuple(map(self.plan, plans.plans)),
+            comms={name: self.comm(comm) for name, comm in plans.comms.items()},
+            buckets={name: self.bucket(bucket) for name, bucket in plans.buckets.items()},
+            chunks={name: self.chunk(chunk) for name, chunk in plans.chunks.items()},
+            cells=cells,
+        )
+
+
+def of_first_group(plans: Plans, asked: Averaging) -> Plans:
+    """Return the plans of the first group alone, in which an average has no peers."""
+
+    def inside(groups: tuple[Devices, ...]) -> tuple[Devices, ...]:
+        return tuple(group for group in groups if asked.first(group) == group)
+
+    plans = ChangedDevices(asked.first, inside).all(plans, plans.cells // len(asked.groups))
+    alone = (
+        replace(plan, instrs=tuple(replace(i, comm=None) if i.op == "average" else i for i in plan.instrs))
+        for plan in plans
+    )
+    comms = {name: comm for name, comm in plans.comms.items() if comm.groups}
+    return replace(plans, plans=tuple(alone), comms=comms)

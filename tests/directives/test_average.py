@@ -1,0 +1,101 @@
+"""`average` refuses groups that are no groups, with the facts that collide."""
+
+import pytest
+
+import piper
+from piper import at, average, offload, place, protect, replicate, shard
+from piper.errors import ConfigError, ScheduleError
+from tests.runtime.averaging import data, job, train
+
+EVERYTHING = replicate(at(), devices=[0, 1, 2, 3])
+ERRORS: dict[str, tuple[list[piper.Directive], str]] = {
+    "alone": (
+        [EVERYTHING, average(at(), across=[0])],
+        """average #1: there is nothing to average with a single group
+  asked: across=[0]
+  hint:  name one device of each group: across=[0, 4] for the groups of devices 0 and 4""",
+    ),
+    "unequal": (
+        [replicate(at(), devices=[0, 1, 2]), average(at(), across=[0, 2])],
+        """average #1: 3 devices do not make up 2 equal groups
+  region:  PP=0
+  devices: 0-2
+  hint:    place every region on as many devices in each group, and shard it within a group""",
+    ),
+    "sharded over groups": (
+        [
+            shard(at(), devices=[0, 1], axis="TP", weights={"first": 0, "second": 1}),
+            average(at(), across=[0, 1]),
+        ],
+        """average #1: 2 devices do not make up 2 equal groups
+  region:  PP=0
+  devices: 0,1
+  sharded: over 2 devices
+  hint:    place every region on as many devices in each group, and shard it within a group""",
+    ),
+    "different groups": (
+        [
+            replicate(at(PP=0), devices=[0, 1, 2, 3]),
+            replicate(at(PP=1), devices=[0, 2, 1, 3]),
+            average(at(), across=[0, 2]),
+        ],
+        """average #2: two regions have different groups
+  before: 0,2 hold the same
+  PP=1:   0,1 do
+  hint:   list the devices of every region group by group, in the same order of groups""",
+    ),
+    "in two groups": (
+        [
+            replicate(at(PP=0), devices=[0, 1]),
+            replicate(at(PP=1), devices=[1, 2]),
+            average(at(), across=[0, 1]),
+        ],
+        """average #2: a device would be in two groups
+  hold the same: 0,1; 1,2
+  hint:          list the devices of every region group by group, in the same order of groups""",
+    ),
+    "offloaded": (
+        [EVERYTHING, offload(at(), what="optimizer"), average(at(), across=[0, 2])],
+        """average #2: groups do not average parameters whose optimizer state is on the host
+  offloaded: offload #1
+  hint:      leave offload(what="optimizer") out, or average""",
+    ),
+    "machines": (
+        [
+            replicate(at(PP=0), devices=[0, 4]),
+            place(at(PP=1), devices=[2, 5]),
+            protect(at(), copies=1, devices_per_machine=2),
+            average(at(), across=[0, 4]),
+        ],
+        """average #3: groups lie differently on their machines
+  0,2:  machines [0, 1]
+  4,5:  [2, 2]
+  hint: give each group machines of its own, or protect(copies=0)""",
+    ),
+    "samples": (
+        [replicate(at(), devices=[0, 1, 2]), average(at(), across=[0, 1, 2])],
+        """average #1: 16 samples do not divide into 3 groups that train apart
+  batch:  16 samples
+  groups: 3
+  hint:   use a batch that is a multiple of 3""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_groups_that_are_none_are_refused(case: str) -> None:
+    strategy, said = ERRORS[case]
+    with pytest.raises(ScheduleError) as raised:
+        piper.compile(job(*strategy))
+    text = str(raised.value)
+    for directive in strategy:
+        text = text.replace(f" ({directive.source})", "")
+    assert text == said
+
+
+def test_a_batch_that_leaves_a_group_without_samples_is_refused() -> None:
+    program = piper.compile(job(EVERYTHING, average(at(), across=[0, 2])))
+    few = {name: field[:2] for name, field in data()[0].items()}
+    with piper.launch(program, on="inline") as run, pytest.raises(ConfigError, match="without any"):
+        run.step({name: field[:1] for name, field in few.items()})
+    assert train(program, 1)[0]

@@ -1,0 +1,120 @@
+"""Groups that train apart, in plain PyTorch: a model, an optimizer and a share of the samples each, in a loop.
+
+It shares no code with Piper but the marks in the model, which do nothing here.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import piper
+
+SAMPLES = 16
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("PP"):
+            x = torch.tanh(self.first(x))
+        with piper.annotate("PP"):
+            x = self.second(x)
+        return x
+
+
+def mean_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def weighted_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    weight = batch["w"]
+    return (
+        nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none") * weight
+    ).sum(), weight.sum()
+
+
+def data() -> list[dict[str, Tensor]]:
+    draws = torch.Generator().manual_seed(1)
+
+    def batch() -> dict[str, Tensor]:
+        x, w = (
+            torch.rand(*shape, generator=draws, dtype=torch.float64) for shape in ((SAMPLES, 6), (SAMPLES,))
+        )
+        return {"x": x, "y": torch.randint(4, (SAMPLES,), generator=draws), "w": w}
+
+    return [batch() for _ in range(12)]
+
+
+def adamw(params: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)  # type: ignore[arg-type]
+
+
+def plain_groups(
+    groups: int,
+    every: int,
+    steps: int,
+    *,
+    loss: Callable[..., Tensor | tuple[Tensor, Tensor]] = mean_loss,
+    clip: float | None = None,
+    model: Callable[[], nn.Module] = Net,
+) -> tuple[list[float], list[nn.Module]]:
+    """Return the mean of the groups' losses in each step, and the groups' models in the end."""
+    torch.manual_seed(0)
+    first = model().double()
+    models = [copy.deepcopy(first) for _ in range(groups)]
+    optimizers = [adamw(one.parameters()) for one in models]
+    losses = []
+    for step, batch in zip(range(steps), data(), strict=False):
+        total, weights = 0.0, 0.0
+        for number, (one, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            size = SAMPLES // groups
+            own = {name: field[number * size : (number + 1) * size] for name, field in batch.items()}
+            given = loss(one, own)
+            value, weight = given if isinstance(given, tuple) else (given, torch.ones(()))
+            optimizer.zero_grad()
+            (value / weight).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(one.parameters(), clip)
+            optimizer.step()
+            total, weights = total + value.item(), weights + weight.item()
+        losses.append(total / weights)
+        if (step + 1) % every == 0:
+            with torch.no_grad():
+                for copies in zip(*(one.parameters() for one in models), strict=True):
+                    mean = torch.stack([p.detach() for p in copies]).mean(0)
+                    for parameter in copies:
+                        parameter.copy_(mean)
+    return losses, models
+
+
+def job(
+    *strategy: piper.Directive,
+    loss: Callable[..., Tensor | tuple[Tensor, Tensor]] = mean_loss,
+    clip: float | None = None,
+) -> piper.Job:
+    return piper.Job(
+        model=Net, loss=loss, data=data, strategy=strategy, optimizer=adamw, precision="fp64", clip_norm=clip
+    )
+
+
+def train(
+    program: object, steps: int, on: str = "inline", save: Path | None = None, resume: Path | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train some steps; return the losses and the state of the first group."""
+    with piper.launch(program, on=on, resume=resume) as run:  # type: ignore[arg-type]
+        losses = [result.loss for result in run.train(steps)]
+        if save is not None:
+            run.save(save)
+        return losses, run.state_dict()
+
+
+def assert_same(got: tuple[list[float], dict[str, Tensor]], losses: list[float], model: nn.Module) -> None:
+    torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(losses), rtol=0, atol=1e-9)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(got[1][name], value, rtol=0, atol=1e-9)

@@ -1,0 +1,90 @@
+"""Groups that train apart and average have the numbers of the same algorithm in plain PyTorch."""
+
+from pathlib import Path
+
+import pytest
+
+import piper
+from piper import at, average, replicate, shard, split
+from piper.plan.text import read_plans, show_plans
+from tests.runtime.averaging import assert_same, job, mean_loss, plain_groups, train, weighted_loss
+
+PIPELINE = [
+    replicate(at(PP=0), devices=[0, 1]),
+    replicate(at(PP=1), devices=[2, 3]),
+    split(at(), axis="MB", parts=2),
+    *piper.schedules.one_f_one_b(stages=2, microbatches=2),
+    average(at(), across=[0, 1], every=2),
+]
+TENSOR = [
+    shard(at(), devices=[0, 1, 2, 3], ways=2, axis="TP", weights={"first": 0, "second": 1}),
+    average(at(), across=[0, 2], every=2),
+]
+
+
+def zero(level: int) -> list[piper.Directive]:
+    return [
+        average(at(), across=[0, 2], every=3),
+        replicate(at(), devices=[0, 1, 2, 3], zero=level),
+        split(at(), parts=2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "groups", "every"),
+    [
+        ([replicate(at(), devices=[0, 1]), average(at(), across=[0, 1])], 2, 1),
+        ([replicate(at(), devices=[0, 1, 2, 3]), average(at(), across=[0, 1, 2, 3], every=2)], 4, 2),
+        (zero(1), 2, 3),
+        (zero(2), 2, 3),
+        (zero(3), 2, 3),
+        (PIPELINE, 2, 2),
+        (TENSOR, 2, 2),
+    ],
+    ids=["pair", "four", "zero1", "zero2", "zero3", "pipeline", "tensor"],
+)
+def test_groups_have_the_numbers_of_plain_pytorch(
+    strategy: list[piper.Directive], groups: int, every: int
+) -> None:
+    losses, models = plain_groups(groups, every, 7)
+    assert_same(train(piper.compile(job(*strategy)), 7), losses, models[0])
+
+
+def test_weights_and_clipping_are_of_each_group() -> None:
+    strategy = zero(1)
+    program = piper.compile(job(*strategy, loss=weighted_loss, clip=0.05))
+    losses, models = plain_groups(2, 3, 7, loss=weighted_loss, clip=0.05)
+    assert_same(train(program, 7), losses, models[0])
+
+
+def test_a_group_resumes_from_its_own_values(tmp_path: Path) -> None:
+    losses, models = plain_groups(2, 3, 8)
+    program = piper.compile(job(*zero(3)))
+    before, _ = train(program, 4, on="local", save=tmp_path / "saved")
+    again = train(piper.compile(job(*zero(0))), 4, resume=tmp_path / "saved")
+    assert_same((before + again[0], again[1]), losses, models[0])
+
+
+def test_a_job_without_groups_begins_with_the_values_of_the_first(tmp_path: Path) -> None:
+    program = piper.compile(job(*zero(0)))
+    _, state = train(program, 4, save=tmp_path / "saved")
+    with piper.launch(piper.compile(job()), on="inline", resume=tmp_path / "saved") as run:
+        assert all(value.equal(state[name]) for name, value in run.state_dict().items())
+
+
+def test_an_evaluation_is_the_mean_over_groups() -> None:
+    _, models = plain_groups(2, 3, 2)
+    batch = job().data()[0]  # type: ignore[index]
+    each = [
+        mean_loss(model, {k: v[8 * g : 8 * g + 8] for k, v in batch.items()})
+        for g, model in enumerate(models)
+    ]
+    with piper.launch(piper.compile(job(*zero(2))), on="inline") as run:
+        for _ in run.train(2):
+            pass
+        assert run.evaluate([batch]).loss == pytest.approx((each[0] + each[1]).item() / 2, abs=1e-9)
+
+
+def test_plans_of_groups_have_a_text_form() -> None:
+    plans = piper.compile(job(*TENSOR)).plans
+    assert read_plans(show_plans(plans)) == plans
