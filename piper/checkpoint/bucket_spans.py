@@ -85,6 +85,7 @@ def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
     Of replicas that own the same elements it is the first, of a tied parameter's copies the first bucket.
     """
     buckets = []
+    _, device = plans.place_in_group(device)  # every group saves its own values
     for bucket in held_buckets(plans, device):
         group = next((group for group in bucket.distinct if device in group), None)
         first = group is not None and (bucket.zero > 0 or device == group[0])
@@ -110,6 +111,8 @@ def saved_buffers(plans: Plans, device: int) -> list[str]:
     def slices(plan: Plan, other: int) -> list[tuple[str, int]]:
         return [(name, slot.sharding.index(slot.position(other))) for name, slot in plan.buffers.items()]
 
+    group, _ = plans.place_in_group(device)
     devices = [(plan, other) for plan in plans for other in plan.devices if other < device]
-    earlier = {held for plan, other in devices for held in slices(plan, other)}
+    same_group = ((plan, other) for plan, other in devices if plans.place_in_group(other)[0] == group)
+    earlier = {held for plan, other in same_group for held in slices(plan, other)}
     return [held[0] for held in slices(plans.of(device), device) if held not in earlier]

@@ -32,7 +32,7 @@ def wanted_model(plans: Plans, outline: CapturedModel) -> dict[str, Spec]:
 def check_model(path: Path, record: Record, wanted: Mapping[str, Spec]) -> None:
     """Refuse a checkpoint of another model."""
     missing = [name for name in wanted if name not in record.model]
-    unexpected = [name for name in record.model if name not in wanted]
+    unexpected = [name for name in record.values if name not in wanted]
     differ = [
         f"{name}: saved {record.model[name]}, here {spec}"
         for name, spec in wanted.items()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from piper.checkpoint.bucket_spans import held_buckets, length_of, owned_range, spans
 from piper.checkpoint.folder import settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named
-from piper.checkpoint.metadata import FILE, DamagedError, Record
+from piper.checkpoint.metadata import FILE, DamagedError, Record, name_in_group
 from piper.checkpoint.read_record import read_record
 from piper.checkpoint.save import RefusedError, buffer_parts, copied, range_of
 from piper.checkpoint.storage import CheckpointReader, TensorRange
@@ -46,10 +46,10 @@ class Values(Mapping[str, Tensor]):
         return flat.view(shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.record.model)
+        return iter(self.record.values)
 
     def __len__(self) -> int:
-        return len(self.record.model)
+        return len(self.record.values)
 
 
 def blank_values(outline: CapturedModel) -> Initial:
@@ -76,7 +76,8 @@ def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], ob
     slots = worker.setup.plans.of(worker.device).buffers
     for name, value in worker.buffers(slots).items():
         flat = torch.empty(value.numel(), dtype=value.dtype)
-        reader.read(buffer_parts(name, slots[name], worker.device, value, flat))
+        stored = saved_name(worker, record, name)
+        reader.read(buffer_parts(stored, slots[name], worker.device, value, flat))
         adoptions.append(partial(value.copy_, flat.view(value.shape)))
     if worker.env.state.optimizer is not None and record.seed is not None:
         adoptions.append(read_optimizer(worker, worker.env.state.optimizer, reader))
@@ -86,6 +87,12 @@ def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], ob
             check_settings(schedule, scheduler.state_dict(), "last_epoch")
             adoptions.append(partial(scheduler.load_state_dict, schedule))
     return [*adoptions, partial(renew, worker, record.step)]
+
+
+def saved_name(worker: Worker, record: Record, name: str) -> str:
+    """Return the name under which a value of a worker's group is saved: its own where there is no other."""
+    in_group = name_in_group(name, worker.setup.plans.place_in_group(worker.device)[0])
+    return in_group if f"model.{in_group}" in record.tensors else name
 
 
 def renew(worker: Worker, step: int) -> None:
@@ -111,7 +118,7 @@ def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Cal
         exact = torch.zeros(len(holding.flat), dtype=torch.float32)
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     reader.read(
-        range_of(f"model.{name}", sizes[name], runs, exact, low)
+        range_of(f"model.{saved_name(worker, reader.record, name)}", sizes[name], runs, exact, low)
         for name, own_runs in spans(bucket, worker.device, low, high).items()
         for runs in own_runs
     )
@@ -144,7 +151,7 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
         tensors = dict(segments)
         own = spans(bucket, worker.device, *owned_range(bucket, worker.device))
         for called, own_runs in own.items():
-            kept = moments_of(called, own_runs, tensors[called], reader)
+            kept = moments_of(saved_name(worker, record, called), own_runs, tensors[called], reader)
             if kept:
                 state[numbers[id(tensors[called])]] = kept
     merged = [

@@ -27,6 +27,11 @@ UNSIGNED = "0" * DIGEST  # stands for the digest while it is computed
 LARGEST = 2**63  # integers beyond it are no step and no size
 
 
+def name_in_group(name: str, group: int) -> str:
+    """Return the name of a value in one of the groups that train apart. That of the first is its own name."""
+    return f"{name}@group{group}" if group else name
+
+
 class DamagedError(ConfigError):
     """A checkpoint whose files are not as they were written."""
 
@@ -61,6 +66,7 @@ class Spec:
     shape: tuple[int, ...]
     dtype: str | None = None
     trainable: bool | None = None
+    group: int = 0  # whose value it is, of groups that train apart
 
     def __str__(self) -> str:
         kind = {True: " trained", False: " frozen", None: ""}[self.trainable]
@@ -131,9 +137,17 @@ class Record:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     block: int = BLOCK  # bytes of a file for which there is one digest
 
+    @property
+    def values(self) -> dict[str, Spec]:
+        """Return the parameters and buffers of the model, without those of other groups that train apart."""
+        return {name: spec for name, spec in self.model.items() if not spec.group}
+
     def to_json(self) -> str:
         """Return the record as text that holds its own digest."""
         fields = asdict(self)
+        for spec in fields["model"].values():
+            if not spec["group"]:  # as in most jobs
+                del spec["group"]
         for key, stored in self.tensors.items():
             fields["tensors"][key]["pieces"] = [piece.as_list() for piece in stored.pieces]
         return seal(fields)
@@ -208,7 +222,10 @@ def spec_of(fields: Mapping[str, Any]) -> Spec:
         dtype_named(fields["dtype"])
     if not (fields["trainable"] is None or isinstance(fields["trainable"], bool)):
         raise TypeError(f"trainable is {fields['trainable']!r}")
-    return Spec(shape=shape_of(fields["shape"]), dtype=fields["dtype"], trainable=fields["trainable"])
+    group = whole_number(fields.get("group", 0), "a group")
+    return Spec(
+        shape=shape_of(fields["shape"]), dtype=fields["dtype"], trainable=fields["trainable"], group=group
+    )
 
 
 def file_of(fields: Mapping[str, Any]) -> FileRecord:

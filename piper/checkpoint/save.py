@@ -9,7 +9,7 @@ from torch import Tensor
 
 from piper.checkpoint.bucket_spans import length_of, owned_range, saved_buckets, saved_buffers, spans
 from piper.checkpoint.json_state import Plain, encode
-from piper.checkpoint.metadata import Record, Trainer, kept_by
+from piper.checkpoint.metadata import Record, Trainer, kept_by, name_in_group
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns, flat_runs
@@ -60,7 +60,7 @@ def copy_parts(
     worker: Worker, buckets: Iterable[Bucket], buffers: Iterable[str], trainer: Trainer, copied: Take
 ) -> Copied:
     """Copy what a worker owns of some buckets and buffers."""
-    device = worker.device
+    device, (group, _) = worker.device, worker.setup.plans.place_in_group(worker.device)
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     parts: list[TensorRange] = []
     moments: dict[str, Shapes] = {}
@@ -69,11 +69,11 @@ def copy_parts(
         low, high = owned_range(bucket, device)
         owned = worker.env.state.holdings[bucket.name].trained
         states = states_of(worker, bucket)
-        for name, own_runs in spans(bucket, device, low, high).items():
-            size = sizes[name]
+        for piece, own_runs in spans(bucket, device, low, high).items():
+            size, name = sizes[piece], name_in_group(piece, group)
             own = (range_of(f"model.{name}", size, runs, owned, low) for runs in own_runs)
             parts += [replace(one, tensor=copied(one.tensor)) for one in own]
-            for key, value in states.get(name, {}).items():
+            for key, value in states.get(piece, {}).items():
                 if not isinstance(value, Tensor):
                     numbers.setdefault(name, {})[key] = encode(value, f"optimizer.{name}.{key}")
                 elif ranges := moment_parts(f"optimizer.{name}.{key}", own_runs, size, value, copied):
@@ -82,7 +82,8 @@ def copy_parts(
                     moments.setdefault(name, {})[key] = None if like else tuple(value.shape)
     slots = worker.setup.plans.of(device).buffers
     for name, value in worker.buffers(buffers).items():
-        parts += buffer_parts(name, slots[name], device, value, copied(value).view(-1))
+        stored = name_in_group(name, group)
+        parts += buffer_parts(stored, slots[name], device, value, copied(value).view(-1))
     return Copied(parts=parts, trainer=trainer, moments=moments, numbers=numbers, step=worker.env.step)
 
 

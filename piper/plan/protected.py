@@ -86,14 +86,15 @@ class ProtectedState:
 
     def elements(self, slot: SlotId, device: int) -> Elements:
         """Return the elements that a device owns of a bucket or buffer."""
+        group, _ = self.plans.place_in_group(device)
         if slot.kind == "buffer":
             resident = self.plans.of(device).residents.get(slot)
             slice_held = 0 if resident is None else resident.sharding.index(resident.position(device))
-            return str(slot), slice_held
+            return str(slot), (group, slice_held)
         bucket = self.plans.buckets.get(slot.owner)
         if bucket is None or device not in self._slices(bucket):
             return str(slot), None
-        return str(param_slot(self.first[bucket.pieces[0].name])), self._slices(bucket)[device]
+        return str(param_slot(self.first[bucket.pieces[0].name])), (group, self._slices(bucket)[device])
 
     def _slices(self, bucket: Bucket) -> Mapping[int, tuple[object, int]]:
         """Return the slice and the shard of a bucket that each device owns."""

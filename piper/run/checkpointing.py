@@ -14,7 +14,7 @@ from piper.checkpoint.bucket_spans import held_names
 from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
 from piper.checkpoint.folder import Retention, begun, commit, discard, settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
-from piper.checkpoint.metadata import FILE, DamagedError, Spec, Trainer
+from piper.checkpoint.metadata import FILE, DamagedError, Spec, Trainer, name_in_group
 from piper.checkpoint.read_record import read_record
 from piper.checkpoint.save import Copied, name_of, record_of
 from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, write_parts
@@ -172,7 +172,13 @@ def model_of(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Sp
     specs = wanted_model(program.plans, program.outline)
     for name, value in unread_kept(program, unread).items():
         specs[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
-    return specs
+    apart = program.plans.averaging
+    of_groups = {
+        name_in_group(name, group): replace(specs[name], group=group)
+        for name in held_names(program.plans)
+        for group in range(1, 1 if apart is None else len(apart.groups))
+    }
+    return {**specs, **of_groups}
 
 
 def unread_kept(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -194,7 +200,7 @@ def read_unread(program: ProgramLike, reader: CheckpointReader) -> dict[str, Ten
     on_devices = held_names(program.plans)
     unread = {
         name: torch.empty(spec.shape, dtype=dtype_named(spec.dtype or "float32"))
-        for name, spec in reader.record.model.items()
+        for name, spec in reader.record.values.items()
         if name not in on_devices
     }
     reader.read(
