@@ -15,6 +15,7 @@ from piper.check.distance import differences, nan_in, relative
 from piper.check.localise import Checked, CheckedResult, Launch, first_difference
 from piper.check.mixing import Reasons, reasons
 from piper.check.reference import Reference
+from piper.check.reference_groups import reference_of
 from piper.check.replay import Replay, ReplayError
 from piper.check.shifted_regions import shifted_regions
 from piper.runtime.batch import padded
@@ -37,6 +38,7 @@ class Report:
     first_bad: str | None = None  # the first node that differs, else the first parameter, else the reason
     notes: tuple[str, ...] = ()  # what a reader must know to rely on the answer
     sliced: str | None = None  # why it equals the same slices in plain PyTorch, and not the whole batch
+    groups: int = 1  # that train apart, each as one device
 
     @property
     def verdict(self) -> str:
@@ -47,6 +49,8 @@ class Report:
             return (
                 f"The same numbers as one device on the same slices, not on the whole batch: {self.sliced}."
             )
+        if self.groups > 1:
+            return f"The same numbers as {self.groups} groups that train apart in plain PyTorch."
         return "The same numbers as one device."
 
 
@@ -139,9 +143,9 @@ class _Check:
 
     def report(self, wanted: Iterable[ComparedNumbers] | None) -> Report:
         """Run the steps and judge them."""
-        plain = Reference(self.program)
+        plain = reference_of(self.program)
         if self.batches:
-            moved = next(shifted_regions(plain, self.batches[0]), None)
+            moved = next(shifted_regions(plain, plain.own_part(self.batches[0])), None)
             if moved is not None:
                 return self._answer(self.whole, moved)
         if wanted is None:
@@ -158,9 +162,11 @@ class _Check:
             return self._answer(judge, next(problems, None) or self._judged())
         unmatched = [text for replay in self._all_replays() for text in replay.unmatched]
         number, text = bad
-        named = first_difference(
-            self.program, self.launch, self.batches[: number + 1], self.tol, self.options
-        )
+        named = None
+        if self.program.plans.averaging is None:  # else each group has values of its own
+            named = first_difference(
+                self.program, self.launch, self.batches[: number + 1], self.tol, self.options
+            )
         rounded = self._may_be_rounding() if named is None else []
         return self._answer(judge, "; ".join([named or text, *unmatched[:1], *rounded]))
 
@@ -187,7 +193,7 @@ class _Check:
                 slices, self.sliced = self._slices(number), Worst(self.tol)
             if asked and not whole:
                 self.padded = padded(batch, self.program.job.buckets) is not batch
-                self.reasons = reasons(slices, batch)
+                self.reasons = reasons(slices, slices.own_part(batch))
                 own = self._own_rounding(number)
                 limit = min(SAFETY * max(own["loss"], own["grad"]), LARGEST)
                 self.rounding = max(self.reasons.rounding, limit)
@@ -213,7 +219,7 @@ class _Check:
         if self.reasons.narrow and self.program.job.precision == "fp64":
             batches = self.batches[: number + 1]
             rounded, exact = (
-                numbers(Reference(self.program, exact=exact), batches) for exact in (False, True)
+                numbers(reference_of(self.program, exact=exact), batches) for exact in (False, True)
             )
             try:
                 for one, other in zip(rounded, exact, strict=True):
@@ -230,7 +236,7 @@ class _Check:
 
     def _slices(self, done: int) -> Reference:
         """Return plain PyTorch on the slices, after the steps that are done."""
-        slices = Reference(self.program, sliced=True)
+        slices = reference_of(self.program, sliced=True)
         self.replays.append(slices)
         for batch in self.batches[:done]:
             slices.step(batch)
@@ -314,6 +320,7 @@ class _Check:
             max_param_diff=largest["param"],
             first_bad=bad,
             notes=tuple(self.notes),
+            groups=1 if (apart := self.program.plans.averaging) is None else len(apart.groups),
             sliced=None if bad is not None else self.only_sliced,
         )
 

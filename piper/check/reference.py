@@ -114,6 +114,10 @@ class Reference:
         self.steps += 1
         return loss
 
+    def own_part(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the part of a global batch that this model trains on: all of it."""
+        return batch
+
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a batch on the reference's device, with floating-point fields in the type that computes."""
         return {

@@ -1,0 +1,85 @@
+"""The reference of groups that train apart: a plain model and optimizer for each, averaged in a loop."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from piper.check.reference import Reference, samples_in
+from piper.check.replay import ReplayError
+from piper.ir.averaging import Averaging
+from piper.plan.groups import of_first_group
+from piper.runtime.setup import ProgramLike
+
+
+class GroupProgram:
+    """The program of one group, as if there were no others."""
+
+    def __init__(self, program: ProgramLike, asked: Averaging) -> None:
+        self._program, self._asked = program, asked
+        self.plans = of_first_group(program.plans, asked)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._program, name)
+
+    def shaped(self, batch: Mapping[str, Tensor]) -> "GroupProgram":
+        """Return the program for another shape of a group's batches."""
+        rows = {name: torch.cat([field] * len(self._asked.groups)) for name, field in batch.items()}
+        return GroupProgram(self._program.shaped(rows), self._asked)
+
+
+class GroupsReference(Reference):
+    """Trains each group by itself on its part of the batch. Its numbers are those of the first group."""
+
+    def __init__(self, program: ProgramLike, asked: Averaging, *, sliced: bool, exact: bool) -> None:
+        of_group: ProgramLike = GroupProgram(program, asked)  # type: ignore[assignment]  # by `__getattr__`
+        super().__init__(of_group, sliced=sliced, exact=exact)
+        self.asked = asked
+        self.others = [Reference(of_group, sliced=sliced, exact=exact) for _ in asked.groups[1:]]
+        if any(chunk.random for chunk in program.outline.chunks):
+            raise ReplayError("groups that train apart draw numbers of their own")
+
+    def own_part(self, batch: Mapping[str, Tensor], group: int = 0) -> dict[str, Tensor]:
+        """Return the samples of one group."""
+        size = samples_in(batch) // len(self.asked.groups)
+        return {name: field[group * size : (group + 1) * size] for name, field in batch.items()}
+
+    def step(self, batch: Mapping[str, Tensor]) -> float:
+        """Train all groups on their parts of a global batch, average if that is due, and return the loss."""
+        losses, squares = list[tuple[float, float]](), 0.0
+        for number, group in enumerate((self, *self.others)):
+            own = self.own_part(batch, number)
+            weight = weight_of(group, own)
+            losses.append((Reference.step(group, own), weight))
+            squares += group.grad_norm**2
+        if self.steps % self.asked.every == 0:
+            self._average()
+        self.grad_norm = math.sqrt(squares / len(losses))
+        return sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        groups = (self, *self.others)
+        for copies in zip(*(group.trained for group in groups), strict=True):
+            mean = torch.stack([copy.detach() for copy in copies]).mean(0)
+            for copy in copies:
+                copy.copy_(mean)
+        for group in groups:
+            for name, master in group.masters.items():
+                group.params[name].copy_(master)
+
+
+def weight_of(reference: Reference, batch: Mapping[str, Tensor]) -> float:
+    """Return how much the loss of a batch counts: its weight, or 1 for a mean."""
+    with torch.no_grad(), reference.unchanged():
+        result = reference.loss(reference.on_device(batch))
+    return float(result[1]) if isinstance(result, tuple) else 1.0
+
+
+def reference_of(program: ProgramLike, *, sliced: bool = False, exact: bool = False) -> Reference:
+    """Return plain PyTorch as a program is to train: on one device, or a model for each group."""
+    asked = program.plans.averaging
+    if asked is None:
+        return Reference(program, sliced=sliced, exact=exact)
+    return GroupsReference(program, asked, sliced=sliced, exact=exact)
