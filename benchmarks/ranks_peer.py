@@ -26,48 +26,14 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.ranks_experts import ExpertsHere
 from benchmarks.ranks_rows import RANKS, SEED, Batch, Row, Shape, Size, adamw, batch_of, model_of
-from piper.models.causal import CausalDecoder, stage_ranges
-from piper.models.layers import rope
 from piper.models.moe import SparseFeedForward
-
-
-class Stage(nn.Module):
-    """Consecutive layers of a model: one stage of a pipeline, or all of them."""
-
-    def __init__(
-        self, model: CausalDecoder, index: int, stages: int, length: int, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        sizes = model.sizes
-        self.blocks = nn.ModuleList(model.layers[i] for i in stage_ranges(sizes.layers, stages)[index])
-        self.embedding = model.embedding if index == 0 else None
-        last = index == stages - 1
-        self.norm = model.norm if last else None
-        self.head = model.head if last else None
-        like = torch.empty((), dtype=dtype, device=model.head.weight.device)
-        # No buffer, so that DDP does not make those of all ranks equal: each may have its own positions.
-        self.rotation = rope(length, sizes.rotary, sizes.rope_base, like=like)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.embedding is not None:
-            x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x, self.rotation)
-        return x if self.head is None or self.norm is None else self.head(self.norm(x))
+from piper.selftest.peers import Stage, parallelize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +248,7 @@ def own_stages(place: Place) -> list[Stage]:
         dist.barrier()
     for stage in stages:
         if row.tp > 1:
-            divide(stage, place.inner)
+            parallelize(stage, place.inner)
         for block in stage.blocks if place.compiled else ():
             block.compile(dynamic=False)
     return stages
@@ -449,36 +415,6 @@ def count_copies(trained: Trained) -> None:
     for param in trained.params:
         if isinstance(param, DTensor) and all(placement.is_replicate() for placement in param.placements):
             trained.copies[id(param)] = param.device_mesh.size()
-
-
-def divide(stage: Stage, mesh: DeviceMesh) -> None:
-    """Divide a stage over a mesh, as TorchTitan does."""
-    ends: dict[str, ParallelStyle] = {}
-    if stage.embedding is not None:
-        ends["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        # A block that is compiled cannot take a value that has not arrived.
-        stage.embedding.register_forward_hook(lambda module, given, out: out.clone())
-    if stage.head is not None:
-        ends["norm"] = SequenceParallel()
-        ends["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))
-    parallelize_module(stage, mesh, ends)
-    layer: dict[str, ParallelStyle] = {
-        "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(
-            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
-        ),
-        "attention.q": ColwiseParallel(),
-        "attention.k": ColwiseParallel(),
-        "attention.v": ColwiseParallel(),
-        "attention.out": RowwiseParallel(output_layouts=Shard(1)),
-        "ffn_norm": SequenceParallel(),
-        "ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "ffn.gate": ColwiseParallel(),
-        "ffn.up": ColwiseParallel(),
-        "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
-    }
-    for block in stage.blocks:
-        parallelize_module(block, mesh, layer)
 
 
 # pipelines

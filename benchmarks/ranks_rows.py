@@ -14,10 +14,6 @@ from piper.models.causal import CausalDecoder, Sizes
 
 RANKS = 4
 SEED = 0
-WEIGHTS = {  # of a decoder, and the dimension along which tensor parallelism divides them
-    "*attention.q|*attention.k|*attention.v|*ffn.gate|*ffn.up|embedding|head": 0,
-    "*attention.out|*ffn.down": 1,
-}
 FIELDS = {"tokens": 1, "labels": 1}  # and the dimension of their positions
 Schedule = Literal["", "1f1b", "interleaved", "zbv"]
 Precision = Literal["bf16", "fp32"]
@@ -280,7 +276,7 @@ def strategy_of(row: Row, microbatches: int) -> list[piper.Directive]:
     for stage in range(row.stages):
         selected, devices = piper.at(PP=stage), row.devices_of(stage)
         if row.tp > 1:
-            tensor = piper.shard(selected, devices, axis="TP", weights=WEIGHTS, between=1)
+            tensor = piper.shard(selected, devices, axis="TP", weights=decoder.SHARDED_WEIGHTS, between=1)
             strategy.append(tensor)
         elif row.cp > 1:
             ring = piper.shard(selected, devices, axis="CP", batch=FIELDS, attention="ring", balance="zigzag")

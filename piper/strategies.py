@@ -203,10 +203,13 @@ def data_parallel(by: str, dp: int, zero: int, microbatches: int, bucket_mb: flo
     return [everything, *([split(at(), axis="MB", parts=microbatches)] if microbatches > 1 else [])]
 
 
-def over_ranks(stages: list[range], grid: Grid, width: int, *kinds: Placing) -> list[Directive]:
+def over_ranks(
+    stages: list[range], grid: Grid, width: int, *kinds: Placing, tag: str = "LAYER"
+) -> list[Directive]:
     """Return the directives of a pipeline: the stages on their ranks of `width` devices, split and in order.
 
     kinds: make a directive of a stage, or of some of its microbatches, and of the devices of a rank.
+    tag: of the regions whose numbers the stages are.
     """
     parts_of: dict[int, dict[int, dict[int, None]]] = {}  # stage -> rank -> its microbatches
     for rank, row in enumerate(grid.rows):
@@ -215,7 +218,7 @@ def over_ranks(stages: list[range], grid: Grid, width: int, *kinds: Placing) -> 
     both_ways = any(len(ranks) > 1 for ranks in parts_of.values())
     placed = [
         kind(
-            at(LAYER=layers, MB=sorted(parts)) if both_ways else at(LAYER=layers),
+            at(None, **{tag: layers}, MB=sorted(parts)) if both_ways else at(None, **{tag: layers}),
             range(rank * width, (rank + 1) * width),
         )
         for kind in kinds
@@ -223,11 +226,11 @@ def over_ranks(stages: list[range], grid: Grid, width: int, *kinds: Placing) -> 
         for rank, parts in sorted(parts_of[stage].items(), key=lambda found: min(found[1]))
     ]
     parts = split(at(), axis="MB", parts=grid.microbatches)
-    order = orders(grid, stage=[at(LAYER=stage) for stage in stages])
+    order = orders(grid, stage=[at(None, **{tag: stage}) for stage in stages])
     return [parts, *placed, *order] if both_ways else [*placed, parts, *order]
 
 
-def copies(dp: int, zero: int, bucket_mb: float | None) -> Placing:
+def copies(dp: int, zero: int, bucket_mb: float | None = None) -> Placing:
     """Return what puts a stage on the devices of a rank, of which `dp` share the samples."""
 
     def placed(stage: At, devices: range) -> Directive:

@@ -100,7 +100,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compiler": PACKAGES | {"torch"},
     "train": PACKAGES | {"compiler", "torch"},  # the run folder and the display around the loop
     "tuning": PACKAGES | {"compiler", "torch"},  # compiles candidates
-    "cli": PACKAGES | {"compiler", "train", "tuning", "torch", "__init__"},
+    "selftest": PACKAGES | {"compiler", "torch"},  # whole jobs, and torch beside them
+    "cli": PACKAGES | {"compiler", "selftest", "train", "tuning", "torch", "__init__"},
     "__init__": PACKAGES | {"compiler", "tuning"},
     "__main__": {"cli"},
 }

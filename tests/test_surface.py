@@ -189,6 +189,7 @@ def test_verbs_and_flags() -> None:
             "--workers",
             "recipe",
         ],
+        "selftest": ["--compile", "--device", "--devices", "--json", "--only", "--out"],
         "view": [
             "--cluster",
             "--costs",

@@ -27,6 +27,7 @@ VERBS = tuple(
         "plan",
         "check",
         "train",
+        "selftest",
     ]
 )
 

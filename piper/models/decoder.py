@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from piper.models.causal import CausalDecoder, Sizes, loss, token_loss
 from piper.models.layers import Attention, Block, SwiGLU
 
-__all__ = ["Config", "Decoder", "loss", "token_loss"]
+__all__ = ["SHARDED_WEIGHTS", "Config", "Decoder", "loss", "token_loss"]
+
+SHARDED_WEIGHTS = {  # which weights tensor parallelism shards along which dimension: `shard(weights=)`
+    "*attention.q|*attention.k|*attention.v|*ffn.gate|*ffn.up|embedding|head": 0,
+    "*attention.out|*ffn.down": 1,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,7 @@ def write_output(path: Path, content: str | bytes, mark: str, what: str = "this 
     data = content.encode() if isinstance(content, str) else content
     assert mark.encode() in data[:LOOKED] + data[-LOOKED:], "else it could not be replaced later"
     try:
-        if path.is_file() and not marked(path, mark):
-            raise not_replaced(path)
+        check_output(path, mark)
         path.write_bytes(data)
     except OSError as error:
         raise ConfigError(
@@ -26,6 +25,12 @@ def write_output(path: Path, content: str | bytes, mark: str, what: str = "this 
             facts={"why": error.strerror or str(error)},
             hint="name a file in a folder that exists and that you own",
         ) from None
+
+
+def check_output(path: Path, mark: str) -> None:
+    """Refuse a file that exists, is not empty and does not hold `mark`: Piper did not write it."""
+    if path.is_file() and not marked(path, mark):
+        raise not_replaced(path)
 
 
 def refuse_existing(path: Path) -> None:

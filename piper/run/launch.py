@@ -199,10 +199,13 @@ def crowding(program: ProgramLike, on: str) -> int:
 def place_of(program: ProgramLike, on: str, share: str = DEFAULT.share) -> str:
     """Return where a program runs, in words: its figures are not those of an accelerator for each device."""
     ranks = crowding(program, on)
-    if not ranks:
-        return on
+    return f"{on}, {shared_place(ranks, share)}" if ranks else on
+
+
+def shared_place(ranks: int, share: str) -> str:
+    """Return how many ranks share the accelerators of this machine, in words."""
     way = "through the host" if share == "host" else "by NCCL over sockets"
-    return f"{on}, {count(ranks, 'rank')} on {count(accelerators(), 'GPU')}, {way}"
+    return f"{count(ranks, 'rank')} on {count(accelerators(), 'GPU')}, {way}"
 
 
 def recovers(on: str) -> bool:

@@ -21,7 +21,7 @@ from piper.ir.format import count, percent
 from piper.runtime.accelerator import accelerators
 from piper.simulate.cluster import Cluster
 from piper.tuning.evaluate import Evaluation
-from piper.workers.rank_environment import rank_environment
+from piper.workers.rank_environment import check_alone
 from piper.workers.transport.fork_server import ForkServer
 
 STARTS, FEWEST = 5, 3  # of each run: all, and those that are made however long they take
@@ -252,12 +252,7 @@ def check_runs_here(cluster: Cluster, devices: int) -> None:
             facts={"asked": str(devices), "here": here},
             hint=f"tune for at most {cards}, or leave --measure out and measure where the devices are",
         )
-    if rank_environment() is not None:
-        raise ConfigError(
-            "candidates run in processes of their own, and this one belongs to a job of torchrun",
-            by=BY,
-            hint="start one process, without torchrun",
-        )
+    check_alone(BY)
 
 
 def fit_together(candidates: Sequence[Evaluation], cluster: Cluster, devices: int, limit: int) -> bool:

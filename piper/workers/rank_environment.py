@@ -63,6 +63,16 @@ def check_started(by: str) -> None:
         )
 
 
+def check_alone(by: str) -> None:
+    """Refuse a process that torchrun has started, where others are to be started from it."""
+    if rank_environment() is not None:
+        raise ConfigError(
+            "this starts processes of its own, and its process belongs to a job of torchrun",
+            by=by,
+            hint="start one process, without torchrun",
+        )
+
+
 def number(name: str) -> int:
     """Return an environment variable as a number."""
     text = os.environ[name]

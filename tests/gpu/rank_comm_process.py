@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from piper.selftest import rank_process
 from tests.gpu.rank_process import become_rank
-from tests.runtime import comm_process
 
 
 def main(descriptors: Sequence[int]) -> int:
     """Run the tasks of the suite."""
     become_rank()
-    return comm_process.main(descriptors)
+    return rank_process.main(descriptors)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from piper.run.launch import launch_local
 from piper.run.recovery import Recovery
@@ -101,8 +100,3 @@ def told(events: list[Event]) -> str:
         f"step {e.step} {e.event} {e.who}: {e.what}; {e.instruction}; {e.seconds} s {dict(e.phases)}"
         for e in events
     )
-
-
-def place() -> torch.device:
-    """Return the device of a rank's tensors."""
-    return torch.device("cuda", 0) if ON_GPU else torch.device("cpu")

@@ -7,19 +7,11 @@ import pytest
 import torch
 
 from piper.runtime.comm.base import Comms
-from tests.gpu.ranks import MARKS, ON_GPU, place, rank_forks
-from tests.runtime.comm_crew import Crew, Processes
-from tests.runtime.test_comm import (  # noqa: F401  they run here too, with the ranks of this module
-    test_a_group_knows_only_its_members,
-    test_a_shift_gives_to_the_next_and_takes_from_the_one_before,
-    test_all_gather_in_place_and_apart,
-    test_all_reduce_adds_from_first_to_last,
-    test_all_to_all_is_uneven_and_may_be_empty,
-    test_an_uneven_shift,
-    test_broadcast_gives_the_first_ones_value,
-    test_pipes_keep_the_order,
-    test_reduce_scatter_pads_with_zeros,
-    test_uneven_reduce_scatter_and_all_gather,
+from piper.selftest.comm_cases import all_reduce
+from piper.selftest.crew import Crew, Processes
+from tests.gpu.ranks import DEVICE, MARKS, ON_GPU, rank_forks
+from tests.runtime.test_comm import (
+    test_a_collective_gives_what_it_must,  # noqa: F401  it runs here too, with the ranks of this module
 )
 
 SIZES = (2, 3, 4)
@@ -30,7 +22,7 @@ pytestmark = [*MARKS, pytest.mark.timeout(300), pytest.mark.xdist_group("ranks-c
 @pytest.fixture(scope="module")
 def processes(clients: Mapping[str, str]) -> Iterator[Processes]:
     with rank_forks(clients, "tests.gpu.rank_comm_process") as forks:
-        started = Processes(forks, max(SIZES), bound=90.0)
+        started = Processes(forks, max(SIZES), bound=90.0, kind=DEVICE)
         yield started
         started.close()
 
@@ -38,12 +30,12 @@ def processes(clients: Mapping[str, str]) -> Iterator[Processes]:
 @pytest.fixture(scope="module", params=SIZES)
 def crew(request: pytest.FixtureRequest, processes: Processes) -> Crew:
     """Ranks that keep their communicators from test to test, because NCCL takes seconds to make them."""
-    return processes.crew(request.param, "nccl" if ON_GPU else "gloo", TIMEOUT, keep=True, place=place())
+    return processes.crew(request.param, TIMEOUT, keep=True)
 
 
 def test_sums_are_the_same_every_time(crew: Crew) -> None:
     """Recovery compares repeated steps to the bit."""
-    given, device_of = crew.values((10_001,), torch.float32), crew.place
+    given, device_of = all_reduce(torch.float32, 10_001).given(crew.size), crew.place
 
     def work(device: int, comms: Comms) -> list[torch.Tensor]:
         return [comms.group("all").all_reduce(given[device].to(device_of)).cpu() for _ in range(5)]
@@ -75,6 +67,6 @@ def test_a_wait_for_nobody_ends_when_it_is_aborted(processes: Processes, size: i
         torch.cuda.synchronize()
         return time.monotonic() - began
 
-    took = processes.crew(size, "nccl", TIMEOUT).run(work)
+    took = processes.crew(size, TIMEOUT).run(work)
     processes.close()  # what was aborted is of no more use
     assert all(isinstance(seconds, float) and seconds < 20 for seconds in took), took

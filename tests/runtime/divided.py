@@ -23,10 +23,6 @@ from tests.runtime.sharing import Shared, one_core
 
 VOCAB, LENGTH, SAMPLES = 64, 16, 8
 FIELDS = {"tokens": 1, "labels": 1}
-OURS = {
-    "*attention.q|*attention.k|*attention.v|*ffn.gate|*ffn.up|embedding|head": 0,
-    "*attention.out|*ffn.down": 1,
-}
 GPT2 = {"*c_attn|*mlp.c_fc": 1, "*attn.c_proj|*mlp.c_proj": 0, "*wte": 0}  # weights are [in, out] here
 
 
@@ -121,8 +117,10 @@ def hf_weights() -> dict[str, int]:
 
 
 MODELS: Mapping[str, Callable[[], Model]] = {
-    "decoder": lambda: Model(build=dense, weights=OURS, loss=decoder.token_loss),
-    "decoder4": lambda: Model(build=dense_of_four_heads, weights=OURS, loss=decoder.token_loss),
+    "decoder": lambda: Model(build=dense, weights=decoder.SHARDED_WEIGHTS, loss=decoder.token_loss),
+    "decoder4": lambda: Model(
+        build=dense_of_four_heads, weights=decoder.SHARDED_WEIGHTS, loss=decoder.token_loss
+    ),
     "moe": lambda: Model(
         build=sparse,
         weights={"*attention.q|*attention.k|*attention.v|embedding|head": 0, "*attention.out": 1},

@@ -1,0 +1,54 @@
+"""`piper selftest`: tries a machine before it is trusted."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from piper.cli.options import NO, SUCCESS, AsJson, Compile, Device, print_json
+from piper.ir.format import wide_console
+from piper.process.files import check_output, write_output
+
+
+def selftest(
+    devices: Annotated[
+        int | None, typer.Option(min=2, help="How many ranks; else one on each GPU, or 4.", metavar="N")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the page as Markdown too.", metavar="FILE")] = None,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Only these parts: versions, links, collectives, compositions, kill, torch.",
+            metavar="PART,...",
+        ),
+    ] = "",
+    device: Device = None,
+    compiled: Compile = False,
+    as_json: AsJson = False,
+) -> None:
+    """Try the links, collectives, compositions and recovery of this machine, and torch beside them.
+
+    Prints one page, which ends with a verdict. The exit code is 1 if anything failed.
+    """
+    from piper.selftest.report import MARK  # torch is paid for only where it is used
+    from piper.selftest.selftest import selftest as try_machine
+
+    if out is not None:
+        check_output(out, MARK)
+    console = wide_console(stderr=True)
+    page = try_machine(
+        devices,
+        device=device,
+        compiled=compiled,
+        only=[part.strip() for part in only.split(",") if part.strip()],
+        progress=console.print,
+    )
+    if out is not None:
+        write_output(out, page.markdown(), MARK)
+    if as_json:
+        print_json({"ok": page.ok, "verdict": page.verdict, **asdict(page)})
+    else:
+        sys.stdout.write(page.markdown())
+    sys.exit(SUCCESS if page.ok else NO)

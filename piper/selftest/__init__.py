@@ -1,0 +1,1 @@
+"""Tries a machine before it is trusted: links, collectives, compositions, recovery, and torch beside it."""
