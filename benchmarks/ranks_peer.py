@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.ranks_experts import ExpertsHere
 from benchmarks.ranks_rows import RANKS, SEED, Batch, Row, Shape, Size, adamw, batch_of, model_of
 from piper.models.moe import SparseFeedForward
-from piper.selftest.peers import Stage, parallelize
+from piper.selftest.peers import PeerStage, parallelize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,13 +225,13 @@ def peer_rank(row: Row, size: Size, rank: int, device: str, *, compiled: bool) -
             yield replicated_rank(place, stages[0], stack)
 
 
-def own_stages(place: Place) -> list[Stage]:
+def own_stages(place: Place) -> list[PeerStage]:
     """Return this rank's stages with the weights of the seed, their blocks compiled.
 
     Ranks build the whole model one after another: together they would need four times its memory.
     """
     row, shape = place.row, place.shape
-    stages: list[Stage] = []
+    stages: list[PeerStage] = []
     for turn in range(RANKS):
         if turn == place.rank:
             torch.manual_seed(SEED)
@@ -241,7 +241,7 @@ def own_stages(place: Place) -> list[Stage]:
                 for block in model.layers:
                     block.ffn = ExpertsHere(cast(SparseFeedForward, block.ffn), place.inner.get_group())
             own = row.stages_of(place.pipeline_rank)
-            stages = [Stage(model, index, row.stages, shape.length, place.size.dtype) for index in own]
+            stages = [PeerStage(model, index, row.stages, shape.length, place.size.dtype) for index in own]
             del model
             if place.device == "cuda":
                 torch.cuda.empty_cache()
@@ -291,7 +291,7 @@ def whole_backward(
 # data and context parallelism
 
 
-def replicated_rank(place: Place, stage: Stage, stack: ExitStack) -> PeerRank:
+def replicated_rank(place: Place, stage: PeerStage, stack: ExitStack) -> PeerRank:
     """Return a rank of DDP, in which experts or attention may reach over the ranks."""
     trained = Trained(stage, place.size.dtype, 1)
     apart = [name for name, _ in stage.named_parameters() if place.row.ep > 1 and is_expert(name)]
@@ -331,7 +331,7 @@ def sum_in_float32(trained: Trained, bucket: GradBucket) -> torch.futures.Future
 
 
 @contextmanager
-def attention_over_ranks(place: Place, stage: Stage, batch: Batch) -> Iterator[None]:
+def attention_over_ranks(place: Place, stage: PeerStage, batch: Batch) -> Iterator[None]:
     """Give this rank its positions of the batch, and let its attention reach all of them.
 
     On GPUs this is torch's `context_parallel`: ring attention, positions balanced over the ranks. It has no
@@ -375,14 +375,14 @@ def gathered_attention(
     return plain(q, keys, values, attn_mask=mask, enable_gqa=enable_gqa)
 
 
-def sharded_rank(place: Place, stage: Stage) -> PeerRank:
+def sharded_rank(place: Place, stage: PeerStage) -> PeerRank:
     """Return a rank of FSDP2."""
     shard_stage(place, stage)
     backward = whole_backward(place, stage, place.batch(), nullcontext)
     return PeerRank(backward=backward, trained=TrainedShards(stage.parameters()), device=place.device)
 
 
-def shard_stage(place: Place, stage: Stage) -> None:
+def shard_stage(place: Place, stage: PeerStage) -> None:
     """Shard a stage as TorchTitan does: the table, each block, the norm with the head."""
     policy = MixedPrecisionPolicy()
     if place.size.precision == "bf16":
@@ -402,7 +402,7 @@ def shard_stage(place: Place, stage: Stage) -> None:
 # tensor parallelism
 
 
-def tensor_rank(place: Place, stage: Stage) -> PeerRank:
+def tensor_rank(place: Place, stage: PeerStage) -> PeerRank:
     """Return a rank of tensor and sequence parallelism."""
     trained = Trained(stage, place.size.dtype, 1)
     count_copies(trained)
@@ -420,7 +420,7 @@ def count_copies(trained: Trained) -> None:
 # pipelines
 
 
-def pipeline_rank(place: Place, stages: Sequence[Stage]) -> PeerRank:
+def pipeline_rank(place: Place, stages: Sequence[PeerStage]) -> PeerRank:
     """Return a rank of a pipeline, whose stages may be sharded, divided, or share experts."""
     row, microbatches = place.row, place.shape.microbatches
     trained: Trained | TrainedShards
@@ -459,7 +459,7 @@ def pipeline_rank(place: Place, stages: Sequence[Stage]) -> PeerRank:
     return PeerRank(backward=backward, trained=trained, device=place.device)
 
 
-def pipeline_stage(place: Place, stage: Stage, index: int) -> PipelineStage:
+def pipeline_stage(place: Place, stage: PeerStage, index: int) -> PipelineStage:
     """Return torch's stage, with the shapes of what it takes and returns."""
     row, shape = place.row, place.shape
     hidden = (shape.samples, shape.length // row.tp, shape.model.dim)

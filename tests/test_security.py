@@ -86,10 +86,14 @@ def test_no_name_of_a_reader_is_imported_by_itself() -> None:
                 assert all(alias.asname is None for alias in node.names if alias.name in READERS), path
 
 
-def test_unpickled_functions_come_from_a_setup_alone() -> None:
+def test_unpickled_functions_come_from_a_setup_or_a_call_of_the_self_test() -> None:
     """A setup is what a worker is given by its driver, over a channel that both have proved their key on."""
     users = {(where, inside) for where, inside, _ in found({"unpack"})}
-    assert users == {("workers/messages.py", "unpack_setup")}
+    calls = (
+        "selftest/rank_process.py",
+        "main",
+    )  # from the process that forked this one, over a pair of sockets
+    assert users == {("workers/messages.py", "unpack_setup"), calls}
     builders = {(where, inside) for where, inside, _ in found({"unpack_setup"})}
     # the programs that train and that evaluate; and those of fewer devices, which a fork of this very process
     # compiles and writes into memory without a name

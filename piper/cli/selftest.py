@@ -32,8 +32,8 @@ def selftest(
 
     Prints one page, which ends with a verdict. The exit code is 1 if anything failed.
     """
-    from piper.selftest.report import MARK  # torch is paid for only where it is used
     from piper.selftest.selftest import selftest as try_machine
+    from piper.selftest.selftest_page import MARK  # torch is paid for only where it is used
 
     if out is not None:
         check_output(out, MARK)

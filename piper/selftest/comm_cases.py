@@ -30,7 +30,7 @@ PIPED = ((2, 3), (), (4097,))  # shapes of values that follow each other through
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class ExpectedValue:
     """A value that a rank must get."""
 
     value: Tensor
@@ -49,24 +49,24 @@ class Expected:
         return f"{flat[first]} instead of {wanted[first]} at {first}, {int(wrong.sum())} of {len(flat)} wrong"
 
 
-Total = Callable[[Sequence[Tensor]], Expected]  # of the tensors of all ranks
+Total = Callable[[Sequence[Tensor]], ExpectedValue]  # of the tensors of all ranks
 
 
-def first_to_last(given: Sequence[Tensor]) -> Expected:
+def first_to_last(given: Sequence[Tensor]) -> ExpectedValue:
     """Return the sum from the first to the last, to the bit; short types are added in float32."""
     total = given[0].float() if given[0].dtype == torch.bfloat16 else given[0]
     for value in given[1:]:
         total = total + value.to(total.dtype)
-    return Expected(value=total.to(given[0].dtype))
+    return ExpectedValue(value=total.to(given[0].dtype))
 
 
-def in_any_order(given: Sequence[Tensor]) -> Expected:
+def in_any_order(given: Sequence[Tensor]) -> ExpectedValue:
     """Return the sum, and how far it may be off if it is taken in any order. Whole numbers are exact."""
     if not given[0].is_floating_point():
         return first_to_last(given)
     wide = torch.stack([value.double() for value in given])
     slack = len(given) * torch.finfo(given[0].dtype).eps * wide.abs().sum(0)
-    return Expected(value=first_to_last(given).value, near=(wide.sum(0), slack))
+    return ExpectedValue(value=first_to_last(given).value, near=(wide.sum(0), slack))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class CommCase:
     dtype: torch.dtype
     shapes: Shapes
     act: Callable[[Comms, int, Tensor], list[Tensor]]
-    want: Callable[[list[Tensor], int, Total], list[Expected]]
+    want: Callable[[list[Tensor], int, Total], list[ExpectedValue]]
 
     def __str__(self) -> str:
         return f"{self.collective} {str(self.dtype).removeprefix('torch.')} {self.about}"
@@ -106,7 +106,7 @@ class CommCase:
 def all_reduce(dtype: torch.dtype, length: int, group: str = "all") -> CommCase:
     """Sum over all ranks, or over each of two groups ("halves"), which know nothing of each other."""
 
-    def want(given: list[Tensor], rank: int, total: Total) -> list[Expected]:
+    def want(given: list[Tensor], rank: int, total: Total) -> list[ExpectedValue]:
         cut = (len(given) + 1) // 2 if group == "halves" else len(given)
         return [total(given[:cut] if rank < cut else given[cut:])]
 
@@ -123,7 +123,7 @@ def reduce_scatter(dtype: torch.dtype, length: int) -> CommCase:
         group = comms.group("all")
         return [group.reduce_scatter(mine, -(-len(mine) // group.size))]
 
-    def want(given: list[Tensor], rank: int, total: Total) -> list[Expected]:
+    def want(given: list[Tensor], rank: int, total: Total) -> list[ExpectedValue]:
         part = -(-length // len(given))
         padded = [torch.cat([value, value.new_zeros(part * len(given) - length)]) for value in given]
         return [total([value[rank * part :][:part] for value in padded])]
@@ -138,7 +138,7 @@ def reduce_scatter_uneven(dtype: torch.dtype) -> CommCase:
         group = comms.group("all")
         return [group.reduce_scatter_uneven(mine, uneven(group.size))]
 
-    def want(given: list[Tensor], rank: int, total: Total) -> list[Expected]:
+    def want(given: list[Tensor], rank: int, total: Total) -> list[ExpectedValue]:
         return [total([value.split(uneven(len(given)))[rank] for value in given])]
 
     return CommCase(
@@ -161,8 +161,8 @@ def all_gather(dtype: torch.dtype, length: int | None) -> CommCase:
                 group.all_gather(shard, out)
         return [apart, within]
 
-    def want(given: list[Tensor], rank: int, total: Total) -> list[Expected]:
-        return [Expected(value=torch.cat(given))] * 2
+    def want(given: list[Tensor], rank: int, total: Total) -> list[ExpectedValue]:
+        return [ExpectedValue(value=torch.cat(given))] * 2
 
     return CommCase("all_gather", named(length), dtype, partial(vectors, length), act, want)
 
@@ -178,9 +178,9 @@ def all_to_all(dtype: torch.dtype, about: str) -> CommCase:
         gets = [gives(other, group.size)[rank] for other in range(group.size)]
         return [torch.cat(group.all_to_all(mine, gives(rank, group.size), gets))]
 
-    def want(given: list[Tensor], rank: int, total: Total) -> list[Expected]:
+    def want(given: list[Tensor], rank: int, total: Total) -> list[ExpectedValue]:
         rows = [value.split(gives(other, len(given)))[rank] for other, value in enumerate(given)]
-        return [Expected(value=torch.cat(rows))]
+        return [ExpectedValue(value=torch.cat(rows))]
 
     def shapes(size: int) -> list[Shape]:
         return [(sum(gives(rank, size)), WIDE) for rank in range(size)]
@@ -198,8 +198,11 @@ def shift(dtype: torch.dtype, length: int | None, by: int = 1) -> CommCase:
             return [group.shift(mine, by).add_(added), mine]
         return [group.shift_uneven(mine, uneven(group.size)[rank - by]), mine]
 
-    def want(given: list[Tensor], rank: int, total: Total) -> list[Expected]:
-        return [Expected(value=given[(rank - by) % len(given)] + added), Expected(value=given[rank])]
+    def want(given: list[Tensor], rank: int, total: Total) -> list[ExpectedValue]:
+        return [
+            ExpectedValue(value=given[(rank - by) % len(given)] + added),
+            ExpectedValue(value=given[rank]),
+        ]
 
     return CommCase("shift", f"{named(length)} by {by}", dtype, partial(vectors, length), act, want)
 
@@ -210,8 +213,8 @@ def broadcast(dtype: torch.dtype, shape: Shape) -> CommCase:
     def act(comms: Comms, rank: int, mine: Tensor) -> list[Tensor]:
         return [comms.group("all").broadcast(mine)]
 
-    def want(given: list[Tensor], rank: int, total: Total) -> list[Expected]:
-        return [Expected(value=given[0])]
+    def want(given: list[Tensor], rank: int, total: Total) -> list[ExpectedValue]:
+        return [ExpectedValue(value=given[0])]
 
     return CommCase("broadcast", str(list(shape)), dtype, partial(equal, shape), act, want)
 
@@ -233,9 +236,9 @@ def pipes(dtype: torch.dtype) -> CommCase:
                     out.send(mine.new_full(shape, 10 * rank + step), form)
         return got
 
-    def want(given: list[Tensor], rank: int, total: Total) -> list[Expected]:
+    def want(given: list[Tensor], rank: int, total: Total) -> list[ExpectedValue]:
         numbers = [10 * ((rank - 1) % len(given)) + step for step in range(2)]
-        return [Expected(value=torch.full(shape, n, dtype=dtype)) for n in numbers for shape in PIPED]
+        return [ExpectedValue(value=torch.full(shape, n, dtype=dtype)) for n in numbers for shape in PIPED]
 
     return CommCase("send, recv", "in order", dtype, partial(equal, ()), act, want)
 

@@ -19,7 +19,7 @@ from piper.workers.serve import crowded
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel
 from piper.workers.transport.fork_server import ForkServer
-from piper.workers.transport.serialize import pack, unpack
+from piper.workers.transport.serialize import pack
 from piper.workers.transport.sockets import ClosedError
 
 Communicate = Callable[[int, Comms], object]
@@ -67,19 +67,19 @@ class Processes:
         for rank, channel in enumerate(self.channels[: meeting.size]):
             channel.send(pack((rank, meeting, call)))
         answers = [self._answer(rank) for rank in range(meeting.size)]
-        if any(answer.trace for answer in answers):
+        if any(trace for _, trace in answers):
             self.close()
-            traces = (f"rank {rank}: {answer.trace or 'done'}" for rank, answer in enumerate(answers))
+            traces = (f"rank {rank}: {trace or 'done'}" for rank, (_, trace) in enumerate(answers))
             raise RankError("not every rank has done its task\n" + "\n".join(traces))
-        return [answer.value for answer in answers]
+        return [value for value, _ in answers]
 
     def _answer(self, rank: int) -> Answer:
         try:
-            return cast(Answer, unpack(cast(bytes, self.channels[rank].recv())))
+            return cast(Answer, self.channels[rank].recv())
         except TimeoutError:
-            return Answer(trace=f"no answer within {self.bound:g} s")
+            return None, f"no answer within {self.bound:g} s"
         except ClosedError:
-            return Answer(trace=f"it is gone: {self.forks.end_of(self.pids[rank])}")
+            return None, f"it is gone: {self.forks.end_of(self.pids[rank])}"
 
     def crew(self, size: int, timeout: float, *, keep: bool = False) -> Crew:
         """Return the first ranks as a crew; `keep`: they keep their communicators from call to call."""

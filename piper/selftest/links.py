@@ -65,7 +65,7 @@ def collective_times(rank: Rank, name: str) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class TimedCollective:
     """A collective on a tensor of equal parts for all ranks."""
 
     act: Callable[[Group, Tensor, int], object]  # takes the length of a part
@@ -78,16 +78,18 @@ def others(size: int) -> float:
 
 
 COLLECTIVES = {
-    "all_reduce": Collective(lambda group, whole, _: group.all_reduce(whole), lambda size: 2 * others(size)),
-    "reduce_scatter": Collective(lambda group, whole, part: group.reduce_scatter(whole, part), others),
-    "all_gather": Collective(
+    "all_reduce": TimedCollective(
+        lambda group, whole, _: group.all_reduce(whole), lambda size: 2 * others(size)
+    ),
+    "reduce_scatter": TimedCollective(lambda group, whole, part: group.reduce_scatter(whole, part), others),
+    "all_gather": TimedCollective(
         lambda group, whole, part: group.all_gather(whole.split(part)[group.rank], whole), others
     ),
-    "all_to_all": Collective(
+    "all_to_all": TimedCollective(
         lambda group, whole, part: group.all_to_all(whole, [part] * group.size, [part] * group.size), others
     ),
-    "shift": Collective(lambda group, whole, _: group.shift(whole, 1), lambda size: 1.0),
-    "broadcast": Collective(lambda group, whole, _: group.broadcast(whole), lambda size: 1.0),
+    "shift": TimedCollective(lambda group, whole, _: group.shift(whole, 1), lambda size: 1.0),
+    "broadcast": TimedCollective(lambda group, whole, _: group.broadcast(whole), lambda size: 1.0),
 }
 
 

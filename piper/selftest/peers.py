@@ -53,7 +53,7 @@ Step = Callable[[], Tensor | None]  # trains a step, and returns the loss of thi
 Context = Callable[[], AbstractContextManager[object]]
 
 
-class Stage(nn.Module):
+class PeerStage(nn.Module):
     """Consecutive layers of a model: one stage of a pipeline, or all of them."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Stage(nn.Module):
         return x if self.head is None or self.norm is None else self.head(self.norm(x))
 
 
-def parallelize(stage: Stage, mesh: DeviceMesh) -> None:
+def parallelize(stage: PeerStage, mesh: DeviceMesh) -> None:
     """Divide a stage over a mesh, with sequence parallelism, as TorchTitan does."""
     ends: dict[str, ParallelStyle] = {}
     if stage.embedding is not None:
@@ -125,11 +125,11 @@ class Training:
         tokens = torch.randint(self.config.vocab, (self.samples, self.length + 1), generator=rng)
         return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
-    def stage(self, rank: Rank, index: int = 0, stages: int = 1) -> Stage:
+    def stage(self, rank: Rank, index: int = 0, stages: int = 1) -> PeerStage:
         """Return a stage with the weights of the seed, its blocks compiled if both sides are."""
         torch.manual_seed(SEED)
         with rank.device:
-            stage = Stage(decoder.Decoder(self.config), index, stages, self.length, torch.float32)
+            stage = PeerStage(decoder.Decoder(self.config), index, stages, self.length, torch.float32)
         for block in stage.blocks if self.compiled else ():
             block.compile(dynamic=False)
         return stage

@@ -22,7 +22,7 @@ from piper.workers import serve
 from piper.workers.rendezvous import LOOPBACK
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel
-from piper.workers.transport.serialize import pack, unpack
+from piper.workers.transport.serialize import unpack
 from piper.workers.transport.sockets import ClosedError
 
 TASK = 1  # descriptors of a process of ours; a worker of a job has more
@@ -77,12 +77,7 @@ class Rank:
 Call = Callable[[Rank], object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a call returned, on the host, or the traceback of what it raised."""
-
-    value: object = None
-    trace: str | None = None
+Answer = tuple[object, str | None]  # what a call returned, on the host, and the traceback of what it raised
 
 
 def plans_for(size: int) -> Plans:
@@ -110,10 +105,10 @@ def main(descriptors: Sequence[int]) -> int:
         try:
             if rank is None or rank.meeting != meeting:
                 rank = Rank(number, meeting)
-            answer = Answer(value=on_host(call(rank)))
+            answer: Answer = on_host(call(rank)), None
         except Exception:  # noqa: BLE001  it is sent to the process that asked, which raises
-            rank, answer = None, Answer(trace=traceback.format_exc())
-        channel.send(pack(answer))
+            rank, answer = None, (None, traceback.format_exc())
+        channel.send(answer)
 
 
 def on_host(value: object) -> object:

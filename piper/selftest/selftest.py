@@ -23,7 +23,7 @@ from piper.selftest.compositions import TOLERANCE, compared, compositions, kille
 from piper.selftest.crew import Processes
 from piper.selftest.links import LARGE, measured_collectives, measured_links
 from piper.selftest.peers import PEERS, Training, compare
-from piper.selftest.report import Page, Part, Row
+from piper.selftest.selftest_page import Part, ResultRow, SelftestPage
 from piper.version import VERSION
 from piper.workers.rank_environment import check_alone
 from piper.workers.serve import crowded
@@ -60,7 +60,7 @@ class Machine:
         return f"{count(self.devices, 'rank')} on {count(self.devices, 'GPU')}, by NCCL"
 
 
-def versions(machine: Machine) -> Iterator[Row]:
+def versions(machine: Machine) -> Iterator[ResultRow]:
     """Say what runs where."""
     facts = {
         "piper": VERSION,
@@ -81,10 +81,10 @@ def versions(machine: Machine) -> Iterator[Row]:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             facts[package] = "not installed; nothing here needs it"
-    yield from (Row(cells=(name, text)) for name, text in facts.items())
+    yield from (ResultRow(cells=(name, text)) for name, text in facts.items())
 
 
-def links(machine: Machine) -> Iterator[Row]:
+def links(machine: Machine) -> Iterator[ResultRow]:
     """Measure the link from each rank to the next."""
     meeting = machine.processes.meet(machine.devices, TIMEOUT)
     measured = [*measured_links(machine.processes, meeting)]
@@ -93,10 +93,10 @@ def links(machine: Machine) -> Iterator[Row]:
         bandwidth = f"{size(1 / line.slope)}/s" if line.slope else "not measurable"
         slow = "less than half of the median" if line.slope > SLOW * usual else ""
         target = (source + 1) % machine.devices
-        yield Row(cells=(f"{source} to {target}", seconds(line.base), bandwidth, slow))
+        yield ResultRow(cells=(f"{source} to {target}", seconds(line.base), bandwidth, slow))
 
 
-def collectives(machine: Machine) -> Iterator[Row]:
+def collectives(machine: Machine) -> Iterator[ResultRow]:
     """Compare every collective with values computed here, and time it."""
     crew = machine.processes.crew(machine.devices, TIMEOUT, keep=True)
     problems: dict[str, list[list[str]]] = {}  # of the cases of each collective
@@ -108,35 +108,35 @@ def collectives(machine: Machine) -> Iterator[Row]:
         spent, bandwidth = measured.get(name, (0.0, 0.0))
         figures = (f"{seconds(spent)} for {size(LARGE[machine.kind])}", f"{size(bandwidth)}/s")
         cells = (name, count(len(cases), "case"), *(figures if spent else ("see the links", "")))
-        yield Row(cells=cells, ok=not wrong, why="; ".join(wrong[:3]))
+        yield ResultRow(cells=cells, ok=not wrong, why="; ".join(wrong[:3]))
 
 
-def composed(machine: Machine) -> Iterator[Row]:
+def composed(machine: Machine) -> Iterator[ResultRow]:
     """Compare compositions with one device."""
     for composition in compositions(machine.devices):
         begin = perf_counter()
         try:
             report = compared(composition, machine.devices, machine.kind, machine.forks)
         except Exception as error:  # noqa: BLE001  it is the result of this composition
-            yield Row(
+            yield ResultRow(
                 cells=(composition.name, "", seconds(perf_counter() - begin)), ok=False, why=text_of(error)
             )
             continue
         apart = max(report.max_loss_diff, report.max_grad_diff, report.max_param_diff)
         cells = (composition.name, f"{apart:.1e}", seconds(perf_counter() - begin))
-        yield Row(cells=cells, ok=report.ok, why="" if report.ok else report.verdict)
+        yield ResultRow(cells=cells, ok=report.ok, why="" if report.ok else report.verdict)
 
 
-def killed(machine: Machine) -> Iterator[Row]:
+def killed(machine: Machine) -> Iterator[ResultRow]:
     """Kill a worker in the middle of a step."""
     recovered = killed_and_recovered(machine.devices, machine.kind)
     cells = (f"SIGKILL to device {recovered.device} of {machine.devices}",
              seconds(recovered.seconds), seconds(recovered.ordinary), f"{recovered.apart:.1e}")  # fmt: skip
     ok = recovered.apart <= TOLERANCE
-    yield Row(cells=cells, ok=ok, why="" if ok else "the losses are not those of one device")
+    yield ResultRow(cells=cells, ok=ok, why="" if ok else "the losses are not those of one device")
 
 
-def beside_torch(machine: Machine) -> Iterator[Row]:
+def beside_torch(machine: Machine) -> Iterator[ResultRow]:
     """Train the same model with torch's own means, in turns."""
     training = training_for(machine)
     for peer in PEERS:
@@ -145,14 +145,14 @@ def beside_torch(machine: Machine) -> Iterator[Row]:
                 peer, training, ROUNDS[machine.kind], machine.kind, machine.processes, machine.forks
             )
         except Exception as error:  # noqa: BLE001  it is the result of this row
-            yield Row(cells=(peer.title, "", "", "", ""), ok=False, why=text_of(error))
+            yield ResultRow(cells=(peer.title, "", "", "", ""), ok=False, why=text_of(error))
             continue
         times = (seconds(median(both.ours)), seconds(median(both.theirs)), f"{both.ratio:.2f}x")
         ok = both.apart <= LOSSES
         why = (
             "" if ok else "both sides train from the same weights on the same batch, and their losses differ"
         )
-        yield Row(cells=(peer.title, *times, f"{both.apart:.1e}"), ok=ok, why=why)
+        yield ResultRow(cells=(peer.title, *times, f"{both.apart:.1e}"), ok=ok, why=why)
 
 
 def training_for(machine: Machine) -> Training:
@@ -170,7 +170,7 @@ def training_for(machine: Machine) -> Training:
     )  # fmt: skip
 
 
-PARTS: dict[str, tuple[Part, Callable[[Machine], Iterator[Row]]]] = {
+PARTS: dict[str, tuple[Part, Callable[[Machine], Iterator[ResultRow]]]] = {
     "versions": (Part(title="Versions", columns=("", "")), versions),
     "links": (
         Part(title="Links", columns=("ranks", "latency", "bandwidth", ""),
@@ -208,13 +208,15 @@ def text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[-2000:]
 
 
-def run_part(part: Part, find: Callable[[Machine], Iterator[Row]], machine: Machine) -> Part:
+def run_part(part: Part, find: Callable[[Machine], Iterator[ResultRow]], machine: Machine) -> Part:
     """Run a part. What it raises is its last row."""
-    begin, rows = perf_counter(), list[Row]()
+    begin, rows = perf_counter(), list[ResultRow]()
     try:
         rows.extend(find(machine))
     except Exception as error:  # noqa: BLE001  it is the result of this part
-        rows.append(Row(cells=(part.title, *[""] * (len(part.columns) - 1)), ok=False, why=text_of(error)))
+        rows.append(
+            ResultRow(cells=(part.title, *[""] * (len(part.columns) - 1)), ok=False, why=text_of(error))
+        )
     return replace(part, rows=tuple(rows), seconds=perf_counter() - begin)
 
 
@@ -232,7 +234,7 @@ def selftest(
     only: Sequence[str] = (),
     progress: Progress = lambda text: None,
     process: str = PROCESS,
-) -> Page:
+) -> SelftestPage:
     """Try this machine, and return a page that says what was found.
 
     devices: how many ranks; else one on each accelerator, or 4 where there are not several. only: parts to
@@ -258,7 +260,7 @@ def selftest(
         skipped.append("GPUs: " + ("left out by --device cpu" if accelerators() else "torch finds none here"))
     if crowded(ranks) and cards:
         skipped.append("an accelerator for each rank: these figures say nothing of NVLink or PCIe")
-    return Page(
+    return SelftestPage(
         place=place, compiled=compiled, parts=tuple(parts), skipped=tuple(skipped),
         seconds=perf_counter() - begin, cpu_seconds=cpu_seconds() - cpu,
     )  # fmt: skip

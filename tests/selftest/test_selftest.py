@@ -14,8 +14,8 @@ from piper.errors import ConfigError
 from piper.selftest import selftest as module
 from piper.selftest.compositions import compositions
 from piper.selftest.crew import Processes
-from piper.selftest.report import MARK, Part, Row
 from piper.selftest.selftest import PARTS, Machine, run_part, selftest
+from piper.selftest.selftest_page import MARK, Part, ResultRow
 from piper.workers.processes import gone
 from piper.workers.transport.fork_server import ForkServer
 
@@ -88,8 +88,8 @@ def test_a_composition_that_is_wrong_fails(wrong_machine: Machine, monkeypatch: 
 
 
 def test_a_part_that_raises_is_a_failure_with_its_message(wrong_machine: Machine) -> None:
-    def rows(machine: Machine) -> Iterator[Row]:
-        yield Row(cells=("first", ""), ok=True)
+    def rows(machine: Machine) -> Iterator[ResultRow]:
+        yield ResultRow(cells=("first", ""), ok=True)
         machine.processes.call(machine.processes.meet(PAIR, 1.0), lambda rank: 1 // rank.number)
 
     part = run_part(Part(title="Broken", columns=("what", "how")), rows, wrong_machine)

@@ -9,7 +9,7 @@ MARK = "# Piper self-test"  # by which the file is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ResultRow:
     """A line of a table."""
 
     cells: tuple[str, ...]
@@ -24,7 +24,7 @@ class Part:
     title: str
     columns: tuple[str, ...]
     about: str = ""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ResultRow, ...] = ()
     seconds: float = 0.0
 
     @property
@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
+class SelftestPage:
     """What a self-test found."""
 
     place: str
