@@ -63,12 +63,9 @@ class SelftestPage:
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:
-        yield from (
-            MARK,
-            "",
-            f"{self.place}, {'both sides compiled' if self.compiled else 'nothing compiled'}; ",
-        )
-        yield f"{self.seconds:.0f} s, {self.cpu_seconds:.0f} s of CPU time."
+        compiled = "both sides compiled" if self.compiled else "nothing compiled"
+        took = f"{self.seconds:.0f} s, {self.cpu_seconds:.0f} s of CPU time"
+        yield from (MARK, "", f"{self.place}; {compiled}; {took}.")
         for part in self.parts:
             yield from table(part)
         if self.skipped:
