@@ -16,7 +16,7 @@ from piper.models.layers import rope
 from piper.run.launch import launch_inline
 from piper.schedules import one_f_one_b, zero_bubble
 from tests import plain
-from tests.runtime.divided import FIELDS, LENGTH, OURS, SIZES, VOCAB, batches, staged
+from tests.runtime.divided import FIELDS, LENGTH, SIZES, VOCAB, batches, staged
 
 SMOOTHING, Z, SHARE, CLIP = 0.1, 0.01, 0.3, 0.05
 Batch = Mapping[str, Tensor]
@@ -125,7 +125,7 @@ class Clipped(torch.optim.SGD):
 
 
 WEIGHTS = {
-    TwoTokens: OURS,
+    TwoTokens: decoder.SHARDED_WEIGHTS,
     Llama: {"*q_proj|*k_proj|*v_proj|*gate_proj|*up_proj|head|*embed_tokens": 0, "*o_proj|*down_proj": 1},
 }
 Strategy = Callable[[Mapping[str, int]], list[piper.Directive]]
