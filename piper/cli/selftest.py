@@ -18,12 +18,12 @@ def selftest(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the page as Markdown too.", metavar="FILE")] = None,
     only: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="Only these parts: versions, links, collectives, compositions, kill, torch.",
-            metavar="PART,...",
+            help="Only this part, or several: versions, links, collectives, compositions, kill, torch.",
+            metavar="PART",
         ),
-    ] = "",
+    ] = None,
     device: Device = None,
     compiled: Compile = False,
     as_json: AsJson = False,
@@ -42,7 +42,7 @@ def selftest(
         devices,
         device=device,
         compiled=compiled,
-        only=[part.strip() for part in only.split(",") if part.strip()],
+        only=only or (),
         progress=console.print,
     )
     if out is not None:
