@@ -33,10 +33,12 @@ def pipeline(
     embedding: int = 1,
     head: int = 1,
     bucket_mb: float | None = None,
+    within: int | None = None,
 ) -> list[Directive]:
     """Run layers as a pipeline over `pp` ranks of `dp` devices each: rank r has devices r * dp and following.
 
-    The devices of a rank divide the samples and keep their parameters equal; `zero` says what they shard.
+    The devices of a rank divide the samples and keep their parameters equal; `zero` says what they shard, and
+    `within` inside groups of how many of them, as in `replicate`.
     schedule: a name that `piper schedule` knows. microbatches: 4 for each rank unless given.
     embedding, head: how many layers each of them costs; see `boundaries`.
     """
@@ -46,22 +48,30 @@ def pipeline(
     need_whole(by, microbatches=microbatches)
     grid = grid_for(schedule, pp, microbatches, stages_per_rank)
     stages = boundaries(layers, grid.stages, embedding=embedding, head=head)
-    return over_ranks(stages, grid, dp, copies(dp, zero, bucket_mb))
+    return over_ranks(stages, grid, dp, copies(dp, zero, bucket_mb, within))
 
 
-def fsdp(dp: int, zero: int = 3, *, microbatches: int = 1, bucket_mb: float | None = None) -> list[Directive]:
+def fsdp(
+    dp: int,
+    zero: int = 3,
+    *,
+    microbatches: int = 1,
+    bucket_mb: float | None = None,
+    within: int | None = None,
+) -> list[Directive]:
     """Return a strategy that shards training state over `dp` devices.
 
     zero=3 shards parameters, gradients and optimizer state; 2 and 1 shard fewer of these.
+    within: shard inside groups of so many neighbouring devices; the groups hold the same.
 
     Parameters are gathered layer by layer where the model has LAYER tags, and all at once where it has none.
     """
-    return data_parallel("strategies.fsdp", dp, zero, microbatches, bucket_mb)
+    return data_parallel("strategies.fsdp", dp, zero, microbatches, bucket_mb, within)
 
 
 def ddp(dp: int, *, microbatches: int = 1, bucket_mb: float | None = None) -> list[Directive]:
     """Keep all parameters whole on each of `dp` devices, and sum their gradients once a step."""
-    return data_parallel("strategies.ddp", dp, 0, microbatches, bucket_mb)
+    return data_parallel("strategies.ddp", dp, 0, microbatches, bucket_mb, None)
 
 
 def moe(
@@ -77,6 +87,7 @@ def moe(
     embedding: int = 1,
     head: int = 1,
     bucket_mb: float | None = None,
+    within: int | None = None,
 ) -> list[Directive]:
     """Shard the experts of each layer over groups of `ep` devices; do all else as `pipeline` and `fsdp` do.
 
@@ -97,14 +108,14 @@ def moe(
     need_whole(by, microbatches=microbatches)
     grid = grid_for(schedule, pp, microbatches, stages_per_rank)
     if grid.stages == 1:
-        everything, *others = data_parallel(by, dp, zero, microbatches, bucket_mb)
+        everything, *others = data_parallel(by, dp, zero, microbatches, bucket_mb, within)
         return [everything, shard(at(), range(dp), ways=ep), *others]
     stages = boundaries(layers, grid.stages, embedding=embedding, head=head)
 
     def sharded(stage: At, devices: range) -> Directive:
         return shard(stage, devices, ways=ep)
 
-    return over_ranks(stages, grid, dp, copies(dp, zero, bucket_mb), sharded)
+    return over_ranks(stages, grid, dp, copies(dp, zero, bucket_mb, within), sharded)
 
 
 def tensor(
@@ -123,6 +134,7 @@ def tensor(
     embedding: int = 1,
     head: int = 1,
     bucket_mb: float | None = None,
+    within: int | None = None,
 ) -> list[Directive]:
     """Shard the named weights of every layer over groups of `tp` neighbouring devices.
 
@@ -155,7 +167,9 @@ def tensor(
     if pp == 1:
         everything = range(tp * dp)
         groups = shard(at(), everything, ways=tp, axis="TP", weights=weights, between=between)
-        replicas = [replicate(at(), everything, zero=zero, bucket_mb=bucket_mb)] if dp > 1 else []
+        replicas = (
+            [replicate(at(), everything, zero=zero, bucket_mb=bucket_mb, within=within)] if dp > 1 else []
+        )
         parts = [split(at(), axis="MB", parts=microbatches)] if microbatches > 1 else []
         return [*replicas, groups, *parts, *(pairs(microbatches) if overlap else [])]
     grid = grid_for(schedule, pp, microbatches, stages_per_rank)
@@ -164,7 +178,9 @@ def tensor(
     def sharded(stage: At, devices: range) -> Directive:
         return shard(stage, devices, ways=tp, axis="TP", weights=weights, between=between)
 
-    return over_ranks(stages, grid, tp * dp, *([copies(dp, zero, bucket_mb)] if dp > 1 else []), sharded)
+    return over_ranks(
+        stages, grid, tp * dp, *([copies(dp, zero, bucket_mb, within)] if dp > 1 else []), sharded
+    )
 
 
 def boundaries(layers: int, stages: int, *, embedding: int = 1, head: int = 1) -> list[range]:
@@ -196,10 +212,12 @@ def boundaries(layers: int, stages: int, *, embedding: int = 1, head: int = 1) -
     return [range(first, last) for first, last in pairwise(accumulate(sizes, initial=0))]
 
 
-def data_parallel(by: str, dp: int, zero: int, microbatches: int, bucket_mb: float | None) -> list[Directive]:
+def data_parallel(
+    by: str, dp: int, zero: int, microbatches: int, bucket_mb: float | None, within: int | None
+) -> list[Directive]:
     """Return a strategy in which each of `dp` devices runs the whole model on its samples."""
     check_numbers(by, zero, dp=dp, microbatches=microbatches)
-    everything: Directive = replicate(at(), range(dp), zero=zero, bucket_mb=bucket_mb)
+    everything: Directive = replicate(at(), range(dp), zero=zero, bucket_mb=bucket_mb, within=within)
     return [everything, *([split(at(), axis="MB", parts=microbatches)] if microbatches > 1 else [])]
 
 
@@ -230,13 +248,13 @@ def over_ranks(
     return [parts, *placed, *order] if both_ways else [*placed, parts, *order]
 
 
-def copies(dp: int, zero: int, bucket_mb: float | None = None) -> Placing:
+def copies(dp: int, zero: int, bucket_mb: float | None = None, within: int | None = None) -> Placing:
     """Return what puts a stage on the devices of a rank, of which `dp` share the samples."""
 
     def placed(stage: At, devices: range) -> Directive:
         if dp == 1 and not zero:
             return place(stage, devices)
-        return replicate(stage, devices, zero=zero, bucket_mb=bucket_mb)
+        return replicate(stage, devices, zero=zero, bucket_mb=bucket_mb, within=within)
 
     return placed
 

@@ -80,6 +80,7 @@ def test_stages_lie_where_the_schedule_has_them() -> None:
 
 def test_fsdp_and_ddp() -> None:
     assert strategies.fsdp(dp=8) == [replicate(at(), range(8), zero=3)]
+    assert strategies.fsdp(dp=16, within=8) == [replicate(at(), range(16), zero=3, within=8)]
     assert strategies.fsdp(dp=2, zero=2, bucket_mb=25) == [replicate(at(), [0, 1], zero=2, bucket_mb=25)]
     assert strategies.ddp(dp=2, microbatches=4) == [replicate(at(), [0, 1]), split(at(), axis="MB", parts=4)]
 

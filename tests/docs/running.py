@@ -50,7 +50,7 @@ class Reader:
                 self.compare(block)
             case "python" if block.file is None:
                 self.run_python(block)
-            case "python" | "json" | "csv" if block.file is not None:
+            case "python" | "json" | "csv" | "toml" if block.file is not None:
                 add_to_file(Path(block.file), block.text)
             case "console":
                 self.run_console(block)

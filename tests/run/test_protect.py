@@ -32,6 +32,7 @@ SHARDED = Cell(case="decoder", schedule="1f1b", dp=2, zero=2, clip=0.3)
 BUFFERS = Cell(case="convnet", schedule="none", dp=2, zero=0)
 FROZEN = Cell(case="frozen", schedule="none", dp=2, zero=2)
 EXPERTS = Cell(case="moe", schedule="none", dp=2, zero=3, ways=2, rows=1)
+GROUPS = Cell(case="mlp", schedule="none", dp=4, zero=3, within=2, parts=1)
 
 
 class Deadly(torch.optim.lr_scheduler.LinearLR):
@@ -62,7 +63,7 @@ def protected(cell: Cell, copies: int = 0, **changes: object) -> Program:
         (PAIR, 1),
         *(
             pytest.param(cell, n, marks=pytest.mark.slow)
-            for cell in (SHARDED, BUFFERS, EXPERTS)
+            for cell in (SHARDED, BUFFERS, EXPERTS, GROUPS)
             for n in (0, 1)
         ),
     ],
@@ -135,6 +136,30 @@ def test_what_one_device_loses_another_holds(buffered: Program, versions: Versio
     assert again.step(batches(BUFFERS, 4)[3]) == wanted
     assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
     again.close()
+
+
+@pytest.mark.parametrize("lost", [(0, 1), (6, 7)])
+def test_a_lost_machine_finds_its_shards_in_the_memory_of_another_group(lost: tuple[int, int]) -> None:
+    """Each group of ZeRO is a machine, and the other one holds the same shards: nothing has to be sent."""
+    asked = protect(at(), copies=1, apart="machine", devices_per_machine=2)
+    program = compile(job(GROUPS, strategy=[*strategy(GROUPS), asked]))
+    report = survival(program.plans)
+    assert report is not None and report.losable == (0, 1, 2, 3)
+    assert not any(ins.op == "mirror" for plan in program.plans for ins in plan.instrs)
+    versions = Versions(program.plans)
+    run = trained(program, versions, 3, GROUPS)
+    wanted, unread, state = run.step(batches(GROUPS, 4)[3]), dict(run.session.unread), run.state_dict()
+    run.close()
+    for device in lost:
+        for descriptor in versions.descriptors[device]:
+            os.ftruncate(descriptor, 0)
+    assert versions.newest() == 3 and versions.whole
+    again = launch_inline(program, Options(blank=True), versions.files)
+    again.session.restore(3, unread)
+    assert again.step(batches(GROUPS, 4)[3]) == wanted
+    assert all(torch.equal(state[name], value) for name, value in again.state_dict().items())
+    again.close()
+    versions.close()
 
 
 def test_what_no_step_writes_is_made_again(frozen: Program) -> None:

@@ -1,10 +1,15 @@
 """Replicas of ZeRO groups: sharded inside groups of neighbouring devices, summed across them shard by shard."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from piper.compiler import Program, compile
 from piper.directives import Directive, remat, replicate, shard, split
@@ -209,3 +214,20 @@ def test_a_tied_parameter_in_different_groups_is_not_sharded() -> None:
     made = program([*alone, split(at(), parts=2)], "decoder")
     assert differs(made, "decoder") < 1e-9
     assert any("ZeRO inside different groups" in reason for reason in made.plans.why)
+
+
+@pytest.mark.slow
+def test_fsdp2_gives_the_same_numbers(tmp_path: Path) -> None:
+    """torch's `fully_shard` on a mesh of two replicas of two shards, in four processes."""
+    path = tmp_path / "state.pt"
+    script = Path(__file__).with_name("torch_hsdp.py")
+    asked = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    root = str(script.parents[2])
+    subprocess.run([*asked, str(script), str(path)], check=True, timeout=100, cwd=root,
+                   env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    model = zoo.case("mlp")
+    with launch_inline(program([replicate(at(), FOUR, zero=3, within=2)])) as run:
+        for seed in range(3):
+            run.step(model.batch(8, seed))
+        state = run.state_dict()
+    assert plain.largest_difference(torch.load(path, weights_only=True), state) < 1e-9
