@@ -19,7 +19,6 @@ from functools import partial
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from torch._functorch import config as functorch_config
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 
 import piper
@@ -42,6 +41,7 @@ def single_step(training: Training, rank: Rank) -> Step:
 
 def zero_bubble_step(training: Training, rank: Rank) -> Step:
     """Return a step of torch's zero-bubble schedule."""
+    from torch._functorch import config as functorch_config  # in the rank alone: it cannot be sent there
 
     def schedule(stage: PipelineStage, parts: int, **options: object) -> ScheduleInterleavedZeroBubble:
         return ScheduleInterleavedZeroBubble([stage], parts, **options)  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ from piper.selftest.crew import Processes
 from piper.selftest.rank_process import Meeting, Rank
 from piper.simulate.measured import Line, line_through
 
-SIZES = {"cpu": (2**10, 2**18, 2**21), "cuda": (2**12, 2**22, 2**26)}  # bytes of a transfer
-LARGE = {"cpu": 2**22, "cuda": 2**28}  # bytes of the largest tensor of a collective
+SIZES = {False: (2**10, 2**18, 2**21), True: (2**12, 2**22, 2**26)}  # bytes of a transfer, by `Meeting.apart`
+LARGE = {False: 2**22, True: 2**28}  # bytes of the tensor of a collective, likewise
 ROUNDS = 7  # and one more before, which does not count
 FLOAT = torch.float32
 
@@ -49,7 +49,7 @@ def measured_links(processes: Processes, meeting: Meeting) -> Iterator[Line]:
     """Measure the way from each rank to the next: the seconds to begin, and those of each byte."""
     for source in range(meeting.size):
         points = []
-        for nbytes in SIZES[meeting.kind]:
+        for nbytes in SIZES[meeting.apart]:
             every = processes.call(meeting, partial(transfer_times, source=source, nbytes=nbytes))
             received = cast("list[list[float]]", every)[(source + 1) % meeting.size]
             points.append((float(nbytes), median(received)))
@@ -58,7 +58,7 @@ def measured_links(processes: Processes, meeting: Meeting) -> Iterator[Line]:
 
 def collective_times(rank: Rank, name: str) -> list[float]:
     """Return the seconds of a collective on a large tensor on this rank."""
-    length = LARGE[rank.device.type] // FLOAT.itemsize // rank.size
+    length = LARGE[rank.meeting.apart] // FLOAT.itemsize // rank.size
     whole = torch.zeros(length * rank.size, dtype=FLOAT, device=rank.device)
     group = rank.comms.group("all")
     return timed(rank, lambda: COLLECTIVES[name].act(group, whole, length))
@@ -102,5 +102,5 @@ def measured_collectives(processes: Processes, meeting: Meeting) -> dict[str, tu
     for name, collective in COLLECTIVES.items():
         every = cast("list[list[float]]", processes.call(meeting, partial(collective_times, name=name)))
         spent = median(map(max, zip(*every, strict=True)))
-        measured[name] = spent, collective.share(meeting.size) * LARGE[meeting.kind] / spent
+        measured[name] = spent, collective.share(meeting.size) * LARGE[meeting.apart] / spent
     return measured

@@ -316,7 +316,8 @@ def compare(
     meeting, batch = processes.meet(training.ranks, processes.bound), training.batch()
     times: tuple[list[float], list[float]] = ([], [])
     losses: tuple[list[float], list[float]] = ([], [])
-    with launch_local(program, Options(share="nccl"), forks) as run:
+    options = Options(share="nccl", timeout=processes.bound)
+    with launch_local(program, options, forks) as run:
         processes.call(meeting, partial(start_peer, peer=peer, training=training))
 
         def theirs() -> float:

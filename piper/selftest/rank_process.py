@@ -39,6 +39,11 @@ class Meeting:
     port: int  # of the store
     number: int  # calls of one number share communicators and what they keep
 
+    @property
+    def apart(self) -> bool:
+        """Return whether each rank has an accelerator of its own: only then large tensors tell anything."""
+        return is_accelerator(self.kind) and not self.shares
+
 
 class Rank:
     """One rank of a meeting: its number, its communicators, and what it keeps from call to call."""

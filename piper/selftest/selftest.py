@@ -34,7 +34,7 @@ PACKAGES = ("ray", "transformers", "triton")  # none of which it needs
 BOUND = 120.0  # seconds that a rank may take for one call
 TIMEOUT = 60.0  # seconds of one communication
 USUAL = 4  # ranks, where there are not several accelerators
-ROUNDS = {"cpu": 7, "cuda": 20}  # of steps that are timed beside torch
+ROUNDS = {False: 7, True: 20}  # of steps that are timed beside torch, by `Machine.apart`
 LOSSES = 1e-4  # how far losses may be apart in float32, relative
 SLOW = 2.0  # times the median seconds of a byte: such a link is named
 Progress = Callable[[str], None]
@@ -51,11 +51,16 @@ class Machine:
     processes: Processes
 
     @property
+    def apart(self) -> bool:
+        """Return whether each rank has an accelerator of its own."""
+        return is_accelerator(self.kind) and not crowded(self.devices)
+
+    @property
     def place(self) -> str:
         """Return where the ranks run, in words."""
         if not is_accelerator(self.kind):
             return f"{count(self.devices, 'rank')} on the host, over gloo"
-        if crowded(self.devices):
+        if not self.apart:
             return shared_place(self.devices, "nccl")
         return f"{count(self.devices, 'rank')} on {count(self.devices, 'GPU')}, by NCCL"
 
@@ -102,11 +107,12 @@ def collectives(machine: Machine) -> Iterator[ResultRow]:
     problems: dict[str, list[list[str]]] = {}  # of the cases of each collective
     for case in CASES:
         problems.setdefault(case.collective, []).append(case.problems(crew))
-    measured = measured_collectives(machine.processes, machine.processes.meet(machine.devices, TIMEOUT))
+    meeting = machine.processes.meet(machine.devices, TIMEOUT)
+    measured = measured_collectives(machine.processes, meeting)
     for name, cases in problems.items():
         wrong = [problem for found in cases for problem in found]
         spent, bandwidth = measured.get(name, (0.0, 0.0))
-        figures = (f"{seconds(spent)} for {size(LARGE[machine.kind])}", f"{size(bandwidth)}/s")
+        figures = (f"{seconds(spent)} for {size(LARGE[meeting.apart])}", f"{size(bandwidth)}/s")
         cells = (name, count(len(cases), "case"), *(figures if spent else ("see the links", "")))
         yield ResultRow(cells=cells, ok=not wrong, why="; ".join(wrong[:3]))
 
@@ -142,7 +148,7 @@ def beside_torch(machine: Machine) -> Iterator[ResultRow]:
     for peer in PEERS:
         try:
             both = compare(
-                peer, training, ROUNDS[machine.kind], machine.kind, machine.processes, machine.forks
+                peer, training, ROUNDS[machine.apart], machine.kind, machine.processes, machine.forks
             )
         except Exception as error:  # noqa: BLE001  it is the result of this row
             yield ResultRow(cells=(peer.title, "", "", "", ""), ok=False, why=text_of(error))
@@ -157,11 +163,11 @@ def beside_torch(machine: Machine) -> Iterator[ResultRow]:
 
 def training_for(machine: Machine) -> Training:
     """Return a decoder whose heads, vocabulary, layers and positions all ranks can divide."""
-    n, on_gpu = machine.devices, is_accelerator(machine.kind)
-    least, width, length = (16, 64, 512) if on_gpu else (4, 32, 32)
+    n, large = machine.devices, machine.apart
+    least, width, length = (16, 64, 512) if large else (4, 32, 32)
     heads = -(-least // n) * n
     config = decoder.Config(
-        vocab=n * (4096 if on_gpu else 64), layers=n * (2 if on_gpu else 1), dim=heads * width,
+        vocab=n * (4096 if large else 64), layers=n * (2 if large else 1), dim=heads * width,
         heads=heads, kv_heads=heads, head_dim=width, hidden=3 * heads * width,
     )  # fmt: skip
     return Training(
@@ -252,13 +258,15 @@ def selftest(
     with closing(ForkServer(process)) as forks, closing(Processes(forks, ranks, BOUND, kind)) as processes:
         machine = Machine(devices=ranks, kind=kind, compiled=compiled, forks=forks, processes=processes)
         place, parts = machine.place, list[Part]()
+        progress(place)
         for name in only or PARTS:
-            progress(f"{PARTS[name][0].title}, {place}")
-            parts.append(run_part(*PARTS[name], machine))
+            part = run_part(*PARTS[name], machine)
+            progress(f"{part.title}: {part.seconds:.1f} s, {'passed' if part.ok else 'FAILED'}")
+            parts.append(part)
     skipped = [f"{name}: not asked for" for name in PARTS if only and name not in only]
     if kind == "cpu":
         skipped.append("GPUs: " + ("left out by --device cpu" if accelerators() else "torch finds none here"))
-    if crowded(ranks) and cards:
+    elif crowded(ranks):
         skipped.append("an accelerator for each rank: these figures say nothing of NVLink or PCIe")
     return SelftestPage(
         place=place, compiled=compiled, parts=tuple(parts), skipped=tuple(skipped),
