@@ -51,7 +51,12 @@ class ChangedDevices:
 
     def bucket(self, bucket: Bucket) -> Bucket:
         """Return a bucket that lies on other devices."""
-        return replace(bucket, devices=self.devices(bucket.devices), groups=self.sets(bucket.groups))
+        return replace(
+            bucket,
+            devices=self.devices(bucket.devices),
+            groups=self.sets(bucket.groups),
+            across=self.sets(bucket.across),
+        )
 
     def chunk(self, chunk: PlacedChunk) -> PlacedChunk:
         """Return a chunk that runs on other devices."""

@@ -22,6 +22,12 @@ TENSOR = [
 ]
 
 
+WITHIN = [  # two groups that train apart, each of two groups that shard the same
+    replicate(at(), devices=range(8), zero=3, within=2),
+    average(at(), across=[0, 4], every=2),
+]
+
+
 def zero(level: int) -> list[piper.Directive]:
     return [
         average(at(), across=[0, 2], every=3),
@@ -38,10 +44,11 @@ def zero(level: int) -> list[piper.Directive]:
         (zero(1), 2, 3),
         (zero(2), 2, 3),
         (zero(3), 2, 3),
+        (WITHIN, 2, 2),
         (PIPELINE, 2, 2),
         (TENSOR, 2, 2),
     ],
-    ids=["pair", "four", "zero1", "zero2", "zero3", "pipeline", "tensor"],
+    ids=["pair", "four", "zero1", "zero2", "zero3", "within", "pipeline", "tensor"],
 )
 def test_groups_have_the_numbers_of_plain_pytorch(
     strategy: list[piper.Directive], groups: int, every: int
