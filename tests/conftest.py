@@ -54,16 +54,18 @@ def one_core_for_each_worker() -> None:
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw"))]})
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Let tests share captures and a warm process. Take what is imported out of the garbage collector's sight: a million objects."""
     if "torch" in sys.modules:  # tests that do not need it should not pay for it
         from tests.captures import share_captures
         from tests.joints import share_joints
-        from tests.warm import warm_fork_servers
+        from tests.warm import warm_fork_servers, warm_raylets
 
         share_captures()
         share_joints()
         warm_fork_servers()
+        if any(item.get_closest_marker("ray") for item in session.items):
+            warm_raylets()
     gc.collect()
     gc.freeze()
 

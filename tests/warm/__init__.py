@@ -6,6 +6,6 @@ child of the process that asked, has the arguments, environment, folder and desc
 `/proc`, and is warm itself: a fork server or a rank that it starts takes milliseconds, too.
 """
 
-from tests.warm.popen import Popen, children, run, warm_fork_servers
+from tests.warm.popen import Popen, children, run, warm_fork_servers, warm_raylets
 
-__all__ = ["Popen", "children", "run", "warm_fork_servers"]
+__all__ = ["Popen", "children", "run", "warm_fork_servers", "warm_raylets"]

@@ -161,3 +161,19 @@ def warm_fork_servers() -> None:
     """Let the fork servers of this process be forked from its warm process, until it ends."""
     part = SimpleNamespace(Popen=Popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
     patch.object(fork_server, "subprocess", part).start()
+
+
+def warm_raylets() -> None:
+    """Let the raylets that this process starts have warm workers, until it ends."""
+    from ray._private import services
+
+    class RayletPopen(Popen):
+        """A process of Ray's; a raylet is a fork that becomes one."""
+
+        def __init__(self, words: Sequence[str], **options: Any) -> None:  # noqa: ANN401
+            if Path(words[0]).name == "raylet":
+                words = [sys.executable, "-m", "tests.warm.raylet", *words]
+                options["preexec_fn"] = None  # that program does what it would
+            super().__init__(words, **options)
+
+    patch.object(services, "ConsolePopen", RayletPopen).start()

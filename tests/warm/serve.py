@@ -39,7 +39,14 @@ def main(descriptor: int) -> None:
     preload()
     gc.collect()
     gc.freeze()
-    connection = socket.socket(fileno=descriptor)
+    fork_programs(socket.socket(fileno=descriptor), path)
+
+
+def fork_programs(connection: socket.socket, path: list[str]) -> NoReturn:
+    """Fork a process for each program that is asked for, until nobody asks any more; the fork runs it to its end.
+
+    connection: to whoever asks, or a socket that listens to many. path: where other modules are found.
+    """
     while True:
         request, descriptors = serve(connection)
         connection.close()
@@ -59,7 +66,7 @@ def main(descriptor: int) -> None:
 
 
 def preload() -> None:
-    """Import what most programs of the tests import."""
+    """Import what most programs of the tests import. Not Ray: it reads the environment once and for all."""
     from torch import _dynamo
     from torch.distributed import run
 
@@ -74,12 +81,14 @@ def preload() -> None:
 
 def serve(connection: socket.socket) -> tuple[Request, list[int]]:
     """Fork a process for each request, in which this returns the request, until nobody asks any more."""
+    listens = bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     while True:
+        asker = connection.accept()[0] if listens else connection
         try:
-            size, descriptors, _, _ = socket.recv_fds(connection, 8, MOST)
+            size, descriptors, _, _ = socket.recv_fds(asker, 8, MOST)
             if not size:
                 os._exit(0)
-            text = read_exactly(connection, int.from_bytes(size, "big"))
+            text = read_exactly(asker, int.from_bytes(size, "big"))
         except (ClosedError, ConnectionResetError):
             os._exit(0)
         number, written = os.pipe()
@@ -89,15 +98,18 @@ def serve(connection: socket.socket) -> tuple[Request, list[int]]:
             if started == 0:
                 os.close(number)
                 os.close(written)
+                asker.close()
                 while os.getppid() == parent:
                     time.sleep(0.0005)
                 return json.loads(text), descriptors
             os.write(written, started.to_bytes(8, "big"))
             os._exit(0)
         os.waitpid(between, 0)  # the program has its new parent now, and whoever asked may stop adopting
-        connection.sendall(os.read(number, 8))
+        asker.sendall(os.read(number, 8))
         for each in (number, written, *descriptors):
             os.close(each)
+        if listens:
+            asker.close()
 
 
 def become(request: Request, descriptors: list[int], path: list[str]) -> None:
