@@ -134,6 +134,7 @@ class AgentStarter(Starter):
     def _agents(self) -> dict[int, Agent]:
         """Return an agent for each device, once they are warm. Those that still answer are used again."""
         began, self.waited = monotonic(), 0.0
+        awaited: dict[int, float] = {}  # bundles that were chosen while they started, and since when they do
         while True:
             with self.lock:
                 self._hire()
@@ -144,9 +145,9 @@ class AgentStarter(Starter):
                 if enough and (late or not starting):
                     if self._pass_over(chosen):
                         continue
+                    self.taken |= awaited  # others may have been quicker: then these are spares again
                     return self._use(chosen)
-                for bundle in chosen:
-                    self.taken.pop(bundle, None)  # no spare any more
+                awaited |= {bundle: self.taken.pop(bundle) for bundle in chosen if bundle in self.taken}
                 if self.unfit and not enough and (late or self.group is None):
                     assert self.versions is not None
                     raise self.versions.refusal(max(self.unfit.values(), key=lambda machine: machine.has))

@@ -1,8 +1,9 @@
 """Machines that join a running job: their agents are warm before one of them is needed."""
 
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
 import pytest
@@ -90,6 +91,16 @@ def reported(cluster: Cluster) -> list[str]:
     return [agent.address for agent in cluster.warmed()]
 
 
+def wait_until(holds: Callable[[], bool], lock: "threading.RLock") -> None:
+    until = time.monotonic() + BOUND
+    while True:
+        with lock:
+            if holds():
+                return
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_an_agent_of_a_machine_that_joins_is_reported_once_it_is_warm() -> None:
     cluster = Cluster()
     cluster.join(0, warm=True)
@@ -104,6 +115,21 @@ def test_an_agent_of_a_machine_that_joins_is_reported_once_it_is_warm() -> None:
     (found,) = cluster.warmed()
     assert found.address == "10.0.0.2" and found.seconds > 0
     assert not cluster._notice() and reported(cluster) == []
+
+
+def test_an_agent_that_was_waited_for_and_not_used_is_a_spare_that_is_reported() -> None:
+    cluster = Cluster()
+    cluster.join(0, warm=True)
+    slow, quick = cluster.join(1), cluster.join(2)
+    slow._look = Future  # type: ignore[method-assign]  # it does not answer for now
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(cluster.chosen)
+        wait_until(lambda: 1 in cluster.agents and 1 not in cluster.taken, cluster.lock)
+        for actor in (quick, slow):
+            actor.importing.set_result(None)
+        assert starting.result(BOUND) == ["10.0.0.0", "10.0.0.2"]
+    cluster._notice()
+    assert reported(cluster) == ["10.0.0.1"]
 
 
 def test_an_agent_that_is_lost_before_it_is_warm_is_not_reported() -> None:
