@@ -9,7 +9,7 @@ from torch import Tensor
 from piper.check.reference import Reference, samples_in
 from piper.check.replay import ReplayError
 from piper.ir.averaging import Averaging
-from piper.plan.groups import of_first_group
+from piper.plan.groups import fragments_of, of_first_group
 from piper.runtime.setup import ProgramLike
 
 
@@ -37,6 +37,23 @@ class GroupsReference(Reference):
         super().__init__(of_group, sliced=sliced, exact=exact)
         self.asked = asked
         self.others = [Reference(of_group, sliced=sliced, exact=exact) for _ in asked.groups[1:]]
+        buckets = program.plans.buckets
+        dealt = fragments_of(buckets, asked).items()
+        fragments = {piece.name: number for bucket, number in dealt for piece in buckets[bucket].pieces}
+        names = [name for name, parameter in self.params.items() if parameter.requires_grad]
+        self.common = [
+            {
+                place: self.trained[place].detach().clone()
+                for place, name in enumerate(names)
+                if fragments.get(name) == number
+            }
+            for number in range(asked.fragments)
+        ]
+        how = asked.outer
+        self.outer = [
+            torch.optim.SGD(common.values(), lr=how.lr, momentum=how.momentum, nesterov=how.nesterov)
+            for common in self.common
+        ]
         if any(chunk.random for chunk in program.outline.chunks):
             raise ReplayError("groups that train apart draw numbers of their own")
 
@@ -53,18 +70,23 @@ class GroupsReference(Reference):
             weight = weight_of(group, own)
             losses.append((Reference.step(group, own), weight))
             squares += group.grad_norm**2
-        if self.steps % self.asked.every == 0:
-            self._average()
+        for number in range(self.asked.fragments):
+            if (self.steps - number * self.asked.every // self.asked.fragments) % self.asked.every == 0:
+                self._average(number)
         self.grad_norm = math.sqrt(squares / len(losses))
         return sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses)
 
     @torch.no_grad()
-    def _average(self) -> None:
+    def _average(self, fragment: int) -> None:
+        """Move the common parameters of a fragment by the mean of the groups', for all groups."""
         groups = (self, *self.others)
-        for copies in zip(*(group.trained for group in groups), strict=True):
-            mean = torch.stack([copy.detach() for copy in copies]).mean(0)
-            for copy in copies:
-                copy.copy_(mean)
+        for place, common in self.common[fragment].items():
+            copies = [group.trained[place] for group in groups]
+            common.grad = common - torch.stack([copy.detach() for copy in copies]).mean(0)
+        self.outer[fragment].step()
+        for place, common in self.common[fragment].items():
+            for group in groups:
+                group.trained[place].copy_(common)
         for group in groups:
             for name, master in group.masters.items():
                 group.params[name].copy_(master)

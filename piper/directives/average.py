@@ -1,6 +1,6 @@
 """`average`: groups of devices that train apart, and average their parameters now and then."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from piper.directives.arguments import argument, whole
@@ -10,16 +10,18 @@ from piper.directives.base import (
     given_devices,
     given_filter,
     given_stream,
+    refused,
     registered,
 )
 from piper.errors import ScheduleError
-from piper.ir.averaging import Averaging
+from piper.ir.averaging import Averaging, OuterStep
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
 from piper.ir.select import At
 
 STREAM = "average"
+OUTER: Mapping[str, float] = {"lr": 1.0, "momentum": 0.0, "nesterov": False}  # settings, and their defaults
 
 
 @registered(10)
@@ -34,7 +36,9 @@ class Average(ChunkDirective):
 
     across: tuple[int, ...]  # one device of each group
     every: int = argument(whole(1), default=1, hint="groups average once in so many steps")
+    outer: tuple[tuple[str, float], ...] = ()  # settings of the outer optimizer. Empty: the average
     stream: str | None = None
+    fragments: int = argument(whole(1), default=1, hint="so many parts of the parameters average in turn")
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
         by = self.title(number)
@@ -54,24 +58,62 @@ class Average(ChunkDirective):
                 facts={"left out": next(name for name in graph.nodes if name not in names)},
                 hint="select everything: average(at(), ...)",
             )
+        if self.fragments > self.every:
+            raise ScheduleError(
+                f"{self.fragments} fragments do not get a step each",
+                by=by,
+                facts={"asked": f"fragments={self.fragments}, every={self.every}"},
+                hint="at most one fragment for each of the steps between two averages",
+            )
         # Which devices each group has is known when all directives have placed their nodes.
         asked = Averaging(
-            groups=tuple((device,) for device in across), every=self.every, stream=self.stream or STREAM
+            groups=tuple((device,) for device in across),
+            every=self.every,
+            stream=self.stream or STREAM,
+            outer=self._outer_step(by),
+            fragments=self.fragments,
         )
         return replace(graph, averaging=asked)
 
+    def _outer_step(self, by: str) -> OuterStep:
+        """Return the outer optimizer. Refuse settings that SGD does not have."""
+        given = dict(self.outer)
+        lr, momentum, nesterov = (given.get(key, default) for key, default in OUTER.items())
+        if given.keys() <= OUTER.keys() and lr > 0 and 0 <= momentum < 1 and (momentum or not nesterov):
+            return OuterStep(lr=lr, momentum=momentum, nesterov=bool(nesterov))
+        raise ScheduleError(
+            "the outer optimizer is no SGD",
+            by=by,
+            facts={"asked": f"outer={given}"},
+            hint='give lr above 0, momentum from 0 to 1, and nesterov only with momentum: outer={"lr": 0.7}',
+        )
 
-def average(at: At, across: Sequence[int], every: int = 1, stream: str | None = None) -> Average:
+
+def average(
+    at: At,
+    across: Sequence[int],
+    every: int = 1,
+    outer: Mapping[str, float] | None = None,
+    stream: str | None = None,
+    fragments: int = 1,
+) -> Average:
     """Let groups of devices train apart, and average their parameters after every `every` steps.
 
     across: one device of each group, those that hold the same part of the model. The devices of a region are
     cut into as many groups, in their order. Within a group everything is as the other directives say.
+    outer: settings of SGD, lr, momentum and nesterov, that moves the last common parameters by the mean of
+    what the groups changed (DiLoCo). None: the new parameters are the average.
+    fragments: as many parts of the parameters are averaged in different steps.
     """
+    if outer is not None and not isinstance(outer, Mapping):
+        raise refused("average", f"outer={outer!r} is not a dict", 'give settings of SGD: outer={"lr": 0.7}')
     return Average(
         at=given_filter("average", at),
         across=given_devices("average", across),
         every=every,
+        outer=tuple((outer or {}).items()),
         stream=given_stream("average", "stream", stream),
+        fragments=fragments,
     )
 
 

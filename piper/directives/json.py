@@ -254,6 +254,12 @@ read_dims = checked(
     lambda value: isinstance(value, dict) and all(map(is_index, value.values())),
     lambda value: tuple(value.items()),
 )
+read_settings = checked(
+    lambda value: (
+        isinstance(value, dict) and all(isinstance(one, bool | int | float) for one in value.values())
+    ),
+    lambda value: tuple(value.items()),
+)
 INDICES = (
     'a whole number from 0, several as [0, 2] or {"from": 0, "to": 4} (without 4), "*" for any '
     'or "-" for without'
@@ -266,6 +272,7 @@ FORMS: Mapping[object, tuple[Read, str, str]] = {  # by a field's type: its read
         read_groups, "filters", "a list of groups, each a filter or a list of filters"
     ),
     tuple[tuple[str, int], ...]: (read_dims, "", "an object of names, each with a dimension from 0"),
+    tuple[tuple[str, float], ...]: (read_settings, "", "an object of settings, each a number, true or false"),
     tuple[int, ...]: (read_devices, "", "a list of whole numbers"),
     str: (read_word, "", WORD),
     str | None: (read_word, "", WORD),

@@ -6,6 +6,18 @@ from functools import cached_property
 from piper.ir.devices import Devices, columns
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterStep:
+    """How the parameters of all groups move by the mean of their changes: SGD, as in `torch.optim`."""
+
+    lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+
+
+AVERAGE = OuterStep()  # the new parameters are the average
+
+
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
     """The groups that train apart, and in which steps they average. Groups differ only in their samples."""
@@ -13,6 +25,13 @@ class Averaging:
     groups: tuple[Devices, ...]  # the i-th device of each holds the same part of the model
     every: int = 1  # steps from one average to the next
     stream: str = "average"
+    outer: OuterStep = AVERAGE
+    fragments: int = 1  # of the parameters, which average in different steps
+
+    @property
+    def kept(self) -> int:
+        """Return how many values are kept for each parameter from one average to the next."""
+        return (self.outer != AVERAGE) + (self.outer.momentum > 0)
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
@@ -38,6 +57,6 @@ class Averaging:
         """Return those of some devices that are in the first group."""
         return tuple(device for device in devices if self.places[device][0] == 0)
 
-    def due(self, step: int) -> bool:
-        """Return whether groups average at the end of a step. step: how many steps came before."""
-        return (step + 1) % self.every == 0
+    def due(self, step: int, fragment: int = 0) -> bool:
+        """Return whether a fragment is averaged at the end of a step. step: how many steps came before."""
+        return (step + 1 - fragment * self.every // self.fragments) % self.every == 0

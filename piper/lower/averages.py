@@ -7,11 +7,11 @@ from piper.errors import ScheduleError
 from piper.ir.averaging import Averaging
 from piper.ir.devices import show
 from piper.ir.dtypes import itemsize
-from piper.ir.ids import SlotId
+from piper.ir.ids import SlotId, state_slot
 from piper.ir.node import LocalNode, Update
 from piper.lower.edit import SequenceEdit
 from piper.lower.state import LoweringState
-from piper.plan.groups import ChangedDevices
+from piper.plan.groups import ChangedDevices, fragments_of
 from piper.plan.plan import Bucket, Comm, Plan, Plans
 
 
@@ -40,25 +40,37 @@ def add_averages(state: LoweringState) -> LoweringState:
         return state
     by = max(n for n, directive in enumerate(state.graph.directives) if directive.verb == "average")
     check_composition(state, asked, state.graph.directives[by].title)
-    edit = SequenceEdit(state)
+    edit, residents = SequenceEdit(state), dict(state.residents)
     for place, node in enumerate(state.sequence):
         if isinstance(node, Update):
             for slot in (slot for slot in node.writes if slot.kind == "param"):
+                bucket, kept = state.buckets[slot.owner], state_slot(slot.owner)
+                slots = (slot, kept) if asked.kept else (slot,)
+                nbytes = state.residents[kept].nbytes + asked.kept * trained_bytes(bucket)
+                residents[kept] = replace(state.residents[kept], nbytes=nbytes)
                 average = AverageParameters(
                     bucket=slot.owner,
                     devices=node.devices,
-                    reads=(slot,),
-                    writes=(slot,),
+                    reads=slots,
+                    writes=slots,
                     stream=asked.stream,
                     origin=(by,),
-                    nbytes=sent_bytes(asked, state.buckets[slot.owner]),
+                    nbytes=sent_bytes(asked, bucket),
                 )
                 edit.after(place, average)
-    return edit.apply()
+    return replace(edit.apply(), residents=residents)
 
 
 def check_composition(state: LoweringState, asked: Averaging, by: str) -> None:
     """Refuse groups whose state is on the host, and groups that lie differently on their machines."""
+    used = len(set(fragments_of(state.buckets, asked).values()))
+    if used < asked.fragments:
+        raise ScheduleError(
+            f"there are no {asked.fragments} fragments of the parameters",
+            by=by,
+            facts={"buckets": f"{used} that train"},
+            hint="give fewer fragments, or more buckets: replicate(..., bucket_mb=...)",
+        )
     offloaded = state.graph.chosen(lambda options: options.offload_state)
     if offloaded:
         raise ScheduleError(

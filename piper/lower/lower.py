@@ -47,8 +47,8 @@ LOWERING: tuple[tuple[Rewrite, Property], ...] = (
     (add_offloads, offloaded_values_come_back),
     (add_updates, every_gradient_is_applied),
     (add_state_offloads, offloaded_state_comes_back),
-    (add_protections, everything_written_is_copied),
     (add_averages, every_update_is_averaged),
+    (add_protections, everything_written_is_copied),
     (emit, every_device_has_a_plan),
     (repeat_in_groups, plans_can_run),
 )

@@ -1,6 +1,6 @@
 """Plans of all groups that train apart, made from those of one group, or cut down to those of the first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from piper.ir.averaging import Averaging
@@ -77,6 +77,15 @@ class ChangedDevices:
             chunks={name: self.chunk(chunk) for name, chunk in plans.chunks.items()},
             cells=cells,
         )
+
+
+def fragments_of(buckets: Mapping[str, Bucket], asked: Averaging) -> dict[str, int]:
+    """Return the fragment of each bucket that trains, dealt out in order. Tied parameters go together."""
+    families: dict[tuple[str, ...], int] = {}
+    for bucket in buckets.values():
+        if bucket.trainable:
+            families.setdefault(tuple(sorted((bucket.name, *bucket.siblings))), len(families))
+    return {name: number % asked.fragments for family, number in families.items() for name in family}
 
 
 def of_first_group(plans: Plans, asked: Averaging) -> Plans:

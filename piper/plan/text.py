@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from piper.errors import ConfigError
-from piper.ir.averaging import Averaging
+from piper.ir.averaging import Averaging, OuterStep
 from piper.ir.chunk_options import APART, Protection
 from piper.ir.devices import Devices, parse, show
 from piper.ir.ids import Pass, SlotId, Tags, read_pass, read_slot
@@ -211,13 +211,20 @@ def read_protection(text: str) -> Protection:
 
 def show_averaging(asked: Averaging) -> str:
     """Write which groups train apart, and when they average."""
-    return " ".join([str(asked.every), asked.stream, *map(show, asked.groups)])
+    outer = f"{asked.outer.lr!r} {asked.outer.momentum!r} {int(asked.outer.nesterov)}"
+    return " ".join([str(asked.every), asked.stream, outer, str(asked.fragments), *map(show, asked.groups)])
 
 
 def read_averaging(text: str) -> Averaging:
     """Read which groups train apart, and when they average."""
-    every, stream, *groups = text.split(" ")
-    return Averaging(groups=tuple(map(parse, groups)), every=int(every), stream=stream)
+    every, stream, lr, momentum, nesterov, fragments, *groups = text.split(" ")
+    return Averaging(
+        groups=tuple(map(parse, groups)),
+        every=int(every),
+        stream=stream,
+        outer=OuterStep(lr=float(lr), momentum=float(momentum), nesterov=flag(nesterov)),
+        fragments=int(fragments),
+    )
 
 
 def show_elsewhere(placements: Mapping[Tags, Devices]) -> str:

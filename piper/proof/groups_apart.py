@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from piper.ir.averaging import Averaging
 from piper.ir.devices import show
-from piper.ir.ids import param_slot
+from piper.ir.ids import param_slot, state_slot
 from piper.plan.groups import ChangedDevices, of_first_group
 from piper.plan.plan import Plans
 from piper.proof.local_rules import UPDATED
@@ -68,8 +68,14 @@ class AverageRule:
     def run(self, at: ProgramInstr) -> None:
         """Average what a device trains of a bucket with other groups: once, after its update."""
         buckets = {param_slot(bucket.name): bucket for bucket in self.state.trained_on(at.program)}
-        bucket = buckets.get(at.ins.writes[0]) if len(at.ins.writes) == 1 else None
-        if bucket is None or at.ins.reads != at.ins.writes:
+        bucket = buckets.get(at.ins.writes[0]) if at.ins.writes else None
+        asked = self.state.spec.graph.averaging
+        if (
+            bucket is None
+            or asked is None
+            or at.ins.reads != at.ins.writes
+            or at.ins.writes[1:] != ((state_slot(bucket.name),) if asked.kept else ())
+        ):
             read, written = ", ".join(at.ins.reads), ", ".join(at.ins.writes)
             self.state.complain(at, f"averages {read} into {written}; it should average one trained bucket")
             return

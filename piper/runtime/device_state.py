@@ -82,6 +82,7 @@ class DeviceState:
         }
         self.reached = setup.outline.reached
         self.keep_gradients = False
+        self.renewed: list[Callable[[], None]] = []  # what kernels do when the state was loaded
         self.gradients: dict[str, Tensor] = {}
         self.segments: dict[str, list[tuple[str, Tensor]]] = {}
         for name, holding in self.holdings.items():

@@ -252,6 +252,8 @@ class Worker:
         """Take note that the state was loaded: it may lie elsewhere in memory now."""
         for bucket in self.env.state.away:
             self.env.state.put_away(bucket, wait=True)
+        for act in self.env.state.renewed:
+            act()
         if isinstance(self.executor, GraphExecutor):
             self.executor.reset()
 

@@ -4,6 +4,7 @@ import pytest
 
 import piper
 from piper import at, average, offload, place, protect, replicate, shard
+from piper.directives.json import parse_strategy, show_strategy
 from piper.errors import ConfigError, ScheduleError
 from tests.runtime.averaging import data, job, train
 
@@ -54,6 +55,30 @@ ERRORS: dict[str, tuple[list[piper.Directive], str]] = {
   hold the same: 0,1; 1,2
   hint:          list the devices of every region group by group, in the same order of groups""",
     ),
+    "no SGD": (
+        [EVERYTHING, average(at(), across=[0, 2], outer={"betas": 0.9})],
+        """average #1: the outer optimizer is no SGD
+  asked: outer={'betas': 0.9}
+  hint:  give lr above 0, momentum from 0 to 1, and nesterov only with momentum: outer={"lr": 0.7}""",
+    ),
+    "no momentum": (
+        [EVERYTHING, average(at(), across=[0, 2], outer={"lr": 0.7, "nesterov": True})],
+        """average #1: the outer optimizer is no SGD
+  asked: outer={'lr': 0.7, 'nesterov': True}
+  hint:  give lr above 0, momentum from 0 to 1, and nesterov only with momentum: outer={"lr": 0.7}""",
+    ),
+    "steps": (
+        [EVERYTHING, average(at(), across=[0, 2], every=2, fragments=3)],
+        """average #1: 3 fragments do not get a step each
+  asked: fragments=3, every=2
+  hint:  at most one fragment for each of the steps between two averages""",
+    ),
+    "buckets": (
+        [EVERYTHING, average(at(), across=[0, 2], every=3, fragments=3)],
+        """average #1: there are no 3 fragments of the parameters
+  buckets: 2 that train
+  hint:    give fewer fragments, or more buckets: replicate(..., bucket_mb=...)""",
+    ),
     "offloaded": (
         [EVERYTHING, offload(at(), what="optimizer"), average(at(), across=[0, 2])],
         """average #2: groups do not average parameters whose optimizer state is on the host
@@ -91,6 +116,19 @@ def test_groups_that_are_none_are_refused(case: str) -> None:
     for directive in strategy:
         text = text.replace(f" ({directive.source})", "")
     assert text == said
+
+
+def test_an_outer_optimizer_is_given_by_its_settings() -> None:
+    with pytest.raises(ScheduleError, match=r"outer=0.7 is not a dict"):
+        average(at(), across=[0, 1], outer=0.7)  # type: ignore[arg-type]
+
+
+def test_groups_have_a_json_form() -> None:
+    outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+    given = average(at(), across=[0, 1], every=4, outer=outer, stream="slow", fragments=2)
+    assert parse_strategy(show_strategy([given])) == [given]
+    shown = 'outer={"lr": 0.7, "momentum": 0.9, "nesterov": True}, stream="slow", fragments=2'
+    assert repr(given) == f"average(at(), across=[0, 1], every=4, {shown})"
 
 
 def test_a_batch_that_leaves_a_group_without_samples_is_refused() -> None:

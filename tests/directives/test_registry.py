@@ -60,5 +60,7 @@ def test_the_json_form_follows_the_fields() -> None:
         "offload": {
             "filter": True, "what": False, "to": False, "stream": False, "least_mb": False, "ahead": False,
         },
-        "average": {"filter": True, "across": True, "every": False, "stream": False},
+        "average": {
+            "filter": True, "across": True, "every": False, "outer": False, "stream": False, "fragments": False,
+        },
     }  # fmt: skip

@@ -4,7 +4,7 @@ It shares no code with Piper but the marks in the model, which do nothing here.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -55,6 +55,18 @@ def adamw(params: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2)  # type: ignore[arg-type]
 
 
+def plain_average(params: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1.0)  # type: ignore[arg-type]
+
+
+def nesterov(params: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)  # type: ignore[arg-type]
+
+
+def heavy_ball(params: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.7, momentum=0.5)  # type: ignore[arg-type]
+
+
 def plain_groups(
     groups: int,
     every: int,
@@ -62,13 +74,16 @@ def plain_groups(
     *,
     loss: Callable[..., Tensor | tuple[Tensor, Tensor]] = mean_loss,
     clip: float | None = None,
-    model: Callable[[], nn.Module] = Net,
-) -> tuple[list[float], list[nn.Module]]:
+    outer: Callable[..., torch.optim.Optimizer] | None = None,
+    fragments: Sequence[Sequence[str]] = (("first.weight", "first.bias", "second.weight", "second.bias"),),
+) -> tuple[list[float], list[Net]]:
     """Return the mean of the groups' losses in each step, and the groups' models in the end."""
     torch.manual_seed(0)
-    first = model().double()
+    first = Net().double()
     models = [copy.deepcopy(first) for _ in range(groups)]
     optimizers = [adamw(one.parameters()) for one in models]
+    common = {name: p.detach().clone().requires_grad_() for name, p in first.named_parameters()}
+    outers = [(outer or plain_average)([common[name] for name in names]) for names in fragments]
     losses = []
     for step, batch in zip(range(steps), data(), strict=False):
         total, weights = 0.0, 0.0
@@ -84,12 +99,16 @@ def plain_groups(
             optimizer.step()
             total, weights = total + value.item(), weights + weight.item()
         losses.append(total / weights)
-        if (step + 1) % every == 0:
-            with torch.no_grad():
-                for copies in zip(*(one.parameters() for one in models), strict=True):
-                    mean = torch.stack([p.detach() for p in copies]).mean(0)
-                    for parameter in copies:
-                        parameter.copy_(mean)
+        for number, names in enumerate(fragments):
+            if (step + 1) % every == number * every // len(fragments):
+                for name in names:
+                    local = torch.stack([dict(one.named_parameters())[name].detach() for one in models])
+                    common[name].grad = common[name].detach() - local.mean(0)
+                outers[number].step()
+                with torch.no_grad():
+                    for one in models:
+                        for name in names:
+                            dict(one.named_parameters())[name].copy_(common[name])
     return losses, models
 
 

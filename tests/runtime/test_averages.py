@@ -7,7 +7,16 @@ import pytest
 import piper
 from piper import at, average, replicate, shard, split
 from piper.plan.text import read_plans, show_plans
-from tests.runtime.averaging import assert_same, job, mean_loss, plain_groups, train, weighted_loss
+from tests.runtime.averaging import (
+    assert_same,
+    heavy_ball,
+    job,
+    mean_loss,
+    nesterov,
+    plain_groups,
+    train,
+    weighted_loss,
+)
 
 PIPELINE = [
     replicate(at(PP=0), devices=[0, 1]),
@@ -55,6 +64,38 @@ def test_groups_have_the_numbers_of_plain_pytorch(
 ) -> None:
     losses, models = plain_groups(groups, every, 7)
     assert_same(train(piper.compile(job(*strategy)), 7), losses, models[0])
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_an_outer_optimizer_has_the_numbers_of_diloco(level: int) -> None:
+    outer = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+    strategy = [*zero(level)[1:], average(at(), across=[0, 2], every=3, outer=outer)]
+    losses, models = plain_groups(2, 3, 10, outer=nesterov)
+    assert_same(train(piper.compile(job(*strategy)), 10), losses, models[0])
+
+
+FRAGMENTS = [["first.weight", "first.bias"], ["second.weight", "second.bias"]]
+STREAMED = average(at(), across=[0, 1], every=4, outer={"lr": 0.7, "momentum": 0.5}, fragments=2)
+
+
+def test_fragments_average_in_different_steps() -> None:
+    losses, models = plain_groups(2, 4, 11, outer=heavy_ball, fragments=FRAGMENTS)
+    assert_same(train(piper.compile(job(*PIPELINE[:-1], STREAMED)), 11), losses, models[0])
+
+
+def test_the_outer_optimizer_resumes_where_it_was(tmp_path: Path) -> None:
+    losses, models = plain_groups(2, 4, 11, outer=heavy_ball, fragments=FRAGMENTS)
+    program = piper.compile(job(*PIPELINE[:-1], STREAMED))
+    before, _ = train(program, 5, save=tmp_path / "saved")
+    again = train(program, 6, on="local", resume=tmp_path / "saved")
+    assert_same((before + again[0], again[1]), losses, models[0])
+
+
+def test_groups_begin_with_the_values_of_a_job_without_any(tmp_path: Path) -> None:
+    train(piper.compile(job()), 0, save=tmp_path / "start")
+    losses, models = plain_groups(2, 4, 6, outer=heavy_ball, fragments=FRAGMENTS)
+    program = piper.compile(job(*PIPELINE[:-1], STREAMED))
+    assert_same(train(program, 6, resume=tmp_path / "start"), losses, models[0])
 
 
 def test_weights_and_clipping_are_of_each_group() -> None:
