@@ -42,6 +42,7 @@ ALLOWED = {
     "checkpoint/folder.py": "names of folders",
     "checkpoint/huggingface.py": "names of tensors in somebody else's files",
     "checkpoint/json_state.py": "a type of torch's, by its name",
+    "checkpoint/plain_state.py": "names of tensors in somebody else's files",
     "checkpoint/read_record.py": "names of files",
     "checkpoint/storage.py": "a type of torch's, by its name",
     "checkpoint/target.py": "names of folders and files",

@@ -32,6 +32,9 @@ ALLOWED = {
     ("capture/compile/servers.py", "serve", "pickle.load"),
     ("capture/compile/servers.py", "compile_request", "GraphPickler.loads"),
     ("tuning/forked_calls.py", "result", "pickle.loads"),  # from a process that this one forked
+    # Files of other programs: tensors, numbers, text and containers alone.
+    ("checkpoint/dcp.py", "_stored", "torch.load"),
+    ("train/importing.py", "torch_source", "torch.load"),
 }
 RUN = {
     ("workers/transport/serialize.py", "__init__", "exec"),  # captured code, of what `unpack` has read
@@ -74,6 +77,24 @@ def test_nothing_else_unpickles() -> None:
         if loads(called)
     }
     assert unpickling == ALLOWED
+
+
+def test_torch_loads_weights_only() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                assert "weights_only=True" in [ast.unparse(word) for word in node.keywords], path
+
+
+def test_one_unpickler_knows_its_records_alone() -> None:
+    """It refuses every other name: tests/checkpoint/test_moved.py."""
+    unpicklers = {
+        (path.relative_to(PACKAGE).as_posix(), node.name)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and any("Unpickler" in ast.unparse(base) for base in node.bases)
+    }
+    assert unpicklers == {("checkpoint/dcp.py", "MetadataUnpickler")}
 
 
 def test_no_name_of_a_reader_is_imported_by_itself() -> None:

@@ -54,19 +54,23 @@ def export_hf(
         }
     kinds = {value.dtype for value in given.values() if value.is_floating_point()}
     skeleton.to(kinds.pop() if len(kinds) == 1 else torch.float32)
-    write_export(folder, lambda partial: skeleton.save_pretrained(partial, state_dict=given))
+
+    def save(partial: Path) -> None:
+        with quiet():
+            skeleton.save_pretrained(partial, state_dict=given)
+
+    write_export(folder, save)
 
 
 def write_export(folder: Path | str, write: Callable[[Path], object]) -> None:
-    """Write a folder of transformers' or peft's files, marked as ours, all at once or not at all.
+    """Write a folder for other programs, marked as ours, all at once or not at all.
 
     write: writes the files into a folder that it is given.
     """
     path = target_of(folder)
     with begun(path) as partial:
         mark_export(partial, [])  # from now on all in it is ours, also if this is interrupted
-        with quiet():
-            write(partial)
+        write(partial)
         mark_export(partial, sorted(file.name for file in partial.iterdir()))
         for file in partial.iterdir():
             sync(file)
@@ -154,7 +158,8 @@ def export_adapter(model: Any, folder: Path | str, dtype: torch.dtype | None = N
 
     dtype: what to write it as; None: as it is.
     """
-    write_export(folder, (model if dtype is None else model.to(dtype)).save_pretrained)
+    with quiet():
+        write_export(folder, (model if dtype is None else model.to(dtype)).save_pretrained)
 
 
 def import_hf(folder: Path | str, model: "PreTrainedModel | None" = None) -> Mapping[str, Tensor]:

@@ -1,5 +1,6 @@
 """Reads a checkpoint that was saved under any strategy: its values by name, or a worker's state."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,12 +36,18 @@ class Values(Mapping[str, Tensor]):
         self.reader = CheckpointReader(self.folder, self.record)
 
     def __getitem__(self, name: str) -> Tensor:
-        shape, stored = self.record.model[name].shape, self.record.tensors.get(f"model.{name}")
-        if stored is None:  # nothing is stored of a tensor without elements
-            return torch.empty(shape, dtype=dtype_named(self.record.model[name].dtype or "float32"))
-        flat = torch.empty(stored.size, dtype=dtype_named(stored.dtype))
+        return self.tensor(f"model.{name}", self.record.model[name].shape, self.dtype(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the type of a parameter or buffer. Nothing is stored of one without elements."""
+        stored = self.record.tensors.get(f"model.{name}")
+        return dtype_named(stored.dtype if stored else self.record.model[name].dtype or "float32")
+
+    def tensor(self, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Read any tensor of the record, which has this shape and type."""
+        flat = torch.empty(math.prod(shape), dtype=dtype)
         try:
-            self.reader.read([TensorRange(key=f"model.{name}", size=stored.size, start=0, tensor=flat)])
+            self.reader.read([TensorRange(key=key, size=len(flat), start=0, tensor=flat)])
         except StorageError as error:
             raise DamagedError(self.folder, str(error)) from error
         return flat.view(shape)

@@ -1,14 +1,15 @@
 """Tensors on disk: pieces in safetensors files, which can be read back in other pieces.
 
-The files of torch.distributed.checkpoint are not used: their index is a pickle, which may run code when it is
-read. Pieces lie in safetensors files instead, and the index in JSON. Bytes are verified, see [Note: blocks].
+A checkpoint is not a folder of torch.distributed.checkpoint, whose index is a pickle (see checkpoint/dcp.py).
+Pieces lie in safetensors files, and the index in JSON. Bytes are verified, see [Note: blocks].
 """
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -109,11 +110,17 @@ def write_parts(folder: Path, name: str, parts: Sequence[TensorRange]) -> Writte
     return Written(placed=tuple(part.stored(file) for part in parts), files={file: record})
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Write flat tensors of the host as a safetensors file, and return its size and digests."""
+def write_file(
+    path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
+) -> FileRecord:
+    """Write tensors of the host as a safetensors file, and return its size and digests.
+
+    read: gives a tensor by its key when it is written, where `tensors` have shapes and no elements.
+    """
     order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # keeps each aligned
     header = header_of({key: tensors[key] for key in order})
-    return write_blocks(path, [memoryview(header), *(bytes_of(tensors[key]) for key in order)])
+    content = (bytes_of((read or tensors.__getitem__)(key).reshape(-1)) for key in order)
+    return write_blocks(path, chain([memoryview(header)], content))
 
 
 def header_of(tensors: Mapping[str, Tensor]) -> bytes:
@@ -122,10 +129,10 @@ def header_of(tensors: Mapping[str, Tensor]) -> bytes:
     end = 0
     for key, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        shape = [tensor.numel()]
+        shape = [*tensor.shape]
         dtype = tensor.dtype
         if dtype == torch.complex128:  # safetensors has no such type: pairs of real numbers
-            dtype, shape = torch.float64, [tensor.numel(), 2]
+            dtype, shape = torch.float64, [*shape, 2]
         if dtype not in CODES:
             raise StorageError(f"{key} is of type {dtype}, which safetensors files do not hold")
         table[key] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [begin, end]}

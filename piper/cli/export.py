@@ -1,4 +1,4 @@
-"""`piper export` and `piper import`: weights of a run to and from folders of Hugging Face's libraries."""
+"""`piper export` and `piper import`: checkpoints of a run to and from other programs."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ import typer
 from piper.cli.options import AsJson, Recipe, RunFolder, print_json
 from piper.errors import ConfigError, deprecated
 
-FORMS = ("hf", "peft")
+FORMS = ("hf", "peft", "dcp", "torchtitan", "safetensors", "torch")
 
 
 def export(
@@ -20,7 +20,10 @@ def export(
     form: Annotated[
         str,
         typer.Option(
-            "--format", help="hf: a model for from_pretrained. peft: only the adapter.", metavar="hf|peft"
+            "--format",
+            help="hf: a model for from_pretrained. peft: only the adapter. With the optimizer's state: "
+            "dcp: a folder for dcp.load. torchtitan: one with its names. safetensors. torch: a file.",
+            metavar="|".join(FORMS),
         ),
     ] = "hf",
     to: Annotated[str | None, typer.Option("--to", help="The old name of --format.", hidden=True)] = None,
@@ -36,14 +39,14 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the weights of a run as a folder that transformers or peft reads."""
+    """Write a checkpoint of a run as a folder that other programs read."""
     import torch  # paid for only where it is used
 
     from piper.checkpoint.load import Values
     from piper.ir.dtypes import DTYPES
     from piper.ir.format import count, size
     from piper.recipe import load_recipe
-    from piper.train.exporting import checkpoint_of, export_values, recipe_of_run
+    from piper.train.exporting import checkpoint_of, export_state, export_values, recipe_of_run
 
     if to is not None:
         deprecated("--to", "--format", gone="0.2")
@@ -64,10 +67,14 @@ def export(
     checkpoint = checkpoint_of(Path(run), job)
     values = Values(checkpoint)
     wanted = getattr(torch, DTYPES[dtype]) if dtype else None
-    kind = export_values(job, values, folder, adapter=form == "peft", dtype=wanted)
+    if form in ("hf", "peft"):
+        kind = export_values(job, values, folder, adapter=form == "peft", dtype=wanted)
+    else:
+        kind = export_state(job, values, folder, form=form, dtype=wanted)
     nbytes = sum(file.stat().st_size for file in folder.iterdir())
     report = {
         "folder": str(folder),
+        "format": form,
         "model": kind,
         "checkpoint": str(checkpoint),
         "step": values.record.step,
@@ -85,18 +92,21 @@ def export(
 def import_weights(
     recipe: Recipe,
     weights: Annotated[
-        Path, typer.Argument(help="A folder of safetensors files, as save_pretrained writes it.")
+        Path,
+        typer.Argument(help="A DCP folder, a folder of safetensors files, or a file of torch.save."),
     ],
     out: RunFolder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a run that begins with the weights of a Hugging Face folder: `piper train --resume` goes on."""
+    """Make a run that goes on from a checkpoint of another program: `piper train --resume` trains it."""
+    from piper.ir.format import count
     from piper.recipe import load_recipe
-    from piper.train.exporting import import_start  # torch is paid for only where it is used
+    from piper.train.importing import import_start  # torch is paid for only where it is used
 
-    folder = import_start(recipe, load_recipe(recipe), weights, out)
-    train = f"piper train {recipe} --out {folder} --resume"
+    made = import_start(recipe, load_recipe(recipe), weights, out)
+    train = f"piper train {recipe} --out {made.folder} --resume"
     if as_json:
-        print_json({"run": str(folder), "train": train})
+        print_json({"run": str(made.folder), "step": made.step, "optimizer": made.optimizer, "train": train})
         return
-    sys.stdout.write(f"Imported {weights}\n  run      {folder}\n  train    {train}\n")
+    what = f"weights and optimizer after {count(made.step, 'step')}" if made.optimizer else "weights"
+    sys.stdout.write(f"Imported {weights}: {what}\n  run      {made.folder}\n  train    {train}\n")

@@ -191,8 +191,13 @@ def whole_parts(values: Mapping[str, Tensor]) -> Iterable[TensorRange]:
     """Yield full values as parts, each of which is all of its value."""
     for name, value in values.items():
         if value.numel():
-            flat = value.detach().to("cpu", copy=True).contiguous().view(-1)
-            yield TensorRange(key=f"model.{name}", size=value.numel(), start=0, tensor=flat)
+            yield whole_part(f"model.{name}", value)
+
+
+def whole_part(key: str, value: Tensor) -> TensorRange:
+    """Return all of a tensor as a part."""
+    flat = value.detach().to("cpu", copy=True).contiguous().view(-1)
+    return TensorRange(key=key, size=value.numel(), start=0, tensor=flat)
 
 
 def read_unread(program: ProgramLike, reader: CheckpointReader) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Checkpoints that the driver writes alone: of a state in memory that no worker can write, or of weights."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from shutil import copyfile
 from typing import cast
@@ -12,11 +13,13 @@ from torch import Tensor
 from piper.checkpoint.compatibility import check_model, wanted_model
 from piper.checkpoint.folder import begun, commit
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
-from piper.checkpoint.metadata import Record, Spec
+from piper.checkpoint.metadata import Record, Spec, kept_by
+from piper.checkpoint.plain_state import PlainState
 from piper.checkpoint.read_record import read_record
 from piper.checkpoint.storage import TensorRange, sync, write_parts
 from piper.checkpoint.target import target_of
-from piper.run.checkpointing import model_of, unread_kept, whole_parts
+from piper.errors import ConfigError
+from piper.run.checkpointing import model_of, unread_kept, whole_part, whole_parts
 from piper.runtime.setup import ProgramLike, initial_tensors
 from piper.workers.transport.versions import Versions
 
@@ -81,11 +84,24 @@ def with_options(groups: Plain, options: Iterable[tuple[int, str, float]]) -> Pl
 MOST = 2**30  # bytes of values that are held at a time
 
 
-def write_start(program: ProgramLike, values: Mapping[str, Tensor], path: Path | str) -> None:
-    """Write a checkpoint of step 0 that holds these weights: `launch(program, resume=path)` begins with them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStart:
+    """What a run goes on from besides weights: a record without tensors, and the optimizer's state."""
+
+    record: Record
+    state: PlainState
+
+
+def write_start(
+    program: ProgramLike,
+    values: Mapping[str, Tensor],
+    path: Path | str,
+    trained: TrainedStart | None = None,
+) -> None:
+    """Write a checkpoint that holds these weights: `launch(program, resume=path)` begins with them.
 
     values: every parameter and persistent buffer by name; a tied one by any of its names. Buffers that a
-    model does not save are as it makes them.
+    model does not save are as it makes them. trained: the rest of a training. None: this is step 0 of one.
     """
     target = target_of(path)
     wanted = wanted_model(program.plans, program.outline)
@@ -95,35 +111,86 @@ def write_start(program: ProgramLike, values: Mapping[str, Tensor], path: Path |
     )
     initial = initial_tensors(program) if unsaved else {}
     given = {name: wanted.get(name, Spec(shape=())) for name in (*names, *unsaved)}
-    check_model(target, Record(step=0, model=given), wanted)
+    source = target if trained is None else trained.state.path  # named where it is of another model
+    check_model(source, Record(step=0, model=given), wanted)
 
     def value(name: str) -> Tensor:
         tensor = initial[name] if name in unsaved else values[names[name]]
         spec = wanted[name]
         here = {name: Spec(shape=tuple(tensor.shape))}
-        check_model(target, Record(step=0, model=here), {name: spec})
+        check_model(source, Record(step=0, model=here), {name: spec})
         return tensor if spec.dtype is None else tensor.to(dtype_named(spec.dtype))
 
+    record = Record(step=0) if trained is None else trained.record
+    moments: dict[str, dict[str, tuple[int, ...] | None]] = {}
+    numbers: dict[str, dict[str, Plain]] = {}
+    tensors: Iterable[tuple[str, Tensor]] = ((f"model.{name}", value(name)) for name in wanted)
+    if trained is not None:
+        own = names_here(program, trained.state.kept)
+        kept = {name: trained.state.kept[given] for name, given in own.items() if wanted[name].trainable}
+        tensors = chain(tensors, kept_tensors(trained.state, kept, wanted, moments, numbers))
+        record = replace(record, moments=moments, numbers=numbers)
     with begun(target) as partial:
         written = [
             write_parts(partial, f"values-{number:05}", parts)
-            for number, parts in enumerate(batched(wanted, value))
+            for number, parts in enumerate(batched(tensors))
         ]
-    commit(target, Record(step=0, model=wanted), written)
+    if trained is not None:
+        record = replace(record, trainer=replace(record.trainer, kept=kept_by(moments, numbers)))
+    commit(target, replace(record, model=wanted), written)
 
 
-def names_here(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, str]:
+def kept_tensors(
+    state: PlainState,
+    kept: Mapping[str, Mapping[str, str]],
+    wanted: Mapping[str, Spec],
+    moments: dict[str, dict[str, tuple[int, ...] | None]],
+    numbers: dict[str, dict[str, Plain]],
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the optimizer's tensors by their key in a checkpoint, and note them in `moments` and `numbers`.
+
+    One with an element for each of the parameter's has the parameter's type, as workers hold it.
+    """
+    like: dict[str, str] = {}  # by key: a parameter whose tensor has its elements
+    for name, keys in kept.items():
+        spec = wanted[name]
+        for key, given in keys.items():
+            value = state.source[given]
+            if not isinstance(value, Tensor):
+                numbers.setdefault(name, {})[key] = encode(value, f"optimizer.{name}.{key}")
+                continue
+            if value.dim() and tuple(value.shape) == spec.shape:
+                like[key] = name
+                if value.is_floating_point() and spec.dtype is not None:
+                    value = value.to(dtype_named(spec.dtype))
+                moments.setdefault(name, {})[key] = None
+            else:
+                moments.setdefault(name, {})[key] = tuple(value.shape)
+            yield f"optimizer.{name}.{key}", value
+    for name, shapes in moments.items():
+        for key, shape in shapes.items():
+            if shape and key in like:
+                raise ConfigError(
+                    "the optimizer's state has other shapes than the parameters",
+                    by=str(state.path),
+                    facts={name: f"{key} is {list(shape)}, the parameter is {list(wanted[name].shape)}"},
+                    hint="import it with a recipe that builds the model it was saved from",
+                )
+
+
+def names_here(program: ProgramLike, values: Mapping[str, object]) -> dict[str, str]:
     """Return the given name of each value, by the first name that the value has in the model."""
     first = {alias: p.name for p in program.outline.parameters for alias in p.aliases}
     first |= {alias: b.name for b in program.outline.buffers for alias in b.saved_as}
     return {first.get(name, name): name for name in values}
 
 
-def batched(names: Mapping[str, object], value: Callable[[str], Tensor]) -> Iterator[list[TensorRange]]:
-    """Yield values as parts, as many at a time as memory should hold."""
+def batched(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[TensorRange]]:
+    """Yield whole tensors as parts, as many at a time as memory should hold."""
     ranges: list[TensorRange] = []
-    for name in names:
-        ranges += whole_parts({name: value(name)})
+    for key, tensor in tensors:
+        if tensor.numel():
+            ranges.append(whole_part(key, tensor))
         if sum(one.tensor.nbytes for one in ranges) > MOST:
             yield ranges
             ranges = []

@@ -1,26 +1,37 @@
-"""Weights of runs out to Hugging Face's folders, and in from them as the start of a run."""
+"""Writes checkpoints of runs for other programs: Hugging Face's, and all that read plain PyTorch's names."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
 
 from piper.capture.trace.build_model import build_fake
-from piper.checkpoint.folder import step_path
-from piper.checkpoint.huggingface import export_adapter, export_hf, import_hf, is_adapted, merged
+from piper.checkpoint.huggingface import (
+    export_adapter,
+    export_hf,
+    is_adapted,
+    merged,
+    ties_of,
+    write_export,
+)
+from piper.checkpoint.json_state import decode
+from piper.checkpoint.load import WAYS, Values
 from piper.checkpoint.metadata import FILE, DamagedError
-from piper.compiler import compile
+from piper.checkpoint.plain_export import FORMATS, PlainExport
+from piper.checkpoint.plain_state import Options
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.recipe import file_and_function
-from piper.run.driver_checkpoints import write_start
-from piper.run.saves import checkpoints_of, past_of, prepare_saves
+from piper.run.saves import checkpoints_of, past_of
 from piper.runtime.setup import build_model
-from piper.train.lock import locked
-from piper.train.run_folder import ABOUT, choose, claim, prepare, read_about
+from piper.runtime.standins import Sizes, hollow, whole_view
+from piper.runtime.trainers import make_optimizer
+from piper.train.run_folder import ABOUT, read_about
 
 
 def export_values(
@@ -51,31 +62,33 @@ def export_values(
     return type(model).__name__
 
 
-def import_start(recipe: str, job: Job, weights: Path, out: Path | None) -> Path:
-    """Make the folder of a run that begins with the weights in a Hugging Face folder, and return it."""
-    if job.checkpoint is None:
-        raise ConfigError(
-            "the job saves no checkpoints, so it cannot go on from one either",
-            by=recipe,
-            hint='let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))',
-        )
+def export_state(job: Job, values: Values, folder: Path, *, form: str, dtype: torch.dtype | None) -> str:
+    """Write weights, optimizer and step of a checkpoint for other programs; return the class of the model."""
     model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
-    if is_adapted(model):
-        raise ConfigError(
-            "peft has wrapped the model, and a folder of weights is that of its base",
-            by=recipe,
-            hint="build the base with from_pretrained in the recipe: the run then starts from it",
-        )
-    values = import_hf(weights, model if hasattr(model, "save_pretrained") else None)
-    program = compile(job)
-    folder = choose(out, recipe, resume=False)
-    claim(folder)
-    with locked(folder):
-        prepare(folder, job, resume=False)
-        where = prepare_saves(folder, job, lambda path: False)
-        assert where is not None, "the job has a checkpoint"
-        write_start(program, values, step_path(where, 0))
-    return folder
+    names: dict[str, str] = {}
+    for several in ties_of(model):
+        own = next((name for name in several if name in values), None)
+        names |= {} if own is None else dict.fromkeys(several, own)
+    record = values.record
+    groups: list[tuple[Options, Sequence[str]]] = []
+    if record.trainer.groups is not None:
+        sizes = {name: spec.shape for name, spec in record.model.items() if spec.trainable}
+        optimizer, members = grouped(job, sizes)
+        saved = cast("list[dict[str, object]]", decode(record.trainer.groups))
+        for options, here, own_names in zip(saved, optimizer.param_groups, members, strict=True):
+            kept = {key: value for key, value in options.items() if key != "param_names"}
+            groups.append((kept | {key: here[key] for key in WAYS if key in here}, own_names))
+    export = PlainExport(values=values, model=names, groups=groups, dtype=dtype)
+    write_export(folder, lambda partial: FORMATS[form](export, partial))
+    return type(model).__name__
+
+
+def grouped(job: Job, sizes: Sizes) -> tuple[Optimizer, list[list[str]]]:
+    """Return a job's optimizer over parameters without elements, and the names in each of its groups."""
+    named = hollow(whole_view(sizes), sizes)
+    optimizer = make_optimizer(job.optimizer, named)
+    names = {id(tensor): name for name, tensor in named}
+    return optimizer, [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def recipe_of_run(folder: Path) -> str:

@@ -94,6 +94,7 @@ def test_a_run_goes_to_transformers_and_starts_another_run(
     assert code == 0 and report.pop("bytes") > 5000
     assert report == {
         "folder": "out",
+        "format": "hf",
         "model": "LlamaForCausalLM",
         "checkpoint": "run/checkpoints/step-00000002",
         "step": 2,
@@ -109,7 +110,12 @@ def test_a_run_goes_to_transformers_and_starts_another_run(
     code, out, _ = shell(monkeypatch, capsys, "import net.py:job out --out again --json")
     assert (code, json.loads(out)) == (
         0,
-        {"run": "again", "train": "piper train net.py:job --out again --resume"},
+        {
+            "run": "again",
+            "step": 0,
+            "optimizer": False,
+            "train": "piper train net.py:job --out again --resume",
+        },
     )
     code, out, _ = shell(monkeypatch, capsys, "train net.py:job --on inline --out again --resume --steps 1")
     assert code == 0 and "Going on from again/checkpoints/step-00000000, after step 0" in out
@@ -132,7 +138,7 @@ def test_a_checkpoint_as_another_type(
 REFUSED = {
     "export run --format onnx out-1": """
         error: --format: there is no format 'onnx'
-          hint: --format is one of hf, peft
+          hint: --format is one of hf, peft, dcp, torchtitan, safetensors, torch
     """,
     "export run out-1 --dtype int8": """
         error: --dtype: there is no type 'int8'
@@ -164,11 +170,15 @@ REFUSED = {
         error: net.py:unsaved: the job saves no checkpoints, so it cannot go on from one either
           hint: let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))
     """,
-    "import net.py:job nowhere": """
+    "import net.py:job run": """
         error: import_hf: there are no safetensors weights to read here
-          path: nowhere
-          why:  FileNotFoundError: No such file or directory: nowhere/model.safetensors
+          path: run
+          why:  FileNotFoundError: No such file or directory: run/model.safetensors
           hint: give a folder with model.safetensors or model.safetensors.index.json; files of other formats are not read
+    """,
+    "import net.py:job nowhere": """
+        error: nowhere: there is no such file or folder
+          hint: check the path
     """,
 }
 

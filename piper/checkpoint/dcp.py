@@ -1,0 +1,227 @@
+"""Folders of torch.distributed.checkpoint (DCP): torch writes them, and here they are read as data.
+
+[Note: pickles] The index of such a folder is a pickle, and so is each value in it. A pickle can name any
+function, which its reader then calls. The index is read by an unpickler that knows the records of DCP and
+nothing else, as objects of its own. Values are read by `torch.load(weights_only=True)`, which builds tensors,
+numbers, text and containers. Any other name is an error, before anything has been called.
+"""
+
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from piper.checkpoint.metadata import plain_name, whole_number
+from piper.errors import ConfigError
+
+METADATA = ".metadata"
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": frozenset(
+        [
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        ]
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset(["_StorageInfo"]),
+    "torch.serialization": frozenset(["_get_layout"]),
+    "pathlib": frozenset(["PosixPath"]),
+    "pathlib._local": frozenset(["PosixPath"]),
+}
+BROKEN = (  # what reading a pickle or a file of torch that is not one can raise
+    pickle.UnpicklingError,
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    RuntimeError,
+    MemoryError,
+    OverflowError,
+)
+
+
+class MetadataRecord:
+    """A record of the index, with any fields. It stands for the class of torch that the pickle names."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+        else:
+            self.state = state
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads an index, see [Note: pickles]."""
+
+    def find_class(self, module: str, name: str) -> object:
+        """Return what builds a record that a pickle names. Refuse all other names."""
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if name in _RECORDS.get(module, ()):
+            return type(name, (MetadataRecord,), {})  # of its own: what a pickle does to a class ends here
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no record of DCP")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredItem:
+    """Where one value, or one piece of a tensor, lies in a folder."""
+
+    file: str
+    offset: int  # bytes
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DcpTensor:
+    """A tensor of a folder, and its pieces by their offsets."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Mapping[tuple[int, ...], tuple[int, ...]]  # offsets -> sizes
+
+
+class DcpFolder(Mapping[str, object]):
+    """The values of a DCP folder by their flat names, each read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            with (folder / METADATA).open("rb") as file:
+                metadata = MetadataUnpickler(file).load()
+            self.entries = {str(name): entry_of(e) for name, e in metadata.state_dict_metadata.items()}
+            self.tensors = {name for name, entry in self.entries.items() if entry is not None}
+            self.items_stored = {piece_index(i): item_of(s) for i, s in metadata.storage_data.items()}
+        except BROKEN as error:
+            raise unreadable(folder, f"{METADATA}: {error}") from error
+
+    def __getitem__(self, name: str) -> object:
+        entry = self.entries[name]
+        try:
+            if entry is None:
+                return self._stored(name, ())
+            whole = torch.empty(entry.shape, dtype=entry.dtype)
+            for offsets, sizes in entry.pieces.items():
+                piece = self._stored(name, offsets)
+                if not isinstance(piece, Tensor) or tuple(piece.shape) != sizes or piece.dtype != entry.dtype:
+                    raise ValueError(f"the piece at {list(offsets)} is not what {METADATA} says")
+                whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = piece
+            return whole
+        except BROKEN as error:
+            raise unreadable(self.folder, f"{name}: {type(error).__name__}: {error}") from error
+
+    def _stored(self, name: str, offsets: tuple[int, ...]) -> object:
+        """Read one value or piece."""
+        item = self.items_stored[name, offsets]
+        with (self.folder / item.file).open("rb") as file:
+            file.seek(item.offset)
+            data = file.read(item.length)
+        if len(data) != item.length:
+            raise ValueError(f"{item.file} ends before byte {item.offset + item.length}")
+        value: object = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def entry_of(record: MetadataRecord) -> DcpTensor | None:
+    """Return the tensor that a record of the index describes. None: a value of another kind."""
+    if type(record).__name__ == "BytesStorageMetadata":
+        return None
+    fields: Any = record
+    entry = DcpTensor(
+        dtype=fields.properties.state[0],
+        shape=numbers_of(fields.size),
+        pieces={numbers_of(chunk.offsets): numbers_of(chunk.sizes) for chunk in fields.chunks},
+    )
+    if not isinstance(entry.dtype, torch.dtype):
+        raise TypeError(f"a dtype is {entry.dtype!r}")
+    for offsets, sizes in entry.pieces.items():
+        if any(o + s > n for o, s, n in zip(offsets, sizes, entry.shape, strict=True)):
+            raise ValueError(f"a piece at {list(offsets)} lies outside {list(entry.shape)}")
+    if sum(map(math.prod, entry.pieces.values())) != math.prod(entry.shape):
+        raise ValueError(f"the pieces of a tensor of shape {list(entry.shape)} do not make it up")
+    return entry
+
+
+def piece_index(record: MetadataRecord) -> tuple[str, tuple[int, ...]]:
+    """Return the name and offsets of a piece."""
+    fields: Any = record
+    return str(fields.fqn), numbers_of(getattr(fields, "offset", ()) or ())
+
+
+def item_of(record: MetadataRecord) -> StoredItem:
+    """Return where a piece lies. Refuse any place but a file of the folder."""
+    fields: Any = record
+    if getattr(fields, "transform_descriptors", None):
+        raise ValueError(f"its pieces are written through {fields.transform_descriptors}, and are not read")
+    return StoredItem(
+        file=plain_name(fields.relative_path),
+        offset=whole_number(fields.offset, "an offset"),
+        length=whole_number(fields.length, "a length"),
+    )
+
+
+def numbers_of(values: object) -> tuple[int, ...]:
+    """Return a shape or an offset."""
+    if not isinstance(values, tuple | list):
+        raise TypeError(f"{values!r} is not a shape")
+    return tuple(whole_number(value, "a size") for value in values)
+
+
+def write_dcp(folder: Path, state: Mapping[str, object], read: Callable[[str], Tensor]) -> None:
+    """Write a nested state. Its tensors have shapes and no elements: `read` gives each by its flat name.
+
+    One tensor is in memory at a time.
+    """
+    # takes long to import
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    class ReadingPlanner(DefaultSavePlanner):
+        """Reads a tensor when it is written."""
+
+        def transform_object(self, write_item: WriteItem, object: object) -> object:
+            if write_item.type == WriteItemType.BYTE_IO:
+                return super().transform_object(write_item, object)
+            return read(write_item.index.fqn)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is there
+        save(dict(state), storage_writer=FileSystemWriter(folder), planner=ReadingPlanner(), no_dist=True)
+
+
+def unreadable(path: Path, why: str) -> ConfigError:
+    """Return the error for a file or folder of another program that cannot be read."""
+    return ConfigError(
+        "this checkpoint cannot be read",
+        by=str(path),
+        facts={"why": why},
+        hint="give a whole one: a DCP folder, a folder of safetensors files, or a file of torch.save that "
+        "holds tensors, numbers, text and containers only",
+    )

@@ -1,0 +1,236 @@
+"""Finds the state of a training in what another program saved: weights, optimizer and step, by name.
+
+A source is flat: names joined by dots, as DCP has them. These forms are known, below any prefix:
+
+model.NAME or NAME                     a parameter or buffer
+optimizer.state.NAME.KEY               what the optimizer keeps; NAME may be a number, as torch counts them
+optimizer.param_groups.0.KEY           options of a group, whose `params` are names or numbers
+optimizer.param_groups.NAME.KEY        options of one parameter, as TorchTitan has them
+train_state.step, step, global_step    the steps that are done
+"""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from piper.errors import ConfigError
+from piper.ir.format import listed
+
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+KEPT = re.compile(r"(?:^|\.)state\.")
+GROUPS = re.compile(r"(?:^|\.)param_groups(?:\.|$)")
+STEPS = ("train_state.step", "step", "global_step")
+BESIDE = (
+    "train_state.",
+    "lr_scheduler.",
+    "dataloader.",
+)  # of TorchTitan, next to parameters without a prefix
+Options = Mapping[str, object]
+
+
+class Renamed(Mapping[str, Tensor]):
+    """Tensors of a source under other names, each read when asked for."""
+
+    def __init__(self, source: Mapping[str, object], names: Mapping[str, str]) -> None:
+        self.source, self.names = source, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return cast(Tensor, self.source[self.names[name]])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainState:
+    """The state of a training in plain PyTorch's names."""
+
+    path: Path
+    values: Mapping[str, Tensor]  # parameters and buffers
+    source: Mapping[str, object]
+    kept: Mapping[str, Mapping[str, str]]  # what the optimizer keeps: parameter -> key -> name in the source
+    options: Mapping[str, Options]  # of the optimizer, by parameter
+    step: int
+
+
+def find_state(
+    path: Path,
+    source: Mapping[str, object],
+    tensors: Collection[str],
+    names: Collection[str],
+    groups: Sequence[Sequence[str]],
+) -> PlainState:
+    """Find the state of a model in a source. path: for messages. tensors: which names in it are of tensors.
+
+    names: of the model's parameters and buffers. groups: the names in each group of its optimizer.
+    """
+    keys = {WRAPPERS.sub("", key): key for key in source}
+    model = model_prefix(keys, names)
+    optimizer = optimizer_prefix(path, keys, names)
+    values = {
+        key.removeprefix(model): key
+        for key, given in keys.items()
+        if given in tensors
+        and key.startswith(model)
+        and not (optimizer is not None and is_of_optimizer(key, optimizer))
+    }
+    if not model:
+        values = {key: key for key in values if not key.startswith(BESIDE) and key not in STEPS}
+    kept: dict[str, dict[str, str]] = {}
+    options: dict[str, Options] = {}
+    if optimizer is not None:
+        numbered, options = options_of(path, source, keys, optimizer, names, groups)
+        kept = kept_state(path, keys, optimizer, names, numbered)
+    return PlainState(
+        path=path,
+        values=Renamed(source, {name: keys[key] for name, key in values.items()}),
+        source=source,
+        kept=kept,
+        options=options,
+        step=step_of(source, keys, kept),
+    )
+
+
+def model_prefix(keys: Collection[str], names: Collection[str]) -> str:
+    """Return what stands before the names of the model in a source: of several, what fits most names."""
+    fits: Counter[str] = Counter()
+    for key in keys:
+        for start in (match.start() for match in re.finditer(r"^|(?<=\.)", key)):
+            if key[start:] in names:
+                fits[key[:start]] += 1
+    return max(fits, key=lambda prefix: (fits[prefix], prefix in ("", "model."), -len(prefix)), default="")
+
+
+def optimizer_prefix(path: Path, keys: Collection[str], names: Collection[str]) -> str | None:
+    """Return what stands before the optimizer's part of a source. None: there is no optimizer."""
+    prefixes = set()
+    for key in keys:
+        for match in KEPT.finditer(key):
+            owner = key[match.end() :].rpartition(".")[0]
+            if owner in names or owner.isdigit():
+                prefixes.add(key[: match.start()])
+        if (group := GROUPS.search(key)) is not None:
+            prefixes.add(key[: group.start()])
+    if len(prefixes) > 1:
+        raise ConfigError(
+            "there are several optimizers in this checkpoint, and a job has one",
+            by=str(path),
+            facts={"optimizers": listed(sorted(prefixes))},
+            hint="save the one that the job goes on with",
+        )
+    return next((f"{prefix}." if prefix else "" for prefix in prefixes), None)
+
+
+def is_of_optimizer(key: str, prefix: str) -> bool:
+    """Return whether a key of a source belongs to the optimizer of this prefix."""
+    rest = key.removeprefix(prefix)
+    return key.startswith(prefix) and (rest.startswith(("state.", "param_groups.")) or rest == "param_groups")
+
+
+def options_of(
+    path: Path,
+    source: Mapping[str, object],
+    keys: Mapping[str, str],
+    prefix: str,
+    names: Collection[str],
+    groups: Sequence[Sequence[str]],
+) -> tuple[dict[str, str], dict[str, Options]]:
+    """Return the names of parameters by the optimizer's numbers, and the options of each parameter."""
+    start = f"{prefix}param_groups"
+    by_number: dict[int, dict[str, object]] = {}
+    by_name: dict[str, dict[str, object]] = {}
+    if start in keys:  # all groups as one value
+        whole = cast("Sequence[Mapping[str, object]]", source[keys[start]])
+        by_number = {number: dict(group) for number, group in enumerate(whole)}
+    for key, given in keys.items():
+        if not key.startswith(f"{start}."):
+            continue
+        owner, _, option = key.removeprefix(f"{start}.").rpartition(".")
+        if owner not in names and not owner.isdigit():
+            raise unknown_names(path, [key])
+        table = by_name.setdefault(owner, {}) if owner in names else by_number.setdefault(int(owner), {})
+        table[option] = source[given]
+    ordered = [by_number[number] for number in sorted(by_number)]
+    members = [cast("list[object]", g.pop("param_names", None) or g.get("params", [])) for g in ordered]
+    ids = [cast("list[object]", g.pop("params", [])) for g in ordered]
+    if any(isinstance(member, int) for one in members for member in one):
+        if [len(one) for one in members] != [len(one) for one in groups]:
+            raise ConfigError(
+                "the optimizer has its parameters by number, in other groups than the job's optimizer",
+                by=str(path),
+                facts={
+                    "saved": f"groups of {listed(str(len(one)) for one in members)}",
+                    "here": f"groups of {listed(str(len(one)) for one in groups)}",
+                },
+                hint="save names: torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)",
+            )
+        members = [list(one) for one in groups]
+    numbered = {
+        str(i): str(n) for one, two in zip(ids, members, strict=True) for i, n in zip(one, two, strict=True)
+    }
+    for group, several in zip(ordered, members, strict=True):
+        by_name |= {str(name): group for name in several}
+    if strange := [name for name in by_name if name not in names]:
+        raise unknown_names(path, strange)
+    return numbered, dict(by_name)
+
+
+def kept_state(
+    path: Path, keys: Mapping[str, str], prefix: str, names: Collection[str], numbered: Mapping[str, str]
+) -> dict[str, dict[str, str]]:
+    """Return the names in the source of what the optimizer keeps for each parameter."""
+    kept: dict[str, dict[str, str]] = {}
+    strange = []
+    for key, given in keys.items():
+        if not key.startswith(f"{prefix}state."):
+            continue
+        owner, _, what = key.removeprefix(f"{prefix}state.").rpartition(".")
+        owner = numbered.get(owner, owner)
+        if owner in names:
+            kept.setdefault(owner, {})[what] = given
+        else:
+            strange.append(key)
+    if strange:
+        raise unknown_names(path, strange)
+    return kept
+
+
+def unknown_names(path: Path, strange: Sequence[str]) -> ConfigError:
+    """Return the error for an optimizer of another model."""
+    return ConfigError(
+        "the optimizer's state is for parameters that the model does not have",
+        by=str(path),
+        facts={"unknown": listed(strange)},
+        hint="import it with a recipe that builds the model it was saved from",
+    )
+
+
+def step_of(
+    source: Mapping[str, object], keys: Mapping[str, str], kept: Mapping[str, Mapping[str, str]]
+) -> int:
+    """Return the steps that are done: as the source says, else as the optimizer counts them, else 0."""
+    named = next((keys[key] for key in STEPS if key in keys), None)
+    counted = next((state["step"] for state in kept.values() if "step" in state), None)
+    step = source[named] if named is not None else 0 if counted is None else source[counted]
+    return int(step.item() if isinstance(step, Tensor) else cast(int, step))
+
+
+def flattened(state: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the values of nested containers with flat names, as DCP flattens them."""
+    if isinstance(state, Mapping) and state:
+        for key, value in state.items():
+            yield from flattened(value, f"{prefix}{key}.")
+    elif isinstance(state, list) and any(isinstance(value, Mapping | torch.Tensor) for value in state):
+        for number, value in enumerate(state):
+            yield from flattened(value, f"{prefix}{number}.")
+    else:
+        yield prefix.removesuffix("."), state

@@ -1,0 +1,230 @@
+"""Makes runs that go on from what other programs saved: weights alone, or a whole training state."""
+
+import json
+import math
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from piper.capture.trace.build_model import build_fake
+from piper.checkpoint.dcp import BROKEN, METADATA, DcpFolder, unreadable
+from piper.checkpoint.folder import step_path
+from piper.checkpoint.huggingface import Weights, import_hf, is_adapted
+from piper.checkpoint.json_state import Plain, decode, encode
+from piper.checkpoint.load import WAYS
+from piper.checkpoint.metadata import Record, Trainer
+from piper.checkpoint.plain_export import OPTIMIZER, SETTINGS, TORCH
+from piper.checkpoint.plain_state import Options, PlainState, find_state, flattened
+from piper.checkpoint.save import name_of
+from piper.compiler import Program, compile
+from piper.errors import ConfigError
+from piper.job import Job
+from piper.run.driver_checkpoints import TrainedStart, write_start
+from piper.run.saves import prepare_saves
+from piper.runtime.trainers import advance, make_scheduler
+from piper.train.exporting import grouped
+from piper.train.lock import locked
+from piper.train.run_folder import choose, claim, prepare
+
+CLOSE = 1e-6  # of a learning rate: the file's and the schedule's are equal up to rounding
+DECOUPLED = "decoupled_weight_decay"
+VARIES = (*WAYS, "initial_lr", "param_names", "differentiable", DECOUPLED)
+# ^ options that a schedule adds, or that versions of torch have or do not have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """A run that was made of a file of another program."""
+
+    folder: Path
+    step: int
+    optimizer: bool  # whether the file had the optimizer's state
+
+
+def import_start(recipe: str, job: Job, path: Path, out: Path | None) -> Imported:
+    """Make the folder of a run that begins with what a file or folder of another program holds."""
+    if job.checkpoint is None:
+        raise ConfigError(
+            "the job saves no checkpoints, so it cannot go on from one either",
+            by=recipe,
+            hint='let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))',
+        )
+    if not path.exists():
+        raise ConfigError("there is no such file or folder", by=str(path), hint="check the path")
+    source = source_of(path)
+    if source is None:
+        values, trained = pretrained(recipe, job, path), None
+        program = compile(job)
+    else:
+        program = compile(job)
+        values, trained = state_in(program, path, source)
+    folder = choose(out, recipe, resume=False)
+    claim(folder)
+    step = 0 if trained is None else trained.record.step
+    with locked(folder):
+        prepare(folder, job, resume=False)
+        where = prepare_saves(folder, job, lambda path: False)
+        assert where is not None, "the job has a checkpoint"
+        write_start(program, values, step_path(where, step), trained)
+    return Imported(folder=folder, step=step, optimizer=trained is not None)
+
+
+def pretrained(recipe: str, job: Job, path: Path) -> Mapping[str, Tensor]:
+    """Return the weights in a Hugging Face folder, for a job's model."""
+    model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+    if is_adapted(model):
+        raise ConfigError(
+            "peft has wrapped the model, and a folder of weights is that of its base",
+            by=recipe,
+            hint="build the base with from_pretrained in the recipe: the run then starts from it",
+        )
+    return import_hf(path, model if hasattr(model, "save_pretrained") else None)
+
+
+class LazySource(Mapping[str, object]):
+    """Values by flat names, each made when asked for. tensors: which of them are tensors."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], object]], tensors: set[str]) -> None:
+        self.readers, self.tensors = readers, tensors
+
+    def __getitem__(self, name: str) -> object:
+        return self.readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readers)
+
+    def __len__(self) -> int:
+        return len(self.readers)
+
+
+def source_of(path: Path) -> DcpFolder | LazySource | None:
+    """Open a DCP folder, a file of torch.save, or an export of ours. None: a folder of weights alone."""
+    if (path / METADATA).is_file():
+        return DcpFolder(path)
+    file = path / TORCH if path.is_dir() else path
+    if file.is_file():
+        return torch_source(file)
+    return safetensors_source(path) if (path / SETTINGS).is_file() else None
+
+
+def torch_source(file: Path) -> LazySource:
+    """Open a file of torch.save. Only tensors, numbers, text and containers are read."""
+    try:
+        state: object = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except BROKEN as error:
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        raise unreadable(file, why[0]) from error
+    flat = dict(flattened(state))
+    readers = {name: partial(flat.__getitem__, name) for name in flat}
+    return LazySource(readers, {name for name, value in flat.items() if isinstance(value, Tensor)})
+
+
+def safetensors_source(folder: Path) -> LazySource:
+    """Open an export in safetensors files: the weights, the optimizer's tensors and its options."""
+    weights = Weights(folder)
+    readers: dict[str, Callable[[], object]] = {
+        f"model.{name}": partial(weights.__getitem__, name) for name in weights
+    }
+    try:
+        settings = cast(
+            "dict[str, object]", decode(cast(Plain, json.loads((folder / SETTINGS).read_bytes())))
+        )
+        with safe_open(folder / OPTIMIZER, framework="pt") as opened:
+            names = [*opened.keys()]
+        numbers = cast("Mapping[str, object]", settings["numbers"])
+        plain = {"step": settings["step"], "optimizer.param_groups": settings["param_groups"]}
+    except (*BROKEN, SafetensorError) as error:
+        raise unreadable(folder, f"{type(error).__name__}: {error}") from error
+    readers |= {f"optimizer.{name}": partial(read_tensor, folder / OPTIMIZER, name) for name in names}
+    tensors = set(readers)
+    plain |= {f"optimizer.{name}": value for name, value in numbers.items()}
+    return LazySource(readers | {name: partial(plain.__getitem__, name) for name in plain}, tensors)
+
+
+def read_tensor(file: Path, name: str) -> Tensor:
+    """Read one tensor of a safetensors file."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
+    except (OSError, SafetensorError) as error:
+        raise unreadable(file, f"{name}: {error}") from error
+
+
+def state_in(
+    program: Program, path: Path, source: DcpFolder | LazySource
+) -> tuple[Mapping[str, Tensor], TrainedStart | None]:
+    """Return the weights in a source, and what it has of a training. None: it has weights alone."""
+    outline = program.outline
+    sizes = {p.name: p.shape for p in outline.parameters if p.trainable}
+    optimizer, groups = grouped(program.job, sizes) if sizes else (None, [])
+    names = {name for p in outline.parameters for name in (p.name, *p.aliases)}
+    names |= {name for b in outline.buffers for name in b.saved_as}
+    state = find_state(path, source, source.tensors, names, groups)
+    if optimizer is None or not (state.kept or state.options):
+        return state.values, None
+    trainer = trainer_of(program.job, state, optimizer, groups)
+    record = Record(step=state.step, seed=program.job.seed, trainer=trainer)
+    return state.values, TrainedStart(record=record, state=state)
+
+
+def trainer_of(job: Job, state: PlainState, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> Trainer:
+    """Return the optimizer with the options of a file, and the job's schedule after its steps."""
+    scheduler = None if job.scheduler is None else make_scheduler(job.scheduler, optimizer)
+    for step in range(1, state.step + 1 if scheduler is not None else 1):
+        advance(scheduler, job.scheduler, step)  # type: ignore[arg-type]  # neither is None
+    options = [
+        options_here(state, group, names) for group, names in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    for here, saved in zip(optimizer.param_groups, options, strict=True):
+        rates = float(here["lr"]), float(cast(float, saved["lr"]))
+        if scheduler is not None and not math.isclose(*rates, rel_tol=CLOSE):
+            raise ConfigError(
+                "the job's schedule has another learning rate than the checkpoint",
+                by=str(state.path),
+                facts={"saved": f"{rates[1]:g} after {state.step} steps", "here": f"{rates[0]:g}"},
+                hint="give the job the schedule of the run that it continues",
+            )
+    return Trainer(
+        optimizer=name_of(optimizer),
+        groups=encode(options, "optimizer.param_groups"),
+        scheduler=None if scheduler is None else name_of(scheduler),
+        schedule=None if scheduler is None else encode(scheduler.state_dict(), "scheduler"),
+    )
+
+
+def options_here(state: PlainState, group: Mapping[str, object], names: Sequence[str]) -> Options:
+    """Return the options of a group of the job's optimizer, as the file has them for its parameters."""
+    here = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    given = {name: state.options[name] for name in names if name in state.options}
+    if not given:
+        return here
+    first, saved = next(iter(given.items()))
+    differ = sorted(key for key in here.keys() ^ saved.keys() if key not in VARIES)
+    if DECOUPLED in here and here[DECOUPLED] != saved.get(DECOUPLED, here[DECOUPLED]):  # Adam, or AdamW
+        differ.append(DECOUPLED)
+    if differ:
+        raise ConfigError(
+            "the checkpoint has another optimizer than the job",
+            by=str(state.path),
+            facts={"differ in": ", ".join(differ)},
+            hint="go on with the optimizer that the checkpoint was saved from",
+        )
+    for name, options in given.items():
+        if encode(options, name) != encode(saved, first):
+            raise ConfigError(
+                "parameters of one group of the job's optimizer have other options in the checkpoint",
+                by=str(state.path),
+                facts={"parameters": f"{first}, {name}"},
+                hint="give the job's optimizer the groups of the run that it continues",
+            )
+    return here | {key: value for key, value in saved.items() if key in here and key not in VARIES}
