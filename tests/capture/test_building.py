@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -88,3 +90,43 @@ def test_pretrained_weights_start_a_run(tmp_path: Path) -> None:
     norm = nn.utils.clip_grad_norm_(saved.parameters(), float("inf")).item()
     # transformers computes norms and softmax in float32
     assert (result.loss, result.grad_norm) == pytest.approx((loss.item(), norm), rel=1e-6)
+
+
+def loaded_file(file: Path) -> dict[str, torch.Tensor]:
+    return load_file(file)
+
+
+def opened_file(file: Path) -> dict[str, torch.Tensor]:
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # not iterable
+
+
+def sliced_file(file: Path) -> dict[str, torch.Tensor]:
+    with safe_open(file, framework="pt") as opened:
+        return {name: opened.get_slice(name)[:] for name in opened.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("read", [loaded_file, opened_file, sliced_file])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_constructor_may_read_safetensors(read: Any, dtype: torch.dtype, tmp_path: Path) -> None:  # noqa: ANN401
+    values = {
+        "weight": torch.arange(8.0).view(2, 4).to(dtype),
+        "bias": torch.tensor([0.5, -1.0], dtype=dtype),
+    }
+    save_file(values, tmp_path / "weights.safetensors")
+
+    def model() -> nn.Module:
+        made = nn.Linear(4, 2)
+        made.load_state_dict(read(tmp_path / "weights.safetensors"))
+        return made
+
+    fake = build_fake(model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+    assert {type(p) for p in fake.parameters()} == {FakeTensor}, "no memory is taken"
+    job = piper.Job(
+        model=model,
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        data=lambda: [{"x": torch.ones(4, 4)}],
+    )
+    with piper.launch(piper.compile(job), on="inline") as run:
+        state = run.state_dict()
+    assert all(torch.equal(state[name], value.float()) for name, value in values.items())

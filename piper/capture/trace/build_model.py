@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from piper.capture.quirks.grouped_experts import choose_experts
 from piper.capture.quirks.output_recorders import install_recorders
+from piper.capture.quirks.safetensors_files import reading_safetensors
 from piper.capture.quirks.swapped_tensors import assign, converting_fakes
 from piper.capture.trace.sizes import dtype_name
 from piper.capture.trace_errors import quiet, refused
@@ -53,7 +54,7 @@ def build_fake(
 def _built(model_fn: Callable[[], nn.Module], mode: FakeTensorMode, device: torch.device) -> nn.Module:
     """Call the user's function: with fakes, or with memory, on the CPU, if its constructor reads values."""
     try:
-        with mode, device, converting_fakes():
+        with mode, device, converting_fakes(), reading_safetensors():
             return model_fn()
     except DataDependentOutputException:
         # The driver's random state stays as it is.
