@@ -121,7 +121,8 @@ def test_a_constructor_may_read_safetensors(read: Any, dtype: torch.dtype, tmp_p
         return made
 
     fake = build_fake(model, FakeTensorMode(), torch.float32, torch.device("cpu"))
-    assert {type(p) for p in fake.parameters()} == {FakeTensor}, "no memory is taken"
+    parameters: list[torch.Tensor] = [*fake.parameters()]
+    assert {type(p) for p in parameters} == {FakeTensor}, "no memory is taken"
     job = piper.Job(
         model=model,
         loss=lambda model, batch: model(batch["x"]).square().mean(),
