@@ -84,6 +84,11 @@ def mesh_of(devices: Devices, axes: Iterable[Axis], within: int | None = None) -
     return Mesh(devices=devices, axes=tuple(placed))
 
 
+def copies_along(axis: str) -> str:
+    """Return the name of the axis along which neighbours of another axis hold copies of the same slice."""
+    return f"copies along {axis}"
+
+
 def axis_through(devices: Devices, group: Devices) -> Axis:
     """Return the axis along which a group of devices lies: the first two say how far apart they are."""
     stride = devices.index(group[1]) - devices.index(group[0]) if len(group) > 1 else 1

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from piper.ir.mesh import Axis, Mesh
+from piper.ir.mesh import Axis, Mesh, copies_along
 
 CollectiveOp = Literal[
     "all_gather",
@@ -102,14 +102,29 @@ class Sharding(Shard):
 UNSHARDED = Sharding(dim=0, degree=1)
 
 
-def shardings_on(mesh: Mesh, placements: Iterable[AxisPlacement]) -> tuple[Sharding, ...]:
+def refined(mesh: Mesh, placements: Iterable[AxisPlacement]) -> Mesh:
+    """Return a mesh as a tensor divides it: an axis where neighbours hold copies of a slice becomes two.
+
+    Along the inner one devices hold the same slice, along the outer one, of the same name, different slices.
+    """
+    degrees = {held.axis: held.degree for held in placements}
+    axes: list[Axis] = []
+    for axis in mesh.axes:
+        copies = degrees.get(copies_along(axis.name), 1)
+        if copies > 1:
+            axes.append(replace(axis, name=copies_along(axis.name), degree=copies))
+        axes.append(replace(axis, degree=axis.degree // copies, stride=axis.stride * copies))
+    return replace(mesh, axes=tuple(axes))
+
+
+def shardings_on(mesh: Mesh, placements: Sequence[AxisPlacement]) -> tuple[Sharding, ...]:
     """Return how the devices of a mesh shard a tensor, the innermost axis first."""
     shards = {held.axis: held.placement for held in placements}
     return tuple(
         Sharding(
             dim=shard.dim, blocks=shard.blocks, zigzag=shard.zigzag, degree=axis.degree, stride=axis.stride
         )
-        for axis in mesh.axes
+        for axis in refined(mesh, placements).axes
         if isinstance(shard := shards.get(axis.name), Shard)
     )
 

@@ -11,7 +11,7 @@ from piper.ir.dtypes import itemsize
 from piper.ir.graph import Graph
 from piper.ir.ids import SlotId, param_slot, state_slot
 from piper.ir.mesh import GROUPS, Axis, groups_along, groups_apart
-from piper.ir.sharding import Shard, Sharding, local_sizes, shardings_on
+from piper.ir.sharding import Shard, Sharding, local_sizes, refined, shardings_on
 from piper.lower.placements import ChunkPlacement, placements_of
 from piper.lower.state import LoweringState
 from piper.plan.plan import Bucket, Piece, Slot
@@ -175,9 +175,9 @@ def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
 
     Gradients are summed along the axes of samples, and along those where they are partial.
     """
-    mesh = placement.mesh
     placements = (*param.placements, *placement.policy.placements(param.name))
-    shardings = shardings_on(mesh, placements)
+    mesh = refined(placement.mesh, placements)
+    shardings = shardings_on(placement.mesh, placements)
     sharded = {each.axis for each in placements if isinstance(each.placement, Shard)}
     partial = {each.axis for each in placements if each.partial}
     replicas = [axis for axis in mesh.sharing if axis.name not in partial | sharded]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from piper.ir.mesh import EXPERTS, GROUPS, Axis, Mesh
-from piper.ir.sharding import AxisPlacement, Shard, Sharding, shardings_on
+from piper.ir.sharding import AxisPlacement, Shard, Sharding, refined, shardings_on
 
 Numbering = tuple[tuple[Axis, int], ...]
 # ^ of the shards that devices with the same samples hold: for each axis, what a step along it adds
@@ -58,13 +58,15 @@ class Holding:
 @lru_cache(maxsize=1024)  # many parameters of a region are sharded alike
 def holding(mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> Holding:
     """Return how a region holds a parameter."""
+    shardings = shardings_on(mesh, placements)
+    mesh = refined(mesh, placements)
     sharded = {each.axis for each in placements if isinstance(each.placement, Shard)}
     summed = {each.axis for each in placements if each.partial} - sharded
     own = [axis for axis in mesh.sharing if axis.name not in summed]
     apart = [axis for axis in mesh.axes if axis in own or axis.name in sharded]
     shards = math.prod(axis.degree for axis in mesh.axes if axis not in apart and axis.name != GROUPS)
     return Holding(
-        shardings=in_any_order(shardings_on(mesh, placements)),
+        shardings=in_any_order(shardings),
         own=numbering(mesh, axes=own),
         summed=numbering(mesh, axes=[axis for axis in mesh.sharing if axis.name in summed]),
         shared=mesh.degree,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from piper.ir.chunk import Parameter
 from piper.ir.devices import Devices, show
-from piper.ir.mesh import groups_along, groups_apart
+from piper.ir.mesh import copies_along, groups_along, groups_apart
 from piper.ir.sharding import UNSHARDED, Sharding, local_sizes, shardings_on
 from piper.plan.plan import Bucket, Plans
 from piper.proof.meshes import Holding, in_any_order
@@ -86,9 +86,12 @@ def sharding_problems(spec: Specification) -> Iterator[str]:
             yield f"{name} is for {how.degree} devices along {how.axis}; its region has {there}"
     placements = {param.name: param.placements for param in spec.outline.parameters}
     for name, along_axes in (*placements.items(), *spec.outline.fields.items()):
-        for along in along_axes:
-            if along.degree not in degrees.get(along.axis, ()):
-                yield f"{name} is sharded over {along.degree} devices along {along.axis}; no region is"
+        by_axis = {along.axis: along.degree for along in along_axes}
+        inner = {copies_along(axis): axis for axis in by_axis}  # a part of the axis, whose slices are copied
+        for axis in by_axis.keys() - inner.keys():
+            degree = by_axis[axis] * by_axis.get(copies_along(axis), 1)
+            if degree not in degrees.get(axis, ()):
+                yield f"{name} is sharded over {degree} devices along {axis}; no region is"
 
 
 def pair_problems(plans: Plans) -> Iterator[str]:

@@ -7,7 +7,7 @@ Each step and each pass is a chunk of its own, so that the shifts between them a
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
@@ -18,7 +18,7 @@ from piper.capture.shard.attention_shapes import WEIGHTS
 from piper.capture.shard.axis_sharding import NoRuleError, UnevenError
 from piper.capture.shard.block_attention import SEQUENCE, Turn
 from piper.capture.shard.compute_rules import aligned
-from piper.capture.shard.layout import divides
+from piper.capture.shard.layout import CopiedShard, divides
 from piper.capture.shard.loss_rules import softmax
 from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.shape_rules import argument
@@ -60,15 +60,23 @@ def attention(d: Sharder, node: fx.Node) -> None:
 
 def _on_heads(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard) -> None:
     """Attend on a device's own heads or samples."""
-    _check_heads(d, operands, have)
-    local = [d.to(x, have, varies=True) for x in operands]
-    d.done(node, _attend(d, node, local, have), have)
+    local = [_own_heads(d, x, operands[0], have) for x in operands]
+    result = _attend(d, node, local, have)
+    d.copied.discard(result)
+    d.done(node, result, have)
 
 
-def _check_heads(d: Sharder, operands: Iterable[fx.Node], have: Shard) -> None:
-    for x in operands:
-        if not divides(size := d.shape(x)[have.dim], have, d.degree):
-            raise UnevenError(f"{size} heads", size, d.degree)
+def _own_heads(d: Sharder, x: fx.Node, query: fx.Node, have: Shard) -> fx.Node:
+    """Return the heads of an operand that a device attends with, or its samples.
+
+    Where there are fewer heads of keys than devices, the one that a device holds serves all its queries.
+    """
+    size = d.shape(x)[have.dim]
+    if isinstance(d.layout(x), CopiedShard) and size != d.shape(query)[have.dim]:
+        return d.local[x]
+    if not divides(size, have, d.degree) or isinstance(have, CopiedShard):
+        raise UnevenError(f"{size} heads", size, d.degree)
+    return d.to(x, have, varies=True)
 
 
 def _attend(
@@ -295,10 +303,13 @@ def by_heads(d: Sharder, node: fx.Node) -> None:
     have = next(layout for x in sources if isinstance(layout := d.settle(x), Shard))
     if have.dim != HEADS:
         raise NoRuleError("attention that is sharded by the sequence is sharded by heads alone")
-    _check_heads(d, (x for x in sources if d.shape(x)[HEADS] != 1), have)
-    local = {x: d.to(x, aligned(d, x, have, len(d.shape(x))), varies=True) for x in sources}
-    local |= {x: d.local[x] for x in node.all_input_nodes if x not in local}
-    d.done(node, d.replay(node, local), have)
+    local = {x: d.local[x] for x in node.all_input_nodes}
+    for x in sources:
+        single = d.shape(x)[HEADS] == 1 and not isinstance(d.layout(x), CopiedShard)
+        local[x] = d.to(x, REPLICATE, varies=True) if single else _own_heads(d, x, sources[0], have)
+    result = d.replay(node, local)
+    d.copied.discard(result)
+    d.done(node, result, have)
 
 
 RULES: dict[object, Rule] = {

@@ -52,6 +52,8 @@ def aligned(d: Sharder, source: fx.Node, layout: Shard, rank: int) -> Placement:
     """Return the layout of an operand of broadcast work whose result of `rank` dimensions has `layout`."""
     shape = d.shape(source)
     dim = layout.dim - (rank - len(shape))
+    if dim >= 0 and d.layout(source) == layout.at(dim):  # also one head that every device holds
+        return layout.at(dim)
     return REPLICATE if dim < 0 or shape[dim] == 1 else layout.at(dim)
 
 

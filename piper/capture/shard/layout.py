@@ -1,7 +1,24 @@
 """How the devices of a group hold one value between them, and the collectives from one layout to another."""
 
+from dataclasses import dataclass, replace
+
 from piper.ir.chunk import Collective, CollectiveOp
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedShard(Shard):
+    """A shard that each run of `copies` neighbours holds in common: heads of keys, where there are too few.
+
+    The neighbours use it for different work, so each has a term of its gradient.
+    """
+
+    copies: int = 1
+
+
+def slices_of(layout: Shard, degree: int) -> int:
+    """Return how many different slices the devices of a group hold."""
+    return degree // layout.copies if isinstance(layout, CopiedShard) else degree
 
 
 def in_words(layout: Placement) -> str:
@@ -9,6 +26,8 @@ def in_words(layout: Placement) -> str:
     match layout:
         case Replicate():
             return "whole"
+        case CopiedShard(dim=dim, copies=copies):
+            return f"sharded along {dim}, each slice on {copies} devices"
         case Shard(dim=dim):
             return f"sharded along {dim}"
         case Partial(op=op):
@@ -17,14 +36,16 @@ def in_words(layout: Placement) -> str:
 
 def divides(size: int, layout: Shard, degree: int) -> bool:
     """Return whether a dimension of `size` divides evenly."""
-    return size % (layout.blocks * degree * (2 if layout.zigzag else 1)) == 0 and size > 0
+    slices = slices_of(layout, degree)
+    return size % (layout.blocks * slices * (2 if layout.zigzag else 1)) == 0 and size > 0
 
 
 def local_shape(shape: tuple[int, ...], layout: Placement, degree: int) -> tuple[int, ...]:
     """Return the shape of what one device holds."""
     if not isinstance(layout, Shard):
         return shape
-    return tuple(size // degree if i == layout.dim else size for i, size in enumerate(shape))
+    slices = slices_of(layout, degree)
+    return tuple(size // slices if i == layout.dim else size for i, size in enumerate(shape))
 
 
 def reshaped(old: tuple[int, ...], new: tuple[int, ...], layout: Shard, degree: int) -> Shard | None:
@@ -37,6 +58,8 @@ def reshaped(old: tuple[int, ...], new: tuple[int, ...], layout: Shard, degree: 
             continue
         if any(old[dim] == 0 for dim in olds):
             return None
+        if isinstance(layout, CopiedShard) and slices_of(layout, degree) == 1 and news:
+            return layout.at(news[0])  # every device holds all of it: the first dimension is that of heads
         outer = layout.blocks
         for dim in olds:
             if dim < layout.dim:
@@ -45,7 +68,7 @@ def reshaped(old: tuple[int, ...], new: tuple[int, ...], layout: Shard, degree: 
         for dim in news:
             size = new[dim]
             if outer % prefix == 0 and outer < prefix * size:
-                result = Shard(dim, outer // prefix, layout.zigzag)
+                result = replace(layout, dim=dim, blocks=outer // prefix)
                 return result if divides(size, result, degree) else None
             prefix *= size
         return None

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument, map_arg
 
 from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError
-from piper.capture.shard.layout import in_words, local_shape
+from piper.capture.shard.layout import CopiedShard, in_words, local_shape, slices_of
 from piper.capture.shard.reshapes import value_of
 from piper.capture.trace.markers import collective
 from piper.capture.trace.recording import Mode, Recording
@@ -32,6 +32,7 @@ class LocalGraph:
         self.tags: dict[fx.Node, Tags] = {}
         self.modes: dict[fx.Node, Mode] = {}
         self.varying: set[fx.Node] = set()  # local whole values whose gradient is a sum over the group
+        self.copied: set[fx.Node] = set()  # local slices that neighbours hold too, and what is made of them
         self.ranks: dict[type[AxisPosition | HostPlace], fx.Node] = {}
         self.bundle: int | None = None  # of what is being written: all of one stays in one chunk
         self.bundles: dict[fx.Node, int] = {}
@@ -86,6 +87,8 @@ class LocalGraph:
             self.bundles[call] = bundle
         if any(used in self.varying for used in call.all_input_nodes):
             self.varying.add(call)
+        if any(used in self.copied for used in call.all_input_nodes):
+            self.copied.add(call)
         return call
 
     def replay(self, node: fx.Node, local: Mapping[fx.Node, fx.Node] | None = None) -> fx.Node:
@@ -112,6 +115,9 @@ class LocalGraph:
         result = local.meta["example_value"]
         if isinstance(result, tuple | list) and not isinstance(layout, list):
             layout = [layout for _ in result]
+        each = layout if isinstance(layout, list) else [layout]
+        if local in self.copied and not all(isinstance(one, CopiedShard) for one in each):
+            raise NoRuleError("several devices hold the same heads of an operand, and would count it twice")
         self.local[node], self.layouts[node] = local, layout
         if isinstance(result, Tensor) and isinstance(layout, Shard):
             want = local_shape(self.shape(node), layout, self.degree)
@@ -127,17 +133,29 @@ class LocalGraph:
 
     def take(self, local: fx.Node, want: Shard) -> fx.Node:
         """Write a device's own slice of a whole value, chosen by its place in the group."""
-        shape = [int(size) for size in local.meta["example_value"].shape]
-        size, dim, n = shape[want.dim], want.dim, self.degree
-        pieces = 2 * n if want.zigzag else n
-        apart = [*shape[:dim], want.blocks, pieces, size // (want.blocks * pieces), *shape[dim + 1 :]]
-        index = self.place()
+        index, slices = self.place(), slices_of(want, self.degree)
+        if isinstance(want, CopiedShard):
+            index = self.emit(aten.div.Scalar_mode, (index, want.copies), {"rounding_mode": "floor"})
         if want.zigzag:
-            last = self.emit(aten.rsub.Scalar, (index, 2 * n - 1))
+            last = self.emit(aten.rsub.Scalar, (index, 2 * slices - 1))
             index = self.emit(aten.cat.default, ([index, last],))
+        return self._picked(local, want, slices, index)
+
+    def own_copy(self, local: fx.Node, have: CopiedShard) -> fx.Node:
+        """Write a device's own slice of a slice that its neighbours hold too."""
+        index = self.emit(aten.remainder.Scalar, (self.place(), have.copies))
+        own = self._picked(local, have, have.copies, index)
+        self.copied.discard(own)
+        return own
+
+    def _picked(self, local: fx.Node, how: Shard, slices: int, index: fx.Node) -> fx.Node:
+        """Write one of so many slices of each block of a dimension; in a zigzag two of twice as many."""
+        shape = [int(size) for size in local.meta["example_value"].shape]
+        size, dim, pieces = shape[how.dim], how.dim, slices * (2 if how.zigzag else 1)
+        apart = [*shape[:dim], how.blocks, pieces, size // (how.blocks * pieces), *shape[dim + 1 :]]
         cut = self.emit(aten.reshape.default, (local, apart))
         own = self.emit(aten.index_select.default, (cut, dim + 1, index))
-        return self.emit(aten.reshape.default, (own, [*shape[:dim], size // n, *shape[dim + 1 :]]))
+        return self.emit(aten.reshape.default, (own, [*shape[:dim], size // slices, *shape[dim + 1 :]]))
 
     def place(self) -> fx.Node:
         """Return the placeholder of a device's place in its group: a tensor of one number."""

@@ -10,7 +10,7 @@ from torch import fx
 
 from piper.capture.shard.aten import as_aten
 from piper.capture.shard.axis_sharding import AxisSharding
-from piper.capture.shard.layout import divides
+from piper.capture.shard.layout import CopiedShard, divides
 from piper.capture.shard.shard_forward import shard_forward
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.recording import FromParameter, Recording
@@ -18,7 +18,7 @@ from piper.capture.trace.regions import find_regions
 from piper.capture.trace.trace import Traced, cut_model
 from piper.errors import ScheduleError
 from piper.ir.chunk import Parameter, Tags, TensorSpec
-from piper.ir.mesh import Mesh
+from piper.ir.mesh import Mesh, copies_along
 from piper.ir.sharding import REPLICATE, AxisPlacement, Shard
 
 
@@ -125,12 +125,7 @@ def _sharded_once(
         replace(
             parameter,
             placements=(
-                AxisPlacement(
-                    axis=request.axis,
-                    degree=request.degree,
-                    placement=shards.get(parameter.name, REPLICATE),
-                    partial=parameter.name in forward.summed,
-                ),
+                *_along(request, shards.get(parameter.name), parameter.name in forward.summed),
                 *parameter.placements,
             ),
         )
@@ -139,6 +134,15 @@ def _sharded_once(
         for parameter in parameters
     )
     return forward.recording, sharded
+
+
+def _along(request: Request, shard: Shard | None, partial: bool) -> tuple[AxisPlacement, ...]:
+    """Return how a parameter lies along an axis, or along the two that it is split into."""
+    axis, degree = request.axis, request.degree
+    if not isinstance(shard, CopiedShard):
+        return (AxisPlacement(axis=axis, degree=degree, placement=shard or REPLICATE, partial=partial),)
+    own = AxisPlacement(axis=axis, degree=degree // shard.copies, placement=Shard(shard.dim))
+    return AxisPlacement(axis=copies_along(axis), degree=shard.copies, partial=True), own
 
 
 def _parameters_of(recording: Recording, regions: Iterable[Tags]) -> set[str]:

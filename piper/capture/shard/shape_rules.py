@@ -8,7 +8,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from piper.capture.shard.axis_sharding import NoRuleError, UnevenError
-from piper.capture.shard.layout import local_shape, reshaped
+from piper.capture.shard.layout import local_shape, reshaped, slices_of
 from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.markers import collective, how_of
@@ -121,12 +121,13 @@ def piece(d: Sharder, size: int, have: Shard, start: int, length: int) -> tuple[
     """Return the layout of some whole blocks of a sharded dimension, and their local start and length."""
     block = size // have.blocks
     if start == 0 and length == size:
-        return have, 0, size // d.degree
+        return have, 0, size // slices_of(have, d.degree)
     if have.zigzag or start % block or length % block or not length:
         raise NoRuleError(
             f"elements {start} to {start + length} of a sharded dimension of {size} are not one slice"
         )
-    return Shard(have.dim, length // block), start // d.degree, length // d.degree
+    slices = slices_of(have, d.degree)
+    return replace(have, blocks=length // block), start // slices, length // slices
 
 
 @moves

@@ -8,9 +8,10 @@ from torch import Tensor, fx
 
 from piper.capture.shard.axis_sharding import AxisSharding
 from piper.capture.shard.compute_rules import by_family
+from piper.capture.shard.layout import CopiedShard
 from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.rules import rules
-from piper.capture.shard.shape_rules import argument, number
+from piper.capture.shard.shape_rules import argument, heads_of, number
 from piper.capture.shard.sharder import Sharder, aten
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.recording import FromParameter, Origin, Recording
@@ -38,7 +39,7 @@ def shard_forward(
 
     inside: whether a region is sharded. peers: whether two regions' devices hold the same slices.
     """
-    sharding = replace(sharding, weights=_with_biases(recording, sharding.weights))
+    sharding = replace(sharding, weights=_with_biases(recording, sharding.weights, sharding.degree))
     regions = find_regions(recording, simplify(recording))
     region_of: Mapping[fx.Node, Tags] = regions.region_of
     marked: frozenset[str] = frozenset()
@@ -74,10 +75,11 @@ PRODUCTS = {
 SPLITS = frozenset((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default))
 
 
-def _with_biases(recording: Recording, weights: Mapping[str, Shard]) -> dict[str, Shard]:
+def _with_biases(recording: Recording, weights: Mapping[str, Shard], degree: int) -> dict[str, Shard]:
     """Shard a bias as the outputs of its weight.
 
-    A weight whose outputs are split right away is sharded by blocks: query, key and value each by itself.
+    A weight whose outputs are split right away is sharded by blocks: query, key and value each by itself. One
+    whose outputs are fewer heads than devices is sharded by heads, each on several devices.
     """
     names = {
         node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)
@@ -91,11 +93,24 @@ def _with_biases(recording: Recording, weights: Mapping[str, Shard]) -> dict[str
         shard = weights.get(given) if given is not None else None
         if given is None or shard is None or shard.dim != outputs:
             continue
-        shards[given] = Shard(outputs, _blocks(node))
+        copies, own = _copies(node, degree), Shard(outputs, _blocks(node))
+        shards[given] = CopiedShard(outputs, copies=copies) if copies > 1 else own
         added = names.get(node.args[bias]) if len(node.args) > bias else None
         if added is not None:
-            shards[added] = Shard(0, _blocks(node))
+            shards[added] = shards[given].at(0)
     return shards
+
+
+def _copies(node: fx.Node, degree: int) -> int:
+    """Return how many devices hold each head that the outputs of a product become, if these are fewer."""
+    given = value_of(node)
+    for user in node.users if isinstance(given, Tensor) else ():
+        result = value_of(user)
+        if user.target in RESHAPES and isinstance(result, Tensor) and isinstance(given, Tensor):
+            heads = heads_of(tuple(given.shape), tuple(result.shape), Shard(given.dim() - 1))
+            if 0 < heads < degree and degree % heads == 0:
+                return degree // heads
+    return 1
 
 
 def _blocks(node: fx.Node) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError, UnevenError
-from piper.capture.shard.layout import change, divides, local_shape
+from piper.capture.shard.layout import CopiedShard, change, divides, local_shape
 from piper.capture.shard.local_graph import LocalGraph, RegionOf
 from piper.capture.shard.reshapes import REPLAYED, read_again, value_of
 from piper.capture.trace.effects import draws, name_of, writes
@@ -75,7 +75,7 @@ class Sharder(LocalGraph):
             return have
         shape = self.shape(node)
         want: Placement = REPLICATE
-        wish = like
+        wish = None if isinstance(like, CopiedShard) else like
         if wish is None and self.sharding.between is not None and len(shape) > self.sharding.between + 1:
             wish = Shard(self.sharding.between, zigzag=self.sharding.zigzag)
         if have.op == "sum" and wish is not None and wish.dim < len(shape):
@@ -117,6 +117,10 @@ class Sharder(LocalGraph):
 
     def _moved(self, node: fx.Node, have: Placement, want: Placement, varies: bool) -> fx.Node:
         local, shape = self.local[node], self.shape(node)
+        if isinstance(have, CopiedShard):
+            return self._from_copies(node, have, want, varies)
+        if isinstance(want, CopiedShard):
+            return self.take(self.to(node, REPLICATE, varies=True), want)
         if isinstance(want, Shard):
             if not divides(shape[want.dim], want, self.degree):
                 raise NoRuleError(f"dimension {want.dim} of {list(shape)} does not divide by {self.degree}")
@@ -128,6 +132,18 @@ class Sharder(LocalGraph):
         if isinstance(have, Partial) and isinstance(want, Replicate):
             return self.collect(local, have, varies=varies)
         return self._collect(local, have, want, varies)
+
+    def _from_copies(self, node: fx.Node, have: CopiedShard, want: Placement, varies: bool) -> fx.Node:
+        """Return a device's own part of a slice that its neighbours hold too, or all of the only slice."""
+        local = self.local[node]
+        if isinstance(want, Replicate) and varies and have.copies == self.degree:
+            whole = self.emit(aten.alias.default, (local,))
+            self.copied.discard(whole)
+            self.varying.add(whole)
+            return whole
+        if want == Shard(have.dim) and divides(self.shape(node)[have.dim], Shard(have.dim), self.degree):
+            return self.own_copy(local, have)
+        raise NoRuleError("several devices hold the same heads of an operand")
 
     def base(self, node: fx.Node) -> fx.Node | None:
         """Return the source of a sharded reshape: gathered there, all its reshapes share one collective."""
@@ -198,6 +214,8 @@ class Sharder(LocalGraph):
                 shape, dtype=value.dtype, device=value.device
             ).requires_grad_(value.requires_grad)
         self.local[node], self.layouts[node] = local, given
+        if isinstance(given, CopiedShard):
+            self.copied.add(local)
 
     def _attribute(self, node: fx.Node) -> None:
         """Copy a tensor that the trace holds as an attribute."""
