@@ -76,8 +76,9 @@ def zero(level: int) -> Strategy:
 
 def context(attention: str, first: str = "TP") -> Strategy:
     def strategy(weights: Weights) -> list[piper.Directive]:
+        between = 1 if first == "TP" else None  # of slices that are innermost
         both: dict[str, piper.Directive] = {
-            "TP": shard(at(), range(8), 4, axis="TP", weights=weights, between=1),
+            "TP": shard(at(), range(8), 4, axis="TP", weights=weights, between=between),
             "CP": shard(at(), range(8), 2, axis="CP", batch=FIELDS, attention=attention, balance="zigzag"),
         }
         return [both[first], *(each for name, each in both.items() if name != first)]
