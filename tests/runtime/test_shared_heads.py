@@ -18,7 +18,7 @@ from piper.models import decoder
 from piper.run.launch import launch_inline
 from piper.schedules import one_f_one_b
 from tests import plain
-from tests.runtime.divided import FIELDS, OURS, SIZES, VOCAB, batches, hf_weights, staged
+from tests.runtime.divided import FIELDS, SIZES, VOCAB, batches, hf_weights, staged
 
 
 def ours(kv_heads: int = 2, stages: int = 1, **more: bool) -> nn.Module:
@@ -55,10 +55,10 @@ def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, int]]] = {
-    "two heads": (partial(ours, 2), OURS),
-    "one head": (partial(ours, 1), OURS),
-    "normed keys": (partial(ours, 2, qk_norm=True), OURS),
-    "two stages": (partial(ours, 1, 2), OURS),
+    "two heads": (partial(ours, 2), decoder.SHARDED_WEIGHTS),
+    "one head": (partial(ours, 1), decoder.SHARDED_WEIGHTS),
+    "normed keys": (partial(ours, 2, qk_norm=True), decoder.SHARDED_WEIGHTS),
+    "two stages": (partial(ours, 1, 2), decoder.SHARDED_WEIGHTS),
     "repeated and biased": (partial(Stock, "sdpa"), hf_weights()),
     "by hand": (partial(Stock, "eager"), hf_weights()),
 }
@@ -134,7 +134,9 @@ def compiled(model: str, strategy: Strategy) -> Program:
 def test_heads_that_several_devices_hold_train_as_on_one_device(name: str) -> None:
     model, strategy = CASES[name]
     given = batches()
-    if MODELS[model][1] is not OURS:  # computes in float32 in places, which `check` widens on both sides
+    if (
+        MODELS[model][1] is not decoder.SHARDED_WEIGHTS
+    ):  # computes in float32 in places, which `check` widens on both sides
         report = check(compiled(model, strategy), launch_inline, given, tol=1e-9)
         assert report.ok, report
         return
