@@ -81,13 +81,10 @@ class Stages(ConsoleLog):
 
 
 @contextmanager
-def display(console: Console, done: int, steps: int, peak: int, unit: str = "tokens") -> Iterator[Reporter]:
-    """Yield a function that shows measures.
-
-    peak: the planned bytes of the fullest device. unit: what is counted.
-    """
+def display(console: Console, done: int, steps: int, peak: int) -> Iterator[Reporter]:
+    """Yield a function that shows measures. peak: the planned bytes of the fullest device."""
     if not console.is_terminal:
-        yield Lines(console, done, steps, unit)
+        yield Lines(console, done, steps)
         return
     progress = Progress(
         TextColumn("step"),
@@ -106,7 +103,7 @@ def display(console: Console, done: int, steps: int, peak: int, unit: str = "tok
         def tell(measure: Measure) -> None:
             losses.append(measure.loss)
             progress.update(task, completed=measure.step)
-            facts = f"{numbers(measure, unit)}   memory {size(peak)} a device, planned"
+            facts = f"{numbers(measure)}   memory {size(peak)} a device, planned"
             live.update(Group(Text(f"loss  {curve(losses)}", no_wrap=True), Text(facts), progress))
 
         yield tell
@@ -120,10 +117,9 @@ class Lines:
         console: Console,
         done: int,
         steps: int,
-        unit: str = "tokens",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console, self.first, self.steps, self.unit, self.clock = console, done + 1, steps, unit, clock
+        self.console, self.first, self.steps, self.clock = console, done + 1, steps, clock
         self.every = max(1, (steps - done) // LINES)
         self.began = self.shown = clock()
 
@@ -135,16 +131,16 @@ class Lines:
         self.shown = now
         taken = measure.step - self.first + 1
         left = (now - self.began) / taken * (self.steps - measure.step)
-        self.console.print(
-            f"step {measure.step}/{self.steps}   {numbers(measure, self.unit)}   {left:.0f} s left"
-        )
+        self.console.print(f"step {measure.step}/{self.steps}   {numbers(measure)}   {left:.0f} s left")
 
 
-def numbers(measure: Measure, unit: str) -> str:
+def numbers(measure: Measure) -> str:
     """Format the measures of a step in one line."""
+    tokens = measure.tokens_per_s
+    speed = f"{measure.samples_per_s:,.0f} samples/s" if tokens is None else f"{tokens:,.0f} tokens/s"
     return (
         f"loss {measure.loss:.4f}   grad norm {measure.grad_norm:.3f}   lr {measure.lr:.2e}   "
-        f"{measure.tokens_per_s:,.0f} {unit}/s   {1000 * measure.step_s:.0f} ms/step"
+        f"{speed}   {1000 * measure.step_s:.0f} ms/step"
     )
 
 

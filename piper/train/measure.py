@@ -1,6 +1,6 @@
 """The measures of a training step, the learning rate of the next, and the outcome of a run in words."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -26,7 +26,8 @@ class Measure:
     loss: float
     grad_norm: float
     lr: float
-    tokens_per_s: float  # samples, where the batch has no tokens
+    tokens_per_s: float | None  # None: the batch has no tokens
+    samples_per_s: float
     step_s: float
 
 
@@ -72,17 +73,9 @@ class Rate:
             advance(self._scheduler, self._job.scheduler, step)
 
 
-def unit_of(fields: Collection[str]) -> str:
-    """Return the unit that is counted in batches of these fields."""
-    return "tokens" if any(name in fields for name in TOKENS) else "samples"
-
-
-def counted(batch: Mapping[str, Tensor]) -> int:
-    """Count the tokens of a batch, or its samples."""
-    for name in TOKENS:
-        if name in batch:
-            return batch[name].numel()
-    return len(next(iter(batch.values())))
+def tokens_in(batch: Mapping[str, Tensor]) -> int | None:
+    """Count the tokens of a batch. None: it has none."""
+    return next((batch[name].numel() for name in TOKENS if name in batch), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

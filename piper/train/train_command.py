@@ -38,7 +38,7 @@ from piper.train.display import ConsoleLog, Stages, display
 from piper.train.elastic_programs import Programs, SizeFile
 from piper.train.interrupt import Interrupts, PreemptedError, interrupts, preemptible
 from piper.train.lock import locked
-from piper.train.measure import Measure, Outcome, Rate, Reporter, RunSummary, counted, unit_of
+from piper.train.measure import Measure, Outcome, Rate, Reporter, RunSummary, tokens_in
 from piper.train.profiling import check_profile, profile_of, save_profile
 from piper.train.run_folder import EVALUATIONS, METRICS, EventLog, LinesFile, choose, claim, prepare, record
 from piper.train.train_options import TrainOptions, asked_job, check_options, recovering_asked, reserve
@@ -63,7 +63,8 @@ class CommandWatch(Watch):
         self.tell, self.say, self.rate, self.evaluations = tell, say, rate, evaluations
         self.devices, self.interrupted = devices, interrupted
         self.lr = self.began = self.seconds = 0.0
-        self.counted = 0
+        self.samples = 0
+        self.tokens: int | None = None
 
     def begin(self, step: int) -> None:
         """Note the rate of a step, and when it begins."""
@@ -73,7 +74,8 @@ class CommandWatch(Watch):
 
     def end(self, batch: Batch) -> None:
         """Note how long a step took, and what it counts."""
-        self.seconds, self.counted = perf_counter() - self.began, counted(batch)
+        self.seconds = perf_counter() - self.began
+        self.samples, self.tokens = len(next(iter(batch.values()))), tokens_in(batch)
 
     def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
         """Report the measures of a step."""
@@ -83,7 +85,8 @@ class CommandWatch(Watch):
                 loss=result.loss,
                 grad_norm=result.grad_norm,
                 lr=self.lr,
-                tokens_per_s=self.counted / self.seconds,
+                tokens_per_s=None if self.tokens is None else self.tokens / self.seconds,
+                samples_per_s=self.samples / self.seconds,
                 step_s=self.seconds,
             )
         )
@@ -288,7 +291,7 @@ def watching(
     metrics.write()  # the file says that the folder holds a run, before its first step too
     programs = (program, *program.shapes.values())
     peak = max(timeline(plan).peak for one in programs for plan in one.plans)
-    with display(console, done, program.job.steps, peak, unit_of(program.outline.batch)) as show:
+    with display(console, done, program.job.steps, peak) as show:
 
         def tell(measure: Measure) -> None:
             memory(measure)

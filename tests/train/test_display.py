@@ -2,15 +2,24 @@
 
 import io
 import logging
+from dataclasses import replace
 
 from rich.console import Console
 
-from piper.train.display import Lines, Stages, curve, display
+from piper.train.display import Lines, Stages, curve, display, numbers
 from piper.train.measure import Measure
 
 
 def measure(step: int) -> Measure:
-    return Measure(step=step, loss=5 / step, grad_norm=1.25, lr=3e-3, tokens_per_s=12345.6, step_s=0.083)
+    return Measure(
+        step=step,
+        loss=5 / step,
+        grad_norm=1.25,
+        lr=3e-3,
+        tokens_per_s=12345.6,
+        samples_per_s=6.0,
+        step_s=0.083,
+    )
 
 
 def test_a_terminal_sees_a_bar_a_curve_and_the_numbers() -> None:
@@ -80,3 +89,7 @@ def test_elsewhere_stages_are_plain_lines_of_what_takes_long() -> None:
         logging.getLogger("piper").debug("Tracing the model")
         logging.getLogger("piper").info("Compiling graph 1 of 4: F of PP=0", extra={"done": 0, "total": 4})
     assert console.file.getvalue() == "Compiling graph 1 of 4: F of PP=0\n"  # type: ignore[attr-defined]
+
+
+def test_samples_are_shown_where_there_are_no_tokens() -> None:
+    assert "   6 samples/s   " in numbers(replace(measure(1), tokens_per_s=None))

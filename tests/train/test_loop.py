@@ -18,7 +18,7 @@ from piper.job import Job
 from piper.plan.plan import Bucket, Piece
 from piper.run.run import Run
 from piper.runtime.setup import ProgramLike
-from piper.train.measure import Measure, Rate, counted, unit_of
+from piper.train.measure import Measure, Rate, tokens_in
 from piper.workers.results import StepResult
 from tests.train.counting import Counting
 
@@ -159,11 +159,11 @@ def test_a_resumed_rate_is_that_of_the_checkpoint() -> None:
     assert rate.now == 2.0
 
 
-def test_what_is_counted() -> None:
-    assert counted({"tokens": torch.zeros(4, 8), "labels": torch.zeros(4, 8)}) == 32
-    assert counted({"x": torch.zeros(4, 8)}) == 4
-    assert unit_of(["labels", "input_ids"]) == "tokens" and unit_of({"x": 0}) == "samples"
+def test_tokens_are_counted_where_there_are_any() -> None:
+    assert tokens_in({"tokens": torch.zeros(4, 8), "labels": torch.zeros(4, 8)}) == 32
+    assert tokens_in({"labels": torch.zeros(4, 8), "input_ids": torch.zeros(4, 6)}) == 24
+    assert tokens_in({"x": torch.zeros(4, 8)}) is None
 
 
 def test_a_measure_is_a_line_of_metrics() -> None:
-    assert Measure.__slots__ == ("step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s")
+    assert Measure.__slots__ == ("step", "loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "step_s")

@@ -35,7 +35,11 @@ def test_a_run_shows_its_steps_and_leaves_a_folder(piper: Piper, recipe: Path, t
         "  look     piper view runs/net-job",
     ]
     folder = tmp_path / "runs" / "net-job"
-    assert list(metrics(folder)[0]) == ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s"]
+    fields = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "step_s"]
+    assert [list(measure) for measure in metrics(folder)] == [fields] * 6
+    assert all(
+        measure["tokens_per_s"] is None and measure["samples_per_s"] > 0 for measure in metrics(folder)
+    )
     assert [m["step"] for m in metrics(folder)] == [1, 2, 3, 4, 5, 6]
     assert [m["lr"] for m in metrics(folder)] == pytest.approx([0.001, 0.0028, 0.0046, 0.0064, 0.0082, 0.01])
     assert (folder / "recipe.py").read_text() == recipe.read_text()

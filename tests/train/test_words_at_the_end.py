@@ -10,7 +10,9 @@ from piper.train.profiling import track_of
 
 
 def measure(step: int, loss: float) -> Measure:
-    return Measure(step=step, loss=loss, grad_norm=1.0, lr=0.1, tokens_per_s=1.0, step_s=2.0)
+    return Measure(
+        step=step, loss=loss, grad_norm=1.0, lr=0.1, tokens_per_s=1.0, samples_per_s=1.0, step_s=2.0
+    )
 
 
 @pytest.mark.parametrize(
