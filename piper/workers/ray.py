@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from piper.errors import LaunchError
 from piper.plan.plan import Plans
 from piper.process.attributes import replaced
 from piper.runtime.accelerator import is_accelerator
@@ -63,7 +65,7 @@ def cluster(devices: int) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     with ExitStack() as cleanup:
         if address:
-            ray.init(address=address, logging_level=logging.ERROR)
+            join(address)
         else:
             folder = cleanup.enter_context(folder_of_ray())
             with loopback():
@@ -76,6 +78,24 @@ def cluster(devices: int) -> Iterator[None]:
                 )
         cleanup.callback(ray.shutdown)
         yield
+
+
+def join(address: str) -> None:
+    """Connect to the Ray cluster of an address: HOST:PORT, ray://HOST:PORT, or auto."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), TIMEOUTS.ray_answers).close()
+        ray.init(address=address, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError, RayError) as error:  # a ConnectionError is an OSError
+        why = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise LaunchError(
+            "the Ray cluster cannot be reached",
+            by="RAY_ADDRESS",
+            facts={"address": address, "why": why[0].strip()},
+            hint="check that it runs (`ray status` on its head), and that this machine reaches the port and "
+            "has its token; without RAY_ADDRESS a Ray of its own is started here",
+        ) from error
 
 
 @contextmanager

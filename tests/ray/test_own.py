@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ pytest.importorskip("ray")
 import ray
 
 from piper.compiler import compile
+from piper.errors import LaunchError
 from piper.run.launch import launch
 from piper.workers import ray as launcher
 from tests.runtime.grid import Cell, batches, job
@@ -72,6 +74,7 @@ import os, sys, time
 from pathlib import Path
 import ray
 from piper.compiler import compile
+from piper.errors import LaunchError
 from piper.workers import ray as launcher
 from piper.run.launch import launch
 from tests.ray.test_own import CELL
@@ -139,3 +142,27 @@ def test_a_driver_that_is_killed_leaves_nothing() -> None:
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
         assert drivers.members() == []
     assert set(temporary.glob("piper-*")) <= before
+
+
+def test_an_address_without_a_cluster_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    began = time.monotonic()
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(LaunchError, match=r"cannot be reached\n  address: .*\n  why: .*refused"):
+            launcher.cluster(1).__enter__()
+    assert time.monotonic() - began < 5
+    assert not ray.is_initialized()
+
+
+def test_a_cluster_that_wants_a_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: object) -> None:
+        raise ConnectionError("\nToken authentication is enabled but no token was found.\nMore.")
+
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(
+        LaunchError, match=r"why:     Token authentication is enabled but no token was found\.\n"
+    ):
+        launcher.cluster(1).__enter__()
