@@ -1,7 +1,6 @@
 """`piper selftest`: tries a machine before it is trusted."""
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -48,7 +47,7 @@ def selftest(
     if out is not None:
         write_output(out, page.markdown(), MARK)
     if as_json:
-        print_json({"ok": page.ok, "verdict": page.verdict, **asdict(page)})
+        print_json(page.report())
     else:
         sys.stdout.write(page.markdown())
     sys.exit(SUCCESS if page.ok else NO)

@@ -73,6 +73,11 @@ def pipelined(name: str, schedule: str, width: int, *kinds: Placing, experts: in
     return Composition(name=name, strategy=strategy, stages=grid.stages, experts=experts)
 
 
+def by(**degrees: int) -> str:
+    """Return degrees of parallelism as text: `PP2 x DP4`."""
+    return " x ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
+
+
 def compositions(devices: int) -> list[Composition]:
     """Return ten compositions. Those of two factors take pairs of devices, and leave an odd one out."""
     n, half = devices, devices // 2
@@ -81,17 +86,17 @@ def compositions(devices: int) -> list[Composition]:
     tp2 = partial(shard, ways=2, axis="TP", weights=weights, between=1)
     last = one(name="TP2, remat", strategy=[*tensor(LAYERS, 2, weights=weights), *less])
     if n > 3:
-        last = pipelined(f"1F1B, PP2 x TP2 x DP{n // 4}", "1f1b", n // 4 * 2, copies(n // 4, 0), tp2)
+        last = pipelined(f"1F1B, {by(PP=2, TP=2, DP=n // 4)}", "1f1b", n // 4 * 2, copies(n // 4, 0), tp2)
     return [
         one(name=f"DP{n}", strategy=ddp(n, microbatches=2), clip=0.3),
         one(name=f"DP{n}, ZeRO-3", strategy=fsdp(n), clip=0.3),
-        pipelined(f"1F1B, PP2 x DP{half}, ZeRO-1", "1f1b", half, copies(half, 1)),
-        pipelined(f"interleaved 1F1B, PP2 x DP{half}, ZeRO-3", "interleaved-1f1b", half, copies(half, 3)),
-        pipelined(f"zero bubble (ZBV), PP2 x DP{half}, ZeRO-2", "zbv", half, copies(half, 2)),
-        pipelined(f"DualPipe-V, PP2 x DP{half} x EP{half}, ZeRO-3", "dualpipe-v", half, copies(half, 3),
+        pipelined(f"1F1B, {by(PP=2, DP=half)}, ZeRO-1", "1f1b", half, copies(half, 1)),
+        pipelined(f"interleaved 1F1B, {by(PP=2, DP=half)}, ZeRO-3", "interleaved-1f1b", half, copies(half, 3)),
+        pipelined(f"zero bubble (ZBV), {by(PP=2, DP=half)}, ZeRO-2", "zbv", half, copies(half, 2)),
+        pipelined(f"DualPipe-V, {by(PP=2, DP=half, EP=half)}, ZeRO-3", "dualpipe-v", half, copies(half, 3),
             partial(shard, ways=half), experts=experts),
         one(name=f"DP{n} x EP{n}, ZeRO-2", experts=experts, strategy=moe_strategy(LAYERS, n, zero=2)),
-        one(name=f"TP2 and sequence parallelism x DP{half}, ZeRO-3, remat",
+        one(name=f"{by(TP=2, DP=half)}, sequence parallelism, ZeRO-3, remat",
             strategy=[*tensor(LAYERS, 2, half, zero=3, weights=weights), *less]),
         last,
         one(name=f"CP{n}, ring attention",
@@ -122,19 +127,12 @@ def compared(composition: Composition, devices: int, kind: str, forks: ForkServe
     return check(program, launch, batches(devices, STEPS), TOLERANCE, options=Options(share="nccl"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
-    """A worker that was killed in a step, and replaced."""
+def killed_and_recovered(devices: int, kind: str) -> dict[str, float]:
+    """Train a pipeline of replicas, kill a worker in the middle of a step, and train on.
 
-    device: int
-    seconds: float  # from the signal to the end of the step
-    ordinary: float  # seconds of a step
-    event: Event
-    apart: float  # the largest relative difference of a loss from one device
-
-
-def killed_and_recovered(devices: int, kind: str) -> Recovered:
-    """Train a pipeline of replicas, kill a worker in the middle of a step, and train on."""
+    Return the seconds from the signal to the end of the step and of an ordinary step, and the largest
+    relative difference of a loss from one device.
+    """
     victim, given = devices // 2, batches(devices, MOST)
     program = compile(compositions(devices)[2].job(devices), device=kind)
     events: list[Event] = []
@@ -165,10 +163,4 @@ def killed_and_recovered(devices: int, kind: str) -> Recovered:
     wanted = [each.loss for each in numbers(Reference(program), islice(given, len(losses)))]
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
     over = next(end for end in ended if end > sent[0] + (recovery.seconds or 0.0))
-    return Recovered(
-        device=victim,
-        seconds=over - sent[0],
-        ordinary=ended[1] - ended[0],
-        event=recovery,
-        apart=apart,
-    )
+    return {"recovered_s": over - sent[0], "step_s": ended[1] - ended[0], "difference": apart}

@@ -23,7 +23,7 @@ from piper.selftest.compositions import TOLERANCE, compared, compositions, kille
 from piper.selftest.crew import Processes
 from piper.selftest.links import LARGE, measured_collectives, measured_links
 from piper.selftest.peers import PEERS, Training, compare
-from piper.selftest.selftest_page import Part, ResultRow, SelftestPage
+from piper.selftest.selftest_page import DIFFERENCE, RATIO, Column, Part, ResultRow, SelftestPage, rate
 from piper.version import VERSION
 from piper.workers.rank_environment import check_alone
 from piper.workers.serve import crowded
@@ -86,7 +86,7 @@ def versions(machine: Machine) -> Iterator[ResultRow]:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             facts[package] = "not installed; nothing here needs it"
-    yield from (ResultRow(cells=(name, text)) for name, text in facts.items())
+    yield from (ResultRow(name=name, figures={"is": fact}) for name, fact in facts.items())
 
 
 def links(machine: Machine) -> Iterator[ResultRow]:
@@ -95,10 +95,10 @@ def links(machine: Machine) -> Iterator[ResultRow]:
     measured = [*measured_links(machine.processes, meeting)]
     usual = median(line.slope for line in measured)
     for source, line in enumerate(measured):
-        bandwidth = f"{size(1 / line.slope)}/s" if line.slope else "not measurable"
         slow = "less than half of the median" if line.slope > SLOW * usual else ""
-        target = (source + 1) % machine.devices
-        yield ResultRow(cells=(f"{source} to {target}", seconds(line.base), bandwidth, slow))
+        bandwidth = {"bytes_per_s": 1 / line.slope} if line.slope else {}
+        name = f"{source} to {(source + 1) % machine.devices}"
+        yield ResultRow(name=name, figures={"latency_s": line.base, **bandwidth, "note": slow})
 
 
 def collectives(machine: Machine) -> Iterator[ResultRow]:
@@ -111,10 +111,11 @@ def collectives(machine: Machine) -> Iterator[ResultRow]:
     measured = measured_collectives(machine.processes, meeting)
     for name, cases in problems.items():
         wrong = [problem for found in cases for problem in found]
-        spent, bandwidth = measured.get(name, (0.0, 0.0))
-        figures = (f"{seconds(spent)} for {size(LARGE[meeting.apart])}", f"{size(bandwidth)}/s")
-        cells = (name, count(len(cases), "case"), *(figures if spent else ("see the links", "")))
-        yield ResultRow(cells=cells, ok=not wrong, why="; ".join(wrong[:3]))
+        figures: dict[str, float | str] = {"cases": len(cases)}
+        if name in measured:
+            spent, bandwidth = measured[name]
+            figures |= {"step_s": spent, "nbytes": LARGE[meeting.apart], "bytes_per_s": bandwidth}
+        yield ResultRow(name=name, figures=figures, ok=not wrong, why="; ".join(wrong[:3]))
 
 
 def composed(machine: Machine) -> Iterator[ResultRow]:
@@ -124,41 +125,37 @@ def composed(machine: Machine) -> Iterator[ResultRow]:
         try:
             report = compared(composition, machine.devices, machine.kind, machine.forks)
         except Exception as error:  # noqa: BLE001  it is the result of this composition
-            yield ResultRow(
-                cells=(composition.name, "", seconds(perf_counter() - begin)), ok=False, why=text_of(error)
-            )
+            yield ResultRow(name=composition.name, ok=False, why=text_of(error))
             continue
         apart = max(report.max_loss_diff, report.max_grad_diff, report.max_param_diff)
-        cells = (composition.name, f"{apart:.1e}", seconds(perf_counter() - begin))
-        yield ResultRow(cells=cells, ok=report.ok, why="" if report.ok else report.verdict)
+        figures = {"difference": apart, "took_s": perf_counter() - begin}
+        why = "" if report.ok else report.verdict
+        yield ResultRow(name=composition.name, figures=figures, ok=report.ok, why=why)
 
 
 def killed(machine: Machine) -> Iterator[ResultRow]:
     """Kill a worker in the middle of a step."""
-    recovered = killed_and_recovered(machine.devices, machine.kind)
-    cells = (f"SIGKILL to device {recovered.device} of {machine.devices}",
-             seconds(recovered.seconds), seconds(recovered.ordinary), f"{recovered.apart:.1e}")  # fmt: skip
-    ok = recovered.apart <= TOLERANCE
-    yield ResultRow(cells=cells, ok=ok, why="" if ok else "the losses are not those of one device")
+    figures = killed_and_recovered(machine.devices, machine.kind)
+    ok = figures["difference"] <= TOLERANCE
+    name = f"SIGKILL to device {machine.devices // 2} of {machine.devices}"
+    yield ResultRow(
+        name=name, figures=figures, ok=ok, why="" if ok else "the losses are not those of one device"
+    )
 
 
 def beside_torch(machine: Machine) -> Iterator[ResultRow]:
     """Train the same model with torch's own means, in turns."""
-    training = training_for(machine)
+    training, rounds = training_for(machine), ROUNDS[machine.apart]
     for peer in PEERS:
         try:
-            both = compare(
-                peer, training, ROUNDS[machine.apart], machine.kind, machine.processes, machine.forks
-            )
+            both = compare(peer, training, rounds, machine.kind, machine.processes, machine.forks)
         except Exception as error:  # noqa: BLE001  it is the result of this row
-            yield ResultRow(cells=(peer.title, "", "", "", ""), ok=False, why=text_of(error))
+            yield ResultRow(name=peer.title, ok=False, why=text_of(error))
             continue
-        times = (seconds(median(both.ours)), seconds(median(both.theirs)), f"{both.ratio:.2f}x")
-        ok = both.apart <= LOSSES
-        why = (
-            "" if ok else "both sides train from the same weights on the same batch, and their losses differ"
-        )
-        yield ResultRow(cells=(peer.title, *times, f"{both.apart:.1e}"), ok=ok, why=why)
+        ok, medians = both.apart <= LOSSES, {"piper_s": median(both.ours), "torch_s": median(both.theirs)}
+        figures = {**medians, "ratio": both.ratio, "difference": both.apart}
+        why = "" if ok else "the losses of both sides differ"
+        yield ResultRow(name=peer.title, figures=figures, ok=ok, why=why)
 
 
 def training_for(machine: Machine) -> Training:
@@ -176,36 +173,39 @@ def training_for(machine: Machine) -> Training:
     )  # fmt: skip
 
 
+APART = Column("difference", "losses apart", DIFFERENCE)
 PARTS: dict[str, tuple[Part, Callable[[Machine], Iterator[ResultRow]]]] = {
-    "versions": (Part(title="Versions", columns=("", "")), versions),
-    "links": (
-        Part(title="Links", columns=("ranks", "latency", "bandwidth", ""),
-             about="From each rank to the next, one at a time."),
-        links,
-    ),
-    "collectives": (
-        Part(title="Collectives", columns=("collective", "compared", "time", "bandwidth"),
-             about="Against values computed on one host: several types, uneven lengths, no rows. "
-             "The bandwidth is that of each rank's link."),
-        collectives,
-    ),
-    "compositions": (
-        Part(title="Compositions", columns=("strategy", "largest difference", "took"),
-             about="Two float64 steps against plain PyTorch on one device: losses, gradients, parameters."),
-        composed,
-    ),
-    "kill": (
-        Part(title="A killed worker",
-             columns=("signal", "to the end of the step", "an ordinary step", "losses apart"),
-             about="In the middle of a step. The run replaces it, repeats the step, and trains on."),
-        killed,
-    ),
-    "torch": (
-        Part(title="Beside torch", columns=("peer", "piper", "torch", "ratio", "losses apart"),
-             about="Medians of steps that both sides take in turns: the same model, weights and batch. "
-             "All is float32. Ratios are no part of the verdict."),
-        beside_torch,
-    ),
+    "versions": (Part(title="Versions", first="", columns=(Column("is", ""),)), versions),
+    "links": (Part(
+        title="Links", first="ranks", about="From each rank to the next, one at a time.",
+        columns=(Column("latency_s", "latency", seconds), Column("bytes_per_s", "bandwidth", rate),
+                 Column("note", "")),
+    ), links),
+    "collectives": (Part(
+        title="Collectives", first="collective",
+        columns=(Column("cases", "cases compared"), Column("nbytes", "tensor", size),
+                 Column("step_s", "time", seconds), Column("bytes_per_s", "bandwidth", rate)),
+        about="Against values computed on one host: several types, uneven lengths, no rows. "
+              "The bandwidth is that of each rank's link.",
+    ), collectives),
+    "compositions": (Part(
+        title="Compositions", first="strategy",
+        columns=(Column("difference", "largest difference", DIFFERENCE), Column("took_s", "took", seconds)),
+        about="Two float64 steps against plain PyTorch on one device: losses, gradients, parameters.",
+    ), composed),
+    "kill": (Part(
+        title="A killed worker", first="signal",
+        columns=(Column("recovered_s", "to the end of the step", seconds),
+                 Column("step_s", "an ordinary step", seconds), APART),
+        about="In the middle of a step. The run replaces it, repeats the step, and trains on.",
+    ), killed),
+    "torch": (Part(
+        title="Beside torch", first="peer",
+        columns=(Column("piper_s", "piper", seconds), Column("torch_s", "torch", seconds),
+                 Column("ratio", "ratio", RATIO), APART),
+        about="Medians of steps that both sides take in turns: the same model, weights and batch. "
+              "All is float32. Ratios are no part of the verdict.",
+    ), beside_torch),
 }  # fmt: skip
 
 
@@ -220,9 +220,7 @@ def run_part(part: Part, find: Callable[[Machine], Iterator[ResultRow]], machine
     try:
         rows.extend(find(machine))
     except Exception as error:  # noqa: BLE001  it is the result of this part
-        rows.append(
-            ResultRow(cells=(part.title, *[""] * (len(part.columns) - 1)), ok=False, why=text_of(error))
-        )
+        rows.append(ResultRow(name=part.title, ok=False, why=text_of(error)))
     return replace(part, rows=tuple(rows), seconds=perf_counter() - begin)
 
 

@@ -1,18 +1,41 @@
-"""The page of a self-test: tables in Markdown, what failed and why, and a verdict."""
+"""The page of a self-test: tables in Markdown or figures as JSON, what failed and why, and a verdict."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from piper.ir.format import count
+from piper.ir.format import count, size
 
 MARK = "# Piper self-test"  # by which the file is known
+DIFFERENCE, RATIO = "{:.1e}".format, "{:.2f}x".format  # how columns are written
+WORDS = {True: "passed", False: "**FAILED**", None: ""}
+Figure = float | str
+
+
+def rate(value: float) -> str:
+    """Return bytes per second as text."""
+    return f"{size(value)}/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table: its name in JSON, its heading, and how its figures are written."""
+
+    key: str
+    title: str
+    show: Callable[[float], str] | None = None  # None: as it is
+
+    def cell(self, row: "ResultRow") -> str:
+        """Return the figure of a row as text. Empty: it has none."""
+        figure = row.figures.get(self.key, "")
+        return str(figure) if self.show is None or isinstance(figure, str) else self.show(figure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
     """A line of a table."""
 
-    cells: tuple[str, ...]
+    name: str
+    figures: Mapping[str, Figure] = field(default_factory=dict)  # by the keys of columns; some may be missing
     ok: bool | None = None  # None: it is only measured
     why: str = ""  # what is wrong
 
@@ -22,7 +45,8 @@ class Part:
     """A part of a self-test."""
 
     title: str
-    columns: tuple[str, ...]
+    first: str  # the heading of the names
+    columns: tuple[Column, ...]
     about: str = ""
     rows: tuple[ResultRow, ...] = ()
     seconds: float = 0.0
@@ -31,6 +55,25 @@ class Part:
     def ok(self) -> bool:
         """Return whether nothing in it failed."""
         return all(row.ok is not False for row in self.rows)
+
+    def markdown(self) -> Iterator[str]:
+        """Yield its lines."""
+        checked = any(row.ok is not None for row in self.rows)
+        yield from ("", f"## {self.title}", "", *([self.about, ""] if self.about else []))
+        headings = [self.first, *(column.title for column in self.columns), *(["result"] if checked else [])]
+        yield line(headings)
+        yield line(["---"] * len(headings))
+        for row in self.rows:
+            cells = [column.cell(row) for column in self.columns]
+            yield line([row.name, *cells, *([WORDS[row.ok]] if checked else [])])
+        for row in self.rows:
+            if row.why:
+                yield from ("", f"{row.name}: {row.why}")
+
+    def report(self) -> dict[str, object]:
+        """Return it as one object."""
+        rows = [{"name": row.name, **row.figures, "ok": row.ok, "why": row.why} for row in self.rows]
+        return {"title": self.title, "ok": self.ok, "seconds": self.seconds, "rows": rows}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,41 +96,34 @@ class SelftestPage:
     def verdict(self) -> str:
         """Return the answer in one line."""
         checked = [(part, row) for part in self.parts for row in part.rows if row.ok is not None]
-        failed = [f"{part.title}: {row.cells[0]}" for part, row in checked if not row.ok]
+        failed = [f"{part.title}: {row.name}" for part, row in checked if not row.ok]
         if failed:
             return f"FAILED: {len(failed)} of {count(len(checked), 'check')}: {'; '.join(failed)}"
         return f"Passed: {count(len(checked), 'check')}, none failed"
 
     def markdown(self) -> str:
         """Return the page as Markdown."""
-        return "\n".join(self._lines()) + "\n"
-
-    def _lines(self) -> Iterator[str]:
         compiled = "both sides compiled" if self.compiled else "nothing compiled"
         took = f"{self.seconds:.0f} s, {self.cpu_seconds:.0f} s of CPU time"
-        yield from (MARK, "", f"{self.place}; {compiled}; {took}.")
+        lines = [MARK, "", f"{self.place}; {compiled}; {took}."]
         for part in self.parts:
-            yield from table(part)
+            lines += part.markdown()
         if self.skipped:
-            yield from ("", "## Not tried", "", *(f"- {text}" for text in self.skipped))
-        yield from ("", "## Verdict", "", f"**{self.verdict}**")
+            lines += ["", "## Not tried", "", *(f"- {each}" for each in self.skipped)]
+        return "\n".join([*lines, "", "## Verdict", "", f"**{self.verdict}**"]) + "\n"
 
-
-def table(part: Part) -> Iterator[str]:
-    """Yield the lines of a part."""
-    checked = any(row.ok is not None for row in part.rows)
-    columns = [*part.columns, *(["result"] if checked else [])]
-    yield from ("", f"## {part.title}", "")
-    if part.about:
-        yield from (part.about, "")
-    yield line(columns)
-    yield line(["---"] * len(columns))
-    words = {True: "passed", False: "**FAILED**", None: ""}
-    for row in part.rows:
-        yield line([*row.cells, *([words[row.ok]] if checked else [])])
-    for row in part.rows:
-        if row.why:
-            yield from ("", f"{row.cells[0]}: {row.why}")
+    def report(self) -> dict[str, object]:
+        """Return the page as one object."""
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "place": self.place,
+            "compiled": self.compiled,
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+            "skipped": self.skipped,
+            "parts": [part.report() for part in self.parts],
+        }
 
 
 def line(cells: list[str]) -> str:

@@ -61,6 +61,8 @@ def test_a_machine_that_is_right_passes(
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["place"] == "2 ranks on the host, over gloo"
     assert [part["title"] for part in found["parts"]] == ["Versions", "Links", "Collectives"]
+    assert [row["name"] for row in found["parts"][1]["rows"]] == ["0 to 1", "1 to 0"]
+    assert all(row["bytes_per_s"] > 0 for row in found["parts"][1]["rows"])
     written = page.read_text(encoding="utf-8")
     assert written.startswith(MARK) and written.endswith("**Passed: 7 checks, none failed**\n")
     assert "- kill: not asked for\n" in written
@@ -90,10 +92,10 @@ def test_a_composition_that_is_wrong_fails(wrong_machine: Machine, monkeypatch: 
 
 def test_a_part_that_raises_is_a_failure_with_its_message(wrong_machine: Machine) -> None:
     def rows(machine: Machine) -> Iterator[ResultRow]:
-        yield ResultRow(cells=("first", ""), ok=True)
+        yield ResultRow(name="first", ok=True)
         machine.processes.call(machine.processes.meet(PAIR, 1.0), lambda rank: 1 // rank.number)
 
-    part = run_part(Part(title="Broken", columns=("what", "how")), rows, wrong_machine)
+    part = run_part(Part(title="Broken", first="what", columns=()), rows, wrong_machine)
     assert [row.ok for row in part.rows] == [True, False] and not part.ok
     assert "ZeroDivisionError" in part.rows[1].why and "rank 1: done" in part.rows[1].why
 
@@ -101,7 +103,8 @@ def test_a_part_that_raises_is_a_failure_with_its_message(wrong_machine: Machine
 def test_a_worker_that_is_killed_is_replaced() -> None:
     (part,) = selftest(PAIR, device="cpu", only=["kill"]).parts
     (row,) = part.rows
-    assert row.ok and row.cells[0] == "SIGKILL to device 1 of 2", row
+    assert row.ok and row.name == "SIGKILL to device 1 of 2", row
+    assert 0 < float(row.figures["step_s"]) < float(row.figures["recovered_s"]) < 60
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
