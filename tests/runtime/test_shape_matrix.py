@@ -52,10 +52,8 @@ def test_uneven_batches(cell: Cell) -> None:
 def test_lengths_and_uneven_batches_of_divided_models(model: str, strategy: str) -> None:
     first, second = divided.batches(2)
     given = [first, cut(first, 5), cut(second, 3, 8)]
-    if (model, strategy) == DIVIDED[0]:
-        given.append(
-            cut(second, 8, 8)
-        )  # each shape is captured anew: the others have both differences at once
+    if (model, strategy) == DIVIDED[0]:  # each shape costs a capture: the others differ in both at once
+        given.append(cut(second, 8, 8))
     report = check(compile(divided.job(model, strategy), device="cpu"), launch_inline, given)
     assert report.ok, report
 
