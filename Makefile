@@ -19,7 +19,7 @@ UNUSED := /(tests|transformers/models|mypy|mypyc|pip|playwright|pygments/lexers|
 # Every process of a test would compile piper/ and the tests again where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup test test-all mutate rules matrix matrix-full attention opinfo ray lint-ray demo lint format setup-oldest oldest torch-names bench gallery pictures
+.PHONY: help setup test test-all mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
@@ -77,11 +77,6 @@ rules: setup
 
 ray: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m ray $(RAY)
-
-# One after the other: `.ci/run` does this beside test-all.
-lint-ray: setup
-	$(MAKE) --no-print-directory lint
-	$(MAKE) --no-print-directory ray
 
 # Every operation and module that torch itself tests, and every operator of Python: for the night.
 opinfo: setup
