@@ -450,10 +450,11 @@ def _cut(value: Tensor, slices: Sequence[AxisPlacement], axes: list[tuple[str, i
     parts = [value.clone()]
     for axis, degree in reversed(axes):
         how = held.get(axis)
-        if how is None or not isinstance(how.placement, Shard):
-            parts = [part.clone() for part in parts for _ in range(degree)]
-        else:
-            parts = [one for part in parts for one in lockstep.cut(part, how.placement, degree)]
+        copies = degree  # neighbours that hold the same slice
+        if how is not None and isinstance(how.placement, Shard):
+            parts = [one for part in parts for one in lockstep.cut(part, how.placement, how.degree)]
+            copies = degree // how.degree
+        parts = [part.clone() for part in parts for _ in range(copies)]
     return parts
 
 

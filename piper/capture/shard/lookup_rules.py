@@ -41,15 +41,19 @@ def embedding(d: Sharder, node: fx.Node) -> None:
 
 def own_rows(d: Sharder, index: fx.Node, have: Shard, size: int) -> tuple[fx.Node, fx.Node]:
     """Return indices within a device's own rows of a sharded table, and which of them lie outside."""
-    if have.blocks > 1 or have.zigzag:
-        raise NoRuleError("the rows of a table are sharded in one run")
-    rows = size // d.degree
-    first = d.emit(aten.mul.Tensor, (d.place(), rows))
-    if not index.meta["example_value"].dim():
-        first = d.emit(aten.reshape.default, (first, []))
-    shifted = d.emit(aten.sub.Tensor, (index, first))
+    rows, shifted = size // d.degree, from_own_first(d, index, have, size)
     low, high = d.emit(aten.lt.Scalar, (shifted, 0)), d.emit(aten.ge.Scalar, (shifted, rows))
     return d.emit(aten.clamp.default, (shifted, 0, rows - 1)), d.emit(aten.logical_or.default, (low, high))
+
+
+def from_own_first(d: Sharder, index: fx.Node, have: Shard, size: int) -> fx.Node:
+    """Return indices counted from the first of a device's own rows."""
+    if have.blocks > 1 or have.zigzag:
+        raise NoRuleError("the rows of a table are sharded in one run")
+    first = d.emit(aten.mul.Tensor, (d.place(), size // d.degree))
+    if not index.meta["example_value"].dim():
+        first = d.emit(aten.reshape.default, (first, []))
+    return d.emit(aten.sub.Tensor, (index, first))
 
 
 def masked(d: Sharder, values: fx.Node, outside: fx.Node) -> fx.Node:

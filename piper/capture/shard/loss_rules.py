@@ -10,7 +10,7 @@ import piper.capture.shard.head_operators  # noqa: F401  registers the operators
 from piper.capture.shard.along_rules import along, named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import CASTS, together
-from piper.capture.shard.lookup_rules import masked, own_rows
+from piper.capture.shard.lookup_rules import from_own_first, masked, own_rows
 from piper.capture.shard.reshapes import RESHAPES
 from piper.capture.shard.shape_rules import argument, number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
@@ -242,12 +242,11 @@ def head_sums(d: Sharder, node: fx.Node) -> None:
 def _over_classes(d: Sharder, node: fx.Node, have: Shard) -> None:
     """Compute the sums over a device's own classes, and add them up: exponentials less the maximum of all."""
     hidden, weight, _, labels, *_ = node.args
-    assert isinstance(weight, fx.Node)
+    assert isinstance(weight, fx.Node) and isinstance(labels, fx.Node)
     by_row = (hidden, labels)
     local = {x: d.to(x, REPLICATE if x in by_row else have, varies=True) for x in node.all_input_nodes}
-    assert isinstance(labels, fx.Node)
-    first = d.emit(aten.mul.Tensor, (d.place(), d.shape(weight)[0] // d.degree))
-    local[labels] = d.emit(aten.sub.Tensor, (local[labels], first))  # a label of another device is no class
+    # A label of another device's part is no class here.
+    local[labels] = from_own_first(d, local[labels], have, d.shape(weight)[0])
     sums = d.replay(node, local)
     logs, *others = (d.emit(operator.getitem, (sums, index)) for index in range(3))
     largest = d.collect(d.emit(aten.detach.default, (logs,)), Partial("max"))

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from piper.losses import fused_cross_entropy
 from tests.capture.shard.verdict import Sample
 
 aten = torch.ops.aten
@@ -220,6 +221,12 @@ LOOKUPS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...], Ten
         _labels(12),
     ),
     "likelihoods": (lambda x, i: F.nll_loss(x, i), ((12, 6),), _labels(12)),
+    "fused labels": (lambda x, w, i: fused_cross_entropy(x, w, i, 2)[0], ((12, 4), (6, 4)), _labels(12)),
+    "fused, smoothed and biased": (
+        lambda x, w, b, i: fused_cross_entropy(x, w, i, 4, bias=b, label_smoothing=0.2, z_loss=0.1)[0],
+        ((12, 4), (6, 4), (6,)),
+        _labels(12),
+    ),
 }
 
 
