@@ -1,12 +1,13 @@
 """Starting a program: on threads, on processes of this machine, or on Ray."""
 
 import logging
+import os
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, get_args
 
-from piper.errors import ConfigError
-from piper.ir.format import count
+from piper.errors import ConfigError, LaunchError
+from piper.ir.format import count, size
 from piper.run.run import Run, start_run
 from piper.run.saves import checkpoints_at
 from piper.run.sessions import Sessions
@@ -138,6 +139,8 @@ def starter_of(program: ProgramLike, on: str, *, protects: bool = False, spares:
 
     protects: it has memory for copies of the state. spares: workers more than devices.
     """
+    if on == "inline" or (on == "local" and ranks_of(on) is None):
+        check_machine(program)
     match on:
         case "inline":
             from piper.workers.inline import InlineStarter
@@ -178,6 +181,31 @@ def check_share(share: str, by: str = "launch") -> None:
         raise ConfigError(
             f"devices cannot share an accelerator by {share!r}", by=by, hint=f"share is {' or '.join(SHARE)}"
         )
+
+
+def check_machine(program: ProgramLike) -> None:
+    """Refuse a job whose state alone is larger than the memory of this machine, which all devices share."""
+    if is_accelerator(program.device):
+        return
+    needs = sum(
+        len(plan.devices) * sum(slot.nbytes for slot in plan.residents.values()) for plan in program.plans
+    )
+    if needs > (has := machine_memory()):
+        raise LaunchError(
+            "the job is too large for this machine",
+            by="launch",
+            facts={
+                "needs": f"{size(needs)}: parameters and optimizer state of "
+                + count(len(program.plans.devices), "device"),
+                "has": size(has),
+            },
+            hint="shard more (zero=3), train a smaller model, or take more machines: --on ray, or torchrun",
+        )
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def by_host(program: ProgramLike, on: str, share: str = DEFAULT.share) -> bool:

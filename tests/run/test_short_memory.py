@@ -7,8 +7,10 @@ from inspect import cleandoc
 
 import pytest
 
-from piper.errors import ConfigError
+from piper.errors import ConfigError, LaunchError
+from piper.ir.format import size
 from piper.plan.plan import Plans
+from piper.run import launch
 from piper.runtime.worker import Options
 from piper.workers import agent_starter
 from piper.workers.agent_calls import Agent, machines_of
@@ -214,3 +216,24 @@ def test_an_agent_that_is_lost_meanwhile_is_not_short(cluster: Make) -> None:
     agents = {0: made.there[0], 1: made.there[1]}
     agents[1].actor.close()
     assert made.versions.short(agents) == {}
+
+
+@pytest.mark.parametrize("on", ["inline", "local"])
+@pytest.mark.parametrize("protects", [False, True])
+def test_a_job_that_is_too_large_for_the_machine_is_refused(
+    on: str, protects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = compiled(PAIR)
+    needs = sum(slot.nbytes for plan in program.plans for slot in plan.residents.values())
+    assert len(program.plans.devices) == len([*program.plans]) == 2
+    monkeypatch.setattr(launch, "machine_memory", lambda: needs)
+    launch.starter_of(program, on, protects=protects)
+    monkeypatch.setattr(launch, "machine_memory", lambda: needs - 1)
+    with pytest.raises(LaunchError) as caught:
+        launch.starter_of(program, on, protects=protects)
+    assert str(caught.value) == cleandoc(f"""
+        launch: the job is too large for this machine
+          needs: {size(needs)}: parameters and optimizer state of 2 devices
+          has:   {size(needs - 1)}
+          hint:  shard more (zero=3), train a smaller model, or take more machines: --on ray, or torchrun
+    """)
