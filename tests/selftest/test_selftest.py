@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from piper.errors import ConfigError
 from piper.selftest import selftest as module
 from piper.selftest.compositions import compositions
 from piper.selftest.crew import Processes
+from piper.selftest.peers import PEERS, Comparison, Peer
 from piper.selftest.selftest import PARTS, Machine, run_part, selftest
 from piper.selftest.selftest_page import MARK, Part, ResultRow
 from piper.workers.processes import gone
@@ -98,6 +100,46 @@ def test_a_part_that_raises_is_a_failure_with_its_message(wrong_machine: Machine
     part = run_part(Part(title="Broken", first="what", columns=()), rows, wrong_machine)
     assert [row.ok for row in part.rows] == [True, False] and not part.ok
     assert "ZeroDivisionError" in part.rows[1].why and "rank 1: done" in part.rows[1].why
+
+
+def test_other_losses_fail_and_one_peer_that_raises_does_not_stop_the_next(
+    wrong_machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([1e-7, 1e-3])
+
+    def compare(peer: Peer, *_: object) -> Comparison:
+        if peer.name == "fsdp2":
+            raise OSError("gone")
+        return Comparison(ours=[1.0, 2.0, 3.0], theirs=[4.0], apart=next(found))
+
+    monkeypatch.setattr(module, "compare", compare)
+    monkeypatch.setattr(module, "PEERS", PEERS[:3])
+    part = run_part(*PARTS["torch"], wrong_machine)
+    assert [row.ok for row in part.rows] == [True, False, False]
+    assert part.rows[0].figures == {"piper_s": 2.0, "torch_s": 4.0, "ratio": 0.5, "difference": 1e-7}
+    assert [row.why for row in part.rows[1:]] == ["OSError: gone", "the losses of both sides differ"]
+    assert "| DistributedDataParallel | 2 s | 4 s | 0.50x | 1.0e-07 | passed |" in [*part.markdown()]
+
+
+def test_losses_that_differ_after_a_kill_fail(
+    wrong_machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {"recovered_s": 2.0, "step_s": 0.1, "difference": 1e-3}
+    monkeypatch.setattr(module, "killed_and_recovered", lambda devices, kind: figures)
+    assert not run_part(*PARTS["kill"], wrong_machine).ok
+
+
+@pytest.mark.parametrize(
+    ("gpus", "place"), [(1, "4 ranks on 1 GPU, by NCCL over sockets"), (4, "4 ranks on 4 GPUs, by NCCL")]
+)
+def test_the_page_says_what_ranks_share(
+    wrong_machine: Machine, monkeypatch: pytest.MonkeyPatch, gpus: int, place: str
+) -> None:
+    for name in ("piper.run.launch.accelerators", "piper.workers.serve.accelerators"):
+        monkeypatch.setattr(name, lambda: gpus)
+    machine = replace(wrong_machine, devices=4, kind="cuda")
+    assert (machine.place, machine.apart) == (place, gpus == 4)
+    assert machine.processes.meet(4, 1.0).apart is False  # processes of a host
 
 
 def test_a_worker_that_is_killed_is_replaced() -> None:
