@@ -49,6 +49,7 @@ class GroupsReference(Reference):
             }
             for number in range(asked.fragments)
         ]
+        self.sent: list[dict[int, Tensor]] = [{} for _ in self.common]  # means that travel, by place
         how = asked.outer
         self.outer = [
             torch.optim.SGD(common.values(), lr=how.lr, momentum=how.momentum, nesterov=how.nesterov)
@@ -71,22 +72,30 @@ class GroupsReference(Reference):
             losses.append((Reference.step(group, own), weight))
             squares += group.grad_norm**2
         for number in range(self.asked.fragments):
-            if (self.steps - number * self.asked.every // self.asked.fragments) % self.asked.every == 0:
-                self._average(number)
+            since = (self.steps - number * self.asked.every // self.asked.fragments) % self.asked.every
+            if since == self.asked.overlap and (self.sent[number] or not since):
+                self._merge(number, self.sent[number] or self._means(number))
+            if since == 0 and self.asked.overlap:
+                self.sent[number] = self._means(number)
         self.grad_norm = math.sqrt(squares / len(losses))
         return sum(loss * weight for loss, weight in losses) / sum(weight for _, weight in losses)
 
-    @torch.no_grad()
-    def _average(self, fragment: int) -> None:
-        """Move the common parameters of a fragment by the mean of the groups', for all groups."""
+    def _means(self, fragment: int) -> dict[int, Tensor]:
+        """Return the mean of all groups' parameters of a fragment, as they are now, by their places."""
         groups = (self, *self.others)
+        places = self.common[fragment]
+        return {i: torch.stack([group.trained[i].detach() for group in groups]).mean(0) for i in places}
+
+    @torch.no_grad()
+    def _merge(self, fragment: int, means: Mapping[int, Tensor]) -> None:
+        """Move the common parameters of a fragment by means of the groups', and merge them in all groups."""
+        groups, keep = (self, *self.others), self.asked.keep
         for place, common in self.common[fragment].items():
-            copies = [group.trained[place] for group in groups]
-            common.grad = common - torch.stack([copy.detach() for copy in copies]).mean(0)
+            common.grad = common - means[place]
         self.outer[fragment].step()
         for place, common in self.common[fragment].items():
             for group in groups:
-                group.trained[place].copy_(common)
+                group.trained[place].copy_(keep * group.trained[place] + (1 - keep) * common)
         for group in groups:
             for name, master in group.masters.items():
                 group.params[name].copy_(master)

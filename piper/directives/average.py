@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from piper.directives.arguments import argument, whole
+from piper.directives.arguments import FRACTION, argument, whole
 from piper.directives.base import (
     ChunkDirective,
     checked_devices,
@@ -21,6 +21,7 @@ from piper.ir.node import Compute
 from piper.ir.select import At
 
 STREAM = "average"
+KEEP = 0.5  # as Streaming DiLoCo
 OUTER: Mapping[str, float] = {"lr": 1.0, "momentum": 0.0, "nesterov": False}  # settings, and their defaults
 
 
@@ -39,6 +40,10 @@ class Average(ChunkDirective):
     outer: tuple[tuple[str, float], ...] = ()  # settings of the outer optimizer. Empty: the average
     stream: str | None = None
     fragments: int = argument(whole(1), default=1, hint="so many parts of the parameters average in turn")
+    overlap: int = argument(whole(0), default=0, hint="an average travels during so many steps")
+    keep: float | None = argument(
+        FRACTION, default=None, hint="the share of its own parameters that a group keeps as it merges"
+    )
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
         by = self.title(number)
@@ -65,6 +70,20 @@ class Average(ChunkDirective):
                 facts={"asked": f"fragments={self.fragments}, every={self.every}"},
                 hint="at most one fragment for each of the steps between two averages",
             )
+        if self.overlap >= self.every > 0 and self.overlap:
+            raise ScheduleError(
+                "an average would begin before the last one is merged",
+                by=by,
+                facts={"asked": f"overlap={self.overlap}, every={self.every}"},
+                hint="let overlap be less than every",
+            )
+        if self.keep is not None and not self.overlap:
+            raise ScheduleError(
+                "a group keeps nothing of its own where the average is merged at once",
+                by=by,
+                facts={"asked": f"keep={self.keep}, overlap=0"},
+                hint="leave keep out, or let the average travel during some steps: overlap=1",
+            )
         # Which devices each group has is known when all directives have placed their nodes.
         asked = Averaging(
             groups=tuple((device,) for device in across),
@@ -72,6 +91,8 @@ class Average(ChunkDirective):
             stream=self.stream or STREAM,
             outer=self._outer_step(by),
             fragments=self.fragments,
+            overlap=self.overlap,
+            keep=(KEEP if self.keep is None else self.keep) if self.overlap else 0.0,
         )
         return replace(graph, averaging=asked)
 
@@ -96,6 +117,8 @@ def average(
     outer: Mapping[str, float] | None = None,
     stream: str | None = None,
     fragments: int = 1,
+    overlap: int = 0,
+    keep: float | None = None,
 ) -> Average:
     """Let groups of devices train apart, and average their parameters after every `every` steps.
 
@@ -104,6 +127,8 @@ def average(
     outer: settings of SGD, lr, momentum and nesterov, that moves the last common parameters by the mean of
     what the groups changed (DiLoCo). None: the new parameters are the average.
     fragments: as many parts of the parameters are averaged in different steps.
+    overlap: an average travels during so many steps that follow, an equal part in each, and is then merged.
+    keep: of its own parameters a group then keeps this share. None: a half.
     """
     if outer is not None and not isinstance(outer, Mapping):
         raise refused("average", f"outer={outer!r} is not a dict", 'give settings of SGD: outer={"lr": 0.7}')
@@ -114,6 +139,8 @@ def average(
         outer=tuple((outer or {}).items()),
         stream=given_stream("average", "stream", stream),
         fragments=fragments,
+        overlap=overlap,
+        keep=keep,
     )
 
 

@@ -27,11 +27,13 @@ class Averaging:
     stream: str = "average"
     outer: OuterStep = AVERAGE
     fragments: int = 1  # of the parameters, which average in different steps
+    overlap: int = 0  # steps during which an average travels, before it is merged
+    keep: float = 0.0  # the share of its own parameters that a group keeps when it merges
 
     @property
     def kept(self) -> int:
         """Return how many values are kept for each parameter from one average to the next."""
-        return (self.outer != AVERAGE) + (self.outer.momentum > 0)
+        return (self.outer != AVERAGE) + (self.outer.momentum > 0) + (self.overlap > 0)
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:
@@ -57,6 +59,23 @@ class Averaging:
         """Return those of some devices that are in the first group."""
         return tuple(device for device in devices if self.places[device][0] == 0)
 
+    def since(self, step: int, fragment: int = 0) -> int | None:
+        """Return how many steps ago a fragment was due, at the end of a step. None: it has never been.
+
+        step: how many steps came before.
+        """
+        count = step + 1 - fragment * self.every // self.fragments
+        return count % self.every if step + 1 > count % self.every else None
+
     def due(self, step: int, fragment: int = 0) -> bool:
-        """Return whether a fragment is averaged at the end of a step. step: how many steps came before."""
-        return (step + 1 - fragment * self.every // self.fragments) % self.every == 0
+        """Return whether a fragment is averaged, or begins to be, at the end of a step."""
+        return self.since(step, fragment) == 0
+
+    def part_sent(self, step: int, fragment: int = 0) -> int | None:
+        """Return which of `overlap` equal parts of a fragment travels during a step. None: none does."""
+        since = self.since(step, fragment)
+        return since - 1 if since is not None and 1 <= since <= self.overlap else None
+
+    def merges(self, step: int, fragment: int = 0) -> bool:
+        """Return whether what has travelled is merged at the end of a step."""
+        return self.overlap > 0 and self.since(step, fragment) == self.overlap

@@ -12,7 +12,7 @@ from piper.ir.node import LocalNode, Update
 from piper.lower.edit import SequenceEdit
 from piper.lower.state import LoweringState
 from piper.plan.groups import ChangedDevices, fragments_of
-from piper.plan.plan import Bucket, Comm, Plan, Plans
+from piper.plan.plan import Bucket, Comm, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,27 @@ class AverageParameters(LocalNode):
         return f"average[{self.bucket} @{show(self.devices)}]"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeParameters(LocalNode):
+    """Merge an average of a bucket that has travelled behind other steps, and begin the next, when due."""
+
+    op = "merge"
+
+    bucket: str
+
+    @property
+    def name(self) -> str:
+        return f"merge[{self.bucket} @{show(self.devices)}]"
+
+
 def add_averages(state: LoweringState) -> LoweringState:
     """Average each bucket right after its update, before updated shards are gathered.
 
     update[@0]  gather (zero 1, 2)
     -->
     update[@0], average[PP=0/0 @0], gather
+
+    With overlap, what travels since an earlier step goes on from the beginning: average, ..., update, merge.
     """
     asked = state.graph.averaging
     if asked is None or not state.settings.trains:
@@ -42,21 +57,25 @@ def add_averages(state: LoweringState) -> LoweringState:
     check_composition(state, asked, state.graph.directives[by].title)
     edit, residents = SequenceEdit(state), dict(state.residents)
     for place, node in enumerate(state.sequence):
-        if isinstance(node, Update):
-            for slot in (slot for slot in node.writes if slot.kind == "param"):
-                bucket, kept = state.buckets[slot.owner], state_slot(slot.owner)
-                slots = (slot, kept) if asked.kept else (slot,)
-                nbytes = state.residents[kept].nbytes + asked.kept * trained_bytes(bucket)
-                residents[kept] = replace(state.residents[kept], nbytes=nbytes)
-                average = AverageParameters(
-                    bucket=slot.owner,
-                    devices=node.devices,
-                    reads=slots,
-                    writes=slots,
-                    stream=asked.stream,
-                    origin=(by,),
-                    nbytes=sent_bytes(asked, bucket),
+        for slot in node.writes if isinstance(node, Update) else ():
+            if slot.kind != "param":
+                continue
+            bucket, kept = state.buckets[slot.owner], state_slot(slot.owner)
+            nbytes = state.residents[kept].nbytes + asked.kept * trained_bytes(bucket)
+            residents[kept] = replace(state.residents[kept], nbytes=nbytes)
+            slots = (slot, kept) if asked.kept else (slot,)
+            travels = (kept,) if asked.overlap else slots
+            average = AverageParameters(
+                bucket=slot.owner, devices=node.devices, reads=travels, writes=travels, stream=asked.stream,
+                origin=(by,), nbytes=sent_bytes(asked, bucket),
+            )  # fmt: skip
+            if asked.overlap:
+                edit.before(0, average)
+                merge = MergeParameters(
+                    bucket=slot.owner, devices=node.devices, reads=slots, writes=slots, origin=(by,)
                 )
+                edit.after(place, merge)
+            else:
                 edit.after(place, average)
     return replace(edit.apply(), residents=residents)
 
@@ -101,7 +120,7 @@ def every_update_is_averaged(state: LoweringState) -> Iterator[str]:
         return
     seen: set[tuple[SlotId, int]] = set()
     for node in reversed(state.sequence):
-        if isinstance(node, AverageParameters):
+        if isinstance(node, AverageParameters | MergeParameters):
             seen.update((slot, device) for slot in node.writes for device in node.devices)
         if isinstance(node, Update):
             for slot in node.writes:
@@ -123,19 +142,20 @@ def repeat_in_groups(state: LoweringState) -> LoweringState:
     plans = ChangedDevices(asked.everywhere, asked.copies).all(plans, plans.cells * len(asked.groups))
     plans = replace(
         plans,
-        plans=tuple(joined_by(plan, comm, plans) for plan in plans),
+        plans=tuple(joined_by(plan, comm) for plan in plans),
         comms={**plans.comms, comm.name: comm} if state.settings.trains else plans.comms,
         averaging=asked,
     )
     return replace(state, plans=plans)
 
 
-def joined_by(plan: Plan, comm: Comm, plans: Plans) -> Plan:
-    """Return a plan whose averages go over a communicator."""
+def joined_by(plan: Plan, comm: Comm) -> Plan:
+    """Return a plan whose averages go over a communicator. Each takes memory for what it gives and gets."""
+    size = len(comm.groups[0])
     return replace(
         plan,
         instrs=tuple(
-            replace(ins, comm=comm.name, workspace=2 * trained_bytes(plans.buckets[ins.writes[0].owner]))
+            replace(ins, comm=comm.name, workspace=ins.nbytes * size // (size - 1))
             if ins.op == "average"
             else ins
             for ins in plan.instrs
@@ -150,5 +170,6 @@ def trained_bytes(bucket: Bucket) -> int:
 
 
 def sent_bytes(asked: Averaging, bucket: Bucket) -> int:
-    """Return the bytes that a device sends to average a bucket."""
-    return 2 * trained_bytes(bucket) * (len(asked.groups) - 1) // len(asked.groups)
+    """Return the bytes that a device sends in a step to average a bucket, or a part of it."""
+    part = -(-trained_bytes(bucket) // max(1, asked.overlap))
+    return 2 * part * (len(asked.groups) - 1) // len(asked.groups)

@@ -25,6 +25,7 @@ Op = Literal[
     "total",
     "update",
     "average",  # what a device trains of a bucket, with its counterparts in groups that train apart
+    "merge",  # an average that has travelled behind other steps, into the parameters
     "broadcast",
     "protect",  # a part of the state into memory that outlives workers
     "mirror",  # such copies to another machine or device
@@ -121,6 +122,7 @@ _ALL = (
     _communication("total", "total", "t", "ring twice", may_be_alone=True),
     Operation(op="update", label="update", mark="u"),
     _communication("average", "average", "z", "ring twice", sized=True),
+    Operation(op="merge", label="merge", mark="y"),
     _communication("broadcast", "broadcast", "b", "ring", may_be_alone=True),
     _host_copy("protect", "p", needs_nothing=True, outward=True),
     _communication("mirror", "mirror", "m", "neighbour", outward=True),

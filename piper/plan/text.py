@@ -212,18 +212,21 @@ def read_protection(text: str) -> Protection:
 def show_averaging(asked: Averaging) -> str:
     """Write which groups train apart, and when they average."""
     outer = f"{asked.outer.lr!r} {asked.outer.momentum!r} {int(asked.outer.nesterov)}"
-    return " ".join([str(asked.every), asked.stream, outer, str(asked.fragments), *map(show, asked.groups)])
+    streamed = f"{asked.fragments} {asked.overlap} {asked.keep!r}"
+    return " ".join([str(asked.every), asked.stream, outer, streamed, *map(show, asked.groups)])
 
 
 def read_averaging(text: str) -> Averaging:
     """Read which groups train apart, and when they average."""
-    every, stream, lr, momentum, nesterov, fragments, *groups = text.split(" ")
+    every, stream, lr, momentum, nesterov, fragments, overlap, keep, *groups = text.split(" ")
     return Averaging(
         groups=tuple(map(parse, groups)),
         every=int(every),
         stream=stream,
         outer=OuterStep(lr=float(lr), momentum=float(momentum), nesterov=flag(nesterov)),
         fragments=int(fragments),
+        overlap=int(overlap),
+        keep=float(keep),
     )
 
 

@@ -10,7 +10,8 @@ from piper.ir.averaging import Averaging
 from piper.ir.devices import show
 from piper.ir.ids import param_slot, state_slot
 from piper.plan.groups import ChangedDevices, of_first_group
-from piper.plan.plan import Plans
+from piper.plan.ops import Op
+from piper.plan.plan import Bucket, Plans
 from piper.proof.local_rules import UPDATED
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState
 from piper.proof.symbolic_values import SymbolicValue
@@ -59,30 +60,46 @@ def copy_problems(plans: Plans, asked: Averaging, averages: set[str | None]) -> 
 
 
 class AverageRule:
-    """Runs averages: each trained bucket once, after its update."""
+    """Runs averages: each trained bucket once, after its update, or merged once into it after it."""
 
     def __init__(self, state: SymbolicState) -> None:
-        self.state = state
-        self.averaged: set[tuple[int, str]] = set()  # programs and the buckets that they average
+        self.state, self.asked = state, state.spec.graph.averaging
+        self.done: set[tuple[Op, int, str]] = set()  # operations, programs and buckets
 
-    def run(self, at: ProgramInstr) -> None:
-        """Average what a device trains of a bucket with other groups: once, after its update."""
-        buckets = {param_slot(bucket.name): bucket for bucket in self.state.trained_on(at.program)}
-        bucket = buckets.get(at.ins.writes[0]) if at.ins.writes else None
-        asked = self.state.spec.graph.averaging
-        if (
-            bucket is None
-            or asked is None
-            or at.ins.reads != at.ins.writes
-            or at.ins.writes[1:] != ((state_slot(bucket.name),) if asked.kept else ())
-        ):
+    def average(self, at: ProgramInstr) -> None:
+        """Average what a device trains of a bucket, or what travels of it, with other groups."""
+        if self.asked is not None and self.asked.overlap:
+            self._check(at, params=False, kept=True)
+        else:
+            self._check(at, params=True, kept=self.asked is not None and self.asked.kept > 0)
+
+    def merge(self, at: ProgramInstr) -> None:
+        """Merge what has travelled, of this step at the latest, into the parameters."""
+        bucket = self._check(at, params=True, kept=True)
+        if bucket is not None and ("average", at.program, bucket.name) not in self.done:
+            self.state.complain(at, f"merges {bucket.name} before this step's part of it has travelled")
+
+    def _check(self, at: ProgramInstr, *, params: bool, kept: bool) -> Bucket | None:
+        """Complain unless an instruction reads and writes one trained bucket, once, after its update."""
+        owner = at.ins.writes[0].owner if at.ins.writes else ""
+        bucket = {bucket.name: bucket for bucket in self.state.trained_on(at.program)}.get(owner)
+        slots = (*([param_slot(owner)] if params else []), *([state_slot(owner)] if kept else []))
+        if bucket is None or not at.ins.reads == at.ins.writes == slots:
             read, written = ", ".join(at.ins.reads), ", ".join(at.ins.writes)
             self.state.complain(at, f"averages {read} into {written}; it should average one trained bucket")
-            return
-        value = self.state.slots[at.program].get(at.ins.writes[0])
-        updated = self.state.value(SymbolicValue("param", bucket.name), UPDATED[bucket.zero][1])
-        if value != updated:
-            self.state.mismatch(at, at.ins.writes[0], value, updated)
-        if (at.program, bucket.name) in self.averaged:
-            self.state.complain(at, f"averages {bucket.name} a second time")
-        self.averaged.add((at.program, bucket.name))
+            return None
+        value = self.state.slots[at.program].get(param_slot(owner))
+        updated = self.state.value(SymbolicValue("param", owner), UPDATED[bucket.zero][1])
+        if params and value != updated:
+            self.state.mismatch(at, param_slot(owner), value, updated)
+        if (at.ins.op, at.program, owner) in self.done:
+            self.state.complain(at, f"averages {owner} a second time")
+        self.done.add((at.ins.op, at.program, owner))
+        return bucket
+
+    def left_out(self, program: int) -> Iterator[str]:
+        """Yield the trained buckets that a program does not average, or does not merge."""
+        needed: tuple[Op, ...] = ("average", "merge") if self.asked and self.asked.overlap else ("average",)
+        for bucket in self.state.trained_on(program):
+            if not all((op, program, bucket.name) in self.done for op in needed):
+                yield f"{bucket.name} is not averaged with other groups"

@@ -78,7 +78,7 @@ class SymbolicRun:
             and any(ins.op == "update" for plan in plans for ins in plan.instrs)
         )
         self.state = SymbolicState(plans, spec)
-        self.local, self.average = LocalRules(self.state), AverageRule(self.state)
+        self.local, self.groups = LocalRules(self.state), AverageRule(self.state)
         self.collective = CollectiveRules(self.state, self.local)
         self.kernels = {
             "load": self.local.load,
@@ -90,7 +90,8 @@ class SymbolicRun:
             "accumulate": self.local.accumulate,
             "norm": self.local.norm,
             "update": self.local.update,
-            "average": self.average.run if averages else lambda at: None,
+            "average": self.groups.average if averages else lambda at: None,
+            "merge": self.groups.merge if averages else lambda at: None,
             "protect": self.local.protect,
             "offload": self.local.offload,
             "fetch": self.local.fetch,
@@ -217,9 +218,8 @@ class SymbolicRun:
         state, slots = self.state, self.state.slots[program]
         wanted = dict(state.initial[program])
         wanted[TOTAL] = state.value(SymbolicValue("total"), "fresh")
+        state.problems.extend(self.groups.left_out(program) if self.averages else ())
         for bucket in state.trained_on(program):
-            if self.averages and (program, bucket.name) not in self.average.averaged:
-                state.problems.append(f"{bucket.name} is not averaged with other groups")
             new = "new shard" if bucket.zero == 3 else "new"
             wanted[param_slot(bucket.name)] = state.value(SymbolicValue("param", bucket.name), new)
             kept = state_slot(bucket.name)

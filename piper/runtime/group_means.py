@@ -1,8 +1,9 @@
 """Averages of what devices train, over groups that train apart, and the outer optimizer's step by them.
 
-[Note: common parameters] What the outer optimizer keeps lies with the state of the optimizer that trains each
+[Note: common parameters] What is kept between averages lies with the state of the optimizer that trains each
 parameter, so that it is saved, loaded and copied with it: the last parameters that all groups had in common,
-and the momentum. An optimizer makes its state in its first step, and ours comes behind that.
+the momentum, and what travels behind other steps, of which the parts that have arrived are the mean. An
+optimizer makes its state in its first step, and ours comes behind that.
 """
 
 from collections.abc import Iterator
@@ -10,12 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from piper.ir.averaging import OuterStep
+from piper.ir.averaging import AVERAGE, OuterStep
 from piper.plan.groups import fragments_of
 from piper.plan.instr import Instr
+from piper.runtime.comm.base import Group
 from piper.runtime.context import Bound, Env
 
-COMMON, MOMENTUM = "average_common", "average_momentum"  # keys of an optimizer's state
+COMMON, MOMENTUM, SENT = "average_common", "average_momentum", "average_sent"  # keys of its state
 
 
 class BucketAverage:
@@ -44,7 +46,10 @@ class BucketAverage:
             kept = self.state.optimizer.state[tensor]
             if piece in self.begun:
                 common = self.begun.pop(piece)
-                kept.setdefault(COMMON, common)
+                if self.asked.overlap:
+                    kept.setdefault(SENT, common.clone())
+                if self.asked.outer != AVERAGE:
+                    kept.setdefault(COMMON, common)
                 if self.asked.outer.momentum:
                     kept.setdefault(MOMENTUM, torch.zeros_like(common))
             yield piece, kept
@@ -53,20 +58,67 @@ class BucketAverage:
         """Take the mean of all groups, or what the outer optimizer makes of it, as the parameters."""
         new = dict(self.holding.layout.segments(mean))
         for piece, kept in self.kept() if self.asked.kept else ():
-            step_by(self.asked.outer, kept[COMMON], kept.get(MOMENTUM), new[piece])
+            if COMMON in kept:
+                step_by(self.asked.outer, kept[COMMON], kept.get(MOMENTUM), new[piece])
         self.holding.trained.copy_(mean)
         if self.holding.master is not None:
             self.holding.own.copy_(mean)
+
+    def exchange(self, group: Group, part: int) -> None:
+        """Replace one of the equal parts of what travels by the mean of all groups."""
+        sent = [kept[SENT].view(-1) for _, kept in self.kept()]
+        of = self.asked.overlap
+        pieces = [one[len(one) * part // of : len(one) * (part + 1) // of] for one in sent]
+        if pieces:
+            mean = group.all_reduce(torch.cat(pieces)).div_(group.size)
+            torch._foreach_copy_(pieces, list(mean.split([len(piece) for piece in pieces])))
+
+    def merge(self) -> None:
+        """Merge what has travelled into the parameters, of which a group keeps a share."""
+        mine = dict(self.state.segments.get(self.name, ()))
+        for piece, kept in self.kept():
+            new = kept[SENT].view(mine[piece].shape)
+            if COMMON in kept:
+                step_by(self.asked.outer, kept[COMMON], kept.get(MOMENTUM), new)
+            mine[piece].detach().copy_(torch.lerp(new, mine[piece].detach(), self.asked.keep))
+        if self.holding.master is not None:
+            self.holding.own.copy_(self.holding.master)
+
+    def send(self) -> None:
+        """Let what the device trains travel from now on."""
+        mine = dict(self.state.segments.get(self.name, ()))
+        for piece, kept in self.kept():
+            kept[SENT].copy_(mine[piece].detach().view(kept[SENT].shape))
 
 
 def average(env: Env, ins: Instr) -> Bound:
     """Average what this device trains of a bucket with its counterparts, in steps where that is due."""
     group, bucket = env.group(ins), BucketAverage(env, ins.writes[0].owner)
 
+    def run_behind() -> None:
+        part = bucket.asked.part_sent(env.step, bucket.fragment)
+        if part is not None:
+            bucket.exchange(group, part)
+
     def run() -> None:
         if bucket.asked.due(env.step, bucket.fragment):
             trained = bucket.holding.trained
             bucket.take(group.all_reduce(trained.clone()).div_(group.size))  # peers may still read the copy
+        elif bucket.begun:
+            list(bucket.kept())
+
+    return run_behind if bucket.asked.overlap else run
+
+
+def merge(env: Env, ins: Instr) -> Bound:
+    """Merge an average that has travelled behind other steps, and begin the next, where that is due."""
+    bucket = BucketAverage(env, ins.writes[0].owner)
+
+    def run() -> None:
+        if bucket.asked.merges(env.step, bucket.fragment):
+            bucket.merge()
+        if bucket.asked.due(env.step, bucket.fragment):
+            bucket.send()
         elif bucket.begun:
             list(bucket.kept())
 

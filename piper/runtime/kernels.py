@@ -23,7 +23,7 @@ from piper.runtime.gradients import (
     total,
     update,
 )
-from piper.runtime.group_means import average
+from piper.runtime.group_means import average, merge
 from piper.runtime.host_copies import fetch, mirror, offload, protect
 
 
@@ -143,6 +143,7 @@ KERNELS: Mapping[Op, Callable[[Env, Instr], Bound]] = {
     "total": total,
     "update": update,
     "average": average,
+    "merge": merge,
     "broadcast": broadcast,
     "protect": protect,
     "mirror": mirror,

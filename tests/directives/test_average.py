@@ -73,6 +73,18 @@ ERRORS: dict[str, tuple[list[piper.Directive], str]] = {
   asked: fragments=3, every=2
   hint:  at most one fragment for each of the steps between two averages""",
     ),
+    "begins too early": (
+        [EVERYTHING, average(at(), across=[0, 2], every=2, overlap=2)],
+        """average #1: an average would begin before the last one is merged
+  asked: overlap=2, every=2
+  hint:  let overlap be less than every""",
+    ),
+    "keeps": (
+        [EVERYTHING, average(at(), across=[0, 2], every=2, keep=0.5)],
+        """average #1: a group keeps nothing of its own where the average is merged at once
+  asked: keep=0.5, overlap=0
+  hint:  leave keep out, or let the average travel during some steps: overlap=1""",
+    ),
     "buckets": (
         [EVERYTHING, average(at(), across=[0, 2], every=3, fragments=3)],
         """average #1: there are no 3 fragments of the parameters

@@ -62,5 +62,6 @@ def test_the_json_form_follows_the_fields() -> None:
         },
         "average": {
             "filter": True, "across": True, "every": False, "outer": False, "stream": False, "fragments": False,
+            "overlap": False, "keep": False,
         },
     }  # fmt: skip

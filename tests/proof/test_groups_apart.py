@@ -87,6 +87,36 @@ EDITS: dict[str, tuple[Callable[[Plans], Plans], str]] = {
 }
 
 
+BEHIND: dict[str, tuple[Callable[[Plans], Plans], str]] = {
+    "not sent": (lambda p: edited(p, first("average", lambda ins: [])), "has travelled"),
+    "not merged": (lambda p: edited(p, first("merge", lambda ins: [])), "is not averaged with other groups"),
+    "merged twice": (lambda p: edited(p, first("merge", lambda ins: [ins, ins])), "a second time"),
+    "params": (
+        lambda p: edited(
+            p, first("merge", lambda ins: [replace(ins, reads=ins.reads[:1], writes=ins.writes[:1])])
+        ),
+        "it should average one trained bucket",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def behind() -> Program:
+    strategy: list[Directive] = [
+        replicate(at(), devices=[0, 1, 2, 3], zero=1),
+        average(at(), across=[0, 2], every=4, overlap=2),
+    ]
+    return compile(job(*strategy), device="cpu")
+
+
+@pytest.mark.parametrize("edit", BEHIND)
+def test_an_edit_of_an_average_that_travels_is_noticed(behind: Program, edit: str) -> None:
+    change, said = BEHIND[edit]
+    assert problems(behind, behind.plans) == []
+    found = problems(behind, change(behind.plans))
+    assert any(said in problem for problem in found), found[:3]
+
+
 def problems(program: Program, plans: Plans) -> list[str]:
     return list(value_problems(plans, program.graph))
 

@@ -76,6 +76,8 @@ def plain_groups(
     clip: float | None = None,
     outer: Callable[..., torch.optim.Optimizer] | None = None,
     fragments: Sequence[Sequence[str]] = (("first.weight", "first.bias", "second.weight", "second.bias"),),
+    overlap: int = 0,
+    keep: float = 0.0,
 ) -> tuple[list[float], list[Net]]:
     """Return the mean of the groups' losses in each step, and the groups' models in the end."""
     torch.manual_seed(0)
@@ -84,7 +86,7 @@ def plain_groups(
     optimizers = [adamw(one.parameters()) for one in models]
     common = {name: p.detach().clone().requires_grad_() for name, p in first.named_parameters()}
     outers = [(outer or plain_average)([common[name] for name in names]) for names in fragments]
-    losses = []
+    losses, sent = [], dict[int, dict[str, Tensor]]()
     for step, batch in zip(range(steps), data(), strict=False):
         total, weights = 0.0, 0.0
         for number, (one, optimizer) in enumerate(zip(models, optimizers, strict=True)):
@@ -100,15 +102,21 @@ def plain_groups(
             total, weights = total + value.item(), weights + weight.item()
         losses.append(total / weights)
         for number, names in enumerate(fragments):
-            if (step + 1) % every == number * every // len(fragments):
+            since = (step + 1 - number * every // len(fragments)) % every
+            if since == 0:
+                local = {name: [dict(one.named_parameters())[name] for one in models] for name in names}
+                sent[number] = {
+                    name: torch.stack([p.detach() for p in ps]).mean(0) for name, ps in local.items()
+                }
+            if since == overlap and number in sent:
                 for name in names:
-                    local = torch.stack([dict(one.named_parameters())[name].detach() for one in models])
-                    common[name].grad = common[name].detach() - local.mean(0)
+                    common[name].grad = common[name].detach() - sent[number][name]
                 outers[number].step()
                 with torch.no_grad():
                     for one in models:
                         for name in names:
-                            dict(one.named_parameters())[name].copy_(common[name])
+                            local_one = dict(one.named_parameters())[name]
+                            local_one.copy_(keep * local_one + (1 - keep) * common[name])
     return losses, models
 
 

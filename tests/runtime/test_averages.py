@@ -1,12 +1,18 @@
 """Groups that train apart and average have the numbers of the same algorithm in plain PyTorch."""
 
+import os
+import signal
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 import piper
-from piper import at, average, replicate, shard, split
+from piper import at, average, protect, replicate, shard, split
 from piper.plan.text import read_plans, show_plans
+from piper.run.recovery import recovering
+from piper.runtime.worker import Options
+from piper.workers.local import LocalWorkerGroup
 from tests.runtime.averaging import (
     assert_same,
     heavy_ball,
@@ -98,6 +104,26 @@ def test_groups_begin_with_the_values_of_a_job_without_any(tmp_path: Path) -> No
     assert_same(train(program, 6, resume=tmp_path / "start"), losses, models[0])
 
 
+@pytest.mark.parametrize("overlap", [1, 3])
+@pytest.mark.parametrize("outer", [None, {"lr": 0.7, "momentum": 0.5}], ids=["average", "outer"])
+def test_an_average_that_travels_behind_other_steps_is_merged_later(
+    outer: dict[str, float] | None, overlap: int
+) -> None:
+    behind = average(at(), across=[0, 2], every=4, outer=outer, fragments=2, overlap=overlap, keep=0.25)
+    optimizer = None if outer is None else heavy_ball
+    losses, models = plain_groups(2, 4, 12, outer=optimizer, fragments=FRAGMENTS, overlap=overlap, keep=0.25)
+    assert_same(train(piper.compile(job(*zero(3)[1:], behind)), 12), losses, models[0])
+
+
+def test_an_average_that_travels_is_saved(tmp_path: Path) -> None:
+    behind = average(at(), across=[0, 2], every=4, overlap=3)
+    losses, models = plain_groups(2, 4, 10, overlap=3, keep=0.5)
+    program = piper.compile(job(*zero(1)[1:], behind))
+    before, _ = train(program, 5, save=tmp_path / "saved")
+    again = train(program, 5, on="local", resume=tmp_path / "saved")
+    assert_same((before + again[0], again[1]), losses, models[0])
+
+
 def test_weights_and_clipping_are_of_each_group() -> None:
     strategy = zero(1)
     program = piper.compile(job(*strategy, loss=weighted_loss, clip=0.05))
@@ -136,3 +162,25 @@ def test_an_evaluation_is_the_mean_over_groups() -> None:
 def test_plans_of_groups_have_a_text_form() -> None:
     plans = piper.compile(job(*TENSOR)).plans
     assert read_plans(show_plans(plans)) == plans
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [pytest.param(None, marks=pytest.mark.slow), pytest.param(0, marks=pytest.mark.slow), 1],
+    ids=["between steps", "protect", "mirror"],
+)
+def test_a_killed_worker_of_a_group_is_replaced(copies: int | None) -> None:
+    """The outer optimizer's state and what travels come back with the rest."""
+    copied = [] if copies is None else [protect(at(), copies=copies, apart="device")]
+    outer = {"lr": 0.7, "momentum": 0.5}
+    behind = average(at(), across=[0, 2], every=4, outer=outer, overlap=2, keep=0.25)
+    program = piper.compile(job(*zero(1)[1:], *copied, behind))
+    losses, models = plain_groups(2, 4, 10, outer=heavy_ball, overlap=2, keep=0.25)
+    got = []
+    with recovering(program, "local", Options(), retries=3) as run:
+        for number, result in enumerate(run.train(10)):
+            got.append(result.loss)
+            if number == 4:  # an average is under way
+                group = cast(LocalWorkerGroup, run.session.group)
+                os.kill(group.processes[3], signal.SIGKILL)
+        assert_same((got, run.state_dict()), losses, models[0])
