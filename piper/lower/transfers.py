@@ -40,8 +40,7 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
     arrived = value.brought_to(placement)
     if arrived not in flow.values:
         producer = flow.chunks[source.chunk]
-        seen_through = source != chunk.inputs[position]
-        routed = seen_through or producer.kind != "compute" or chunk.kind != "compute"
+        routed = flow.is_routed(chunk, chunk.inputs[position])
         left, fixed = producer.outputs[source.index], source.index in producer.fixed
         send(flow, value, arrived, chunk, there, left, spec, routed=routed, fixed=fixed)
     return arrived

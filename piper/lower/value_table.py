@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from piper.ir.chunk import Chunk, Output, Phase, Source, TensorSpec
+from piper.ir.chunk import ROUTED, Chunk, Output, Phase, Source, TensorSpec
 from piper.ir.devices import Devices
 from piper.ir.graph import Graph
 from piper.ir.ids import SlotId
@@ -45,6 +45,17 @@ class Flow:
         if chunk.collective is not None:
             return (chunk.collective.back if backward else chunk.collective.op) == "none"
         return chunk.kind in ("route", "unroute") and self.graph.policy(chunk.name).ways == 1
+
+    def is_routed(self, chunk: Chunk, source: Source) -> bool:
+        """Return whether a value that a chunk reads lies in the order of its experts on the way to it."""
+        kinds = [chunk.kind]
+        while isinstance(source, Output):
+            producer = self.chunks[source.chunk]
+            kinds.append(producer.kind)
+            if not self.passes_on(producer):
+                break
+            source = producer.inputs[source.index]
+        return any(kind in ROUTED for kind in kinds)
 
     def resolve(self, source: Source, *, backward: bool = False) -> Source:
         """Return the source of a value, or of its gradient, past the chunks that only pass it on."""

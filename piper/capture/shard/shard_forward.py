@@ -53,6 +53,7 @@ def shard_forward(
     origins: dict[fx.Node, Origin] = {
         sharder.local[node]: origin for node, origin in recording.origins.items()
     }
+    origins |= {local: recording.origins[node] for node, local in sharder.unsharded.items()}
     for kind, node in sharder.ranks.items():
         origins[node] = kind(axis=sharding.axis)
     own = replace(

@@ -20,7 +20,7 @@ from piper.capture.trace.effects import draws, name_of, writes
 from piper.capture.trace.markers import collective
 from piper.capture.trace.recording import FromParameter, Mode, Recording
 from piper.capture.trace_errors import reason
-from piper.ir.chunk import Tags
+from piper.ir.chunk import Batch, Tags
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
@@ -47,6 +47,7 @@ class Sharder(LocalGraph):
         self.summed: set[str] = set()  # parameters whose gradient is a sum over the group
         self.same: set[str] = set()  # parameters whose gradient is the same on every device
         self.moved: dict[tuple[object, ...], fx.Node] = {}
+        self.unsharded: dict[fx.Node, fx.Node] = {}  # of fields that some regions load whole
         self.leaders: dict[Tags | None, fx.Node] = {}  # of each region one node, for all its readers
 
     def plain(self, node: fx.Node) -> None:
@@ -94,6 +95,8 @@ class Sharder(LocalGraph):
         """Return the local value of a node in a layout, through a collective where it has another."""
         have, local = self.layout(node), self.local[node]
         origin = self.recording.origins.get(node)
+        if isinstance(origin, Batch) and isinstance(have, Shard) and self._is_outside():
+            return self._unsharded(node)
         same = have == want == REPLICATE and not varies and self.trains(local)
         if isinstance(origin, FromParameter) and same:
             self.same.add(origin.name)  # every device reads it for the same work
@@ -104,6 +107,21 @@ class Sharder(LocalGraph):
             with self.within(self._place(node, have)):
                 self.moved[key] = self._moved(node, have, want, varies)
         return self.moved[key]
+
+    def _is_outside(self) -> bool:
+        """Return whether what is being sharded is in a region that this axis does not shard."""
+        assert self.node is not None
+        region = self.region_of(self.node)
+        return region is not None and not self.inside(region)
+
+    def _unsharded(self, node: fx.Node) -> fx.Node:
+        """Return the placeholder of a whole field: regions that the axis does not shard load all of it."""
+        if node not in self.unsharded:
+            with self.graph.inserting_after(self.local[node]):
+                local = self.graph.placeholder(f"unsharded_{node.name}")
+            local.meta["example_value"] = node.meta["example_value"]
+            self.unsharded[node] = local
+        return self.unsharded[node]
 
     def _must_vary(self, node: fx.Node, local: fx.Node) -> bool:
         """Return whether a whole value's gradient must be summed for sharded work to read it."""
