@@ -9,6 +9,7 @@ from piper.errors import ScheduleError
 from piper.ir.chunk_options import AxisPolicy, Policy
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
+from piper.ir.sharding import Shard
 
 ATTENTION = one_of("gather", "heads", "ring")
 
@@ -56,7 +57,7 @@ class ShardAxis(PlacingDirective):
             degree=ways,
             stream=self.stream or self.axis.lower(),
             origin=number,
-            samples=bool(self.batch),
+            fields={name: Shard(dim, zigzag=self.balance == "zigzag") for name, dim in self.batch},
             between=self.between is not None,
         )
 

@@ -220,7 +220,6 @@ class CapturedModel:
     buffers: tuple[Buffer, ...] = ()
     batch: Mapping[str, TensorSpec] = field(default_factory=dict)  # one slice, as captured
     rows: int = 1  # samples in the captured slice
-    fields: Mapping[str, tuple[AxisPlacement, ...]] = field(default_factory=dict)  # those that are sharded
     degrees: Mapping[Tags, int] = field(default_factory=dict)  # of regions: devices that share samples
     empty: Mapping[tuple[str, int], str] = field(default_factory=dict)  # regions without operations: lines
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from piper.ir.devices import Devices
 from piper.ir.ids import Tags
 from piper.ir.mesh import EXPERTS, Axis, Mesh, mesh_of
-from piper.ir.sharding import AxisPlacement
+from piper.ir.sharding import AxisPlacement, Shard
 
 Apart = Literal["machine", "device"]
 APART: tuple[Apart, ...] = get_args(Apart)
@@ -22,7 +22,7 @@ class AxisPolicy:
     degree: int
     stream: str  # of its collectives
     origin: int  # the directive that said so
-    samples: bool = False  # it shards fields of the batch, such as the sequence
+    fields: Mapping[str, Shard] = field(default_factory=dict)  # of the batch: those that it shards, and how
     between: bool = False  # it shards what travels between regions, too
 
 
@@ -59,6 +59,14 @@ class Policy:
         if self.ways > 1:
             axes.append(Axis(name=EXPERTS, degree=self.ways, samples=True))
         return mesh_of(devices, axes, self.within)
+
+    def field_placements(self, name: str) -> tuple[AxisPlacement, ...]:
+        """Return how a field of the batch is sharded beyond its samples. Empty: it is not."""
+        return tuple(
+            AxisPlacement(axis=held.axis, degree=held.degree, placement=held.fields[name])
+            for held in self.axes
+            if name in held.fields
+        )
 
     def placements(self, name: str) -> tuple[AxisPlacement, ...]:
         """Return how a parameter or a buffer is sharded by expert. Empty: it is not."""

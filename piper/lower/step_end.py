@@ -38,7 +38,7 @@ def add_loads(state: LoweringState) -> LoweringState:
                     part=node.part,
                     devices=node.devices,
                     degree=mesh.degree,
-                    slices=shardings_on(mesh, state.graph.outline.fields.get(value.owner, ())),
+                    slices=shardings_on(mesh, state.graph.policy(node.chunk).field_placements(value.owner)),
                     writes=(value,),
                     origin=node.origin,
                 )

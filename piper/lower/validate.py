@@ -145,24 +145,12 @@ def check_within(graph: Graph) -> None:
 
 
 def check_axes(graph: Graph) -> None:
-    """Refuse regions that are sharded along different axes, or in another order: shards would not meet."""
-    first: Compute | None = None
+    """Refuse a sequence that would be sharded twice in an order that shards cannot have."""
     for node in graph.nodes.values():
         axes = graph.policy(node.chunk).axes
-        if not axes:
-            continue
-        first = first or node
-        asked = [" then ".join(axis.axis for axis in graph.policy(each.chunk).axes) for each in (first, node)]
-        if asked[0] != asked[1]:
-            raise ScheduleError(
-                "two regions are sharded along different axes, or in another order",
-                by=graph.placed_by(node),
-                facts={first.chunk: asked[0], node.chunk: asked[1]},
-                hint="shard all such regions along the same axes, in the same order of directives",
-            )
         # The outer axis is sharded first. A replicated value that it cuts, such as embeddings of positions,
         # would then be cut once more by the inner one; sharded values hold the outer slice of an inner one.
-        inner = next((axis for axis in axes if axis.samples), None)
+        inner = next((axis for axis in axes if axis.fields), None)
         outer = next((axis for axis in axes[axes.index(inner) :] if axis.between), None) if inner else None
         if inner is not None and outer is not None:
             raise ScheduleError(

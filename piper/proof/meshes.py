@@ -23,13 +23,12 @@ def shard_number(position: int, numbered: Numbering) -> int:
     return sum(axis.coordinate(position) * worth for axis, worth in numbered)
 
 
-def passes(mesh: Mesh, other: Mesh, axis: Axis) -> bool:
-    """Return whether a value may pass to another region sharded along an axis, device by device.
+def passes(mesh: Mesh, other: Mesh) -> bool:
+    """Return whether values may pass to another region as shards, device by device.
 
-    Capture gathers a value where it leaves the regions that shard it, or their number of devices.
+    Capture gathers a value that leaves for regions with other axes or another number of devices.
     """
-    there = {each.name: each.degree for each in other.sharing}
-    return there.get(axis.name) == axis.degree and len(mesh.devices) == len(other.devices)
+    return mesh.sharing == other.sharing and len(mesh.devices) == len(other.devices)
 
 
 def in_any_order(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:

@@ -96,7 +96,7 @@ class Specification:
 
     def cuts(self, chunk: str, field: str) -> tuple[Sharding, ...]:
         """Return how the devices of a chunk shard a field of the batch beyond its samples."""
-        return in_any_order(shardings_on(self.meshes[chunk], self.outline.fields.get(field, ())))
+        return in_any_order(shardings_on(self.meshes[chunk], self.graph.policy(chunk).field_placements(field)))
 
     def numbering_at(self, producer: str, index: int, reader: str, *, backward: bool = False) -> Numbering:
         """Return how the devices of a reader number the shards of an output, or of its gradient.
@@ -197,11 +197,8 @@ class Specification:
         whole: dict[tuple[str, int], frozenset[str]] = {}
         for output, readers in self._readers(backward=backward).items():
             mesh = self.meshes[output[0]]
-            whole[output] = frozenset(
-                axis.name
-                for axis in mesh.sharing
-                if not all(passes(mesh, self.meshes[reader], axis) for reader, _ in readers)
-            )
+            as_shards = all(passes(mesh, self.meshes[reader]) for reader, _ in readers)
+            whole[output] = frozenset(() if as_shards else (axis.name for axis in mesh.sharing))
         return whole
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from piper.ir.chunk import Parameter
+from piper.ir.chunk import Batch, Parameter
 from piper.ir.devices import Devices, show
 from piper.ir.mesh import copies_along, groups_along, groups_apart
 from piper.ir.sharding import UNSHARDED, Sharding, local_sizes, shardings_on
@@ -84,14 +84,18 @@ def sharding_problems(spec: Specification) -> Iterator[str]:
         if how is not None and axes.get(how.axis) != how.degree:
             there = axes.get(how.axis, 1)
             yield f"{name} is for {how.degree} devices along {how.axis}; its region has {there}"
-    placements = {param.name: param.placements for param in spec.outline.parameters}
-    for name, along_axes in (*placements.items(), *spec.outline.fields.items()):
-        by_axis = {along.axis: along.degree for along in along_axes}
+        for source, given in zip(chunk.inputs, chunk.input_specs, strict=True):
+            if isinstance(source, Batch):
+                shape = local_sizes(spec.outline.batch[source.field].shape, spec.cuts(name, source.field))
+                if given.shape[1:] != shape[1:]:
+                    yield f"{name} reads {source.field} as {given.shape}; its region loads {shape}"
+    for parameter in spec.outline.parameters:
+        by_axis = {along.axis: along.degree for along in parameter.placements}
         inner = {copies_along(axis): axis for axis in by_axis}  # a part of the axis, whose slices are copied
         for axis in by_axis.keys() - inner.keys():
             degree = by_axis[axis] * by_axis.get(copies_along(axis), 1)
             if degree not in degrees.get(axis, ()):
-                yield f"{name} is sharded over {degree} devices along {axis}; no region is"
+                yield f"{parameter.name} is sharded over {degree} devices along {axis}; no region is"
 
 
 def pair_problems(plans: Plans) -> Iterator[str]:

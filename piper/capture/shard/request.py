@@ -47,7 +47,6 @@ class ShardedModel:
 
     recording: Recording
     parameters: tuple[Parameter, ...]  # with how each is sharded
-    batch: Mapping[str, tuple[AxisPlacement, ...]]  # the fields that are sharded, along which axes
 
 
 def shard_model(
@@ -64,7 +63,6 @@ def shard_model(
     differ by rounding of fp64 alone.
     """
     recording = as_aten(recording, exact=exact)
-    fields: dict[str, tuple[AxisPlacement, ...]] = {}
     # The outermost axis first: what it leaves of a dimension is what an inner axis then shards.
     waiting = merged(requests)
     while waiting:
@@ -72,20 +70,19 @@ def shard_model(
         shared = [other for other in waiting if request.regions.keys() & other.regions.keys()]
         inner = math.prod({other.axis: other.degree for other in shared}.values())
         recording, parameters = _sharded_once(recording, request, parameters, batch, inner)
-        for name, dim in request.batch.items():
-            placed = AxisPlacement(
-                axis=request.axis, degree=request.degree, placement=Shard(dim, zigzag=request.zigzag)
-            )
-            fields[name] = (placed, *fields.get(name, ()))
-    return ShardedModel(recording=recording, parameters=tuple(parameters), batch=fields)
+    return ShardedModel(recording=recording, parameters=tuple(parameters))
 
 
 def merged(requests: Sequence[Request]) -> list[Request]:
-    """Return one request for all that shard alike: where stages begin does not change a sharding."""
+    """Return one request for all that shard alike: where stages begin does not change a sharding.
+
+    Two stay apart where a region has axes between theirs: each region's axes keep their order.
+    """
     distinct: list[Request] = []
     for request in requests:
         for place, other in enumerate(distinct):
-            if other.alike(request):
+            between = [each for each in distinct[place:] if each.regions.keys() & request.regions.keys()]
+            if other.alike(request) and not between:
                 distinct[place] = replace(other, regions={**other.regions, **request.regions})
                 break
         else:
@@ -238,7 +235,6 @@ def sharded(traced: Traced, requests: Sequence[Request]) -> Traced:
         weight=model_cut.weight,
         metrics=model_cut.metrics,
         parameters=sharded_model.parameters,
-        fields=sharded_model.batch,
         degrees=degrees_of(requests),
     )
     return replace(traced, outline=outline, pieces=model_cut.pieces, recording=sharded_model.recording)
