@@ -22,6 +22,9 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
             loaded = SlotId(
                 "batch", batch_field, devices=(placement, placement[:shared]) if shared > 1 else (placement,)
             )
+            sharded = here.policy.field_placements(batch_field)
+            while flow.loads.setdefault(loaded, sharded) != sharded:
+                loaded = loaded.brought_to(placement[:shared])  # another region here loads other shards
             flow.values[loaded] = Slot(nbytes=spec.nbytes)
             return loaded
         case Constant(name=constant):

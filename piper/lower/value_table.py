@@ -8,6 +8,7 @@ from piper.ir.devices import Devices
 from piper.ir.graph import Graph
 from piper.ir.ids import SlotId
 from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Transfer
+from piper.ir.sharding import AxisPlacement
 from piper.lower.placements import ChunkPlacement
 from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
@@ -35,6 +36,7 @@ class Flow:
     residents: dict[SlotId, Slot] = field(default_factory=dict)
     specs: dict[SlotId, TensorSpec] = field(default_factory=dict)  # of the gradients
     gradients: dict[tuple[str, int], list[tuple[ChunkPlacement, SlotId]]] = field(default_factory=dict)
+    loads: dict[SlotId, tuple[AxisPlacement, ...]] = field(default_factory=dict)  # how each field is sharded
 
     @property
     def graph(self) -> Graph:

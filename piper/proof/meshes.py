@@ -26,9 +26,9 @@ def shard_number(position: int, numbered: Numbering) -> int:
 def passes(mesh: Mesh, other: Mesh) -> bool:
     """Return whether values may pass to another region as shards, device by device.
 
-    Capture gathers a value that leaves for regions with other axes or another number of devices.
+    Capture gathers a value that leaves for regions with other axes.
     """
-    return mesh.sharing == other.sharing and len(mesh.devices) == len(other.devices)
+    return mesh.sharing == other.sharing
 
 
 def in_any_order(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:

@@ -96,7 +96,9 @@ class Specification:
 
     def cuts(self, chunk: str, field: str) -> tuple[Sharding, ...]:
         """Return how the devices of a chunk shard a field of the batch beyond its samples."""
-        return in_any_order(shardings_on(self.meshes[chunk], self.graph.policy(chunk).field_placements(field)))
+        return in_any_order(
+            shardings_on(self.meshes[chunk], self.graph.policy(chunk).field_placements(field))
+        )
 
     def numbering_at(self, producer: str, index: int, reader: str, *, backward: bool = False) -> Numbering:
         """Return how the devices of a reader number the shards of an output, or of its gradient.

@@ -1,69 +1,89 @@
-"""Regions whose devices are arranged in different ways: whole values pass between them, never slices."""
+"""Regions next to each other that are sharded along different axes, or over other numbers of devices."""
+
+from functools import lru_cache, partial
 
 import pytest
 import torch
 
 import piper
+from piper import Directive, at, place, replicate, shard
 from piper.check.check import check
+from piper.compiler.build import Program
 from piper.models import decoder
 from piper.run.launch import launch_inline
 
-CONFIG = decoder.Config(vocab=96, dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=64, stages=2)
-WEIGHTS = {
-    "*attention.q|*attention.k|*attention.v|*ffn.gate|*ffn.up|embedding|head": 0,
-    "*attention.out|*ffn.down": 1,
-}
+CONFIG = decoder.Config(vocab=32, dim=16, layers=2, heads=4, kv_heads=4, head_dim=4, hidden=32, stages=2)
 FIELDS = {"tokens": 1, "labels": 1}
+LEFT, RIGHT, FOUR = [0, 1], [2, 3], [4, 5, 6, 7]
 
 
 def data() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [{name: torch.randint(0, 96, (4, 16), generator=generator) for name in FIELDS}]
+    tokens = torch.randint(32, (8, 9), generator=torch.Generator().manual_seed(0))
+    return [{"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}]
 
 
-def tensor(stage: int, devices: list[int]) -> piper.Directive:
-    return piper.shard(piper.at(PP=stage), devices, ways=2, axis="TP", weights=WEIGHTS, between=1)
+def tensor(stage: int, devices: list[int], between: int | None = None) -> Directive:
+    weights = decoder.SHARDED_WEIGHTS
+    return shard(at(PP=stage), devices, ways=2, axis="TP", weights=weights, between=between)
 
 
-def context(stage: int, devices: list[int]) -> piper.Directive:
-    return piper.shard(piper.at(PP=stage), devices, ways=2, axis="CP", batch=FIELDS)
+def context(stage: int, devices: list[int], ways: int = 2, balance: str | None = None) -> Directive:
+    how = "gather" if balance else "ring"
+    return shard(at(PP=stage), devices, ways=ways, axis="CP", batch=FIELDS, attention=how, balance=balance)
 
 
-def same_numbers(strategy: list[piper.Directive]) -> None:
-    job = piper.Job(
-        model=lambda: decoder.Decoder(CONFIG),
-        loss=decoder.loss,
+def job(strategy: list[Directive], config: decoder.Config = CONFIG) -> piper.Job:
+    return piper.Job(
+        model=partial(decoder.Decoder, config),
+        loss=decoder.token_loss,
         data=data,
         strategy=strategy,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
         precision="fp64",
+        clip_norm=0.5,
     )
-    report = check(piper.compile(job), launch_inline, data())
+
+
+@lru_cache(maxsize=1)
+def captured() -> Program:
+    return piper.compile(job([]), device="cpu")
+
+
+MIXES: dict[str, list[Directive]] = {
+    "context, then one device": [context(0, LEFT), place(at(PP=1), [2])],
+    "context, then samples with ZeRO": [context(0, LEFT), replicate(at(PP=1), RIGHT, zero=3)],
+    "samples with ZeRO, then context": [replicate(at(PP=0), LEFT, zero=2), context(1, RIGHT)],
+    "context, then tensor": [context(0, LEFT), tensor(1, RIGHT, between=1)],
+    "tensor, then context": [tensor(0, LEFT), context(1, RIGHT)],
+    "sequence, then samples": [tensor(0, LEFT, between=1), replicate(at(PP=1), RIGHT, zero=1)],
+    "another degree": [context(0, LEFT), context(1, FOUR, ways=4)],
+    "another order of the sequence": [context(0, LEFT), context(1, RIGHT, balance="zigzag")],
+    "one axis more": [tensor(0, LEFT, between=1), tensor(1, FOUR, between=1), context(1, FOUR)],
+    "the axes in another order": [
+        *(tensor(0, [0, 1, 2, 3], between=1), context(0, [0, 1, 2, 3])),
+        *(context(1, FOUR), tensor(1, FOUR)),
+    ],
+    "one set of devices": [context(0, LEFT), tensor(1, LEFT, between=1)],
+}
+
+
+QUICK = ("context, then one device", "sequence, then samples", "context, then tensor", "another degree")
+
+
+@pytest.mark.parametrize(
+    "mix", [mix if mix in QUICK else pytest.param(mix, marks=pytest.mark.slow) for mix in MIXES]
+)
+def test_regions_sharded_in_different_ways_give_the_numbers_of_one_device(mix: str) -> None:
+    schedule = [] if mix == "one set of devices" else piper.schedules.one_f_one_b(2, 2)
+    strategy = [*MIXES[mix], piper.split(at(), parts=2), *schedule]
+    program = piper.compile(job(strategy), device="cpu", captured=captured())
+    report = check(program, launch_inline, data())
     assert report.ok, report
 
 
-def refusal(strategy: list[piper.Directive]) -> str:
-    job = piper.Job(
-        model=lambda: decoder.Decoder(CONFIG),
-        loss=decoder.loss,
-        data=data,
-        strategy=strategy,
-        precision="fp64",
-    )
-    with pytest.raises(piper.ScheduleError) as caught:
-        piper.compile(job)
-    return str(caught.value).split(": ", 1)[1]
-
-
-def test_axes_in_another_order() -> None:
-    left, right = [0, 1, 2, 3], [4, 5, 6, 7]
-    text = refusal([tensor(0, left), context(0, left), context(1, right), tensor(1, right)])
-    assert text == (
-        "two regions are sharded along different axes, or in another order\n"
-        "  PP=0: TP then CP\n"
-        "  PP=1: CP then TP\n"
-        "  hint: shard all such regions along the same axes, in the same order of directives"
-    )
-
-
-def test_a_divided_region_before_one_that_is_not() -> None:
-    same_numbers([tensor(0, [0, 1]), piper.place(piper.at(PP=1), [2])])
+def test_values_are_gathered_where_they_leave_for_another_mesh() -> None:
+    """The last collective of the first stage is the gather; its backward takes each device's slice."""
+    program = piper.compile(job(MIXES["context, then tensor"]), device="cpu", captured=captured())
+    first = [chunk for chunk in program.outline.chunks if dict(chunk.tags)["PP"] == 0 and chunk.collective]
+    assert first[-1].collective is not None
+    assert (first[-1].collective.op, first[-1].collective.back) == ("all_gather", "slice")

@@ -1,7 +1,7 @@
 """What `shard` over an axis asks of a captured model, and the model as one device then computes it."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -18,7 +18,7 @@ from piper.capture.trace.regions import find_regions
 from piper.capture.trace.trace import Traced, cut_model
 from piper.errors import ScheduleError
 from piper.ir.chunk import Parameter, Tags, TensorSpec
-from piper.ir.mesh import Mesh, copies_along
+from piper.ir.mesh import Axis, Mesh, copies_along
 from piper.ir.sharding import REPLICATE, AxisPlacement, Shard
 
 
@@ -38,7 +38,18 @@ class Request:
 
     def alike(self, other: "Request") -> bool:
         """Return whether two directives shard alike, so that slices may pass between their regions."""
-        return replace(self, by="", regions={}) == replace(other, by="", regions={})
+        asked = replace(self, by="", regions={}) == replace(other, by="", regions={})
+        return asked and self.axes == other.axes
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Return the axes of the first region: the same for all of a request that `by_axes` returns."""
+        return next(iter(self.regions.values())).sharing
+
+    def by_axes(self) -> Iterator["Request"]:
+        """Yield a request for all regions that have the same axes: slices pass between no others."""
+        for axes in dict.fromkeys(mesh.sharing for mesh in self.regions.values()):
+            yield replace(self, regions={tags: m for tags, m in self.regions.items() if m.sharing == axes})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +90,7 @@ def merged(requests: Sequence[Request]) -> list[Request]:
     Two stay apart where a region has axes between theirs: each region's axes keep their order.
     """
     distinct: list[Request] = []
-    for request in requests:
+    for request in (each for asked in requests for each in asked.by_axes()):
         for place, other in enumerate(distinct):
             between = [each for each in distinct[place:] if each.regions.keys() & request.regions.keys()]
             if other.alike(request) and not between:
