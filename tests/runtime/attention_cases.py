@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.capture.shard.request import ShardedModel, shard_model
+from piper.capture.shard.request import Request, ShardedModel, shard_model
 from piper.compiler import Program, compile
 from piper.compiler.requests import requests_of
 from piper.directives import Directive, apply, shard
@@ -407,7 +407,7 @@ def refusal_in_lockstep(case: Case, tolerance: float = 1e-12) -> str | None:
         made = shard_model(traced.recording, requests, traced.outline.parameters, traced.outline.batch)
     except (CaptureError, ScheduleError) as error:
         return error.what
-    losses, gradients = stepped(made, one.begin, given(case)[0], [(r.axis, r.degree) for r in requests])
+    losses, gradients = stepped(made, one.begin, given(case)[0], requests)
     for got in losses:
         assert abs(got - one.wanted.losses[0]) <= tolerance, f"{case}: loss {got}, not {one.wanted.losses[0]}"
     worst = largest_difference(one.wanted.gradients, gradients)
@@ -416,16 +416,25 @@ def refusal_in_lockstep(case: Case, tolerance: float = 1e-12) -> str | None:
 
 
 def stepped(
-    made: ShardedModel, begin: Mapping[str, Tensor], batch: Mapping[str, Tensor], axes: list[tuple[str, int]]
+    made: ShardedModel, begin: Mapping[str, Tensor], batch: Mapping[str, Tensor], requests: Sequence[Request]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Run a divided forward and its backward on all devices. axes: name and degree, the innermost first."""
+    """Run a sharded forward and its backward on all devices. requests: of each axis, the innermost first."""
+    axes = [(request.axis, request.degree) for request in requests]
+    cuts = {
+        name: [
+            AxisPlacement(axis=r.axis, degree=r.degree, placement=Shard(r.batch[name], zigzag=r.zigzag))
+            for r in requests
+            if name in r.batch
+        ]
+        for name in batch
+    }
     slices = {p.name: p.placements for p in made.parameters}
     params = {
         name: [part.requires_grad_() for part in _cut(value, slices[name], axes)]
         for name, value in begin.items()
     }
     fields = {
-        name: _cut(value.double() if value.is_floating_point() else value, made.batch.get(name, ()), axes)
+        name: _cut(value.double() if value.is_floating_point() else value, cuts[name], axes)
         for name, value in batch.items()
     }
     count = math.prod(degree for _, degree in axes)
