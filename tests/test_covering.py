@@ -12,7 +12,6 @@ from tests.covering import Choices, covering, covering_each, selected
 from tests.lower import compositions
 from tests.run import test_recovery_matrix as recoveries
 from tests.runtime import divided as strategies
-from tests.runtime import grid
 from tests.runtime import test_divided as divided
 from tests.runtime import test_matrix as matrix
 from tests.runtime import test_ring as ring
@@ -83,12 +82,7 @@ def meet(cells: Sequence[Any], choices: Callable[[Any], Choices], together: int)
             compositions.choices,
             3,
         ),
-        (
-            [*matrix.ELSEWHERE, *matrix.cells(), *matrix.both_ways()],
-            [*matrix.ELSEWHERE, *matrix.chosen()],
-            matrix.choices,
-            2,
-        ),
+        ([*matrix.cells(), *matrix.both_ways()], matrix.chosen(), matrix.choices, 2),
         ([*divided.FEW, *divided.ALL], [*divided.FEW, *divided.CHOSEN], divided.division, 2),
         ([*divided.FEW, *divided.ALL], [*divided.FEW, *divided.CHOSEN], divided.composition, 2),
         ([*ring.FEW, *ring.ALL], [*ring.FEW, *ring.CHOSEN], ring.division, 2),
@@ -127,7 +121,7 @@ def test_every_model_meets_every_schedule_and_every_kind_of_zero() -> None:
         "dualpipe-v",
         "dualpipe",
     ]
-    chosen = [*matrix.ELSEWHERE, *matrix.chosen()]
+    chosen = matrix.chosen()
     assert {(cell.case, cell.schedule) for cell in chosen} == {*product(zoo.NAMES, schedules)}
     assert {(cell.case, cell.zero) for cell in chosen} == {*product(zoo.NAMES, range(4))}
     assert {(cell.schedule, cell.zero) for cell in chosen} == {*product(schedules, range(4))}
@@ -138,19 +132,3 @@ def test_every_model_meets_every_schedule_and_every_kind_of_zero() -> None:
 def test_divided_models_name_the_axes_of_every_strategy() -> None:
     assert strategies.AXES.keys() == strategies.STRATEGIES.keys()
     assert ring.AXES.keys() == ring.STRATEGIES.keys()
-
-
-def test_any_three_factors_of_the_matrix_meet() -> None:
-    """The matrix leaves out pairs of DP and zero for a model under a schedule, but no three factors."""
-    whole = matrix.cells()
-    degrees = [(dp, zero) for dp in (2, 3, 4) for zero in range(4)]
-    assert {(c.case, c.schedule, c.dp) for c in whole} == {*product(zoo.NAMES, grid.SHAPES, (1, 2, 3, 4))}
-    assert {(c.case, c.schedule, c.zero) for c in whole} == {*product(zoo.NAMES, grid.SHAPES, range(4))}
-    for factor, values in (("case", zoo.NAMES), ("schedule", grid.SHAPES)):
-        met = {(getattr(c, factor), (c.dp, c.zero)) for c in whole if c.dp > 1}
-        assert met == {*product(values, degrees)}
-    divided = {(c.case, c.schedule, c.dp, c.ways) for c in whole if c.ways > 1}
-    experts = [name for name in zoo.NAMES if zoo.case(name).experts]
-    assert divided == {
-        (*pair, *ways) for pair in product(experts, grid.SHAPES) for ways in ((2, 2), (4, 2), (4, 4))
-    }

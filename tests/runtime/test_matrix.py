@@ -2,7 +2,7 @@
 
 Slices are of a single sample; cells alternate between clipping and not, and between streams and one line. In all
 cells together any three of the model, the schedule, the number of replicas and the kind of ZeRO meet, in the matrix
-any two that do not meet in `tests/runtime/test_numbers.py` or on processes.
+any two.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,6 @@ from tests import zoo
 from tests.covering import Choices, covering, selected
 from tests.runtime.grid import SHAPES, Cell, case_of
 from tests.runtime.sharing import Shared, one_core
-from tests.runtime.test_numbers import CELLS
 
 pytestmark = pytest.mark.timeout(120)
 HEAVY = ("deepseek", "qwen3_moe_hf", "moe")  # first, so that the last worker to end ends early
@@ -67,10 +66,8 @@ def group(cell: Cell) -> str:
 
 
 def in_streams(cell: Cell) -> bool:
-    """Return whether a cell's communication runs on streams of its own, as it does where nothing is said."""
-    if cell in ELSEWHERE or cell.schedule not in SHAPES:
-        return True
-    return (list(SHAPES).index(cell.schedule) + cell.dp) % 2 == 0
+    """Return whether a cell's communication runs on streams of its own."""
+    return cell.schedule in SHAPES and (list(SHAPES).index(cell.schedule) + cell.dp) % 2 == 0
 
 
 def both_ways() -> Iterator[Cell]:
@@ -84,19 +81,6 @@ def both_ways() -> Iterator[Cell]:
                 yield replace(cell, ways=2)
 
 
-def cells_on_processes() -> list[Cell]:
-    """Every model, every schedule, every kind of ZeRO; on Ray the suite of launchers has some too."""
-    found = []
-    for i, case in enumerate(zoo.NAMES):
-        schedule = list(SHAPES)[(i * 3) % len(SHAPES)]
-        cell = Cell(case=case, schedule=schedule, dp=2, zero=i % 4, parts=parts(schedule, 2), rows=1)
-        found.append(replace(cell, ways=2) if case_of(cell).experts else cell)
-    return found
-
-
-ELSEWHERE = frozenset((*CELLS, *cells_on_processes()))  # cells that other tests of `.ci/run` run
-
-
 def choices(cell: Cell) -> Choices:
     """Return what a cell chooses on each axis of the matrix."""
     named = {name: getattr(cell, name) for name in ("case", "schedule", "dp", "zero", "ways", "clip")}
@@ -105,9 +89,9 @@ def choices(cell: Cell) -> Choices:
 
 @cache
 def chosen() -> list[Cell]:
-    """Return cells in which every two values of two axes meet that do not meet elsewhere. Two replicas are preferred."""
+    """Return cells in which every two values of two axes meet. Where several do, two replicas are preferred."""
     every = [*cells(), *both_ways()]
-    return covering(sorted(every, key=lambda cell: abs(cell.dp - 2)), choices, given=ELSEWHERE)
+    return covering(sorted(every, key=lambda cell: abs(cell.dp - 2)), choices)
 
 
 @pytest.fixture(scope="session")
@@ -133,6 +117,16 @@ def test_both_ways(shared: Shared, cell: Cell) -> None:
 def forks() -> Iterator[ForkServer]:
     with closing(ForkServer()) as made:
         yield made
+
+
+def cells_on_processes() -> list[Cell]:
+    """Every model, every schedule, every kind of ZeRO; on Ray the suite of launchers has some too."""
+    found = []
+    for i, case in enumerate(zoo.NAMES):
+        schedule = list(SHAPES)[(i * 3) % len(SHAPES)]
+        cell = Cell(case=case, schedule=schedule, dp=2, zero=i % 4, parts=parts(schedule, 2), rows=1)
+        found.append(replace(cell, ways=2) if case_of(cell).experts else cell)
+    return found
 
 
 @pytest.mark.parametrize("cell", selected(cells_on_processes(), cells_on_processes(), group))

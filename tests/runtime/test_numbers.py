@@ -1,5 +1,7 @@
 """Every strategy gives the numbers of plain PyTorch on one device, in fp64 to 1e-9."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from piper.run.launch import launch_inline
 from tests import zoo
 from tests.runtime.grid import SHAPES, Cell, batches, job
 from tests.runtime.sharing import Shared
+from tests.runtime.test_matrix import cells
 
 REPLICAS = [(2, 0), (2, 1), (4, 2), (3, 3)]  # (DP, zero)
 PARTS = {"none": 2}
@@ -59,24 +62,16 @@ PLACES: dict[str, tuple[str, int, list[Directive]]] = {  # the model, its stages
 }
 
 
-def mlp_under(schedule: str, dp: int, zero: int) -> Cell:
-    """Return the smallest model under a schedule and replicas."""
-    return Cell(case="mlp", schedule=schedule, dp=dp, zero=zero, parts=PARTS.get(schedule, 4))
-
-
-SCHEDULES = [*SHAPES, "dualpipe"]
-CELLS = [*(mlp_under(schedule, *replicas) for schedule in SCHEDULES for replicas in REPLICAS), *MODELS]
-
-
 @pytest.fixture(scope="module")
 def shared() -> Shared:
     return Shared()
 
 
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SHAPES, "dualpipe"])
 def test_schedules_and_replicas(shared: Shared, schedule: str, replicas: tuple[int, int]) -> None:
-    report = shared.check(mlp_under(schedule, *replicas))
+    dp, zero = replicas
+    report = shared.check(Cell(case="mlp", schedule=schedule, dp=dp, zero=zero, parts=PARTS.get(schedule, 4)))
     assert report.ok, report
 
 
@@ -106,3 +101,19 @@ def test_plain_pytorch_is_what_a_chunk_by_chunk_reference_is_equal_to() -> None:
         assert plain.step(batch) == pytest.approx(chunks.step(batch), rel=1e-12)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(value, chunks.state_dict()[name], rtol=1e-9, atol=1e-12)
+
+
+def test_any_three_factors_of_the_matrix_meet() -> None:
+    """The matrix leaves out pairs of DP and zero for a model under a schedule, but no three factors."""
+    whole = cells()
+    degrees = [(dp, zero) for dp in (2, 3, 4) for zero in range(4)]
+    assert {(c.case, c.schedule, c.dp) for c in whole} == {*product(zoo.NAMES, SHAPES, (1, 2, 3, 4))}
+    assert {(c.case, c.schedule, c.zero) for c in whole} == {*product(zoo.NAMES, SHAPES, range(4))}
+    for factor, values in (("case", zoo.NAMES), ("schedule", SHAPES)):
+        met = {(getattr(c, factor), (c.dp, c.zero)) for c in whole if c.dp > 1}
+        assert met == {*product(values, degrees)}
+    divided = {(c.case, c.schedule, c.dp, c.ways) for c in whole if c.ways > 1}
+    experts = [name for name in zoo.NAMES if zoo.case(name).experts]
+    assert divided == {
+        (*pair, *ways) for pair in product(experts, SHAPES) for ways in ((2, 2), (4, 2), (4, 4))
+    }
