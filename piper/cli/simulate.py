@@ -28,7 +28,7 @@ from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import Measured, MeasuredOn, check_model, read_costs
 from piper.simulate.memory import communicators_of
-from piper.simulate.simulate import PathNode, Simulation
+from piper.simulate.simulate import PathNode, Simulation, simulate_cycle
 from piper.simulate.simulate import simulate as simulate_step
 
 CLUSTER = "h100"  # where nothing is named
@@ -61,7 +61,9 @@ def simulate(
     program = compile(load_recipe(recipe, strategy), compile=compiled)
     prices.check(program.outline)
     simulation = simulate_step(program.plans, program.outline, prices.costs)
-    simulated = SimulatedStep(plans=program.plans, simulation=simulation, prices=prices)
+    apart = program.plans.averaging is not None
+    cycle = simulate_cycle(program.plans, program.outline, prices.costs) if apart else []
+    simulated = SimulatedStep(plans=program.plans, simulation=simulation, prices=prices, cycle=tuple(cycle))
     if as_json:
         print_json(simulation_report(simulated))
     else:
@@ -111,6 +113,13 @@ class SimulatedStep:
     plans: Plans
     simulation: Simulation
     prices: Prices
+    cycle: tuple[tuple[int, float], ...] = ()  # of groups that train apart: steps alike, and their time
+
+    @property
+    def mean_step(self) -> float:
+        """Return the seconds of a step in the mean: of groups that train apart, not all steps average."""
+        steps = sum(count for count, _ in self.cycle)
+        return sum(count * each for count, each in self.cycle) / steps if steps else self.simulation.step
 
     @property
     def on_host(self) -> list[int]:
@@ -135,6 +144,7 @@ def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
     return {
         "on": simulated.prices.name,
         "step_s": simulation.step,
+        **({"mean_step_s": simulated.mean_step} if simulated.cycle else {}),
         "bubble": simulation.bubble,
         "devices": devices,
         "busy_s": [accounts[row].busy for row in rows],
@@ -169,6 +179,10 @@ def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     what = f"{devices} devices" if devices > 1 else "one device"
     where, bubble = simulated.prices.name, percent(simulation.bubble, 1)
     console.print(f"Step {seconds(simulation.step)} on {what} of {where}; bubble {bubble}", style="bold")
+    if simulated.cycle:
+        kinds = ", ".join(f"{count} of {seconds(each)}" for count, each in simulated.cycle)
+        mean = seconds(simulated.mean_step)
+        console.print(f"{mean} in the mean, because groups train apart: {kinds}", markup=False)
     console.print()
     print_programs(simulated, console)
     print_exposed(simulated, console)

@@ -7,6 +7,7 @@ from piper.ir.averaging import Averaging
 from piper.ir.devices import Devices
 from piper.ir.ids import SlotId
 from piper.plan.instr import Collecting, Field, Instr
+from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Comm, PlacedChunk, Plan, Plans, Slot
 
 ChangeDevices = Callable[[Devices], Devices]
@@ -101,3 +102,35 @@ def of_first_group(plans: Plans, asked: Averaging) -> Plans:
     )
     comms = {name: comm for name, comm in plans.comms.items() if comm.groups}
     return replace(plans, plans=tuple(alone), comms=comms)
+
+
+def kinds_of_step(plans: Plans) -> list[tuple[int, Plans]]:
+    """Return the different steps from one average to the next, with how many of each there are.
+
+    In each, the averages and merges that are not due are instructions that do nothing.
+    """
+    asked = plans.averaging
+    if asked is None:
+        return [(1, plans)]
+    fragments = fragments_of(plans.buckets, asked)
+    counts: dict[frozenset[tuple[Op, str]], int] = {}
+    for step in range(2 * asked.every, 3 * asked.every):  # in which every fragment has been due before
+        due = {name for name, fragment in fragments.items() if asked.due(step, fragment)}
+        sent = {name for name, fragment in fragments.items() if asked.part_sent(step, fragment) is not None}
+        merged = {name for name, fragment in fragments.items() if asked.merges(step, fragment)}
+        averages, merges = (sent, merged | due) if asked.overlap else (due, set[str]())
+        named: list[tuple[Op, set[str]]] = [("average", averages), ("merge", merges)]
+        kind = frozenset((op, name) for op, names in named for name in names)
+        counts[kind] = counts.get(kind, 0) + 1
+
+    def quiet(ins: Instr, kind: frozenset[tuple[Op, str]]) -> Instr:
+        if ins.op not in ("average", "merge") or (ins.op, ins.writes[0].owner) in kind:
+            return ins
+        return replace(ins, op="merge", comm=None, reads=(), writes=(), nbytes=0, workspace=0)
+
+    return [
+        (count, replace(plans, plans=tuple(
+            replace(plan, instrs=tuple(quiet(ins, kind) for ins in plan.instrs)) for plan in plans
+        )))
+        for kind, count in counts.items()
+    ]  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Literal
 
 from piper.ir.chunk import CapturedModel, Chunk
 from piper.ir.ids import Pass
+from piper.plan.groups import kinds_of_step
 from piper.plan.ops import Op
 from piper.plan.plan import Plan, Plans
 from piper.process.gc_pause import no_collection
@@ -88,6 +89,15 @@ def simulate(
             memories=tuple(memory_of(plan, times) for plan, times in zip(plans, timelines, strict=True)),
             path=critical_path(engine),
         )
+
+
+def simulate_cycle(plans: Plans, outline: CapturedModel | None, costs: Costs) -> list[tuple[int, float]]:
+    """Return how long the steps take from one average of groups that train apart to the next.
+
+    Each entry is a number of steps that are alike, and the seconds of one. The longest come first.
+    """
+    steps = [(count, simulate(kind, outline, costs).step) for count, kind in kinds_of_step(plans)]
+    return sorted(steps, key=lambda entry: -entry[1])
 
 
 def simulate_alone(plans: Plans, outline: CapturedModel, costs: Costs, device: int) -> Simulation:
