@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from piper.capture.shard.layout import CopiedShard
 from piper.capture.trace.effects import draws
 from piper.capture.trace.markers import how_of, is_collective
 from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
@@ -17,6 +18,9 @@ from piper.ir.sharding import Shard
 
 def cut(value: Tensor, how: Shard, degree: int) -> list[Tensor]:
     """Return each device's part of a tensor."""
+    if isinstance(how, CopiedShard):
+        slices = cut(value, Shard(how.dim), degree // how.copies)
+        return [part.clone() for part in slices for _ in range(how.copies)]
     apart = value.unflatten(how.dim, (how.blocks, -1))
     if how.zigzag:
         pieces = apart.chunk(2 * degree, how.dim + 1)
@@ -27,8 +31,11 @@ def cut(value: Tensor, how: Shard, degree: int) -> list[Tensor]:
 
 
 def join(parts: Sequence[Tensor], how: Shard) -> Tensor:
-    """Put the parts of a tensor together."""
+    """Put the parts of a tensor together; of gradients, those of devices that hold the same slice are summed."""
     n = len(parts)
+    if isinstance(how, CopiedShard):
+        runs = [parts[i : i + how.copies] for i in range(0, n, how.copies)]
+        return join([torch.stack(list(run)).sum(0) for run in runs], Shard(how.dim))
     apart = [part.unflatten(how.dim, (how.blocks, -1)) for part in parts]
     if how.zigzag:
         halves = [part.chunk(2, how.dim + 1) for part in apart]
