@@ -115,3 +115,6 @@ def test_the_core_works_without_any_extra(environment: Path) -> None:
     run(python, "bare.py", "check", "mine.py:two", folder=folder)
     run(python, "bare.py", "train", "mine.py:two", "--on", "inline", "--out", "run", folder=folder)
     assert (folder / "run/saved/step-00000002/checkpoint.json").is_file()
+    run(python, "bare.py", "export", "run", "moved", "--format", "dcp", folder=folder)
+    imported = run(python, "bare.py", "import", "mine.py:two", "moved", "--out", "again", folder=folder)
+    assert imported.startswith("Imported moved: weights and optimizer after 2 steps\n")

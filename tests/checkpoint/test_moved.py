@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from piper.checkpoint.dcp import DcpFolder
+from piper.checkpoint.load import Values
 from piper.checkpoint.plain_state import find_state
 from piper.cli import main
+from piper.compiler import compile
+from piper.directives import replicate
 from piper.errors import ConfigError
-from piper.train.importing import source_of
+from piper.ir.select import at
+from piper.job import Checkpoint, Job
+from piper.run.launch import launch
+from piper.train.exporting import export_state
+from piper.train.importing import import_start, source_of
 from tests import warm
 from tests.checkpoint.fsdp2_peer import WORLD, Net, adamw, batches, warmup
 
@@ -413,3 +421,68 @@ def test_two_optimizers_are_refused() -> None:
     source = {"g.state.a.exp_avg": torch.ones(1), "d.state.b.exp_avg": torch.ones(1)}
     with pytest.raises(ConfigError, match="there are several optimizers"):
         find_state(Path("x"), source, [*source], ["a", "b"], [])
+
+
+class Tied(torch.nn.Module):
+    """A decoder whose head is its embedding, with a layer that is not trained and a buffer that is not saved."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.middle = torch.nn.Embedding(12, 4), torch.nn.Linear(4, 4)
+        self.head = torch.nn.Linear(4, 12, bias=False)
+        self.head.weight = self.embedding.weight
+        self.middle.requires_grad_(False)
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+        self.register_buffer("steps", torch.zeros(3))
+        self.gain = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.middle(self.embedding(tokens))) * self.scale * self.gain)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("form", "optimizer"),
+    [
+        ("dcp", torch.optim.AdamW),
+        ("torchtitan", torch.optim.SGD),
+        ("safetensors", torch.optim.AdamW),
+        ("torch", torch.optim.Adagrad),
+    ],
+)
+def test_tied_frozen_and_unsaved_tensors_move(form: str, optimizer: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    tokens = torch.arange(24).view(4, 6) % 12
+    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    job = Job(
+        model=Tied,
+        loss=lambda model, batch: torch.nn.functional.cross_entropy(
+            model(batch["tokens"]).flatten(0, 1), batch["tokens"].flatten().roll(1)
+        ),
+        data=lambda: [{"tokens": tokens}] * 4,
+        strategy=[replicate(at(), devices=[0, 1], zero=3)],
+        optimizer=lambda params: optimizer(params, lr=0.05, **options),
+        precision="fp64",
+    )
+    with launch(compile(job), on="inline") as run:
+        [*run.train(2)]
+        run.save(tmp_path / "saved")
+        expected = [result.loss for result in run.train(2)]
+    export_state(job, Values(tmp_path / "saved"), tmp_path / form, form=form, dtype=None)
+    job = replace(job, checkpoint=Checkpoint(folder="saved"))
+    made = import_start("net.py:job", job, tmp_path / form, tmp_path / "run")
+    assert (made.step, made.optimizer) == (2, True)
+    with launch(compile(job), on="inline", resume=tmp_path / "run") as run:
+        assert [result.loss for result in run.train(2)] == expected
+    if form == "torch":
+        saved: dict[str, Any] = torch.load(tmp_path / "torch/checkpoint.pt", weights_only=True)
+        assert Tied().double().load_state_dict(saved["model"]).missing_keys == []
+
+
+def test_weights_may_be_written_as_another_type(moved: Path) -> None:
+    assert piper(moved, "export run half --format dcp --dtype bf16") == 0
+    saved = DcpFolder(moved / "half")
+    kinds = {name: value.dtype for name, value in saved.items() if isinstance(value, Tensor)}
+    assert kinds["model.head.weight"] == kinds["model.layers.0.scale"] == torch.bfloat16
+    assert kinds["optimizer.state.head.weight.exp_avg"] == torch.float64
