@@ -143,15 +143,15 @@ class _Check:
 
     def report(self, wanted: Iterable[ComparedNumbers] | None) -> Report:
         """Run the steps and judge them."""
-        plain = reference_of(self.program)
-        if self.batches:
-            moved = next(shifted_regions(plain, plain.own_part(self.batches[0])), None)
-            if moved is not None:
-                return self._answer(self.whole, moved)
-        if wanted is None:
-            self.replays.append(plain)
-            wanted = numbers(plain, self.batches)
         try:
+            plain = reference_of(self.program)
+            if self.batches:
+                moved = next(shifted_regions(plain, plain.own_part(self.batches[0])), None)
+                if moved is not None:
+                    return self._answer(self.whole, moved)
+            if wanted is None:
+                self.replays.append(plain)
+                wanted = numbers(plain, self.batches)
             with self.launch(self.program, replace(self.options, keep_gradients=True)) as run:
                 bad = self._steps(run, iter(wanted))
         except ReplayError as error:

@@ -10,7 +10,9 @@ from piper.check.reference import Reference, samples_in
 from piper.check.replay import ReplayError
 from piper.ir.averaging import Averaging
 from piper.plan.groups import fragments_of, of_first_group
-from piper.runtime.setup import ProgramLike
+from piper.runtime.batch import as_run, wanted_batch
+from piper.runtime.setup import ProgramLike, setup_of
+from piper.runtime.uneven import COUNTS
 
 
 class GroupProgram:
@@ -36,6 +38,7 @@ class GroupsReference(Reference):
         of_group: ProgramLike = GroupProgram(program, asked)  # type: ignore[assignment]  # by `__getattr__`
         super().__init__(of_group, sliced=sliced, exact=exact)
         self.asked = asked
+        self.of_all, self.wanted_of_all = program, wanted_batch(setup_of(program))
         self.others = [Reference(of_group, sliced=sliced, exact=exact) for _ in asked.groups[1:]]
         buckets = program.plans.buckets
         dealt = fragments_of(buckets, asked).items()
@@ -59,9 +62,15 @@ class GroupsReference(Reference):
             raise ReplayError("groups that train apart draw numbers of their own")
 
     def own_part(self, batch: Mapping[str, Tensor], group: int = 0) -> dict[str, Tensor]:
-        """Return the samples of one group."""
-        size = samples_in(batch) // len(self.asked.groups)
-        return {name: field[group * size : (group + 1) * size] for name, field in batch.items()}
+        """Return the samples of one group: an equal share, or those in its slices of an uneven batch."""
+        samples, groups = samples_in(batch), len(self.asked.groups)
+        sizes = [samples // groups] * groups
+        held = as_run(self.of_all, batch, self.wanted_of_all)[0].get(COUNTS)
+        if held is not None:  # of each row: the samples in its slice
+            rows = int(held.sum()) // samples
+            sizes = [int(part.sum()) // rows for part in held.chunk(groups)]
+        first = sum(sizes[:group])
+        return {name: field[first : first + sizes[group]] for name, field in batch.items()}
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """Train all groups on their parts of a global batch, average if that is due, and return the loss."""
@@ -102,10 +111,10 @@ class GroupsReference(Reference):
 
 
 def weight_of(reference: Reference, batch: Mapping[str, Tensor]) -> float:
-    """Return how much the loss of a batch counts: its weight, or 1 for a mean."""
+    """Return how much the loss of a batch counts: its weight, or the number of its samples for a mean."""
     with torch.no_grad(), reference.unchanged():
         result = reference.loss(reference.on_device(batch))
-    return float(result[1]) if isinstance(result, tuple) else 1.0
+    return float(result[1]) if isinstance(result, tuple) else float(samples_in(batch))
 
 
 def reference_of(program: ProgramLike, *, sliced: bool = False, exact: bool = False) -> Reference:

@@ -2,19 +2,25 @@
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 
 import piper
 from piper import at, average, protect, replicate, shard, split
+from piper.check.check import Report, check
 from piper.plan.text import read_plans, show_plans
+from piper.run.launch import launch_inline
 from piper.run.recovery import recovering
 from piper.runtime.worker import Options
 from piper.workers.local import LocalWorkerGroup
 from tests.runtime.averaging import (
+    Net,
     assert_same,
+    data,
     heavy_ball,
     job,
     mean_loss,
@@ -162,6 +168,45 @@ def test_an_evaluation_is_the_mean_over_groups() -> None:
 def test_plans_of_groups_have_a_text_form() -> None:
     plans = piper.compile(job(*TENSOR)).plans
     assert read_plans(show_plans(plans)) == plans
+
+
+def checked(given: piper.Job) -> Report:
+    program = piper.compile(given, device="cpu")
+    return check(program, launch_inline, [*given.data()][:6], options=Options())
+
+
+def test_check_compares_groups_with_plain_pytorch() -> None:
+    behind = average(at(), across=[0, 2], every=3, outer={"lr": 0.7, "momentum": 0.5}, overlap=1)
+    report = checked(job(*zero(1)[1:], behind, loss=weighted_loss, clip=0.05))
+    assert report.ok and report.max_param_diff < 1e-12
+    assert report.verdict == "The same numbers as 2 groups that train apart in plain PyTorch."
+
+
+def test_check_gives_each_group_its_samples_of_an_uneven_batch() -> None:
+    cut = [
+        {name: field[:n] for name, field in batch.items()}
+        for batch, n in zip(data(), (16, 14, 10), strict=False)
+    ]
+    report = checked(replace(job(*zero(1)[1:2], average(at(), across=[0, 2], every=2)), data=lambda: cut))
+    assert report.ok, report.verdict
+
+
+def test_check_notices_groups_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piper.runtime.group_means.step_by", lambda outer, common, momentum, mean: None)
+    strategy = [*zero(1)[1:], average(at(), across=[0, 2], every=3, outer={"lr": 0.7})]
+    assert "Not the same numbers: step 2" in checked(job(*strategy)).verdict
+
+
+def test_check_says_that_it_cannot_draw_the_numbers_of_groups() -> None:
+    class Dropped(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.nn.functional.dropout(x, 0.3, self.training))
+
+    given = replace(job(replicate(at(), devices=[0, 1]), average(at(), across=[0, 1])), model=Dropped)
+    assert checked(given).verdict == (
+        "Not the same numbers: the random numbers cannot be drawn in plain PyTorch: "
+        "groups that train apart draw numbers of their own"
+    )
 
 
 @pytest.mark.parametrize(
