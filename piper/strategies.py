@@ -178,9 +178,8 @@ def tensor(
     def sharded(stage: At, devices: range) -> Directive:
         return shard(stage, devices, ways=tp, axis="TP", weights=weights, between=between)
 
-    return over_ranks(
-        stages, grid, tp * dp, *([copies(dp, zero, bucket_mb, within)] if dp > 1 else []), sharded
-    )
+    replicated = [copies(dp, zero, bucket_mb, within)] if dp > 1 else []
+    return over_ranks(stages, grid, tp * dp, *replicated, sharded)
 
 
 def boundaries(layers: int, stages: int, *, embedding: int = 1, head: int = 1) -> list[range]:

@@ -118,7 +118,7 @@ def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Cal
     """Read the parameters of a bucket: all that the device computes with, and the exact ones it trains."""
     holding = worker.env.state.holdings[bucket.name]
     own = owned_range(bucket, worker.device)
-    low, high = own if bucket.zero == 3 else (0, bucket.numel)
+    low, high = holding.layout.held if bucket.zero == 3 else (0, bucket.numel)
     if holding.master is None:
         exact = copied(holding.flat)
     else:
@@ -133,7 +133,7 @@ def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Cal
     def adopt() -> None:
         holding.flat.detach().copy_(exact)
         if holding.master is not None:
-            holding.master.copy_(exact if bucket.zero == 3 else exact[own[0] : own[1]])
+            holding.master.copy_(exact[own[0] - low : own[1] - low])
 
     return adopt
 

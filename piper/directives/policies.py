@@ -56,6 +56,7 @@ def contradiction(graph: Graph, chunk: str, policies: Mapping[Tags, Policy]) -> 
         asked = [f"zero={policy.zero}", f"ways={policy.ways}"]
         asked += [f"{axis.axis}={axis.degree}" for axis in policy.axes]
         asked += [] if policy.within is None else [f"within={policy.within}"]
+        asked += [] if policy.optimizer_within is None else [f"optimizer_within={policy.optimizer_within}"]
         asked += [] if policy.reduce == "fp32" else [f"reduce={policy.reduce}"]
         asked += [] if policy.bucket_mb is None else [f"bucket_mb={policy.bucket_mb:g}"]
         number = max(n for n in (policy.origin, *(axis.origin for axis in policy.axes)) if n is not None)

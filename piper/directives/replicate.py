@@ -46,14 +46,25 @@ class Replicate(PlacingDirective):
     within: int | None = argument(
         whole(2), default=None, hint="so many neighbouring devices form a group; leave it out for one group"
     )
+    optimizer_within: int | None = argument(
+        whole(2), default=None, hint="so many devices share the optimizer's state; leave it out for `within`"
+    )
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
+        asked = f"zero={self.zero}, within={self.within}"
         if self.within is not None and not self.zero:
             raise ScheduleError(
                 "within= without ZeRO: there is nothing to shard inside a group",
                 by=self.title(number),
-                facts={"asked": f"zero=0, within={self.within}"},
+                facts={"asked": asked},
                 hint="ask for zero=1, 2 or 3, or leave within out",
+            )
+        if self.optimizer_within is not None and (self.within is None or self.zero != 3):
+            raise ScheduleError(
+                "optimizer_within= shards the state beyond the groups of within=, under zero=3",
+                by=self.title(number),
+                facts={"asked": asked},
+                hint="ask for zero=3 and within=, or leave optimizer_within out",
             )
         return graph.with_policies(
             nodes,
@@ -61,6 +72,7 @@ class Replicate(PlacingDirective):
                 policy,
                 zero=self.zero,
                 within=self.within,
+                optimizer_within=self.optimizer_within,
                 bucket_mb=self.bucket_mb,
                 reduce=self.reduce or "fp32",
                 keep=self.keep == "step",
@@ -83,6 +95,7 @@ def replicate(
     reduce: str = "fp32",
     keep: str = "use",
     within: int | None = None,
+    optimizer_within: int | None = None,
 ) -> Replicate:
     """Keep the selected chunks' parameters equal on `devices`; `zero` says what is sharded between uses.
 
@@ -92,6 +105,8 @@ def replicate(
     the "step", which communicates once for all microbatches and takes the memory.
     within: shard inside groups of so many neighbouring devices, which hold the same; the sums of gradients
     are then summed across the groups, shard by shard. Without it all devices are one group.
+    optimizer_within: the optimizer's state is sharded inside groups of so many devices, which hold several of
+    `within`; it may be all of them. Each device then updates a part of its shard.
     """
     return Replicate(
         at=given_filter("replicate", at),
@@ -103,4 +118,5 @@ def replicate(
         reduce=None if reduce == "fp32" else reduce,
         keep=None if keep == "use" else keep,
         within=within,
+        optimizer_within=optimizer_within,
     )

@@ -32,6 +32,7 @@ class Policy:
 
     zero: int = 0  # 1: optimizer state is sharded, 2: gradients too, 3: parameters too
     within: int | None = None  # sharded inside groups of so many neighbouring devices. None: over all of them
+    optimizer_within: int | None = None  # and the optimizer's state inside groups of so many. None: in these
     bucket_mb: float | None = None
     reduce: str = "fp32"  # the type gradients travel in between replicas: "fp32" or "bf16"
     keep: bool = False  # what is gathered, and whole gradients, stay for the step and not for one use
@@ -58,7 +59,7 @@ class Policy:
         axes = [Axis(name=held.axis, degree=held.degree) for held in self.axes]
         if self.ways > 1:
             axes.append(Axis(name=EXPERTS, degree=self.ways, samples=True))
-        return mesh_of(devices, axes, self.within)
+        return mesh_of(devices, axes, self.within, self.optimizer_within)
 
     def field_placements(self, name: str) -> tuple[AxisPlacement, ...]:
         """Return how a field of the batch is sharded beyond its samples. Empty: it is not."""

@@ -28,6 +28,7 @@ SlotKind = Literal[
     "storage",  # that several slots share
     "gradient",  # of a bucket, by one backward
     "grad",  # of a bucket, added up
+    "grad_inside",  # a device's shard of it, reduced inside its group
     "grad_shard",  # a device's shard of it, reduced
     "param",
     "state",  # of the optimizer

@@ -10,7 +10,9 @@ from piper.ir.devices import Devices
 # Names of two words, because a strategy names its axes in one.
 EXPERTS = "by expert"  # the axis along which experts are sharded
 DATA = "by sample"  # the next axis: its devices take different samples, and sum their gradients
-GROUPS = "by group"  # the outermost: devices that take different samples and hold the same shard of ZeRO
+OWNERS = "by owner"  # the next: they hold the same shard of ZeRO, of which each updates its part
+GROUPS = "by group"  # the outermost: they hold the same shard, and update the same
+REPLICAS = (DATA, OWNERS, GROUPS)  # axes whose devices take different samples, and nothing else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +69,13 @@ class Mesh:
         return groups_apart(self.devices, tuple(map(self.axis, names)))
 
 
-def mesh_of(devices: Devices, axes: Iterable[Axis], within: int | None = None) -> Mesh:
+def mesh_of(
+    devices: Devices, axes: Iterable[Axis], within: int | None = None, owners: int | None = None
+) -> Mesh:
     """Return a mesh of some axes, the innermost first. All devices that are left lie along `DATA`.
 
     within: those inside groups of so many neighbouring devices; the groups lie along `GROUPS`.
+    owners: groups among so many neighbouring devices lie along `OWNERS` before.
     """
     placed, stride = [], 1
     for axis in axes:
@@ -78,9 +83,11 @@ def mesh_of(devices: Devices, axes: Iterable[Axis], within: int | None = None) -
         stride *= axis.degree
     left = max(1, len(devices) // stride)
     inside = min(left, max(1, within // stride)) if within else left
-    placed.append(Axis(name=DATA, degree=inside, stride=stride, samples=True))
-    if inside < left:
-        placed.append(Axis(name=GROUPS, degree=left // inside, stride=stride * inside, samples=True))
+    parts = min(left // inside, owners // within) if owners and within else 1
+    for name, degree in ((DATA, inside), (OWNERS, parts), (GROUPS, left // inside // parts)):
+        if degree > 1 or name == DATA:
+            placed.append(Axis(name=name, degree=degree, stride=stride, samples=True))
+            stride *= degree
     return Mesh(devices=devices, axes=tuple(placed))
 
 
@@ -108,11 +115,21 @@ def groups_along(devices: Devices, axes: tuple[Axis, ...]) -> tuple[Devices, ...
 
 
 @lru_cache(maxsize=256)
-def groups_apart(devices: Devices, axes: tuple[Axis, ...]) -> tuple[Devices, ...]:
-    """Return the groups of devices that lie in one place along each of some axes, in order."""
-    return _grouped(
+def groups_apart(
+    devices: Devices, axes: tuple[Axis, ...], fastest: Axis | None = None
+) -> tuple[Devices, ...]:
+    """Return the groups of devices that lie in one place along each of some axes, in order.
+
+    fastest: devices of a group that differ only along this axis follow each other.
+    """
+    groups = _grouped(
         devices, (tuple(axis.coordinate(position) for axis in axes) for position in range(len(devices)))
     )
+    if fastest is None:
+        return groups
+    along = {device: fastest.coordinate(position) for position, device in enumerate(devices)}
+    key = {device: (i - along[device] * fastest.stride, along[device]) for i, device in enumerate(devices)}
+    return tuple(tuple(sorted(group, key=key.__getitem__)) for group in groups)
 
 
 def _grouped(devices: Devices, keys: Iterable[object]) -> tuple[Devices, ...]:

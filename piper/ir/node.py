@@ -229,12 +229,13 @@ class Reduce(StepNode):
     bucket: str
     run: Pass | None  # the last backward it covers; None: it sums the copies of a tied parameter
     scatter: bool
+    owners: bool = False  # it sums shards over the devices that each update a part of them
     across: bool = False  # it sums shards that are complete within their group, across the groups
     stream: str
 
     @property
     def name(self) -> str:
-        where = " across groups" if self.across else ""
+        where = " across groups" if self.across else " over owners" if self.owners else ""
         return f"reduce[{self.bucket}{where} after {self.run or 'tied'}]"
 
 

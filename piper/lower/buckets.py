@@ -10,7 +10,7 @@ from piper.ir.devices import Devices, show
 from piper.ir.dtypes import itemsize
 from piper.ir.graph import Graph
 from piper.ir.ids import SlotId, param_slot, state_slot
-from piper.ir.mesh import GROUPS, Axis, groups_along, groups_apart
+from piper.ir.mesh import GROUPS, OWNERS, Axis, groups_along, groups_apart
 from piper.ir.sharding import Shard, Sharding, local_sizes, refined, shardings_on
 from piper.lower.placements import ChunkPlacement, placements_of
 from piper.lower.state import LoweringState
@@ -93,6 +93,13 @@ def with_whole_parameters(buckets: ProgramBuckets) -> ProgramBuckets:
         if not bucket.zero or not bucket.trainable:
             cut[bucket.name] = bucket
             continue
+        if bucket.inside:
+            raise ScheduleError(
+                "an optimizer that needs whole parameters cannot share their update beyond within=",
+                by="strategy",
+                facts={"parameters": bucket.pieces[0].name, "devices": show(bucket.devices)},
+                hint="leave optimizer_within out",
+            )
         load = loads.setdefault(bucket.groups, [0] * bucket.group_size)
         for piece in sorted(bucket.pieces, key=lambda piece: -piece.numel):
             owner = owners.setdefault(piece.name, load.index(min(load)))
@@ -163,6 +170,7 @@ class HeldParameter:
     replicas: int = 1  # devices that hold the same slice and compute the same gradient
     inside: int = field(default=1, compare=False)  # devices over which ZeRO shards it
     across: tuple[Axis, ...] = ()  # along which groups of devices hold the same shards, and sum them
+    owners: Axis | None = None  # along which they hold the same shards, and update a part each
 
     @property
     def slices(self) -> int:
@@ -182,8 +190,9 @@ def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
     partial = {each.axis for each in placements if each.partial}
     replicas = [axis for axis in mesh.sharing if axis.name not in partial | sharded]
     distinct = tuple(axis for axis in mesh.axes if axis in replicas or axis.name in sharded)
-    inside = math.prod(axis.degree for axis in mesh.axes if axis not in distinct and axis.name != GROUPS)
-    across = tuple(axis for axis in mesh.axes if axis.name == GROUPS and inside > 1)
+    outer = {axis.name: axis for axis in mesh.axes if axis.name in (OWNERS, GROUPS)}
+    inside = math.prod(axis.degree for axis in mesh.axes if axis not in (*distinct, *outer.values()))
+    across = (outer[GROUPS],) if GROUPS in outer and inside > 1 else ()
     return HeldParameter(
         shape=local_sizes(param.shape, shardings),
         shardings=shardings,
@@ -191,6 +200,7 @@ def held_by(param: Parameter, placement: ChunkPlacement) -> HeldParameter:
         replicas=math.prod(axis.degree for axis in (*replicas, *across)),
         inside=inside,
         across=across,
+        owners=outer.get(OWNERS) if inside > 1 else None,
     )
 
 
@@ -234,7 +244,7 @@ def bucket_for(
 ) -> Bucket:
     """Return a bucket that lives on the devices of `placements`, which all have the same devices."""
     placement = placements[0]
-    groups = groups_apart(placement.devices, held.distinct)
+    groups = groups_apart(placement.devices, held.distinct, held.owners)
     # float64 is never rounded.
     short = dtype != "float64" and all(each.policy.reduce == "bf16" for each in placements)
     zero = min(h.policy.zero for h in placements) if held.inside > 1 else 0
@@ -243,6 +253,9 @@ def bucket_for(
         pieces=tuple(pieces),
         devices=placement.devices,
         groups=groups,
+        inside=groups_apart(placement.devices, (*held.distinct, held.owners))
+        if held.owners and zero == 3
+        else (),
         across=groups_along(placement.devices, held.across) if held.across else (),
         chunks=tuple(h.chunk for h in placements),
         dtype=dtype,
@@ -266,7 +279,7 @@ def tied_buckets(
     Return also why it is not sharded, where a chunk asked for that. taken: the names of other buckets.
     """
     why: list[str] = []
-    if len({placement.policy.within for placement in placements}) > 1:
+    if len({(each.policy.within, each.policy.optimizer_within) for each in placements}) > 1:
         placements = [unsharded(placement) for placement in placements]
         why = [f"{param.name}: not sharded, because its chunks ask for ZeRO inside different groups"]
     held = held_by(param, unsharded(placements[0]))
@@ -306,7 +319,7 @@ def tied_buckets(
 
 def unsharded(placement: ChunkPlacement) -> ChunkPlacement:
     """Return a placement without ZeRO."""
-    return replace(placement, policy=replace(placement.policy, zero=0, within=None))
+    return replace(placement, policy=replace(placement.policy, zero=0, within=None, optimizer_within=None))
 
 
 def placements_by_set(

@@ -164,9 +164,12 @@ def fill_communication(emission: Emission, node: Communication, instr: PendingIn
         case Gather():
             bucket = emission.state.buckets[node.bucket]
             instr.op, instr.payload = "gather", OfBucket(bucket=node.bucket, run=node.run)
-            key: tuple[str, ...] = ("b", node.bucket, node.stream)
-            instr.comm, size = emission.comm(key, lambda: bucket.groups, node.stream)
-            instr.nbytes = gathered_nbytes(bucket) * (size - 1) // size
+            owners = node.run is None and bool(bucket.inside)  # of one shard, after their updates
+            key: tuple[str, ...] = ("owners" if owners else "b", node.bucket, node.stream)
+            groups = bucket.owners if owners else bucket.inside or bucket.groups
+            instr.comm, size = emission.comm(key, lambda: groups, node.stream)
+            gathered = bucket.shard_nbytes if owners else gathered_nbytes(bucket)
+            instr.nbytes = gathered * (size - 1) // size
         case Reduce():
             fill_reduction(emission, node, instr, number)
         case Total():
@@ -258,7 +261,14 @@ def fill_reduction(emission: Emission, node: Reduce, instr: PendingInstr, number
         instr.nbytes = 2 * elements * mine.precision.travel_itemsize * (size - 1) // size
         instr.workspace = cast_workspace(mine, elements)
         return
-    instr.comm, size = emission.comm(("b", node.bucket, node.stream), lambda: bucket.groups, node.stream)
+    if node.owners:
+        key = ("owners", node.bucket, node.stream)
+        instr.comm, size = emission.comm(key, lambda: bucket.owners, node.stream)
+        instr.nbytes = bucket.largest_held * bucket.precision.travel_itemsize * (size - 1) // size
+        instr.workspace = cast_workspace(bucket, bucket.largest_held + bucket.largest_shard)
+        return
+    groups = bucket.inside or bucket.groups
+    instr.comm, size = emission.comm(("b", node.bucket, node.stream), lambda: groups, node.stream)
     elements = bucket.padded if bucket.zero else bucket.numel
     whole = elements * bucket.precision.travel_itemsize * (size - 1) // size
     instr.nbytes = whole if node.scatter else 2 * whole
@@ -284,7 +294,7 @@ def scatter_workspace(bucket: Bucket, node: Reduce, *, flat: bool, given: bool) 
     cast = (bucket.precision.sum_dtype if flat else bucket.dtype) != bucket.precision.travel_dtype
     apart = cast or (not flat and (len(bucket.pieces) > 1 or not given))
     shard = again or bucket.precision.sum_dtype != bucket.precision.travel_dtype
-    elements = (bucket.numel if apart else 0) + (bucket.largest_shard if shard else 0)
+    elements = (bucket.numel if apart else 0) + (bucket.largest_held if shard else 0)
     return elements * bucket.precision.travel_itemsize
 
 

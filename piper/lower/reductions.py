@@ -81,6 +81,11 @@ def final_gradient(bucket: Bucket) -> SlotId:
     return SlotId("grad_shard", bucket.name) if bucket.zero else full_gradient(bucket)
 
 
+def inside_gradient(bucket: Bucket) -> SlotId:
+    """Return the slot of the gradient that is reduced inside a group: the final one, or what owners share."""
+    return SlotId("grad_inside", bucket.name) if bucket.inside else final_gradient(bucket)
+
+
 def writes_flat(state: LoweringState, place: int, value: SlotId) -> bool:
     """Return whether compiled code writes a gradient as one flat tensor, and can add it to one."""
     node = state.sequence[place]
@@ -141,9 +146,10 @@ def reduce_gradient(
     behind: the place after which it is issued.
     """
     scatter = bucket.zero > 0
-    result = final_gradient(bucket)
+    result, final = inside_gradient(bucket), final_gradient(bucket)
     if scatter:
-        edit.values[result] = Slot(nbytes=bucket.largest_shard * bucket.precision.sum_itemsize)
+        edit.values[result] = Slot(nbytes=bucket.largest_held * bucket.precision.sum_itemsize)
+        edit.values[final] = Slot(nbytes=bucket.largest_shard * bucket.precision.sum_itemsize)
     node = Reduce(
         bucket=bucket.name,
         run=pass_at(edit.sequence, place),
@@ -155,11 +161,11 @@ def reduce_gradient(
         origin=bucket.origin,
     )
     edit.after(behind, node, rank=place)
+    outer = replace(node, stream=f"{bucket.reduce_stream}.across", writes=(final,))
+    if last and bucket.inside:
+        edit.after(behind, replace(outer, owners=True, reads=(result,)), rank=place)
     if last and bucket.across:
-        summed = replace(
-            node, scatter=False, across=True, reads=(result,), stream=f"{bucket.reduce_stream}.across"
-        )
-        edit.after(behind, summed, rank=place)
+        edit.after(behind, replace(outer, scatter=False, across=True, reads=(final,)), rank=place)
 
 
 def reduce_once(edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId]) -> None:

@@ -139,7 +139,7 @@ def add_updates(state: LoweringState) -> LoweringState:
                     origin=tuple(dict.fromkeys(n for b in buckets for n in b.origin)),
                 )
             )
-    edit.append(*(gather_updated(bucket) for bucket in trained if bucket.zero in (1, 2)))
+    edit.append(*(gather_updated(bucket) for bucket in trained if bucket.zero in (1, 2) or bucket.inside))
     edit.append(*broadcasts(state))
     size = 24 + 16 * len(outline.metric_names)  # the squared norm, the loss, its weight and the metrics
     edit.values[NORM] = Slot(nbytes=size)

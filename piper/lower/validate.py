@@ -8,7 +8,7 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import ROUTED, Chunk, Tags
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, inputs_from_chunks
-from piper.ir.mesh import DATA, GROUPS, Mesh
+from piper.ir.mesh import REPLICAS, Mesh
 from piper.ir.node import Compute
 from piper.lower.placements import layouts_of, placements_of, spread
 from piper.lower.state import LoweringState
@@ -128,12 +128,21 @@ def check_within(graph: Graph) -> None:
         axes += [f"experts={policy.ways}"] if policy.ways > 1 else []
         facts = {"region": placement.chunk, "devices": show(devices)}
         by = placement.by if policy.origin is None else graph.directives[policy.origin].title
-        if len(devices) % within:
+        owners = policy.optimizer_within or within
+        if len(devices) % within or len(devices) % owners or owners % within:
+            more = "" if owners == within else f", of which optimizer_within={owners} hold several"
             raise ScheduleError(
-                f"{len(devices)} devices cannot form groups of within={within}",
+                f"{len(devices)} devices cannot form groups of within={within}{more}",
                 by=by,
                 facts=facts,
-                hint="choose a divisor of the number of devices",
+                hint="choose a divisor of the number of devices; optimizer_within is a multiple of within",
+            )
+        if owners > within and graph.options[placement.chunk].gather is not None:
+            raise ScheduleError(
+                "parameters are not gathered in fp8 where optimizer_within= shards their state further",
+                by=by,
+                facts=facts,
+                hint="leave optimizer_within out, or gather of precision",
             )
         if within % policy.inner and policy.inner < len(devices):
             raise ScheduleError(
@@ -202,7 +211,7 @@ def check_sets(graph: Graph) -> None:
 
 def same_samples(mesh: Mesh) -> tuple[Devices, ...]:
     """Return the groups of devices that share samples or shard experts together: they are no replicas."""
-    return mesh.distinct_along(*(axis.name for axis in mesh.axes if axis.name in (DATA, GROUPS)))
+    return mesh.distinct_along(*(axis.name for axis in mesh.axes if axis.name in REPLICAS))
 
 
 def check_expert_regions(graph: Graph) -> None:

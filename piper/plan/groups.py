@@ -56,6 +56,7 @@ class ChangedDevices:
             bucket,
             devices=self.devices(bucket.devices),
             groups=self.sets(bucket.groups),
+            inside=self.sets(bucket.inside),
             across=self.sets(bucket.across),
         )
 

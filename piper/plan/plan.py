@@ -89,6 +89,7 @@ class Bucket:
     keep: bool = False  # its gathered parameters and whole gradients stay until their last use in the step
     gathered_as: str = ""  # "fp8": rounded row by row when its shards are gathered; empty: as it is
     origin: tuple[int, ...] = ()  # the directives that made it so
+    inside: tuple[Devices, ...] = ()  # groups that gather parameters, where `groups` share only their updates
     across: tuple[Devices, ...] = ()  # devices of different groups that sum their shards: replicas of groups
     bounds: tuple[int, ...] = ()  # where each shard begins, and the end, in elements. Empty: equal shards
     pieces: tuple[Piece, ...]
@@ -96,6 +97,22 @@ class Bucket:
     @property
     def group_size(self) -> int:
         return len(self.groups[0])
+
+    @property
+    def parts(self) -> int:
+        """Return into how many parts, with an owner each, the shard of parameters on a device is cut."""
+        return self.group_size // len(self.inside[0]) if self.inside else 1
+
+    @property
+    def owners(self) -> tuple[Devices, ...]:
+        """Return the devices that hold the same shard of parameters and update a part of it each."""
+        starts = range(0, self.group_size, self.parts)
+        return tuple(group[start : start + self.parts] for group in self.groups for start in starts)
+
+    def held(self, rank: int) -> tuple[int, int]:
+        """Return where the shard of parameters on a member of a group begins and ends: all parts of it."""
+        first = rank - rank % self.parts
+        return self.shard(first)[0], self.shard(first + self.parts - 1)[1]
 
     @property
     def ways(self) -> int:
@@ -112,6 +129,11 @@ class Bucket:
     def owner(self, piece: Piece) -> int:
         """Return the member of a group whose shard a parameter begins in."""
         return next(rank for rank in range(self.group_size) if piece.offset < self.shard(rank)[1])
+
+    @property
+    def largest_held(self) -> int:
+        """Return the elements of the largest shard of parameters on a device."""
+        return self.largest_shard * self.parts
 
     @property
     def largest_shard(self) -> int:
@@ -158,7 +180,7 @@ class Bucket:
 
     @property
     def shard_nbytes(self) -> int:
-        return self.largest_shard * self.itemsize
+        return self.largest_held * self.itemsize
 
     @property
     def precision(self) -> MixedPrecision:

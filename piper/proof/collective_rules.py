@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from piper.ir.devices import show
+from piper.ir.devices import Devices, show
 from piper.ir.ids import TOTAL, SlotId, param_slot
 from piper.ir.mesh import EXPERTS
 from piper.ir.sharding import Collective
@@ -18,6 +18,7 @@ from piper.proof.symbolic_state import ProgramInstr, SymbolicState
 from piper.proof.symbolic_values import NO_COVER, SymbolicValue, Terms, Value
 
 GATHERED = {"old shard": "old", "new shard": "new", "partly new": "new", "old": "old", "new": "new"}
+JOINED = {"old shard": "old shard", "partly new shard": "new shard", "new shard": "new shard"}  # by owners
 
 
 class CollectiveRules:
@@ -175,7 +176,9 @@ class CollectiveRules:
             if bucket is None or not self.state.is_on(member.program, bucket):
                 self.state.complain(member, f"gathers {name!r}, of which this device holds nothing")
                 continue
-            self._check_replicas(member, comm, bucket)
+            in_place = member.ins.writes == (slot,)
+            among_owners = bool(bucket.inside) and in_place
+            self._check_replicas(member, comm, bucket, bucket.owners if among_owners else ())
             value = slots.get(slot)
             known = value is not None and self.symbols.symbol(value) == SymbolicValue("param", name)
             if member.ins.reads != (slot,) or value is None or not known:
@@ -183,13 +186,14 @@ class CollectiveRules:
                     member, f"gathers {name} from {', '.join(member.ins.reads)}, not from {slot}"
                 )
                 continue
-            in_place = member.ins.writes == (slot,)
-            if len(member.ins.writes) != 1 or not bucket.zero or in_place == (bucket.zero == 3):
+            right = among_owners or in_place != (bucket.zero == 3)
+            known_as = JOINED if among_owners else GATHERED
+            if len(member.ins.writes) != 1 or not bucket.zero or not right or value[1] not in known_as:
                 where = ", ".join(member.ins.writes)
                 self.state.complain(member, f"gathers {name} (zero={bucket.zero}) into {where}")
                 continue
             assert isinstance(value[1], str)
-            slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), GATHERED[value[1]])
+            slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), known_as[value[1]])
         slots_of = self.state.slots
         gathered = {slots_of[m.program].get(m.ins.writes[0]) if m.ins.writes else None for m in members}
         if len(gathered) > 1:
@@ -261,8 +265,14 @@ class CollectiveRules:
             if ins.reads[len(read) :] not in ((), ins.writes):
                 self.state.complain(member, "adds to another slot than it writes")
                 return
-            self._check_replicas(member, comm, bucket)
-            wanted: Value = (self.state.expected.weights(bucket), "whole", ())
+            among_owners = bool(read) and read[0].kind == "grad_inside"
+            self._check_replicas(member, comm, bucket, bucket.owners if among_owners else ())
+            result = "grad_inside" if bucket.inside and not among_owners else "grad_shard"
+            if ins.writes[0].kind != result:
+                self.state.complain(member, f"scatters into {ins.writes[0]}; it should be a {result}")
+                return
+            about = "inside" if among_owners else "whole"
+            wanted: Value = (self.state.expected.weights(bucket), about, ())
             terms = self._terms_read(member, read, wanted)
             if terms is None:
                 return
@@ -270,7 +280,8 @@ class CollectiveRules:
         for member, terms in zip(members, self.summed(comm, members, given), strict=True):
             slots, ins = self.state.slots[member.program], member.ins
             bucket = self.state.plans.buckets[bucket_named(ins)]
-            wanted = (self.state.expected.weights(bucket), "shard", ())
+            about = "inside" if ins.writes[0].kind == "grad_inside" else "shard"
+            wanted = (self.state.expected.weights(bucket), about, ())
             if ins.reads[-1:] == ins.writes:
                 before = self._terms_read(member, ins.writes, wanted)
                 if before is None:
@@ -345,6 +356,10 @@ class CollectiveRules:
                 self.state.check_groups(member, comm, f"replicas {writers[0].name}", replicas)
                 slots[slot] = (value[0], "first", value[2])
 
-    def _check_replicas(self, member: ProgramInstr, comm: Comm | None, bucket: Bucket) -> None:
+    def _check_replicas(
+        self, member: ProgramInstr, comm: Comm | None, bucket: Bucket, owners: tuple[Devices, ...] = ()
+    ) -> None:
         if comm is not None:
-            self.state.check_groups(member, comm, f"bucket {bucket.name}", lambda: bucket.groups)
+            whose = f"{'owners' if owners else 'bucket'} {bucket.name}"
+            wanted = owners or bucket.inside or bucket.groups
+            self.state.check_groups(member, comm, whose, lambda: wanted)

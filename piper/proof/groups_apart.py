@@ -12,7 +12,7 @@ from piper.ir.ids import param_slot, state_slot
 from piper.plan.groups import ChangedDevices, of_first_group
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Plans
-from piper.proof.local_rules import UPDATED
+from piper.proof.local_rules import updated_versions
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState
 from piper.proof.symbolic_values import SymbolicValue
 
@@ -89,7 +89,7 @@ class AverageRule:
             self.state.complain(at, f"averages {read} into {written}; it should average one trained bucket")
             return None
         value = self.state.slots[at.program].get(param_slot(owner))
-        updated = self.state.value(SymbolicValue("param", owner), UPDATED[bucket.zero][1])
+        updated = self.state.value(SymbolicValue("param", owner), updated_versions(bucket)[1])
         if params and value != updated:
             self.state.mismatch(at, param_slot(owner), value, updated)
         if (at.ins.op, at.program, owner) in self.done:

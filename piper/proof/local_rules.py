@@ -21,6 +21,12 @@ UPDATED = {
 }
 
 
+def updated_versions(bucket: Bucket) -> tuple[str, str]:
+    """Return the versions of a bucket's parameters before and after its update. Owners update a part each."""
+    before, after = UPDATED[bucket.zero]
+    return before, f"partly {after}" if bucket.inside else after
+
+
 class LocalRules:
     """Runs the instructions of one program that need no other program."""
 
@@ -358,7 +364,7 @@ class LocalRules:
                 state.complain(at, f"updates {written}, which this device must not train")
                 continue
             self.check_final(at, slot, bucket)
-            before, after = UPDATED[bucket.zero]
+            before, after = updated_versions(bucket)
             symbol = SymbolicValue("param", bucket.name)
             if slots.get(written) != state.value(symbol, before):
                 contents = self.symbols.describe(slots.get(written))

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from piper.ir.mesh import EXPERTS, GROUPS, Axis, Mesh
+from piper.ir.mesh import EXPERTS, GROUPS, OWNERS, Axis, Mesh
 from piper.ir.sharding import AxisPlacement, Shard, Sharding, refined, shardings_on
 
+OUTER = (OWNERS, GROUPS)  # axes along which devices hold the same shard of ZeRO
 Numbering = tuple[tuple[Axis, int], ...]
 # ^ of the shards that devices with the same samples hold: for each axis, what a step along it adds
 
@@ -47,6 +48,7 @@ class Holding:
     experts: int  # over how many slices of the samples the experts are sharded
     distinct: tuple[Axis, ...]  # devices that differ along one of these do not add their gradients
     across: tuple[Axis, ...] = field(default=(), compare=False)  # under ZeRO they add them shard by shard
+    owners: tuple[Axis, ...] = field(default=(), compare=False)  # and keep a part of each shard
 
     @property
     def slices(self) -> int:
@@ -63,7 +65,7 @@ def holding(mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> Holding:
     summed = {each.axis for each in placements if each.partial} - sharded
     own = [axis for axis in mesh.sharing if axis.name not in summed]
     apart = [axis for axis in mesh.axes if axis in own or axis.name in sharded]
-    shards = math.prod(axis.degree for axis in mesh.axes if axis not in apart and axis.name != GROUPS)
+    shards = math.prod(axis.degree for axis in mesh.axes if axis not in apart and axis.name not in OUTER)
     return Holding(
         shardings=in_any_order(shardings),
         own=numbering(mesh, axes=own),
@@ -72,4 +74,5 @@ def holding(mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> Holding:
         experts=math.prod(each.degree for each in placements if each.axis == EXPERTS),
         distinct=tuple(apart),
         across=tuple(axis for axis in mesh.axes if axis.name == GROUPS and shards > 1),
+        owners=tuple(axis for axis in mesh.axes if axis.name == OWNERS and shards > 1),
     )

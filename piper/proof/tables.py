@@ -44,7 +44,9 @@ def shard_problems(plans: Plans, whole: bool) -> Iterator[str]:
         bounds = bucket.bounds
         if not bounds and not (whole and bucket.zero and bucket.trainable):
             continue
-        if len(bounds) != bucket.group_size + 1 or list(bounds) != sorted(bounds):
+        if bucket.inside:
+            yield f"{bucket.name} has uneven shards, of which owners cannot have equal parts"
+        elif len(bounds) != bucket.group_size + 1 or list(bounds) != sorted(bounds):
             yield f"{bucket.name} has no shard for each of its {bucket.group_size} replicas"
         elif (bounds[0], bounds[-1]) != (0, bucket.numel):
             yield f"the shards of {bucket.name} hold {bounds[0]} to {bounds[-1]} of {bucket.numel} elements"
@@ -165,9 +167,16 @@ def group_problems(
         if holding.distinct and apart:
             yield f"{bucket.name} holds {name}, which is sharded, on other devices than its chunks"
         across = holding.across if bucket.zero else ()
-        groups = groups_apart(bucket.devices, (*holding.distinct, *across))
+        owners = holding.owners if bucket.zero else ()
+        apart_along = (*holding.distinct, *across)
+        groups = groups_apart(bucket.devices, apart_along, *owners)
+        inside = groups_apart(bucket.devices, (*apart_along, *owners)) if owners and bucket.zero == 3 else ()
         summed = groups_along(bucket.devices, across) if across else ()
-        for how, reduces, wanted in (("within", bucket.groups, groups), ("across", bucket.across, summed)):
+        for how, reduces, wanted in (
+            ("within", bucket.groups, groups),
+            ("inside", bucket.inside, inside),
+            ("across", bucket.across, summed),
+        ):
             if reduces != wanted:
                 here, should = (" and ".join(map(show, some[:4])) for some in (reduces, wanted))
                 yield f"{bucket.name} reduces {how} {here or 'none'}; it should be {should or 'none'}"

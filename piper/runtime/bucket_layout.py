@@ -34,6 +34,7 @@ class Layout:
         self.length = bucket.padded if self.sharded else bucket.numel
         self.start, self.stop = bucket.shard(self.rank) if self.sharded else (0, self.length)
         self.shard = self.stop - self.start if self.sharded else bucket.padded // bucket.group_size
+        self.held = bucket.held(self.rank) if bucket.zero == 3 else (0, self.length)  # of the parameters
         shards = map(bucket.shard, range(bucket.group_size))
         self.shards = [stop - start for start, stop in shards] if bucket.bounds else None  # if they differ
         self.shapes = [piece.shape for piece in bucket.pieces]
@@ -93,7 +94,7 @@ class Layout:
     def scatter(self, group: Group, flat: Tensor) -> Tensor:
         """Return this device's shard of the sum of every member's flat bucket."""
         if self.shards is None:
-            return group.reduce_scatter(flat, self.shard)
+            return group.reduce_scatter(flat, self.shard * self.bucket.parts)
         return group.reduce_scatter_uneven(flat, self.shards)
 
     def local(self, value: Tensor, index: int) -> Tensor:

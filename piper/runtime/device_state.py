@@ -39,9 +39,9 @@ class BucketState:
         self.bucket, self.layout = bucket, Layout(bucket, device)
         layout, dtype = self.layout, getattr(torch, bucket.dtype)
         sharded = bucket.zero == 3
-        begin, end = (layout.start, layout.stop) if sharded else (0, layout.length)
+        begin, end = layout.held
         self.flat = torch.zeros(end - begin, dtype=dtype, device=setup.device)
-        self.own = self.flat if sharded else layout.owned(self.flat)
+        self.own = self.flat[layout.start - begin : layout.stop - begin]
         self.master: Tensor | None = None
         if bucket.has_master and away is not None:
             self.buffer = away.take(4 * len(self.own), setup.device)  # pinned as long as it is held

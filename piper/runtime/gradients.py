@@ -83,6 +83,11 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
     value = next((env.at(slot) for slot in ins.reads if slot != ins.writes[0]), None)
     device = env.setup.device
 
+    def run_among_owners() -> None:  # each gets the part that it updates
+        assert value is not None, "a shard is reduced inside its group before"
+        whole = cast(Tensor, slots[value]).to(layout.travels)
+        slots[target] = group.reduce_scatter(whole, layout.shard).to(layout.sums)
+
     def run() -> None:
         if value is None:  # no microbatch of this device gives a gradient: it adds nothing
             flat = torch.zeros(layout.bucket.numel, dtype=layout.travels, device=device)
@@ -94,7 +99,7 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
         else:
             slots[target] = shard.to(layout.sums)
 
-    return run
+    return run_among_owners if ins.reads[0].kind == "grad_inside" != ins.writes[0].kind else run
 
 
 def flat_of(value: object, layout: Layout) -> Tensor:
@@ -122,8 +127,9 @@ def gather(env: Env, ins: Instr) -> Bound:
     group, layout = env.group(ins), env.layouts[ins.bucket]
     holding = env.state.holdings[ins.bucket]
     slots, target = env.slots, env.at(ins.writes[0])
-    own, whole = holding.own, holding.flat
-    narrow = layout.bucket.gathered_as and ins.reads != ins.writes
+    whole, updated = holding.flat, ins.reads == ins.writes
+    own = holding.own if updated else whole  # what this device has updated, or all that it holds
+    narrow = layout.bucket.gathered_as and not updated
     gather_into = gather_in_fp8(layout, group, own) if narrow else partial(layout.gather, group, own)
 
     def gather_whole() -> None:
@@ -134,7 +140,7 @@ def gather(env: Env, ins: Instr) -> Bound:
     def gather_updated() -> None:
         gather_into(whole)
 
-    return gather_updated if ins.reads == ins.writes else gather_whole
+    return gather_updated if updated else gather_whole
 
 
 def norm(env: Env, ins: Instr) -> Bound:

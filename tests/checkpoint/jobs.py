@@ -62,6 +62,9 @@ def strategy(name: str, stages: int) -> list[Directive]:
         "dp4-zero1": dp(4, zero=1),
         "dp4-zero2": dp(4, zero=2),
         "dp4-groups-zero3": [replicate(at(), [*range(4)], zero=3, within=2, bucket_mb=0.02)],
+        "dp4-owners-zero3": [
+            replicate(at(), [*range(4)], zero=3, within=2, optimizer_within=4, bucket_mb=0.02)
+        ],
         "pp": [*(place(at(PP=stage), [stage]) for stage in range(stages)), split(at(), parts=4)],
         "pp2-dp2-zero0": pp2_dp2(stages, 0),
         "pp2-dp2-zero1": pp2_dp2(stages, 1),

@@ -32,6 +32,7 @@ SAME = [
     ("mlp", "pp2-dp2-zero0", "sgd"),
     ("dropout", "pp2-dp2-zero3", "adamw"),
     ("decoder", "dp4-groups-zero3", "adamw"),
+    ("mlp", "dp4-owners-zero3", "bf16"),
 ]
 OTHER = [
     ("decoder", "pp2-dp2-zero3", "dp4", "adamw"),
@@ -43,6 +44,8 @@ OTHER = [
     ("frozen", "pp2-dp2-zero3", "dp4-zero1", "adamw"),
     ("decoder", "dp4-groups-zero3", "pp2-dp2-zero3", "adamw"),
     ("mlp", "dp4-zero2", "dp4-groups-zero3", "nadam"),
+    ("decoder", "dp4-owners-zero3", "pp2-dp2-zero3", "adamw"),
+    ("mlp", "dp4-groups-zero3", "dp4-owners-zero3", "nadam"),
     ("moe", "pp2-ep2-zero3", "ep4", "adamw"),
     ("moe", "ep4", "ep2-dp4-zero2", "adamw"),
     ("moe", "ep2-dp4-zero2", "pp2-ep2-zero3", "adamw"),

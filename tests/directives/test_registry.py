@@ -46,7 +46,7 @@ def test_the_json_form_follows_the_fields() -> None:
             "filter": True, "devices": True, "shard_optimizer": False, "shard_grads": False, "shard_params": False,
             "bucket_size": False, "reduce_stream": False, "gather_stream": False, "reduce": False,
             "keep": False,
-            "within": False,
+            "within": False, "optimizer_within": False,
         },
         "shard": {"filter": True, "devices": True, "ways": False, "stream": False},
         "split": {"filter": True, "num_microbatches": True, "dim_name": False},

@@ -30,10 +30,12 @@ class Cell:
     bucket_mb: float | None = None
     keep: str = "use"
     within: int | None = None  # devices of a group for ZeRO
+    optimizer_within: int | None = None  # and of one that shares the optimizer's state
 
     def __str__(self) -> str:
         text = f"{self.case}-{self.schedule}-dp{self.dp}-zero{self.zero}-mb{self.parts}"
         text += f"-within{self.within}" if self.within else ""
+        text += f"-owners{self.optimizer_within}" if self.optimizer_within else ""
         return text + (f"-ways{self.ways}" if self.ways > 1 else "") + ("-clip" if self.clip else "")
 
 
@@ -128,6 +130,7 @@ def on_rank(cell: Cell, stage: int, parts: range | None, rank: int) -> Iterator[
         bucket_mb=cell.bucket_mb,
         keep=cell.keep,
         within=cell.within,
+        optimizer_within=cell.optimizer_within,
     )
     if cell.ways > 1:
         experts = at(PP=stage, EP="*") if parts is None else at(PP=stage, EP="*", MB=parts)

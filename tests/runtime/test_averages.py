@@ -44,7 +44,7 @@ TENSOR = [
 
 
 WITHIN = [  # two groups that train apart, each of two groups that shard the same
-    replicate(at(), devices=range(8), zero=3, within=2),
+    replicate(at(), devices=range(8), zero=3, within=2, optimizer_within=4),
     average(at(), across=[0, 4], every=2),
 ]
 

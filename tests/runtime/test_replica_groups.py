@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,18 @@ def differs(made: Program, case: str = "mlp", rows: int = 8, forks: ForkServer |
     )
 
 
+def across_groups(plans: Plans) -> int:
+    """The bytes that each of four devices sends to devices of the other pair, without the totals."""
+    (plan,) = plans
+    return sum(
+        ins.nbytes
+        for ins in plan.instrs
+        if ins.comm is not None
+        and ins.op != "total"
+        and any({device // 2 for device in group} == {0, 1} for group in plans.comms[ins.comm].groups)
+    )
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_plain_pytorch_gives_the_same_numbers(zero: int, parts: int) -> None:
@@ -80,23 +93,41 @@ def test_plain_pytorch_gives_the_same_numbers(zero: int, parts: int) -> None:
     assert differs(program(groups)) < 1e-9
 
 
-def test_processes_give_the_numbers_of_plain_pytorch(forks: ForkServer) -> None:
-    groups = [replicate(at(), FOUR, zero=3, within=2), split(at(), parts=2)]
+@pytest.mark.parametrize(("devices", "within", "owners"), [(4, 2, 4), (8, 2, 4), (8, 2, 8), (8, 4, 8)])
+def test_plain_pytorch_gives_the_numbers_of_state_sharded_further(
+    devices: int, within: int, owners: int
+) -> None:
+    further = replicate(at(), range(devices), zero=3, within=within, optimizer_within=owners)
+    assert differs(program([further, split(at(), parts=2)], rows=16), rows=16) < 1e-9
+
+
+@pytest.mark.parametrize("owners", [None, 4])
+def test_processes_give_the_numbers_of_plain_pytorch(forks: ForkServer, owners: int | None) -> None:
+    groups = [replicate(at(), FOUR, zero=3, within=2, optimizer_within=owners), split(at(), parts=2)]
     assert differs(program(groups), forks=forks) < 1e-9
+
+
+def test_the_state_is_sharded_over_all_and_parameters_inside_groups() -> None:
+    """A device holds 1/4 of the state and 1/2 of the parameters, and sends no more across groups."""
+    flat, groups, further = (
+        program([replicate(at(), FOUR, zero=3, **asked), split(at(), parts=2)]).plans
+        for asked in ({}, {"within": 2}, {"within": 2, "optimizer_within": 4})
+    )
+    sizes = [
+        {kind: sum(slot.nbytes for name, slot in plans.plans[0].residents.items() if name.kind == kind)
+         for kind in ("param", "state")}
+        for plans in (flat, groups, further)
+    ]  # fmt: skip
+    assert sizes[2] == {"param": sizes[1]["param"], "state": sizes[0]["state"]}
+    assert 2 * sizes[0]["param"] == sizes[1]["param"] and 2 * sizes[0]["state"] == sizes[1]["state"]
+    assert across_groups(further) == across_groups(groups)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_only_the_bytes_of_shards_travel_across_groups(zero: int) -> None:
     """An all-reduce of two sends as many bytes as it sums: each element of a shard once a step."""
     plans = program([replicate(at(), FOUR, zero=zero, within=2), split(at(), parts=2)]).plans
-    (plan,) = plans
-    across = sum(
-        ins.nbytes
-        for ins in plan.instrs
-        if ins.comm is not None
-        and ins.op != "total"
-        and any({device // 2 for device in group} == {0, 1} for group in plans.comms[ins.comm].groups)
-    )
+    across = across_groups(plans)
     shards = sum(bucket.padded // 2 * bucket.itemsize for bucket in plans.buckets.values())
     assert across == shards
     numel = sum(bucket.numel for bucket in plans.buckets.values())
@@ -119,6 +150,12 @@ CELLS = [
     Cell(case="moe", schedule="none", dp=4, zero=3, within=2, ways=2, rows=1),  # experts fill a group
     Cell(case="moe", schedule="none", dp=4, zero=3, within=2, ways=4, rows=1),  # and all devices
     Cell(case="moe", schedule="1f1b", dp=8, zero=2, within=4, ways=2, rows=1, clip=0.3),
+    Cell(case="decoder", schedule="1f1b", dp=4, zero=3, within=2, optimizer_within=4, rows=1, clip=0.3),
+    Cell(case="mlp", schedule="dualpipe", dp=4, zero=3, within=2, optimizer_within=4, parts=4, rows=1),
+    Cell(case="mlp", schedule="dualpipe", dp=4, zero=3, within=2, optimizer_within=8, parts=4, rows=1),
+    Cell(case="frozen", schedule="zero-bubble", dp=4, zero=3, within=2, optimizer_within=4, rows=1),
+    Cell(case="moe", schedule="none", dp=8, zero=3, within=4, optimizer_within=8, ways=2, rows=1),
+    Cell(case="moe", schedule="none", dp=4, zero=3, within=2, optimizer_within=4, ways=2, rows=1, clip=0.3),
 ]
 
 
@@ -129,9 +166,9 @@ def test_compositions_give_the_numbers_of_one_device(shared: Shared, cell: Cell)
     assert report.ok, report
 
 
-def tensor_groups(model: divided.Model) -> list[Directive]:
+def tensor_groups(model: divided.Model, owners: int | None = None) -> list[Directive]:
     """Groups of four devices: pairs divide the weights, and ZeRO shards over two pairs."""
-    groups = [replicate(at(), range(8), zero=3, within=4)]
+    groups = [replicate(at(), range(8), zero=3, within=4, optimizer_within=owners)]
     return [*groups, *divided.tensor(model, dp=4, between=model.between), split(at(), parts=2)]
 
 
@@ -156,8 +193,13 @@ def expert_groups(model: divided.Model) -> list[Directive]:
 
 @pytest.mark.parametrize(
     ("model", "strategy"),
-    [("decoder", tensor_groups), ("decoder", context_groups), ("moe", expert_groups)],
-    ids=["tensor", "context", "experts"],
+    [
+        ("decoder", tensor_groups),
+        ("decoder", partial(tensor_groups, owners=8)),
+        ("decoder", context_groups),
+        ("moe", expert_groups),
+    ],
+    ids=["tensor", "owners", "context", "experts"],
 )
 def test_sharded_regions_give_the_numbers_of_one_device(
     shared: Shared, model: str, strategy: Callable[[divided.Model], list[Directive]]
@@ -173,6 +215,14 @@ def test_sharded_regions_give_the_numbers_of_one_device(
         ([replicate(at(), FOUR, within=2)], "within= without ZeRO: there is nothing to shard inside a group"),
         ([replicate(at(), FOUR, zero=3, within=3)], "4 devices cannot form groups of within=3"),
         (
+            [replicate(at(), range(12), zero=3, within=4, optimizer_within=6)],
+            "12 devices cannot form groups of within=4, of which optimizer_within=6 hold several",
+        ),
+        (
+            [replicate(at(), FOUR, zero=2, within=2, optimizer_within=4)],
+            "optimizer_within= shards the state beyond the groups of within=, under zero=3",
+        ),
+        (
             [replicate(at(), range(8), zero=3, within=2), shard(at(EP="*"), range(8), ways=4)],
             "within=2 would cut groups of 4 devices apart",
         ),
@@ -187,6 +237,24 @@ def test_groups_that_cannot_be_are_refused(strategy: list[Directive], what: str)
     with pytest.raises(ScheduleError) as raised:
         program(strategy, "moe")
     assert what in str(raised.value), raised.value
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_refused_where_their_update_is_shared() -> None:
+    further = program([replicate(at(), FOUR, zero=3, within=2, optimizer_within=4)]).job
+    with pytest.raises(ScheduleError, match="cannot share their update beyond within="):
+        compile(replace(further, optimizer=lambda params: torch.optim.Adafactor(params)), device="cpu")
+
+
+def test_the_proof_finds_parameters_whose_parts_are_not_gathered() -> None:
+    made = program([replicate(at(), FOUR, zero=3, within=2, optimizer_within=4), split(at(), parts=2)])
+    prove_values(made.plans, made.graph)
+    assert read_plans(show_plans(made.plans)) == made.plans
+    (plan,) = made.plans
+    for word in ("for update", "over owners"):
+        less = replace(plan, instrs=tuple(ins for ins in plan.instrs if word not in ins.node))
+        assert len(less.instrs) < len(plan.instrs)
+        with pytest.raises(ProofError):
+            prove_values(replace(made.plans, plans=(less,)), made.graph)
 
 
 def test_the_proof_finds_shards_that_are_not_summed_across_groups() -> None:
