@@ -110,8 +110,10 @@ def test_processes_give_the_numbers_of_plain_pytorch(forks: ForkServer, owners: 
 def test_the_state_is_sharded_over_all_and_parameters_inside_groups() -> None:
     """A device holds 1/4 of the state and 1/2 of the parameters, and sends no more across groups."""
     flat, groups, further = (
-        program([replicate(at(), FOUR, zero=3, **asked), split(at(), parts=2)]).plans
-        for asked in ({}, {"within": 2}, {"within": 2, "optimizer_within": 4})
+        program(
+            [replicate(at(), FOUR, zero=3, within=within, optimizer_within=owners), split(at(), parts=2)]
+        ).plans
+        for within, owners in ((None, None), (2, None), (2, 4))
     )
     sizes = [
         {kind: sum(slot.nbytes for name, slot in plans.plans[0].residents.items() if name.kind == kind)
