@@ -154,12 +154,15 @@ def print_programs(program: "Program", console: Console) -> None:
 
 
 def bytes_by_kind(program: "Program") -> dict[str, int]:
-    """Return the bytes sent in a step over all devices, by operation."""
+    """Return the bytes sent in a step over all devices, by operation: of averages, in the mean of steps."""
     total: dict[str, int] = {}
+    asked = program.plans.averaging
     for plan in program.plans:
         for ins in plan.instrs:
             if ins.comm is not None and ins.op != "recv":
                 total[ins.does] = total.get(ins.does, 0) + ins.nbytes * len(plan.devices)
+    if asked is not None and "average" in total:
+        total["average"] = total["average"] * max(1, asked.overlap) // asked.every
     return total
 
 
