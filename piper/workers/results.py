@@ -61,13 +61,14 @@ def result_of(plans: Plans, outline: CapturedModel, sums: Sums) -> StepResult:
 
 
 def sums_over_groups(plans: Plans, answers: Mapping[int, Sums]) -> Sums:
-    """Return the sums of a step from those that each device answers: over all groups that train apart.
+    """Return the sums of a step from those that devices answer: over all groups that train apart.
 
     The squared norm is the mean of theirs, each scaled by the weight of its group.
     """
     if plans.averaging is None:
-        return answers[plans.devices[0]]
-    each = [answers[group[0]] for group in plans.averaging.groups]
+        return next(iter(answers.values()))
+    groups = {plans.place_in_group(device)[0]: sums for device, sums in answers.items()}
+    each = [groups[group] for group in sorted(groups)]  # all, but where a device runs alone
     weight, count = sum(sums.weight for sums in each), len(each)
     scale = [weight / sums.weight if plans.weighted and sums.weight else 1.0 for sums in each]
     return Sums(
