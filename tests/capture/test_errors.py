@@ -335,6 +335,9 @@ def test_a_number_that_counts_calls() -> None:
     assert refusal(model=model) == lines(LEFT_BEHIND, "  changed: 1.calls (1)", IN_A_BUFFER)
 
 
+@pytest.mark.xfail(
+    torch.__version__.startswith("2.11."), reason="Dynamo of torch 2.11 refuses it in its words"
+)
 def test_a_number_of_a_class() -> None:
     class Shared:
         calls = 2
