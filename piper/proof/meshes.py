@@ -39,12 +39,15 @@ def in_any_order(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """How the devices of a region hold a parameter, before ZeRO, and which gradients are summed."""
+    """How the devices of a region hold a parameter, before ZeRO, and which gradients are summed.
+
+    Regions that share a parameter must agree in all that is compared; in each, other axes may hold terms.
+    """
 
     shardings: tuple[Sharding, ...]
     own: Numbering  # axes along which each device has the whole gradient of what it holds
-    summed: Numbering  # axes along which each device has a term of it
-    shared: int  # devices that share their samples
+    summed: Numbering = field(compare=False)  # axes along which each device has a term of it
+    shared: int = field(compare=False)  # devices that share their samples
     experts: int  # over how many slices of the samples the experts are sharded
     distinct: tuple[Axis, ...]  # devices that differ along one of these do not add their gradients
     across: tuple[Axis, ...] = field(default=(), compare=False)  # under ZeRO they add them shard by shard

@@ -1,5 +1,6 @@
 """Regions next to each other that are sharded along different axes, or over other numbers of devices."""
 
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import pytest
@@ -14,6 +15,7 @@ from piper.run.launch import launch_inline
 
 CONFIG = decoder.Config(vocab=32, dim=16, layers=2, heads=4, kv_heads=4, head_dim=4, hidden=32, stages=2)
 FIELDS = {"tokens": 1, "labels": 1}
+TIED = replace(CONFIG, tied=True)
 LEFT, RIGHT, FOUR = [0, 1], [2, 3], [4, 5, 6, 7]
 
 
@@ -30,6 +32,16 @@ def tensor(stage: int, devices: list[int], between: int | None = None) -> Direct
 def context(stage: int, devices: list[int], ways: int = 2, balance: str | None = None) -> Directive:
     how = "gather" if balance else "ring"
     return shard(at(PP=stage), devices, ways=ways, axis="CP", batch=FIELDS, attention=how, balance=balance)
+
+
+def run(strategy: list[Directive], config: decoder.Config = CONFIG) -> None:
+    known = captured() if config is CONFIG else None
+    schedule = piper.schedules.one_f_one_b(2, 2)
+    one_set = len({directive.devices[0] for directive in strategy if hasattr(directive, "devices")}) == 1
+    split = [piper.split(at(), parts=2), *([] if one_set else schedule)]
+    program = piper.compile(job([*strategy, *split], config), device="cpu", captured=known)
+    report = check(program, launch_inline, data())
+    assert report.ok, report
 
 
 def job(strategy: list[Directive], config: decoder.Config = CONFIG) -> piper.Job:
@@ -74,11 +86,30 @@ QUICK = ("context, then one device", "sequence, then samples", "context, then te
     "mix", [mix if mix in QUICK else pytest.param(mix, marks=pytest.mark.slow) for mix in MIXES]
 )
 def test_regions_sharded_in_different_ways_give_the_numbers_of_one_device(mix: str) -> None:
-    schedule = [] if mix == "one set of devices" else piper.schedules.one_f_one_b(2, 2)
-    strategy = [*MIXES[mix], piper.split(at(), parts=2), *schedule]
-    program = piper.compile(job(strategy), device="cpu", captured=captured())
-    report = check(program, launch_inline, data())
-    assert report.ok, report
+    run(MIXES[mix])
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        "context, then tensor",
+        *(pytest.param(mix, marks=pytest.mark.slow) for mix in MIXES if mix not in QUICK),
+        pytest.param("another degree", marks=pytest.mark.slow),
+    ],
+)
+def test_a_tied_weight_of_regions_sharded_in_different_ways(mix: str) -> None:
+    """Each region holds it whole and uses its slice: the gradients of all are terms of one sum."""
+    run(MIXES[mix], TIED)
+
+
+def test_a_tied_weight_that_one_region_alone_uses_in_a_sharded_way_is_refused() -> None:
+    weights = {"*attention.q|*attention.k|*attention.v|*ffn.gate|*ffn.up": 0, "*attention.out|*ffn.down": 1}
+    strategy = [
+        shard(at(PP=0), LEFT, axis="TP", weights=weights),
+        shard(at(PP=1), RIGHT, axis="TP", weights=weights, between=1),
+    ]
+    with pytest.raises(piper.ScheduleError, match=r"embedding\.weight is a sum along TP in one region"):
+        piper.compile(job(strategy, TIED), device="cpu")
 
 
 def test_values_are_gathered_where_they_leave_for_another_mesh() -> None:
@@ -87,3 +118,11 @@ def test_values_are_gathered_where_they_leave_for_another_mesh() -> None:
     first = [chunk for chunk in program.outline.chunks if dict(chunk.tags)["PP"] == 0 and chunk.collective]
     assert first[-1].collective is not None
     assert (first[-1].collective.op, first[-1].collective.back) == ("all_gather", "slice")
+
+
+def test_values_are_sliced_where_they_arrive_from_another_mesh() -> None:
+    """The first collective of the second stage takes each device's slice; its backward is the gather."""
+    program = piper.compile(job(MIXES["tensor, then context"]), device="cpu", captured=captured())
+    second = [chunk for chunk in program.outline.chunks if dict(chunk.tags)["PP"] == 1 and chunk.collective]
+    assert second[0].collective is not None
+    assert (second[0].collective.op, second[0].collective.back) == ("slice", "all_gather")

@@ -14,6 +14,7 @@ class AxisSharding:
     axis: str
     degree: int
     weights: Mapping[str, Shard] = field(default_factory=dict)  # by parameter name
+    shared: Mapping[str, Shard] = field(default_factory=dict)  # weights that other regions read whole
     batch: Mapping[str, Shard] = field(default_factory=dict)  # by field
     between: int | None = None  # the dimension along which activations between sharded work are sharded
     attention: str = "gather"

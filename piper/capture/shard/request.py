@@ -1,7 +1,7 @@
 """What `shard` over an axis asks of a captured model, and the model as one device then computes it."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -128,6 +128,7 @@ def _sharded_once(
         return a in meshes and b in meshes and meshes[a] == meshes[b]
 
     forward = shard_forward(recording, sharding, meshes.__contains__, peers)
+    _check_gradients(request, [each for each in parameters if each.name in used], forward.summed)
     shards = forward.sharding.weights
     sharded = tuple(
         replace(
@@ -151,6 +152,20 @@ def _along(request: Request, shard: Shard | None, partial: bool) -> tuple[AxisPl
         return (AxisPlacement(axis=axis, degree=degree, placement=shard or REPLICATE, partial=partial),)
     own = AxisPlacement(axis=axis, degree=degree // shard.copies, placement=Shard(shard.dim))
     return AxisPlacement(axis=copies_along(axis), degree=shard.copies, partial=True), own
+
+
+def _check_gradients(request: Request, parameters: Iterable[Parameter], summed: Collection[str]) -> None:
+    """Refuse a tied parameter whose gradient is a sum along an axis in one region and whole in another."""
+    for parameter in parameters:
+        for held in parameter.placements:
+            if held.axis == request.axis and held.partial != (parameter.name in summed):
+                raise ScheduleError(
+                    f"the gradient of the tied parameter {parameter.name} is a sum along {held.axis} in one "
+                    "region and whole in another",
+                    by=request.by,
+                    facts={"degrees": f"{held.degree} and {request.degree}"},
+                    hint="shard the regions that share it alike, or name it in weights= in each",
+                )
 
 
 def _parameters_of(recording: Recording, regions: Iterable[Tags]) -> set[str]:

@@ -42,6 +42,7 @@ def shard_forward(
     sharding = replace(sharding, weights=_with_biases(recording, sharding.weights, sharding.degree))
     regions = find_regions(recording, simplify(recording))
     region_of: Mapping[fx.Node, Tags] = regions.region_of
+    sharding = _with_shared(recording, sharding, region_of, inside)
     marked: frozenset[str] = frozenset()
     while True:
         sharder = Sharder(recording, sharding, rules(), by_family, region_of.get, inside, peers, marked)
@@ -66,6 +67,27 @@ def shard_forward(
         bundles=sharder.bundles,
     )
     return ShardedForward(recording=own, sharding=sharding, summed=frozenset(sharder.summed))
+
+
+def _with_shared(
+    recording: Recording,
+    sharding: AxisSharding,
+    region_of: Mapping[fx.Node, Tags],
+    inside: Callable[[Tags], bool],
+) -> AxisSharding:
+    """Keep the weights whole that regions read which this directive does not shard: tied ones."""
+    shared = {
+        origin.name
+        for node, origin in recording.origins.items()
+        if isinstance(origin, FromParameter)
+        and any(user in region_of and not inside(region_of[user]) for user in node.users)
+    }
+    weights = sharding.weights.items()
+    return replace(
+        sharding,
+        weights={name: shard for name, shard in weights if name not in shared},
+        shared={name: shard for name, shard in weights if name in shared},
+    )
 
 
 PRODUCTS = {

@@ -6,7 +6,8 @@ summed: it *varies*. A value goes from the first kind to the second through a co
 sums its gradient. A parameter goes without one, because its bucket takes the sum.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, fx
@@ -46,6 +47,11 @@ class Sharder(LocalGraph):
         self.inside, self.peers, self.marked = inside, peers, marked
         self.summed: set[str] = set()  # parameters whose gradient is a sum over the group
         self.same: set[str] = set()  # parameters whose gradient is the same on every device
+        self.lengths = [
+            (sharding.batch[origin.field], self.shape(node)[sharding.batch[origin.field].dim])
+            for node, origin in recording.origins.items()
+            if isinstance(origin, Batch) and origin.field in sharding.batch
+        ]  # of the fields that are sharded
         self.moved: dict[tuple[object, ...], fx.Node] = {}
         self.unsharded: dict[fx.Node, fx.Node] = {}  # of fields that some regions load whole
         self.leaders: dict[Tags | None, fx.Node] = {}  # of each region one node, for all its readers
@@ -97,7 +103,7 @@ class Sharder(LocalGraph):
         origin = self.recording.origins.get(node)
         if isinstance(origin, Batch) and isinstance(have, Shard) and self._is_outside():
             return self._unsharded(node)
-        same = have == want == REPLICATE and not varies and self.trains(local)
+        same = have == want == REPLICATE and not (varies or self._is_outside()) and self.trains(local)
         if isinstance(origin, FromParameter) and same:
             self.same.add(origin.name)  # every device reads it for the same work
         if have == want and not (isinstance(want, Replicate) and varies and self._must_vary(node, local)):
@@ -205,7 +211,8 @@ class Sharder(LocalGraph):
             elif node.op == "call_function":
                 self.node = node
                 written = [(source, self.local[source]) for source in writes(node)]
-                self._operation(node)
+                with self._own_slices(node):
+                    self._operation(node)
                 for source, local in written:
                     self._check_write(node, source, local)
         for result in self.recording.results:
@@ -216,6 +223,41 @@ class Sharder(LocalGraph):
             if local.target is collective:  # the chunk of the loss must be one that computes
                 local = self.emit(aten.clone.default, (local,))
             self.local[result], self.layouts[result] = local, REPLICATE
+
+    @contextmanager
+    def _own_slices(self, node: fx.Node) -> Iterator[None]:
+        """Let sharded work read its slices of what each device holds whole, as other regions do.
+
+        These are tied weights, whose gradient is zero outside a device's slice and so a term of the whole
+        one, and values that arrive from regions in which the sequence is whole.
+        """
+        whole: dict[fx.Node, fx.Node] = {}
+        for source in node.all_input_nodes if not self._is_outside() else ():
+            origin = self.recording.origins.get(source)
+            name = origin.name if isinstance(origin, FromParameter) else ""
+            want = self.sharding.shared.get(name) or self._arriving(source)
+            if name in self.sharding.shared and name not in self.marked:
+                self.summed.add(name)
+            if want is not None:
+                whole[source] = self.local[source]
+                try:
+                    self.local[source] = self.to(source, want, varies=True)
+                except NoRuleError as error:
+                    raise self.refused(f"{source} cannot be sharded: {error}", HINT) from None
+                self.layouts[source] = want
+        yield
+        for source, local in whole.items():
+            self.local[source], self.layouts[source] = local, REPLICATE
+
+    def _arriving(self, source: fx.Node) -> Shard | None:
+        """Return how to shard activations that arrive from another region: as fields of the same length."""
+        region, value = self.region_of(source), value_of(source)
+        if region is None or self.inside(region) or not isinstance(value, Tensor) or value.dim() < 3:
+            return None
+        if not value.is_floating_point() or not self.is_whole(source):
+            return None
+        shards = (shard for shard, length in self.lengths if value.shape[shard.dim] == length)
+        return next(shards, None)
 
     def _placeholder(self, node: fx.Node) -> None:
         origin = self.recording.origins[node]
