@@ -61,6 +61,7 @@ def captured() -> Program:
     return piper.compile(job([]), device="cpu")
 
 
+REVERSED = "the axes in another order"
 MIXES: dict[str, list[Directive]] = {
     "context, then one device": [context(0, LEFT), place(at(PP=1), [2])],
     "context, then samples with ZeRO": [context(0, LEFT), replicate(at(PP=1), RIGHT, zero=3)],
@@ -71,7 +72,7 @@ MIXES: dict[str, list[Directive]] = {
     "another degree": [context(0, LEFT), context(1, FOUR, ways=4)],
     "another order of the sequence": [context(0, LEFT), context(1, RIGHT, balance="zigzag")],
     "one axis more": [tensor(0, LEFT, between=1), tensor(1, FOUR, between=1), context(1, FOUR)],
-    "the axes in another order": [
+    REVERSED: [
         *(tensor(0, [0, 1, 2, 3], between=1), context(0, [0, 1, 2, 3])),
         *(context(1, FOUR), tensor(1, FOUR)),
     ],
@@ -93,7 +94,7 @@ def test_regions_sharded_in_different_ways_give_the_numbers_of_one_device(mix: s
     "mix",
     [
         "context, then tensor",
-        *(pytest.param(mix, marks=pytest.mark.slow) for mix in MIXES if mix not in QUICK),
+        *(pytest.param(mix, marks=pytest.mark.slow) for mix in MIXES if mix not in (*QUICK, REVERSED)),
         pytest.param("another degree", marks=pytest.mark.slow),
     ],
 )
@@ -110,6 +111,13 @@ def test_a_tied_weight_that_one_region_alone_uses_in_a_sharded_way_is_refused() 
     ]
     with pytest.raises(piper.ScheduleError, match=r"embedding\.weight is a sum along TP in one region"):
         piper.compile(job(strategy, TIED), device="cpu")
+
+
+@pytest.mark.slow
+def test_a_tied_weight_under_a_shard_with_weights_behind_one_of_the_sequence_is_refused() -> None:
+    """Its slice is taken before the sequence is sharded: along CP all devices have the same gradient."""
+    with pytest.raises(piper.ScheduleError, match=r"embedding\.weight is a sum along CP in one region"):
+        piper.compile(job(MIXES[REVERSED], TIED), device="cpu")
 
 
 def test_values_are_gathered_where_they_leave_for_another_mesh() -> None:

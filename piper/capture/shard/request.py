@@ -164,7 +164,7 @@ def _check_gradients(request: Request, parameters: Iterable[Parameter], summed: 
                     "region and whole in another",
                     by=request.by,
                     facts={"degrees": f"{held.degree} and {request.degree}"},
-                    hint="shard the regions that share it alike, or name it in weights= in each",
+                    hint="name it in weights= in each such region, in a shard before any with batch=",
                 )
 
 
