@@ -1,10 +1,12 @@
 """Regions next to each other that are sharded along different axes, or over other numbers of devices."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import piper
 from piper import Directive, at, place, replicate, shard
@@ -134,3 +136,44 @@ def test_values_are_sliced_where_they_arrive_from_another_mesh() -> None:
     second = [chunk for chunk in program.outline.chunks if dict(chunk.tags)["PP"] == 1 and chunk.collective]
     assert second[0].collective is not None
     assert (second[0].collective.op, second[0].collective.back) == ("slice", "all_gather")
+
+
+class ReadTwice(nn.Module):
+    """Both stages read the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(32, 16), nn.Embedding(32, 16)
+        self.up, self.head = nn.Linear(16, 32), nn.Linear(32, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with piper.annotate("PP"):
+            h = self.first(tokens)
+        with piper.annotate("PP"):
+            logits: Tensor = self.head(self.up(h + self.second(tokens)).relu())
+        return logits
+
+
+def test_regions_on_one_set_of_devices_load_a_field_whole_and_in_slices() -> None:
+    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+
+    weights = {"second|up|head": 0}
+    strategy = [context(0, LEFT), shard(at(PP=1), LEFT, axis="TP", weights=weights)]
+    program = piper.compile(replace(job(strategy), model=ReadTwice, loss=loss), device="cpu")
+    report = check(program, launch_inline, data())
+    assert report.ok, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [piper.schedules.zbv, piper.schedules.interleaved_1f1b])
+def test_stages_with_different_axes_on_each_device(schedule: Callable[[int, int], list[Directive]]) -> None:
+    v_shaped = schedule is piper.schedules.zbv
+    third, fourth = (RIGHT, LEFT) if v_shaped else (LEFT, RIGHT)
+    strategy = [
+        *(context(0, LEFT), tensor(1, RIGHT, between=1), replicate(at(PP=2), third, zero=1)),
+        *(context(3, fourth), piper.split(at(), parts=4), *schedule(2, 4)),
+    ]
+    program = piper.compile(job(strategy, replace(CONFIG, layers=4, stages=4)), device="cpu")
+    report = check(program, launch_inline, data())
+    assert report.ok, report
