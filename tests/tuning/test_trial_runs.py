@@ -307,7 +307,7 @@ def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in world.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="this one belongs to a job of torchrun"):
+    with pytest.raises(ConfigError, match="its process belongs to a job of torchrun"):
         piper.tune(JOB, "cpu", 2, measure=2)
 
 

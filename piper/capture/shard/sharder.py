@@ -48,9 +48,9 @@ class Sharder(LocalGraph):
         self.summed: set[str] = set()  # parameters whose gradient is a sum over the group
         self.same: set[str] = set()  # parameters whose gradient is the same on every device
         self.lengths = [
-            (sharding.batch[origin.field], self.shape(node)[sharding.batch[origin.field].dim])
+            (field, self.shape(node)[field.dim])
             for node, origin in recording.origins.items()
-            if isinstance(origin, Batch) and origin.field in sharding.batch
+            if isinstance(origin, Batch) and isinstance(field := sharding.batch.get(origin.field), Shard)
         ]  # of the fields that are sharded
         self.moved: dict[tuple[object, ...], fx.Node] = {}
         self.unsharded: dict[fx.Node, fx.Node] = {}  # of fields that some regions load whole
