@@ -201,3 +201,39 @@ def test_a_loss_over_a_sharded_vocabulary_is_that_of_one_device(
         state = run.state_dict()
     assert max(abs(a - b) for a, b in zip(right.losses, losses, strict=True)) < 1e-9
     assert plain.largest_difference(right.state, state) < 1e-9
+
+
+class Head(nn.Module):
+    """A table and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with piper.annotate("PP"):
+            logits: Tensor = self.head(self.table(tokens))
+            return logits
+
+
+@pytest.mark.parametrize("label", [8, -1])
+def test_a_label_that_is_no_class_gives_no_number(label: int) -> None:
+    """PyTorch raises on the host and stops a GPU. No device of a sharded vocabulary has that class."""
+    tokens = torch.arange(8).reshape(2, 4)
+    good = {"tokens": tokens, "labels": tokens.roll(1)}
+    bad = {**good, "labels": tokens.roll(1).masked_fill(tokens == 5, label)}
+    with pytest.raises(IndexError):
+        F.cross_entropy(torch.zeros(8, 8), bad["labels"].flatten())
+    job = piper.Job(
+        model=Head,
+        loss=lambda model, batch: F.cross_entropy(
+            model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+        ),
+        data=lambda: [good],
+        strategy=[shard(at(), [0, 1], axis="TP", weights={"head.*": 0})],
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        precision="fp64",
+    )
+    with launch_inline(compile(job)) as run:
+        assert run.step(good).loss > 0
+        assert torch.tensor(run.step(bad).loss).isnan()

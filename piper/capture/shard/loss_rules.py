@@ -1,5 +1,6 @@
 """Rules for softmax and cross entropy: over a sharded vocabulary no device ever holds all logits."""
 
+import math
 import operator
 
 import torch
@@ -167,6 +168,9 @@ def _with_labels(
         rest = d.emit(aten.mul.Scalar, (d.emit(aten.sum.default, (scales,)), share))
         total = d.emit(aten.add.Tensor, (d.emit(aten.mul.Scalar, (total, 1 - smoothing)), rest))
     losses = _compared(d, exponentials, have.dim, total, d.collect(own, Partial()))
+    # A label that is no class is on no device: without this its loss would be a number, and a wrong one.
+    known = d.emit(aten.clamp.default, (safe, 0, classes - 1))
+    losses = d.emit(aten.masked_fill.Scalar, (losses, d.emit(aten.ne.Tensor, (known, safe)), math.nan))
     ignore = d.emit(aten.logical_not.default, (counted,))
     losses = d.emit(aten.masked_fill.Scalar, (losses, ignore, 0.0))
     return losses, _counts(d, whole, ignored, losses, scales)
