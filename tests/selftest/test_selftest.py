@@ -64,7 +64,8 @@ def test_a_machine_that_is_right_passes(
     assert found["ok"] and found["place"] == "2 ranks on the host, over gloo"
     assert [part["title"] for part in found["parts"]] == ["Versions", "Links", "Collectives"]
     assert [row["name"] for row in found["parts"][1]["rows"]] == ["0 to 1", "1 to 0"]
-    assert all(row["bytes_per_s"] > 0 for row in found["parts"][1]["rows"])
+    # It has no bandwidth where a busy machine took as long for few bytes as for many.
+    assert all(row["latency_s"] >= 0 and row.get("bytes_per_s", 1) > 0 for row in found["parts"][1]["rows"])
     written = page.read_text(encoding="utf-8")
     assert written.startswith(MARK) and written.endswith("**Passed: 7 checks, none failed**\n")
     assert "- kill: not asked for\n" in written
