@@ -33,8 +33,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -45,13 +43,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import piper
 from piper.models import decoder
 from piper.run.single_rank_run import launch_single_rank
+from piper.selftest.peers import layer_plan
 
 WAYS = 8
 GIB = 2**30
-WEIGHTS = {
-    "*attention.q|*attention.k|*attention.v|*ffn.gate|*ffn.up|embedding|head": 0,
-    "*attention.out|*ffn.down": 1,
-}
 LARGE = replace(gpu_peer.LARGE, layers=12, stages=1)
 SMALL = decoder.Config(vocab=512, dim=64, layers=2, heads=8, kv_heads=8, head_dim=8, hidden=128, qk_norm=True)
 FREE = """
@@ -181,7 +176,9 @@ def piper_side(
         model=lambda: decoder.Decoder(config),
         loss=decoder.token_loss,
         data=lambda: [batch],
-        strategy=[piper.shard(piper.at(), range(WAYS), axis="TP", weights=WEIGHTS, between=1)],
+        strategy=[
+            piper.shard(piper.at(), range(WAYS), axis="TP", weights=decoder.SHARDED_WEIGHTS, between=1)
+        ],
         optimizer=adamw,
         precision="bf16",
     )
@@ -237,23 +234,8 @@ def parallel(model: decoder.Decoder, mesh: DeviceMesh) -> None:
             "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
         },
     )
-    plan: dict[str, ParallelStyle] = {
-        "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(
-            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
-        ),
-        "attention.q": ColwiseParallel(),
-        "attention.k": ColwiseParallel(),
-        "attention.v": ColwiseParallel(),
-        "attention.out": RowwiseParallel(output_layouts=Shard(1)),
-        "ffn_norm": SequenceParallel(),
-        "ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "ffn.gate": ColwiseParallel(),
-        "ffn.up": ColwiseParallel(),
-        "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
-    }
     for block in model.layers:
-        parallelize_module(block, mesh, plan)
+        parallelize_module(block, mesh, layer_plan())
 
 
 def local(value: Tensor) -> Tensor:

@@ -78,18 +78,9 @@ class PeerStage(nn.Module):
         return x if self.head is None or self.norm is None else self.head(self.norm(x))
 
 
-def parallelize(stage: PeerStage, mesh: DeviceMesh) -> None:
-    """Divide a stage over a mesh, with sequence parallelism, as TorchTitan does."""
-    ends: dict[str, ParallelStyle] = {}
-    if stage.embedding is not None:
-        ends["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        # A block that is compiled cannot take a value that has not arrived.
-        stage.embedding.register_forward_hook(lambda module, given, out: out.clone())
-    if stage.head is not None:
-        ends["norm"] = SequenceParallel()
-        ends["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))
-    parallelize_module(stage, mesh, ends)
-    layer: dict[str, ParallelStyle] = {
+def layer_plan() -> dict[str, ParallelStyle]:
+    """Return how the weights and values of a layer are divided, with sequence parallelism."""
+    return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(
             input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
@@ -104,8 +95,21 @@ def parallelize(stage: PeerStage, mesh: DeviceMesh) -> None:
         "ffn.up": ColwiseParallel(),
         "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
     }
+
+
+def parallelize(stage: PeerStage, mesh: DeviceMesh) -> None:
+    """Divide a stage over a mesh, with sequence parallelism, as TorchTitan does."""
+    ends: dict[str, ParallelStyle] = {}
+    if stage.embedding is not None:
+        ends["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        # A block that is compiled cannot take a value that has not arrived.
+        stage.embedding.register_forward_hook(lambda module, given, out: out.clone())
+    if stage.head is not None:
+        ends["norm"] = SequenceParallel()
+        ends["head"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))
+    parallelize_module(stage, mesh, ends)
     for block in stage.blocks:
-        parallelize_module(block, mesh, layer)
+        parallelize_module(block, mesh, layer_plan())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from piper.directives import apply, average, offload, protect, remat, replicate, split
-from piper.ir.graph import start
+from piper.ir.graph import Graph, start
 from piper.ir.ids import SlotId
 from piper.ir.node import Compute, Load, Node, Reduce, Update
 from piper.ir.select import at
@@ -30,6 +30,11 @@ def stages() -> dict[str, tuple[LoweringState, Property]]:
     more = [remat(at(PP=0), 1, across="PP"), protect(at()), offload(at(PP=1), least_mb=0)]
     more.append(offload(at(PP=0), what="optimizer"))
     graph = apply(start(skips()), [*strategy, split(at(), parts=4), *more, *gpipe(3, 4)])
+    return rewritten(graph)
+
+
+def rewritten(graph: Graph) -> dict[str, tuple[LoweringState, Property]]:
+    """The work after each rewrite, with the property that then holds."""
     graph = replace(graph, outline=fitted(graph))
     work = first_state(graph, Settings(), make_buckets(graph))
     found = {}
@@ -42,13 +47,7 @@ def stages() -> dict[str, tuple[LoweringState, Property]]:
 def apart() -> dict[str, tuple[LoweringState, Property]]:
     """The work after the rewrites of groups that train apart."""
     graph = apply(start(skips()), [replicate(at(), [0, 1, 2, 3], zero=1), average(at(), across=[0, 2])])
-    graph = replace(graph, outline=fitted(graph))
-    work = first_state(graph, Settings(), make_buckets(graph))
-    found = {}
-    for rewrite, holds in LOWERING:
-        work = rewrite(work)
-        found[rewrite.__name__] = (work, holds)
-    return found
+    return rewritten(graph)
 
 
 def moved(work: LoweringState) -> LoweringState:
