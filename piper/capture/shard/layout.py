@@ -1,6 +1,6 @@
 """How the devices of a group hold one value between them, and the collectives from one layout to another."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from piper.ir.chunk import Collective, CollectiveOp
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
@@ -16,6 +16,35 @@ class CopiedShard(Shard):
     copies: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class OwnOrder(Shard):
+    """Rows that each device has put into an order of its own, as a router sorts rows by expert.
+
+    A device has as many rows as in `Shard`, and all of them are its own. Work on single rows is the same in
+    any order, so only what looks at places of rows must know it.
+    """
+
+    order: str = ""  # the sort that made it; empty: as in `Shard`
+
+    @property
+    def places(self) -> Shard:
+        """Return how other values lie that have the same places."""
+        if not self.order:
+            return Shard(self.dim, self.blocks, self.zigzag)
+        return OwnOrder(self.dim, order=self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class RowNumbers(OwnOrder):
+    """Numbers of rows, each of a device's own rows once, counted from the first of them.
+
+    On one device they count all rows. What looks rows up by them finds the same rows.
+    """
+
+    rows: Shard = field(default_factory=lambda: Shard(0))  # how the rows lie that they count
+    per: int = 1  # so many neighbouring rows have one number: the pairs of a token
+
+
 def slices_of(layout: Shard, degree: int) -> int:
     """Return how many different slices the devices of a group hold."""
     return degree // layout.copies if isinstance(layout, CopiedShard) else degree
@@ -28,6 +57,8 @@ def in_words(layout: Placement) -> str:
             return "whole"
         case CopiedShard(dim=dim, copies=copies):
             return f"sharded along {dim}, each slice on {copies} devices"
+        case OwnOrder(dim=dim, order=order) if order:
+            return f"sharded along {dim}, on each device in its own order"
         case Shard(dim=dim):
             return f"sharded along {dim}"
         case Partial(op=op):

@@ -12,11 +12,14 @@ from piper.capture.shard import (
     draws,
     lookup_rules,
     loss_rules,
+    own_order_rules,
     shape_rules,
 )
-from piper.capture.shard.along_rules import KEYWORD, along, named
+from piper.capture.shard.along_rules import along, named
 from piper.capture.shard.axis_sharding import NoRuleError
+from piper.capture.shard.layout import OwnOrder
 from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.capture.trace.markers import marker
 from piper.errors import ConfigError
 
 
@@ -29,15 +32,19 @@ def or_all_rows(rule: Rule) -> Rule:
 
     def apply(d: Sharder, node: fx.Node) -> None:
         if d.sharding.between is None or d.sharding.batch:
-            try:
-                rule(d, node)
-            except NoRuleError:
-                what = "it needs the rows of every device, as a mixture of experts does"
-                raise NoRuleError(what) from None
+            rule(d, node)
         else:
             d.gathered(node)
 
     return apply
+
+
+def scatter_add(d: Sharder, node: fx.Node) -> None:
+    """Add up along a dimension: along the sharded one every device has a term."""
+    try:
+        along(named(1))(d, node)
+    except NoRuleError:
+        own_order_rules.add_up(d, node)
 
 
 _RULES: dict[object, Rule] = {
@@ -48,9 +55,10 @@ _RULES: dict[object, Rule] = {
     **loss_rules.RULES,
     **attention_rules.RULES,
     **draws.RULES,
-    aten.argsort.stable: or_all_rows(along(named(KEYWORD, default=-1))),
+    **dict.fromkeys(own_order_rules.SORTS, own_order_rules.sort),
+    aten.argsort.stable: or_all_rows(own_order_rules.sort),
     aten.index.Tensor: or_all_rows(lookup_rules.indexed),
-    aten.scatter_add.default: or_all_rows(along(named(1))),
+    aten.scatter_add.default: or_all_rows(scatter_add),
 }
 # ^ grows by `sharding_rule` alone
 
@@ -58,6 +66,16 @@ _RULES: dict[object, Rule] = {
 def rules() -> Mapping[object, Rule]:
     """Return the rule of every operation that has one."""
     return _RULES
+
+
+def rule_of(d: Sharder, node: fx.Node) -> Rule | None:
+    """Return the rule by which an operation is sharded, if it has one."""
+    kind = marker(node)
+    if kind in ("route", "unroute"):
+        return own_order_rules.route if kind == "route" else own_order_rules.unroute
+    rule = _RULES.get(node.target) or compute_rules.by_family(node)
+    own = any(isinstance(d.layouts[source], OwnOrder) for source in node.all_input_nodes)
+    return own_order_rules.in_own_order(rule) if own else rule
 
 
 def sharding_rule(op: torch._ops.OpOverload, fn: Rule) -> None:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.shard.axis_sharding import AxisSharding
-from piper.capture.shard.compute_rules import by_family
 from piper.capture.shard.layout import CopiedShard
 from piper.capture.shard.reshapes import RESHAPES, value_of
-from piper.capture.shard.rules import rules
+from piper.capture.shard.rules import rule_of, rules
 from piper.capture.shard.shape_rules import argument, heads_of, number
 from piper.capture.shard.sharder import Sharder, aten
 from piper.capture.trace.functionalize import simplify
@@ -45,7 +44,7 @@ def shard_forward(
     sharding = _with_shared(recording, sharding, region_of, inside)
     marked: frozenset[str] = frozenset()
     while True:
-        sharder = Sharder(recording, sharding, rules(), by_family, region_of.get, inside, peers, marked)
+        sharder = Sharder(recording, sharding, rules(), rule_of, region_of.get, inside, peers, marked)
         sharder.run()
         mixed = (sharder.summed & sharder.same) - marked
         if not mixed:

@@ -14,11 +14,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError, UnevenError
-from piper.capture.shard.layout import CopiedShard, change, divides, local_shape
+from piper.capture.shard.layout import CopiedShard, OwnOrder, change, divides, local_shape
 from piper.capture.shard.local_graph import LocalGraph, RegionOf
 from piper.capture.shard.reshapes import REPLAYED, read_again, value_of
 from piper.capture.trace.effects import draws, name_of, writes
-from piper.capture.trace.markers import collective
+from piper.capture.trace.markers import collective, marker
 from piper.capture.trace.recording import FromParameter, Mode, Recording
 from piper.capture.trace_errors import reason
 from piper.ir.chunk import Batch, Tags
@@ -36,14 +36,14 @@ class Sharder(LocalGraph):
         recording: Recording,
         sharding: AxisSharding,
         rules: Mapping[object, Rule],
-        fallback: Callable[[fx.Node], Rule | None],
+        rule_of: Callable[["Sharder", fx.Node], Rule | None],
         region_of: RegionOf,
         inside: Callable[[Tags], bool],
         peers: Callable[[Tags, Tags], bool],
         marked: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(recording, sharding, region_of)
-        self.rules, self.fallback = rules, fallback
+        self.rules, self.rule_of = rules, rule_of
         self.inside, self.peers, self.marked = inside, peers, marked
         self.summed: set[str] = set()  # parameters whose gradient is a sum over the group
         self.same: set[str] = set()  # parameters whose gradient is the same on every device
@@ -53,6 +53,7 @@ class Sharder(LocalGraph):
             if isinstance(origin, Batch) and isinstance(field := sharding.batch.get(origin.field), Shard)
         ]  # of the fields that are sharded
         self.moved: dict[tuple[object, ...], fx.Node] = {}
+        self.routed: dict[fx.Node, Shard] = {}  # routes to which each device gives rows of its own
         self.unsharded: dict[fx.Node, fx.Node] = {}  # of fields that some regions load whole
         self.leaders: dict[Tags | None, fx.Node] = {}  # of each region one node, for all its readers
 
@@ -143,6 +144,8 @@ class Sharder(LocalGraph):
         local, shape = self.local[node], self.shape(node)
         if isinstance(have, CopiedShard):
             return self._from_copies(node, have, want, varies)
+        if isinstance(have, OwnOrder) or isinstance(want, OwnOrder):
+            raise NoRuleError("each device has its rows in an order of its own")
         if isinstance(want, CopiedShard):
             return self.take(self.to(node, REPLICATE, varies=True), want)
         if isinstance(want, Shard):
@@ -218,7 +221,10 @@ class Sharder(LocalGraph):
         for result in self.recording.results:
             self.node = result
             self.settle(result)
-            local = self.to(result, REPLICATE, varies=False)
+            try:
+                local = self.to(result, REPLICATE, varies=False)
+            except NoRuleError as error:
+                raise self.refused(f"a result cannot be made whole: {error}", HINT) from None
             assert local not in self.varying, f"{result} has a different gradient on every device"
             if local.target is collective:  # the chunk of the loss must be one that computes
                 local = self.emit(aten.clone.default, (local,))
@@ -293,10 +299,10 @@ class Sharder(LocalGraph):
         sources = node.all_input_nodes
         relaid = draws(node) and any(self.relaid(source) for source in sources)
         rule: Rule | None = Sharder.gathered
-        sharded = relaid or not all(self.is_whole(source) for source in sources)
+        sharded = relaid or not all(self.is_whole(source) for source in sources) or self._returns(node)
         if sharded and (tags is None or self.inside(tags)):
             self._check_draws(node)
-            rule = self.rules.get(node.target) or self.fallback(node)
+            rule = self.rule_of(self, node)
         try:
             self._by_rule(node, rule)
         except UnevenError as error:
@@ -306,6 +312,10 @@ class Sharder(LocalGraph):
         except NoRuleError as error:
             what = name_of(node) if node.target is collective else node.target
             raise self.refused(f"{what} cannot be sharded: {error}", error.hint or HINT) from None
+
+    def _returns(self, node: fx.Node) -> bool:
+        """Return whether an operation takes back rows that each device has routed by itself."""
+        return marker(node) == "unroute" and node.all_input_nodes[1].all_input_nodes[0] in self.routed
 
     def _by_rule(self, node: fx.Node, rule: Rule | None) -> None:
         """Write an operation by its rule; one on integers alone that this refuses, on gathered operands."""
