@@ -1,6 +1,7 @@
 """Runs the blocks of a page, in order, in a folder of their own."""
 
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -20,7 +21,8 @@ from tests.docs.blocks import Block, looks_like
 NOT_RUN = "not run:"
 FIGURE = "figure"
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
-SECONDS = 60  # that a command of the shell may take
+SECONDS = 150  # that a command of the shell may take: torchrun starts processes that import torch
+SHELL = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
 
 class BrokenPageError(AssertionError):
@@ -137,6 +139,7 @@ def run_command(command: str) -> tuple[int, str]:
             stderr=subprocess.STDOUT,
             text=True,
             timeout=SECONDS,
+            env=SHELL,
         )
         return done.returncode, done.stdout
     output, argv = io.StringIO(), sys.argv

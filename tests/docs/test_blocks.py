@@ -31,7 +31,7 @@ def folder(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
             del sys.modules[name]
 
 
-@pytest.mark.timeout(180)  # the tutorial compiles ten jobs
+@pytest.mark.timeout(600)  # the tutorial compiles ten jobs; others start torchrun
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
     reader = Reader(Path(page).name)
