@@ -308,10 +308,11 @@ def job_of(row: Row, size: Size, optimizer: MakeOptimizer = adamw, by_layer: boo
     """Return a row as a job.
 
     by_layer: each layer is a chunk of its own. None: where there are replicas, whose reductions and
-    gathers then overlap other layers.
+    gathers then overlap other layers, or stages, whose receives then overlap one layer and not a whole
+    backward: until a value arrives, its receive takes multiprocessors.
     """
     shape = size.shapes[row.name]
-    layered = row.dp > 1 if by_layer is None else by_layer
+    layered = (row.dp > 1 or row.pp > 1) if by_layer is None else by_layer
     batch = batch_of(row, shape)
     return piper.Job(
         model=partial(model_of, replace(shape.model, stages=row.stages, by_layer=layered)),
