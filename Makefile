@@ -19,7 +19,7 @@ UNUSED := /(tests|transformers/models|mypy|mypyc|pip|playwright|pygments/lexers|
 # Every process of a test would compile piper/ and the tests again where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup test test-all mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures
+.PHONY: help setup test test-all mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures site
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
@@ -38,6 +38,7 @@ help:
 	@echo "make bench    how compile time grows with the job"
 	@echo "make gallery  docs/gallery.md: every schedule and the papers' figures, drawn"
 	@echo "make pictures the other pictures of the documentation"
+	@echo "make site     build/site: the documentation as static pages with search, to open without a network"
 
 setup: $(INSTALLED)
 
@@ -118,3 +119,6 @@ gallery: setup
 
 pictures: setup
 	$(BIN)/python docs/pictures/draw.py
+
+site: setup
+	$(BIN)/python docs/site/build.py

@@ -24,7 +24,7 @@ CORE = {
     "safetensors",
     "typer",
 }  # what an install without extras needs
-EXTRAS = {"ray", "hf", "gpu", "train", "viewer", "dev"}
+EXTRAS = {"ray", "hf", "gpu", "site", "train", "viewer", "dev"}
 OPTIONAL = ["transformers", "tokenizers", "ray", "triton", "tensorboard", "torchdata", "playwright", "peft"]
 SDIST = "from setuptools import build_meta; build_meta.build_sdist('dist')"
 

@@ -58,8 +58,9 @@ def blocks_of(text: str, page: str) -> list[Block]:
 
 
 def pages(root: Path) -> list[Path]:
-    """Every page of the documentation, README first."""
-    return [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
+    """Return every page of the documentation, README first."""
+    top = [root / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    return [*top, *sorted((root / "docs").rglob("*.md"))]
 
 
 def looks_like(shown: str, printed: str) -> bool:

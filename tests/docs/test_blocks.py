@@ -1,6 +1,5 @@
 """Every code block of README and of the documentation does what the page says."""
 
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -39,21 +38,3 @@ def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
         for block in blocks_of(PAGES[page], Path(page).name):
             reader.follow(block)
     reader.finish()
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_link_leads_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
-        if target.startswith(("http://", "https://")):
-            continue
-        file, _, anchor = target.partition("#")
-        path = (ROOT / page).parent / file if file else ROOT / page
-        assert path.exists(), f"{page} links to {target}"
-        if anchor:
-            assert anchor in anchors(path.read_text(encoding="utf-8")), f"{page} links to {target}"
-
-
-def anchors(text: str) -> set[str]:
-    """The anchors that a page's headings have, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
