@@ -3,13 +3,15 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.sources import nodes_of
 
 ROOT = Path(__file__).parents[1] / "piper"
 PACKAGES = {
@@ -147,11 +149,11 @@ class Import:
 @cache
 def imports(path: Path) -> tuple[Import, ...]:
     """Return what a file imports of ours and of the packages that are watched."""
-    return tuple(imported(ast.parse(path.read_text(encoding="utf-8"))))
+    return tuple(imported(nodes_of(path)))
 
 
-def imported(tree: ast.Module) -> Iterator[Import]:
-    for node in ast.walk(tree):
+def imported(nodes: Iterable[ast.AST]) -> Iterator[Import]:
+    for node in nodes:
         pairs: list[tuple[str, str]] = []
         if isinstance(node, ast.ImportFrom) and node.module:
             pairs = [(node.module, alias.name) for alias in node.names]
@@ -171,7 +173,7 @@ def private(name: str) -> bool:
 
 def private_reads(path: Path) -> Iterator[str]:
     """Each `module._name` where module is one of ours: the same as importing `_name`, in disguise."""
-    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = nodes_of(path)
     modules = {
         alias.asname or alias.name
         for node in nodes
@@ -244,14 +246,14 @@ def test_the_table_of_a_package_names_all_of_its_subpackages_and_has_no_circle(p
 
 def imported_modules(path: Path) -> Iterator[str]:
     """Yield the modules of piper that a module imports, at once or late, but not those that only types need."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = nodes_of(path)
     for_types = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and id(node) not in for_types:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"

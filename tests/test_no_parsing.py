@@ -4,10 +4,12 @@ Text is cut and matched in the text forms alone. What else looks into a string i
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.sources import nodes_of
 
 ROOT = Path(__file__).parents[1] / "piper"
 PACKAGES = (
@@ -90,8 +92,8 @@ def is_text(node: ast.expr) -> bool:
     return False
 
 
-def found_in(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def found_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if looks_into_text(node):
             yield ast.unparse(node)
 
@@ -100,14 +102,14 @@ def found_in(tree: ast.AST) -> Iterator[str]:
 def test_names_are_not_read_for_what_they_mean(package: str) -> None:
     for path in sorted((ROOT / package).rglob("*.py")):
         where = str(path.relative_to(ROOT))
-        found = list(found_in(ast.parse(path.read_text(encoding="utf-8"))))
+        found = list(found_in(nodes_of(path)))
         assert not found or where in TEXT_FORMS or where in ALLOWED, f"{where}: {found}"
 
 
 def test_what_is_allowed_is_there() -> None:
     """A reason that nothing needs any more goes."""
     for where in ALLOWED:
-        assert list(found_in(ast.parse((ROOT / where).read_text(encoding="utf-8")))), where
+        assert list(found_in(nodes_of(ROOT / where))), where
 
 
 @pytest.mark.parametrize(
@@ -125,9 +127,9 @@ def test_what_is_allowed_is_there() -> None:
     ],
 )
 def test_it_is_found(code: str) -> None:
-    assert list(found_in(ast.parse(code))) != []
+    assert list(found_in(ast.walk(ast.parse(code)))) != []
 
 
 @pytest.mark.parametrize("code", ["rows.split(lengths)", "part.split(block)", "'F' in phases", "devices[1:]"])
 def test_other_code_is_not(code: str) -> None:
-    assert list(found_in(ast.parse(code))) == []
+    assert list(found_in(ast.walk(ast.parse(code)))) == []

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import nodes_of
+
 ROOT = Path(__file__).parents[1]
 BANNED = re.compile(
     r"\b(foretold|foretell|foretells|nobody|whoever|whatsoever|anew|told|tells it|so much as|made up|mend the|"
@@ -332,8 +334,6 @@ VERBS = frozenset(
         "zero",
     ]
 )
-# Functions whose docstring does not begin with a verb yet, by package. It only shrinks.
-LEFT: dict[str, int] = {}
 
 
 def python_files() -> list[Path]:
@@ -346,7 +346,7 @@ def documents() -> list[Path]:
 
 def functions(path: Path) -> Iterator[tuple[int, str, str]]:
     """Yield the line, the name and the docstring of every function that has one."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
@@ -358,27 +358,14 @@ def begins_with_a_verb(text: str) -> bool:
     return found is not None and found[0].lower() in VERBS
 
 
-def verbless() -> dict[str, list[str]]:
-    """Return the functions whose docstring begins with something else than a verb, by package."""
-    found: dict[str, list[str]] = {}
-    for path in python_files():
-        inner = path.relative_to(ROOT / "piper")
-        package = inner.parts[0] if len(inner.parts) > 1 else "."
-        for line, name, text in functions(path):
-            if not begins_with_a_verb(text):
-                found.setdefault(package, []).append(f"{inner}:{line} {name}: {text.splitlines()[0]}")
-    return found
-
-
 def test_functions_say_with_a_verb_what_they_do() -> None:
-    found = verbless()
-    for package in sorted(found.keys() | LEFT.keys()):
-        lines = found.get(package, [])
-        assert len(lines) <= LEFT.get(package, 0), "\n".join([f"{package}: {len(lines)}", *lines[:40]])
-
-
-def test_the_list_of_what_is_left_is_exact() -> None:
-    assert {package: len(lines) for package, lines in verbless().items()} == LEFT
+    verbless = [
+        f"{path.relative_to(ROOT)}:{line} {name}: {text.splitlines()[0]}"
+        for path in python_files()
+        for line, name, text in functions(path)
+        if not begins_with_a_verb(text)
+    ]
+    assert not verbless, "\n".join(verbless)
 
 
 @pytest.mark.parametrize(

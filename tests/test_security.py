@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.sources import nodes_of, tree_of
+
 PACKAGE = Path(__file__).parents[1] / "piper"
 READERS = {"pickle", "cloudpickle", "_pickle", "dill", "joblib", "marshal", "shelve", "yaml", "pandas"}
 LOADS = {"load", "loads", "Unpickler", "open", "read_pickle", "unsafe_load"}
@@ -41,6 +43,16 @@ RUN = {
 }
 
 
+def dotted(node: ast.expr) -> str:
+    """Return an expression as `ast.unparse` writes it, which takes ten times as long for a dotted name."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=owner, attr=name):
+            return f"{dotted(owner)}.{name}"
+    return ast.unparse(node)
+
+
 @cache
 def calls(path: Path) -> tuple[tuple[str, str], ...]:
     """Every call in a file: the function that it stands in, and the dotted name of what it calls."""
@@ -49,10 +61,10 @@ def calls(path: Path) -> tuple[tuple[str, str], ...]:
         for child in ast.iter_child_nodes(node):
             name = child.name if isinstance(child, ast.FunctionDef) else inside
             if isinstance(child, ast.Call):
-                yield inside, ast.unparse(child.func)
+                yield inside, dotted(child.func)
             yield from visit(child, name)
 
-    return tuple(visit(ast.parse(path.read_text(encoding="utf-8")), ""))
+    return tuple(visit(tree_of(path), ""))
 
 
 def found(wanted: set[str]) -> set[tuple[str, str, str]]:
@@ -81,8 +93,8 @@ def test_nothing_else_unpickles() -> None:
 
 def test_torch_loads_weights_only() -> None:
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+        for node in nodes_of(path):
+            if isinstance(node, ast.Call) and dotted(node.func) == "torch.load":
                 assert "weights_only=True" in [ast.unparse(word) for word in node.keywords], path
 
 
@@ -91,7 +103,7 @@ def test_one_unpickler_knows_its_records_alone() -> None:
     unpicklers = {
         (path.relative_to(PACKAGE).as_posix(), node.name)
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef) and any("Unpickler" in ast.unparse(base) for base in node.bases)
     }
     assert unpicklers == {("checkpoint/dcp.py", "MetadataUnpickler")}
@@ -100,7 +112,7 @@ def test_one_unpickler_knows_its_records_alone() -> None:
 def test_no_name_of_a_reader_is_imported_by_itself() -> None:
     """`from pickle import loads` would hide from the test above."""
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module:
                 assert node.module.split(".")[0] not in READERS, path
             if isinstance(node, ast.Import):

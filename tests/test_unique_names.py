@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from tests.sources import nodes_of
+
 ROOT = Path(__file__).parents[1] / "piper"
 VERBS = "cli"  # its files are named after the verbs of the command line
 CLASSES = {
@@ -23,7 +25,7 @@ MODULES = {
 def class_names(root: Path = ROOT) -> Iterator[tuple[str, str]]:
     """Yield every class of a tree with the file that defines it."""
     for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 yield node.name, str(path.relative_to(root))
 

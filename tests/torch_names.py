@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
+from tests.sources import tree_of
+
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".txt")
 HEADER = "# The private names of torch that piper/ reads. `make torch-names` verifies and writes this file.\n"
@@ -35,9 +37,8 @@ def oldest_torch() -> str:
 
 def names_of_piper() -> set[str]:
     """Return the private names of torch that the files of `piper/` read."""
-    texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "piper").rglob("*.py"))]
-    trees = [ast.parse(text) for text in texts if "torch" in text]
-    return longest(name for tree in trees for name in private_names(tree))
+    paths = [path for path in sorted((ROOT / "piper").rglob("*.py")) if "torch" in path.read_text(encoding="utf-8")]
+    return longest(name for path in paths for name in private_names(tree_of(path)))
 
 
 def listed_names() -> set[str]:

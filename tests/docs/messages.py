@@ -4,6 +4,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.sources import nodes_of
+
 RAISING = {  # the call, and which of its arguments may say what is wrong
     "CaptureError": (0,),
     "ConfigError": (0,),
@@ -25,7 +27,7 @@ def messages(package: Path) -> dict[str, str]:
     """Every message with where it stands; what differs from case to case is `…`."""
     found: dict[str, str] = {}
     for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
             for place in RAISING.get(node.func.id, ()):
