@@ -37,7 +37,9 @@ def oldest_torch() -> str:
 
 def names_of_piper() -> set[str]:
     """Return the private names of torch that the files of `piper/` read."""
-    paths = [path for path in sorted((ROOT / "piper").rglob("*.py")) if "torch" in path.read_text(encoding="utf-8")]
+    paths = [
+        path for path in sorted((ROOT / "piper").rglob("*.py")) if "torch" in path.read_text(encoding="utf-8")
+    ]
     return longest(name for path in paths for name in private_names(tree_of(path)))
 
 
