@@ -10,6 +10,7 @@ import sysconfig
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from pickletools import genops
 from types import ModuleType
@@ -117,6 +118,7 @@ def is_named(module: object) -> bool:
     return spec is not None if file is None else file.startswith(NAMED)
 
 
+@cache  # a test that runs pytest in this process calls it again, and must not drop what is shared
 def share_captures() -> None:
     """Let all compilations of this process share captures, until it ends."""
     patch.object(build, "new_recordings", SharedCaptures().recordings).start()

@@ -66,8 +66,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         warm_fork_servers()
         if any(item.get_closest_marker("ray") for item in session.items):
             warm_raylets()
-    gc.collect()
-    gc.freeze()
+    if not gc.get_freeze_count():  # a test may run pytest in this process, whose heap is large by then
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

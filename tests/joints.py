@@ -8,6 +8,7 @@ errors and profiles name, belong to the key.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from unittest.mock import patch
 
 import torch
@@ -47,6 +48,7 @@ class SharedJoints:
         return self.known[key]
 
 
+@cache  # once in a process, as `share_captures`
 def share_joints() -> None:
     """Let all compilations of this process share traces, until it ends."""
     patch.object(compose, "trace_joint", SharedJoints().trace).start()

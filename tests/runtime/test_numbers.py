@@ -20,22 +20,13 @@ from tests.runtime.test_matrix import cells
 REPLICAS = [(2, 0), (2, 1), (4, 2), (3, 3)]  # (DP, zero)
 PARTS = {"none": 2}
 
-# Every model at least once, every schedule with a model that has attention, every way to divide experts.
+# Small models, every way to divide experts, and two-way pipelines: the matrix has every model under every schedule.
 MODELS = [
     Cell(case="decoder", schedule="zero-bubble", dp=2, zero=1, clip=0.3),
     Cell(case="decoder_untied", schedule="none", dp=2, zero=3, bucket_mb=0.02),
     Cell(case="moe", schedule="1f1b", dp=2, zero=0, ways=2),
-    Cell(case="moe", schedule="zero-bubble", dp=4, zero=2, ways=2, clip=0.3, rows=1),
     Cell(case="moe", schedule="dualpipe", dp=2, zero=3, parts=4, ways=2, clip=0.3, rows=1),
     Cell(case="moe", schedule="zbv", dp=2, zero=3, ways=2, rows=1),
-    Cell(case="moe", schedule="gpipe", dp=2, zero=1),
-    Cell(case="llama_hf", schedule="1f1b", dp=2, zero=2),
-    Cell(case="qwen3_hf", schedule="none", dp=2, zero=3),
-    Cell(case="qwen3_moe_hf", schedule="zero-bubble", dp=2, zero=3, ways=2),
-    Cell(case="frozen", schedule="zero-bubble", dp=2, zero=3),
-    Cell(case="frozen_stage", schedule="1f1b", dp=2, zero=1, clip=0.3),
-    Cell(case="sum_weight", schedule="1f1b", dp=2, zero=2, clip=0.3, rows=1),
-    Cell(case="encoder_decoder", schedule="1f1b", dp=2, zero=2),
     Cell(case="convnet", schedule="dualpipe", dp=2, zero=3, parts=4),
     Cell(case="dropout", schedule="dualpipe", dp=2, zero=2, parts=4),
 ]

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,12 +158,14 @@ def run(words: Sequence[str | os.PathLike[str]], **options: Any) -> subprocess.C
     return subprocess.CompletedProcess(words, process.returncode, out, errors)
 
 
+@cache  # once in a process: a test may run pytest in it
 def warm_fork_servers() -> None:
     """Let the fork servers of this process be forked from its warm process, until it ends."""
     part = SimpleNamespace(Popen=Popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
     patch.object(fork_server, "subprocess", part).start()
 
 
+@cache
 def warm_raylets() -> None:
     """Let the raylets that this process starts have warm workers, until it ends."""
     from ray._private import services
