@@ -1,7 +1,8 @@
 """Copies of the state that a step begins with, into memory that outlives workers, while the step runs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import Protection, StateCopies
@@ -12,6 +13,7 @@ from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState
 from piper.plan.plan import Bucket, Slot
+from piper.plan.protected import ownership
 
 Owners = dict[tuple[object, ...], list[int]]  # the devices that hold the same elements, by those elements
 
@@ -37,7 +39,8 @@ class Copying:
     chunks: tuple[str, ...]
     slots: tuple[SlotId, ...]
     named: str  # a parameter or buffer in it, for messages
-    owners: Owners
+    owned_as: object  # what decides who owns which elements
+    owners: Callable[[], Owners]
     nbytes: int
 
 
@@ -54,9 +57,12 @@ def add_protections(state: LoweringState) -> LoweringState:
     written = {value for node in state.sequence for value in node.writes if value in state.residents}
     edit = SequenceEdit(state)
     sent: list[CopyState] = []
+    chosen: dict[object, tuple[Devices, Devices]] = {}  # equal layers are kept by the same devices
     for copying in (*buffer_copies(state, written), *bucket_copies(state, written)):
         by = protected_by(state, copying)
-        keep, send = holders(copying.owners, asked)
+        if copying.owned_as not in chosen:
+            chosen[copying.owned_as] = holders(copying.owners(), asked)
+        keep, send = chosen[copying.owned_as]
         for devices, slots in ((keep, ()), (send, (SlotId("copy", copying.what),))):
             if devices:
                 node = CopyState(
@@ -103,7 +109,8 @@ def bucket_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
             chunks=tuple(chunk for member in family for chunk in member.chunks),
             slots=(param_slot(bucket.name), optimizer_state),
             named=bucket.pieces[0].name,
-            owners=owners(bucket),
+            owned_as=ownership(bucket),
+            owners=partial(owners, bucket),
             nbytes=whole + state.residents[optimizer_state].everywhere,
         )
 
@@ -122,7 +129,8 @@ def buffer_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
                 chunks=(chunk.name,),
                 slots=slots,
                 named=names[0],
-                owners={(): list(placements[chunk.name].devices)},
+                owned_as=placements[chunk.name].devices,
+                owners=partial(shared_by, placements[chunk.name].devices),
                 nbytes=sum(state.residents[slot].nbytes for slot in slots),
             )
 
@@ -134,6 +142,11 @@ def owners(bucket: Bucket) -> Owners:
         for rank, device in enumerate(group):
             devices_of.setdefault((cut, rank if bucket.zero else 0), []).append(device)
     return devices_of
+
+
+def shared_by(devices: Devices) -> Owners:
+    """Return the devices of a buffer, which all hold the same."""
+    return {(): list(devices)}
 
 
 def holders(owned: Owners, asked: Protection) -> tuple[Devices, Devices]:

@@ -42,7 +42,9 @@ class ProtectedState:
         for bucket in plans.buckets.values():
             for piece in bucket.pieces:
                 self.first.setdefault(piece.name, bucket.name)
-        self._owned: dict[str, dict[int, tuple[object, int]]] = {}
+        self._owned: dict[str, Mapping[int, tuple[object, int]]] = {}
+        self._shared: dict[tuple[object, ...], Mapping[int, tuple[object, int]]] = {}  # by `ownership`
+        self._next: dict[str, Mapping[int, tuple[int]]] = {}  # by the node that sends
         self._sizes: dict[str, tuple[int, int]] = {}  # of buckets: elements, and bytes of each with its state
 
     @cached_property
@@ -60,18 +62,24 @@ class ProtectedState:
                     continue
                 receivers = self._receivers(ins)
                 for device in plan.devices:
-                    holder = receivers.get(device, device)
+                    (holder,) = receivers.get(device, (device,))
                     for section in sent(plan, ins, own[device]):
                         number = len(by_holder[holder]) + 1
                         copy = replace(section, holder=holder, number=number, by=ins.node)
                         by_holder[holder].append(copy)
         return tuple(section for device in sorted(by_holder) for section in by_holder[device])
 
-    def _receivers(self, ins: Instr) -> dict[int, int]:
-        """Return the device that each device gives its copies to."""
-        comm = None if ins.comm is None else self.plans.comms.get(ins.comm)
-        groups = () if comm is None else comm.groups
-        return {a: b for group in groups for a, b in zip(group, (*group[1:], group[0]), strict=True)}
+    def _receivers(self, ins: Instr | None) -> Mapping[int, tuple[int]]:
+        """Return the device that each device gives its copies to, if an instruction gives any."""
+        if ins is None:
+            return {}
+        if ins.node not in self._next:
+            comm = None if ins.comm is None else self.plans.comms.get(ins.comm)
+            groups = () if comm is None else comm.groups
+            self._next[ins.node] = {
+                a: (b,) for group in groups for a, b in zip(group, (*group[1:], group[0]), strict=True)
+            }
+        return self._next[ins.node]
 
     def _section(self, plan: Plan, ins: Instr, device: int, number: int) -> StateSection:
         slots = [slot for slot in ins.reads if slot.kind in ("param", "buffer")]
@@ -86,23 +94,35 @@ class ProtectedState:
 
     def elements(self, slot: SlotId, device: int) -> Elements:
         """Return the elements that a device owns of a bucket or buffer."""
+        return self._name(slot), self._part(slot, device)
+
+    def _part(self, slot: SlotId, device: int) -> object:
+        """Return which group that trains apart, which slice and which shard of a slot a device has."""
         group, _ = self.plans.place_in_group(device)
         if slot.kind == "buffer":
-            resident = self.plans.of(device).residents.get(slot)
-            slice_held = 0 if resident is None else resident.sharding.index(resident.position(device))
-            return str(slot), (group, slice_held)
+            resident = self._plan_of[device].residents.get(slot)
+            if resident is None or not resident.shardings:
+                return group, 0
+            return group, resident.sharding.index(resident.position(device))
         bucket = self.plans.buckets.get(slot.owner)
-        if bucket is None or device not in self._slices(bucket):
-            return str(slot), None
-        return str(param_slot(self.first[bucket.pieces[0].name])), (group, self._slices(bucket)[device])
+        owned = None if bucket is None else self._slices(bucket).get(device)
+        return None if owned is None else (group, owned)
+
+    @cached_property
+    def _plan_of(self) -> dict[int, Plan]:
+        return {device: plan for plan in self.plans for device in plan.devices}
 
     def _slices(self, bucket: Bucket) -> Mapping[int, tuple[object, int]]:
         """Return the slice and the shard of a bucket that each device owns."""
         if bucket.name not in self._owned:
-            slices: dict[int, tuple[object, int]] = {}
-            for cut, group in bucket.slices():
-                slices |= {device: (cut, rank if bucket.zero else 0) for rank, device in enumerate(group)}
-            self._owned[bucket.name] = slices
+            key = ownership(bucket)
+            if key not in self._shared:
+                self._shared[key] = {
+                    device: (cut, rank if bucket.zero else 0)
+                    for cut, group in bucket.slices()
+                    for rank, device in enumerate(group)
+                }
+            self._owned[bucket.name] = self._shared[key]
         return self._owned[bucket.name]
 
     def _nbytes(self, plan: Plan, slot: SlotId, device: int) -> int:
@@ -125,13 +145,48 @@ class ProtectedState:
     def written(self) -> dict[Elements, SlotId]:
         """Return the elements that a step writes and a later one needs, each with a slot that holds them."""
         slots: dict[Elements, SlotId] = {}
-        for plan in self.plans:
+        for placed in self._written_slots.values():
+            for plan, slot in placed:
+                for device in plan.devices:
+                    slots.setdefault(self.elements(slot, device), slot)
+        return slots
+
+    @cached_property
+    def _written_slots(self) -> dict[str, list[tuple[Plan, SlotId]]]:
+        """Return where each bucket or buffer is that a step writes, by its name."""
+        slots: dict[str, dict[tuple[int, SlotId], Plan]] = {}
+        for number, plan in enumerate(self.plans):
             for ins in plan.instrs:
                 for slot in ins.writes:
                     if slot.kind in ("param", "buffer") and slot in plan.residents:
-                        for device in plan.devices:
-                            slots.setdefault(self.elements(slot, device), slot)
-        return slots
+                        slots.setdefault(self._name(slot), {})[number, slot] = plan
+        return {name: [(plan, slot) for (_, slot), plan in found.items()] for name, found in slots.items()}
+
+    @cached_property
+    def _copies(self) -> list["StateCopy"]:
+        """Return every copy that a program makes of a bucket or buffer."""
+        copies: list[StateCopy] = []
+        for number, plan in enumerate(self.plans):
+            mirrors = [ins for ins in plan.instrs if ins.op == "mirror"]
+            for ins in plan.instrs:
+                if ins.op == "protect":
+                    mirror = next((m for m in mirrors if not set(ins.writes).isdisjoint(m.reads)), None)
+                    copies += [
+                        StateCopy(plan=plan, number=number, slot=slot, mirror=mirror)
+                        for slot in ins.reads
+                        if slot.kind in ("param", "buffer")
+                    ]
+        return copies
+
+    def _name(self, slot: SlotId) -> str:
+        """Return the name of a bucket or buffer; buckets of a tied parameter share that of the first."""
+        bucket = self.plans.buckets.get(slot.owner) if slot.kind == "param" else None
+        return str(slot if bucket is None else param_slot(self.first[bucket.pieces[0].name]))
+
+    def _alike(self, slot: SlotId) -> object:
+        """Return what decides which devices own which elements of a slot: equal layers have equal ones."""
+        bucket = self.plans.buckets.get(slot.owner) if slot.kind == "param" else None
+        return slot if bucket is None else ownership(bucket)
 
     def named(self, slot: SlotId) -> str:
         """Return a parameter of a bucket, or a buffer, for messages."""
@@ -142,26 +197,80 @@ class ProtectedState:
     def host_bytes(self) -> dict[int, int]:
         """Return the bytes of one version of the state in the memory of each machine."""
         assert self.plans.protection is not None
-        sizes = {self.plans.protection.machine(device): 0 for device in self.plans.devices}
-        for section in self.sections:
-            sizes[self.plans.protection.machine(section.holder)] += section.nbytes
+        machine = self.plans.protection.machine
+        sizes = {machine(device): 0 for device in self.plans.devices}
+        alike: dict[tuple[object, ...], list[StateCopy]] = {}
+        for copy in self._copies:
+            key = (copy.number, None if copy.mirror is None else copy.mirror.node, self._alike(copy.slot))
+            alike.setdefault(key, []).append(copy)
+        for copies in alike.values():
+            plan, receivers = copies[0].plan, self._receivers(copies[0].mirror)
+            by_part: dict[object, int] = {}
+            for device in plan.devices:
+                part = self._part(copies[0].slot, device)
+                if part not in by_part:
+                    by_part[part] = sum(self._nbytes(plan, copy.slot, device) for copy in copies)
+                for holder in (device, *receivers.get(device, ())):
+                    sizes[machine(holder)] += by_part[part]
         return sizes
 
     def lost_with(self, domain: Callable[[int], int]) -> dict[int | None, SlotId]:
         """Return what is lost with the memory of each domain, as one slot of which elements lie only there.
 
-        domain: of a device. None: nothing holds the elements at all.
+        domain: of a device. None: nothing holds the elements at all. Slots that are owned and copied in the
+        same way, as those of equal layers are, are lost together: the devices of one of them are looked at.
         """
-        domains: dict[Elements, set[int]] = {}
-        for section in self.sections:
-            for elements in section.elements:
-                domains.setdefault(elements, set()).add(domain(section.holder))
+        copies_of: dict[str, list[StateCopy]] = {}
+        for copy in self._copies:
+            copies_of.setdefault(self._name(copy.slot), []).append(copy)
         lost: dict[int | None, SlotId] = {}
-        for elements, slot in self.written.items():
-            where = domains.get(elements, set())
-            if len(where) < 2:
-                lost.setdefault(next(iter(where), None), slot)
+        seen: set[object] = set()
+        for name, placed in self._written_slots.items():
+            copies = copies_of.get(name, [])
+            key = (
+                tuple((plan.devices, self._alike(slot)) for plan, slot in placed),
+                tuple((c.number, c.mirror and c.mirror.node, self._alike(c.slot)) for c in copies),
+            )
+            if key not in seen:
+                seen.add(key)
+                self._lose(placed, copies, domain, lost)
         return lost
+
+    def _lose(
+        self,
+        placed: list[tuple[Plan, SlotId]],
+        copies: list["StateCopy"],
+        domain: Callable[[int], int],
+        lost: dict[int | None, SlotId],
+    ) -> None:
+        """Add what is lost of one bucket or buffer to `lost`."""
+        domains: dict[object, set[int]] = {}
+        for copy in copies:
+            receivers = self._receivers(copy.mirror)
+            for device in copy.plan.devices:
+                where = domains.setdefault(self._part(copy.slot, device), set())
+                where.update(map(domain, (device, *receivers.get(device, ()))))
+        for plan, slot in placed:
+            for device in plan.devices:
+                where = domains.get(self._part(slot, device), set())
+                if len(where) < 2:
+                    lost.setdefault(next(iter(where), None), slot)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCopy:
+    """A copy that the devices of one program make of a bucket or buffer."""
+
+    plan: Plan
+    number: int  # of the program
+    slot: SlotId
+    mirror: Instr | None  # that gives it to another device. None: it stays
+
+
+def ownership(bucket: Bucket) -> tuple[object, ...]:
+    """Return what decides which device owns which elements of a bucket."""
+    shardings = tuple(sharding for piece in bucket.pieces for sharding in piece.shardings)
+    return bucket.devices, bucket.groups, bool(bucket.zero), shardings
 
 
 def sent(plan: Plan, ins: Instr, own: list[StateSection]) -> list[StateSection]:

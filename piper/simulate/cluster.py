@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
-from math import ceil, inf, log2
+from math import ceil, inf, lcm, log2
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,6 +62,11 @@ class Cluster:
     communicator: float = 0.0  # bytes for each communicator that a device is part of
     fragmentation: float = 0.0  # the part of the rest that the allocator cannot use
     host_memory: float | None = None  # bytes of a node's host. None: they are not known
+
+    @property
+    def period(self) -> int:
+        """Return after how many devices the network repeats itself."""
+        return lcm(*(link.devices for link in self.links if link.devices))
 
     def usable(self, communicators: int) -> float:
         """Return the bytes of a device's memory that are left for a plan with this many communicators."""

@@ -59,6 +59,10 @@ class Costs(Protocol):
         """Return how many devices a node has."""
 
     @property
+    def period(self) -> int:
+        """Return after how many devices the network repeats itself: groups so far apart cost the same."""
+
+    @property
     def wake(self) -> float:
         """Return the delay of an instruction that waited for another stream, or for a peer."""
 
@@ -84,6 +88,7 @@ class Unit:
     weight: int = 1
     cores: int = 0
     node: int = 8
+    period: int = 1
     wake: float = 0.0
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
@@ -106,6 +111,7 @@ class Roofline:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.cores, self.node, self.wake = cluster.cores, cluster.devices, 0.0
+        self.period = cluster.period
         fast = cluster.attained if cluster.attained_memory is None else cluster.attained_memory
         self.bandwidth = cluster.memory_bandwidth * fast
         self._known: dict[int, tuple[tuple[Kernel, ...], float]] = {}  # by identity: equal layers share them

@@ -4,7 +4,7 @@ Each program is simulated once, for all its devices. A communication is one even
 part in it: a send with its receive, a collective with all members of its groups.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from piper.ir.chunk import Chunk, Phase
@@ -110,6 +110,7 @@ class InstructionCosts:
         self.computes: dict[tuple[Phase, str], float] = {}
         self.talks: dict[tuple[str, str, int, int], Talk] = {}
         self.slowest: dict[tuple[str, str], Devices] = {}  # by op and communicator
+        self.shapes: dict[str, tuple[Devices, ...]] = {}  # of the groups of a communicator
 
     def seconds(self, number: int) -> float:
         """Return the seconds of an instruction that does not communicate."""
@@ -147,8 +148,18 @@ class InstructionCosts:
                 talk = self.costs.talk(ins.travels_as, ins.nbytes, group)
                 return talk.latency + talk.seconds
 
-            self.slowest[ins.travels_as, comm] = max(self.graph.plans.comms[comm].groups, key=cost)
+            self.slowest[ins.travels_as, comm] = max(self._shapes(comm), key=cost)
         return self.slowest[ins.travels_as, comm]
+
+    def _shapes(self, comm: str) -> Iterable[Devices]:
+        """Return the first of all groups that lie alike in the network: the others cost the same."""
+        if comm not in self.shapes:
+            first: dict[tuple[int, ...], Devices] = {}
+            for group in self.graph.plans.comms[comm].groups:
+                lowest = group[0] - group[0] % self.costs.period
+                first.setdefault(tuple(device - lowest for device in group), group)
+            self.shapes[comm] = tuple(first.values())
+        return self.shapes[comm]
 
 
 def gradient_bytes(plan: Plan, ins: Instr) -> int:

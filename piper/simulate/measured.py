@@ -59,6 +59,7 @@ class Measured:
     wake: float = 0.0  # until an instruction starts that waited for another stream, or for a peer
     cores: int = 0
     node: int = 8
+    period: int = 1
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
         """Return the seconds of a phase as measured, or estimated from phases that were measured."""
@@ -110,6 +111,7 @@ class MeasuredOn:
     def __init__(self, measured: Measured, cluster: Cluster) -> None:
         self.measured, self.links = measured, Roofline(cluster)
         self.cores, self.node, self.wake = cluster.cores, cluster.devices, measured.wake
+        self.period = cluster.period
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
         """Return the seconds of a phase as measured, or estimated from phases that were measured."""

@@ -194,7 +194,7 @@ def test_attention_forward_and_backward(heads: int, length: int, forward: float,
 class Talking:
     """Communication takes 4 s and a quarter of its members' speed, computing 6 s."""
 
-    cores, node, wake = 0, 8, 0.0
+    cores, node, period, wake = 0, 8, 1, 0.0
 
     def __init__(self, slows: float) -> None:
         self.slows = slows

@@ -67,6 +67,7 @@ class Exchanged:
     exchange: float
     cores: int = 0
     node: int = 8
+    period: int = 1
     wake: float = 0.0
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:

@@ -29,6 +29,7 @@ class Timed:
 
     cores: int = 0
     node: int = 8
+    period: int = 1
     latency: float = 0.0
     wake: float = 0.0
     copying: float = 0.0  # cores
