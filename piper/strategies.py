@@ -17,7 +17,7 @@ from piper.schedules.pairs import pairs
 
 __all__ = ["boundaries", "ddp", "fsdp", "moe", "pipeline", "tensor"]
 
-Placing = Callable[[At, range], Directive]
+Placing = Callable[[At, range], Directive | None]
 PER_RANK = 4  # microbatches for each rank of a pipeline, unless asked otherwise: its bubble is then small
 
 
@@ -88,11 +88,12 @@ def moe(
     head: int = 1,
     bucket_mb: float | None = None,
     within: int | None = None,
+    dense: int = 0,
 ) -> list[Directive]:
     """Shard the experts of each layer over groups of `ep` devices; do all else as `pipeline` and `fsdp` do.
 
     ep: all `dp` devices of a rank unless given. microbatches: 4 for each rank of a pipeline unless given, and
-    1 without one (pp=1).
+    1 without one (pp=1). dense: how many layers at the beginning have no experts.
     """
     by = "strategies.moe"
     ep = dp if ep is None else ep
@@ -112,8 +113,10 @@ def moe(
         return [everything, shard(at(), range(dp), ways=ep), *others]
     stages = boundaries(layers, grid.stages, embedding=embedding, head=head)
 
-    def sharded(stage: At, devices: range) -> Directive:
-        return shard(stage, devices, ways=ep)
+    without_experts = {at(LAYER=stage).tags[0] for stage in stages if stage.stop <= dense}
+
+    def sharded(stage: At, devices: range) -> Directive | None:
+        return shard(stage, devices, ways=ep) if without_experts.isdisjoint(stage.tags) else None
 
     return over_ranks(stages, grid, dp, copies(dp, zero, bucket_mb, within), sharded)
 
@@ -225,7 +228,7 @@ def over_ranks(
 ) -> list[Directive]:
     """Return the directives of a pipeline: the stages on their ranks of `width` devices, split and in order.
 
-    kinds: make a directive of a stage, or of some of its microbatches, and of the devices of a rank.
+    kinds: make a directive, or none, of a stage or some of its microbatches, and of the devices of a rank.
     tag: of the regions whose numbers the stages are.
     """
     parts_of: dict[int, dict[int, dict[int, None]]] = {}  # stage -> rank -> its microbatches
@@ -233,7 +236,7 @@ def over_ranks(
         for action in (action for group in row for action in group):
             parts_of.setdefault(action.stage, {}).setdefault(rank, {})[action.microbatch] = None
     both_ways = any(len(ranks) > 1 for ranks in parts_of.values())
-    placed = [
+    directives = [
         kind(
             at(None, **{tag: layers}, MB=sorted(parts)) if both_ways else at(None, **{tag: layers}),
             range(rank * width, (rank + 1) * width),
@@ -242,6 +245,7 @@ def over_ranks(
         for stage, layers in enumerate(stages)
         for rank, parts in sorted(parts_of[stage].items(), key=lambda found: min(found[1]))
     ]
+    placed = [directive for directive in directives if directive is not None]
     parts = split(at(), axis="MB", parts=grid.microbatches)
     order = orders(grid, stage=[at(None, **{tag: stage}) for stage in stages])
     return [parts, *placed, *order] if both_ways else [*placed, parts, *order]

@@ -7,6 +7,8 @@ import pytest
 
 from piper import ScheduleError, at, order, place, replicate, shard, split, strategies
 from piper.directives import Directive
+from piper.directives.shard import Shard
+from piper.ir.select import At
 
 LOW, HIGH = range(0, 2), range(2, 4)
 
@@ -101,6 +103,16 @@ def test_a_mixture_of_experts() -> None:
         split(at(), axis="MB", parts=4),
     ]
     assert strategy[5:] == strategies.pipeline(4, pp=2, microbatches=4)[3:]
+
+
+def test_stages_of_dense_layers_have_no_experts_to_shard() -> None:
+    def layers_of(strategy: list[Directive]) -> list[At]:
+        return [directive.at for directive in strategy if isinstance(directive, Shard)]
+
+    assert layers_of(strategies.moe(layers=4, dp=2, pp=2, dense=1)) == [at(LAYER=LOW), at(LAYER=HIGH)]
+    assert layers_of(strategies.moe(layers=4, dp=2, pp=2, dense=2)) == [at(LAYER=HIGH)]
+    both_ways = strategies.moe(layers=4, dp=2, pp=2, dense=2, schedule="dualpipe", microbatches=4)
+    assert {filter.tags[0] for filter in layers_of(both_ways)} == {("LAYER", (2, 3))}
 
 
 @pytest.mark.parametrize(
