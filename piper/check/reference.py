@@ -17,6 +17,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
 from piper.check.fp8_products import Fp8Products
+from piper.check.plain_flex import plain_flex_attention
 from piper.check.replay import Replay, ReplayError
 from piper.check.slicing import BatchSlicing, Slice, slicing_of, take
 from piper.ir.chunk import CapturedModel, Tags
@@ -143,7 +144,8 @@ class Reference:
         samples: the numbers of these samples in the global batch. None: it is the global batch.
         """
         products = nullcontext() if self.fp8 is None else self.fp8.on(samples or range(samples_in(batch)))
-        with Exact() if self.exact else nullcontext(), products, nothing_recomputed():
+        exact = Exact() if self.exact else nullcontext()
+        with exact, products, nothing_recomputed(), plain_flex_attention():
             result = self._run_loss(batch)
         if isinstance(result, tuple) and isinstance(result[1], Mapping):  # metrics are not trained on
             return result[0]

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from piper.capture.shard.attention_shapes import in_four_dimensions
+from piper.capture.shard.without_vmap import without_vmap
 from piper.capture.trace.recording import Mode, Recording, number_regions
 from piper.capture.trace_errors import quiet, reason
 from piper.errors import CaptureError
@@ -94,6 +95,7 @@ def _copy_of(recording: Recording) -> tuple[fx.GraphModule, dict[fx.Node, Mode]]
     for node, copy in copies.items():
         copy.meta[MODE] = Mode(grad=recording.modes[node].grad) if node in recording.modes else Mode()
     source.output(tuple(copies[result] for result in recording.results))
+    without_vmap(source, recording.root, {copies[n]: bundle for n, bundle in recording.bundles.items()})
     modes = {copies[node]: mode for node, mode in recording.modes.items()}
     return fx.GraphModule(recording.root, source), modes
 

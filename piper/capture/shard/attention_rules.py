@@ -14,11 +14,13 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 import piper.capture.shard.attention_operators  # noqa: F401  registers the operators
+from piper.capture.shard import flex_attention
 from piper.capture.shard.attention_shapes import WEIGHTS
 from piper.capture.shard.axis_sharding import NoRuleError, UnevenError
 from piper.capture.shard.block_attention import SEQUENCE, Turn
 from piper.capture.shard.compute_rules import aligned
-from piper.capture.shard.layout import CopiedShard, divides
+from piper.capture.shard.flex_attention import FLEX
+from piper.capture.shard.layout import CopiedShard, change, divides
 from piper.capture.shard.loss_rules import softmax
 from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.shape_rules import argument
@@ -53,7 +55,12 @@ def attention(d: Sharder, node: fx.Node) -> None:
         if not all(divides(d.shape(x)[HEADS], heads, d.degree) for x in operands):
             heads = Shard(HEADS)
         _on_heads(d, node, operands, heads)
-        d.done(node, d.to(node, have, varies=True), have)  # the heads are exchanged for the sequence
+        if node.target is FLEX:  # of its results the output alone
+            output = d.emit(operator.getitem, (d.local[node], 0))
+            by_sequence = d.exchange(output, change(d.sharding.axis, d.degree, heads, have, varies=True))
+        else:
+            by_sequence = d.to(node, have, varies=True)
+        d.done(node, by_sequence, have)  # the heads are exchanged for the sequence
     else:
         _by_queries(d, node, operands, have)
 
@@ -82,6 +89,8 @@ def _own_heads(d: Sharder, x: fx.Node, query: fx.Node, have: Shard) -> fx.Node:
 def _attend(
     d: Sharder, node: fx.Node, local: list[fx.Node], have: Shard, mask: fx.Node | None = None
 ) -> fx.Node:
+    if node.target is FLEX:
+        return flex_attention.attend(d, node, local, have)
     mask = mask or mask_of(d, node, have)
     if draws(node):
         return _attend_and_drop(d, node, local, have, mask)
@@ -95,6 +104,10 @@ def _by_queries(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Sh
     query, key, value = operands
     own = d.to(query, have, varies=True)
     lengths = [d.shape(x)[SEQUENCE] for x in (query, key)]
+    if node.target is FLEX:
+        whole = [d.to(unrepeated(d, x), REPLICATE, varies=True) for x in (key, value)]
+        d.done(node, flex_attention.attend(d, node, [own, *whole], have), have)
+        return
     if not is_causal(node) or have.blocks > 1 or lengths[0] != lengths[1] or draws(node):
         rows = None
         if argument(node, 5, "is_causal", False):
@@ -159,6 +172,8 @@ def causal_mask(d: Sharder, queries: int, keys: int) -> fx.Node:
 def scale_of(d: Sharder, node: fx.Node) -> float:
     """Return what the scores of an attention are multiplied by."""
     query, scale = node.args[0], node.kwargs.get("scale")
+    if node.target is FLEX:
+        scale = node.args[flex_attention.SCALE]
     assert isinstance(query, fx.Node)
     return float(scale) if isinstance(scale, int | float) else 1 / math.sqrt(d.shape(query)[-1])
 
@@ -211,12 +226,7 @@ def _by_ring(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard
         raise NoRuleError("dropout inside attention does not go round a ring", OTHERWISE)
     if have.blocks > 1:
         raise NoRuleError("a ring passes on one run of the sequence", OTHERWISE)
-    causal, mask = is_causal(node), None
-    given = argument(node, 3, "attn_mask")
-    if isinstance(given, fx.Node) and not causal:
-        if d.trains(d.local[given]):
-            raise NoRuleError("its mask has a gradient, which a ring does not compute", OTHERWISE)
-        mask = mask_of(d, node, have)
+    causal, mask = _ring_mask(d, node, have)
     own, keys, values = d.to(query, have, varies=True), _Block(d, key, have), _Block(d, value, have)
     turns = [Turn(ways=d.degree, step=i, causal=causal, zigzag=have.zigzag) for i in range(d.degree)]
     how = (d.host_place(), scale_of(d, node))
@@ -239,6 +249,20 @@ def _by_ring(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard
             arguments = (passed, own, *block, mask, *result, *how, turn.numbers)
             passed = d.emit(torch.ops.piper.ring_pass.default, arguments)
     d.done(node, passed, have)
+
+
+def _ring_mask(d: Sharder, node: fx.Node, have: Shard) -> tuple[bool, fx.Node | None]:
+    """Return whether the attention of a ring is causal, else the rows of its mask for a device's queries."""
+    if node.target is FLEX:
+        if flex_attention.changes_scores(d, node):
+            raise NoRuleError("a ring does not change scores, as its score_mod does", OTHERWISE)
+        return False, flex_attention.mask_rows(d, node, have)
+    given = argument(node, 3, "attn_mask")
+    if is_causal(node) or not isinstance(given, fx.Node):
+        return is_causal(node), None
+    if d.trains(d.local[given]):
+        raise NoRuleError("its mask has a gradient, which a ring does not compute", OTHERWISE)
+    return False, mask_of(d, node, have)
 
 
 def is_causal(node: fx.Node) -> bool:
@@ -314,6 +338,7 @@ def by_heads(d: Sharder, node: fx.Node) -> None:
 
 RULES: dict[object, Rule] = {
     aten.scaled_dot_product_attention.default: attention,
+    FLEX: attention,
     aten._safe_softmax.default: softmax,
     torch.ops.piper.attend_prefix.default: by_heads,
     torch.ops.piper.ring_attend.default: by_heads,

@@ -119,7 +119,7 @@ class LocalGraph:
         if local in self.copied and not all(isinstance(one, CopiedShard) for one in each):
             raise NoRuleError("several devices hold the same heads of an operand, and would count it twice")
         self.local[node], self.layouts[node] = local, layout
-        if isinstance(result, Tensor) and isinstance(layout, Shard):
+        if isinstance(value_of(node), Tensor) and isinstance(result, Tensor) and isinstance(layout, Shard):
             want = local_shape(self.shape(node), layout, self.degree)
             assert tuple(result.shape) == want, (
                 f"{node} {node.target}: {tuple(result.shape)} for {layout} of {want}"

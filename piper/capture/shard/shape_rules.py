@@ -183,10 +183,14 @@ def getitem(d: Sharder, node: fx.Node) -> None:
     """Take one of several values."""
     source, index = node.args
     assert isinstance(source, fx.Node) and isinstance(index, int)
-    layouts = d.layouts[source]
-    assert isinstance(layouts, list)
-    local = d.emit(node.target, (d.local[source], index))
-    d.done(node, local, layouts[index])
+    layouts, local = d.layouts[source], d.local[source]
+    if isinstance(layouts, list):
+        d.done(node, d.emit(node.target, (local, index)), layouts[index])
+    elif index == 0:  # of an operation whose other results are not computed
+        d.done(node, local, layouts)
+    else:
+        what = "of attention whose keys travel only the output is computed, not its log-sum-exp"
+        raise NoRuleError(what, 'use attention="gather" there')
 
 
 def cat(d: Sharder, node: fx.Node) -> None:

@@ -57,12 +57,14 @@ def _fill_by_size(recording: Recording) -> None:
     -->
     torch.zeros((4, 8), ...)
 
-    Otherwise x would travel to another chunk for its shape alone.
+    Otherwise x would travel to another chunk for its shape alone. Not inside vmap, where the new tensor
+    has the samples of x beside its size.
     """
     for node in list(recording.graph.nodes):
         filled = value(node)
         if (
             node.op in ("call_function", "call_method")
+            and node not in recording.bundles
             and name_of(node) in _FILLS
             and isinstance(filled, Tensor)
             and all(isinstance(size, int) for size in filled.shape)

@@ -35,6 +35,7 @@ from piper.capture.trace.returned import FORMS, Returned, returned_by_loss
 from piper.capture.trace_errors import loss_failed, node_line, quiet, reason, without_result
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Batch, Constant
+from piper.process.flex_on_host import flex_gradients_on_host
 
 log = logging.getLogger("piper")
 _LATER_CALLS = (
@@ -108,6 +109,7 @@ def _traced_call(step: LossModule, batch: dict[str, Tensor]) -> TracedCall:
         leaving_out_logs(),
         leaving_out_assignments(),
         masks_as_given(),
+        flex_gradients_on_host(),
         tracing_into_checkpoints() as checkpoints,
         noting_changes() as left,
     ):

@@ -30,13 +30,8 @@ class Regions:
 def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Regions:
     """Sort the nodes into regions."""
     graph = recording.graph
-    needed = live(graph, recording.results)
-    bundles = {recording.bundles[node] for node in needed if node in recording.bundles}
-    nodes = [
-        node
-        for node in graph.nodes
-        if node.op != "placeholder" and (node in needed or recording.bundles.get(node) in bundles)
-    ]
+    needed = _needed(recording)
+    nodes = [node for node in graph.nodes if node.op != "placeholder" and node in needed]
     order = {node: position for position, node in enumerate(nodes)}
     tied = frozenset(node for group in entangled for node in group.nodes)
 
@@ -67,6 +62,16 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
         areas=areas,
         fixed=_derived(recording, nodes, (*fixed, FromParameter), lambda node: True),
     )
+
+
+def _needed(recording: Recording) -> set[fx.Node]:
+    """Return the nodes that run: what the results depend on, whole bundles, and what those read."""
+    wanted, needed = set(recording.results), set[fx.Node]()
+    while not wanted <= needed:
+        needed = live(recording.graph, wanted)
+        bundles = {recording.bundles[node] for node in needed if node in recording.bundles}
+        wanted |= {node for node, bundle in recording.bundles.items() if bundle in bundles}
+    return needed
 
 
 def _crossing(

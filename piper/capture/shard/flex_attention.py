@@ -1,0 +1,185 @@
+"""Writes one device's part of `flex_attention`, whose mask and scores are functions of indices.
+
+The functions get a sample, a head, a query and a key by their places in the whole sequence. A device that
+holds some of the heads or queries numbers its own from zero, so its functions look each up in a table of
+places first. Blocks of the mask are those that the device's queries touch.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import Argument, map_arg
+
+from piper.capture.shard.block_attention import SEQUENCE
+from piper.capture.shard.compute_rules import aligned
+from piper.capture.shard.sharder import Sharder, aten
+from piper.capture.trace.recording import Mode
+from piper.ir.sharding import REPLICATE, Shard
+
+FLEX = torch.ops.higher_order.flex_attention
+SCORE, BLOCKS, SCALE, OPTIONS, SCORE_READS, MASK_READS = range(3, 9)  # positions of its arguments
+BY_QUERIES, BY_KEYS = slice(2, 6), slice(6, 10)  # of its blocks: counts and indices, partial then full
+INDICES = 4  # a sample, a head, a query, a key
+
+
+def attend(d: Sharder, node: fx.Node, local: Sequence[fx.Node], have: Shard) -> fx.Node:
+    """Write the attention of a device's own samples, heads or queries. local: its queries, keys, values."""
+    query = node.args[0]
+    assert isinstance(query, fx.Node)
+    places = own_places(d, d.shape(query)[have.dim], have)
+    mask = _through_table(d, f"{node.name}_mask", _mask(node), have.dim)
+    blocks = (*_own_blocks(d, node, have, places), *_sizes(node), mask)
+    score = _through_table(d, f"{node.name}_score", node.args[SCORE], 1 + have.dim)
+    score_reads, mask_reads = ((*reads(d, node, position), places) for position in (SCORE_READS, MASK_READS))
+    return d.emit(
+        FLEX, (*local, score, blocks, node.args[SCALE], node.args[OPTIONS], score_reads, mask_reads)
+    )
+
+
+def own_places(d: Sharder, size: int, have: Shard) -> fx.Node:
+    """Write the places in the whole of what a device holds of one dimension."""
+    options: dict[str, Argument] = {"dtype": torch.int32, "device": _device(d)}
+    return d.take(d.emit(aten.arange.default, (size,), options), have.at(0))
+
+
+def reads(d: Sharder, node: fx.Node, position: int) -> list[fx.Node]:
+    """Return the tensors that a function of indices reads, whole on every device."""
+    tensors = node.args[position]
+    assert isinstance(tensors, list | tuple)
+    return [d.to(x, REPLICATE, varies=True) for x in tensors if isinstance(x, fx.Node)]
+
+
+def changes_scores(d: Sharder, node: fx.Node) -> bool:
+    """Return whether an attention changes scores: its function returns something else than the score."""
+    score, *_ = (graph := _function(d, node.args[SCORE]).graph).find_nodes(op="placeholder")
+    return next(iter(graph.find_nodes(op="output"))).args[0] is not score
+
+
+def mask_rows(d: Sharder, node: fx.Node, have: Shard) -> fx.Node:
+    """Write which keys each of a device's own queries sees: [samples, heads, queries, keys].
+
+    There is one sample or one head where the mask is the same for all.
+    """
+    query, key = node.args[:2]
+    assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
+    function = _function(d, _mask(node))
+    samples, heads, *_ = function.graph.find_nodes(op="placeholder")
+    options: dict[str, Argument] = {"dtype": torch.int32, "device": _device(d)}
+    counts = [
+        d.shape(query)[0] if samples.users else 1,
+        d.shape(query)[1] if heads.users else 1,
+        d.shape(query)[SEQUENCE],
+        d.shape(key)[SEQUENCE],
+    ]
+    indices = [d.emit(aten.arange.default, (count,), options) for count in counts]
+    indices[have.dim] = own_places(d, d.shape(query)[have.dim], have)
+    tensors = reads(d, node, MASK_READS)
+    whole: Callable[..., Tensor] = function
+    for dim in reversed(range(INDICES)):
+        of_one = [0 if dim == other else None for other in range(INDICES)]
+        whole = torch.vmap(whole, in_dims=(*of_one, *(None for _ in tensors)))
+    given = [*indices, *tensors]
+    with d.fakes:
+        traced = make_fx(whole)(*(x.meta["example_value"] for x in given))
+    return _spliced(d, traced, given)
+
+
+def _spliced(d: Sharder, traced: fx.GraphModule, given: Sequence[fx.Node]) -> fx.Node:
+    """Write the operations of a traced function of some values, and return its result."""
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    values: dict[fx.Node, fx.Node] = dict(zip(placeholders, given, strict=True))
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            values[node] = _attribute(d, f"{node.target}", getattr(traced, str(node.target)))
+        elif node.op == "call_function":
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = d.emit(node.target, args, kwargs)
+    result = next(iter(traced.graph.find_nodes(op="output"))).args[0]
+    assert isinstance(result, fx.Node)
+    return values[result]
+
+
+def _mask(node: fx.Node) -> Argument:
+    """Return the function of an attention's mask, which is the last of its blocks."""
+    blocks = node.args[BLOCKS]
+    assert isinstance(blocks, list | tuple)
+    return blocks[-1]
+
+
+def _sizes(node: fx.Node) -> tuple[Argument, ...]:
+    """Return what stands between the blocks of a mask and its function: orders of writing, their sizes."""
+    blocks = node.args[BLOCKS]
+    assert isinstance(blocks, list | tuple)
+    between = blocks[BY_KEYS.stop : -1]
+    return (*(None for _ in between[:-2]), *between[-2:])  # another order of writing is as good
+
+
+def _own_blocks(d: Sharder, node: fx.Node, have: Shard, places: fx.Node) -> tuple[Argument, ...]:
+    """Return the lengths and blocks of a mask for a device's own samples, heads or queries."""
+    blocks = node.args[BLOCKS]
+    assert isinstance(blocks, list | tuple)
+    lengths, tensors = list(blocks[:2]), list(blocks[2 : BY_KEYS.stop])
+    if have.dim != SEQUENCE:
+        return (*lengths, *(_aligned(d, x, have) for x in tensors))
+    whole = [d.to(x, REPLICATE, varies=True) if isinstance(x, fx.Node) else None for x in tensors]
+    first = whole[0]
+    assert first is not None
+    if int(first.meta["example_value"].shape[-1]) == 1:  # one block is that of any queries
+        return (*lengths, *whole)
+    count = int(places.meta["example_value"].shape[0])
+    by_queries = [x for x in whole[:4] if x is not None]
+    own = d.emit(torch.ops.piper.own_blocks.default, (by_queries, places, blocks[-3]))
+    half = len(by_queries)
+    apart = [d.emit(operator.getitem, (own, index)) for index in range(2 * half)]
+    absent = [None] * (4 - half)
+    return (count, lengths[1], *apart[:half], *absent, *apart[half:], *absent)
+
+
+def _aligned(d: Sharder, x: Argument, have: Shard) -> fx.Node | None:
+    """Return a device's own samples or heads of a tensor of blocks, which may have one for all."""
+    if not isinstance(x, fx.Node):
+        return None
+    return d.to(x, aligned(d, x, have, len(d.shape(x))), varies=True)
+
+
+def _function(d: Sharder, attribute: Argument) -> fx.GraphModule:
+    """Return the graph of a function that an attention is given."""
+    assert isinstance(attribute, fx.Node)
+    module = getattr(d.recording.root, str(attribute.target))
+    assert isinstance(module, fx.GraphModule)
+    return module
+
+
+def _through_table(d: Sharder, name: str, attribute: Argument, position: int) -> fx.Node:
+    """Write a function of indices that looks one of them up in a table, which it reads after all others."""
+    function, graph = _function(d, attribute), fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(function.graph, copies)
+    placeholders = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(placeholders[-1]):
+        table = graph.placeholder("places")
+    index = placeholders[position]
+    with graph.inserting_after(table):
+        place = graph.call_function(aten.index.Tensor, (table, [index]))
+    index.replace_all_uses_with(place, delete_user_cb=lambda user: user is not place)
+    graph.output(result)
+    return _attribute(d, f"{name}_{d.sharding.axis}", fx.GraphModule(function, graph))
+
+
+def _attribute(d: Sharder, name: str, value: object) -> fx.Node:
+    """Write the read of something that the traced model then holds under a name."""
+    setattr(d.recording.root, name, value)
+    local = d.graph.get_attr(name)
+    if isinstance(value, Tensor):
+        with d.fakes:
+            value = d.fakes.from_tensor(value)
+    local.meta["example_value"] = value
+    d.modes[local], d.tags[local] = Mode(), ()
+    return local
+
+
+def _device(d: Sharder) -> torch.device:
+    return d.place().meta["example_value"].device  # type: ignore[no-any-return]

@@ -1,0 +1,154 @@
+"""A decoder of packed documents, and the same mathematics document by document in plain PyTorch.
+
+`by_document` shares no code with the model: it takes each document out of its row and attends within it.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+import piper
+
+VOCAB, DIM, HEADS, KV_HEADS, HEAD = 32, 16, 4, 2, 4
+CAP = 2.0  # of scores, where they are capped
+PACKINGS: Mapping[str, Sequence[Sequence[int]]] = {  # the lengths of the documents of each row
+    "several": [
+        [5, 1, 10],
+        [7, 9],
+        [3, 6, 7],
+        [2, 12, 2],
+    ],  # one of one token; cuts at 4, 8 and 12 cross some
+    "whole": [[16]] * 4,
+    "single tokens": [[1] * 16, [15, 1], [1, 15], [8, 8]],
+}
+WEIGHTS = {"*.q|*.k|*.v|*.up|embedding|head": 0, "*.out|*.down": 1}
+FIELDS = {"tokens": 1, "labels": 1, "documents": 1, "positions": 1}
+
+
+def batch(packing: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Return rows of documents: tokens, labels, the document of each token and its place there."""
+    generator = torch.Generator().manual_seed(0)
+    length = sum(packing[0])
+    tokens, labels = torch.randint(VOCAB, (2, len(packing), length), generator=generator)
+    labels[:2, :3] = -100
+    documents = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in packing]
+    positions = [torch.cat([torch.arange(size) for size in row]) for row in packing]
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "documents": torch.stack(documents),
+        "positions": torch.stack(positions),
+    }
+
+
+class Layer(nn.Module):
+    """Attention within documents, and a feed-forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.q, self.out = nn.Linear(DIM, HEADS * HEAD), nn.Linear(HEADS * HEAD, DIM)
+        self.k, self.v = nn.Linear(DIM, KV_HEADS * HEAD), nn.Linear(DIM, KV_HEADS * HEAD)
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1.0, HEADS + 1), persistent=False)
+
+    def forward(self, x: Tensor, mask: Tensor | BlockMask) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if isinstance(mask, Tensor):
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        else:
+            slopes = self.slopes
+            assert isinstance(slopes, Tensor)
+            mods: dict[str, Callable[..., Tensor] | None] = {
+                "flex": None,
+                "alibi": lambda score, b, h, i, j: score + slopes[h] * (j - i),
+                "softcap": lambda score, b, h, i, j: CAP * torch.tanh(score / CAP),
+            }
+            y = flex_attention(q, k, v, score_mod=mods[self.kind], block_mask=mask, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        result: Tensor = x + self.down(F.silu(self.up(x)))
+        return result
+
+
+class Packed(nn.Module):
+    """Tokens to logits, each document by itself. kind: the attention. stages: regions PP."""
+
+    def __init__(self, kind: str, stages: int = 2, block: int = 4) -> None:
+        super().__init__()
+        self.kind, self.block = kind, block
+        self.embedding, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(16, DIM)
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(stages))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
+        mask = self.mask(documents)
+        for number, layer in enumerate(self.layers):
+            with piper.annotate("PP"):
+                if number == 0:
+                    x = self.embedding(tokens) + self.positions(positions)
+                x = layer(x, mask)
+                if number == len(self.layers) - 1:
+                    x = self.head(x)
+        logits: Tensor = x
+        return logits
+
+    def mask(self, documents: Tensor) -> Tensor | BlockMask:
+        """Return which keys each query sees: those of its document up to its own place."""
+        rows, length = documents.shape
+        if self.kind == "sdpa":
+            same = documents[:, None, :, None] == documents[:, None, None, :]
+            return same & torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+        return create_block_mask(
+            lambda b, h, i, j: (documents[b, i] == documents[b, j]) & (i >= j),
+            rows, None, length, length, device=documents.device, BLOCK_SIZE=self.block,
+        )  # fmt: skip
+
+
+def loss(model: nn.Module, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of the next tokens, and how many count."""
+    logits = model(fields["tokens"], fields["documents"], fields["positions"])
+    return piper.losses.cross_entropy(logits, fields["labels"])
+
+
+def by_document(model: Packed, fields: Mapping[str, Tensor], packing: Sequence[Sequence[int]]) -> Tensor:
+    """Return the mean loss of a batch, computed for one document after another."""
+    state = dict(model.named_parameters())
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row, sizes in enumerate(packing):
+        for start, size in zip([sum(sizes[:i]) for i in range(len(sizes))], sizes, strict=True):
+            tokens, labels = (fields[name][row, start : start + size] for name in ("tokens", "labels"))
+            x = state["embedding.weight"][tokens] + state["positions.weight"][:size]
+            for number in range(len(model.layers)):
+                x = _layer(x, state, f"layers.{number}", model.kind)
+            scores = x @ state["head.weight"].T
+            for place in range(size):
+                if labels[place] >= 0:
+                    total = total + scores[place].logsumexp(0) - scores[place, labels[place]]
+                    count += 1
+    return total / count
+
+
+def _layer(x: Tensor, state: Mapping[str, Tensor], name: str, kind: str) -> Tensor:
+    def linear(part: str, given: Tensor) -> Tensor:
+        return given @ state[f"{name}.{part}.weight"].T + state[f"{name}.{part}.bias"]
+
+    q, k, v = (linear(part, x) for part in "qkv")
+    size, outs = len(x), []
+    for head in range(HEADS):
+        shared = head // (HEADS // KV_HEADS)
+        own, theirs = slice(head * HEAD, (head + 1) * HEAD), slice(shared * HEAD, (shared + 1) * HEAD)
+        scores = q[:, own] @ k[:, theirs].T / math.sqrt(HEAD)
+        places = torch.arange(size)
+        if kind == "alibi":
+            scores = scores + 2.0 ** -(head + 1) * (places[None, :] - places[:, None])
+        if kind == "softcap":
+            scores = CAP * torch.tanh(scores / CAP)
+        scores = scores.masked_fill(places[None, :] > places[:, None], -math.inf)
+        outs.append(torch.softmax(scores, -1) @ v[:, theirs])
+    x = x + linear("out", torch.cat(outs, -1))
+    hidden = linear("up", x)
+    return x + linear("down", hidden * torch.sigmoid(hidden))
