@@ -193,7 +193,7 @@ def group_peers(devices: Devices, groups: int) -> Iterator[tuple[int, Devices]]:
 def check_groups(graph: Graph, node: Compute, groups: int, by: str) -> None:
     """Refuse a region whose devices do not make up equal groups."""
     policy, count = graph.policy(node.chunk), len(node.devices)
-    together = policy.degree * policy.ways
+    together = policy.inner
     if count % groups or count // groups % together:
         sharded = {"sharded": f"over {together} devices"} if together > 1 else {}
         raise ScheduleError(

@@ -40,6 +40,7 @@ class Policy:
     gather_stream: str = "gather"
     ways: int = 1  # the degree of the axis along which experts are sharded
     by_expert: Mapping[str, AxisPlacement] = field(default_factory=dict)  # of parameters and buffers
+    own_rows: tuple[str, ...] = ()  # axes along which each device routes rows of its own
     exchange_stream: str = "exchange"
     axes: tuple[AxisPolicy, ...] = ()  # the innermost groups first
     origin: int | None = None  # the directive that said so
@@ -47,7 +48,34 @@ class Policy:
     @property
     def inner(self) -> int:
         """Return the number of neighbouring devices that hold different slices before ZeRO shards them."""
-        return self.degree * self.ways
+        return self.degree * self.outer_ways
+
+    @property
+    def outer_ways(self) -> int:
+        """Return over how many groups of devices with the same samples experts are sharded."""
+        return self.ways // math.gcd(self.ways, math.prod(held.degree for held in self._own_axes))
+
+    @property
+    def _own_axes(self) -> list[AxisPolicy]:
+        return [held for held in self.axes if held.axis in self.own_rows]
+
+    @property
+    def splits_experts(self) -> bool:
+        """Return whether experts can be sharded over neighbours: along axes with own rows that lie together.
+
+        Groups begin with the first such axis. They end within one, at the end of one, or beyond all axes.
+        """
+        end = 1
+        for held in self.axes if self._own_axes else ():
+            if end > 1 or held.axis in self.own_rows:
+                if held.axis not in self.own_rows:
+                    return False
+                end *= held.degree
+                if end % self.ways == 0:
+                    return True
+                if self.ways % end:
+                    return False
+        return True
 
     @property
     def degree(self) -> int:
@@ -57,9 +85,13 @@ class Policy:
     def mesh(self, devices: Devices) -> Mesh:
         """Return how a chunk's devices are arranged: along its axes, then by expert, by sample, by group."""
         axes = [Axis(name=held.axis, degree=held.degree) for held in self.axes]
-        if self.ways > 1:
-            axes.append(Axis(name=EXPERTS, degree=self.ways, samples=True))
-        return mesh_of(devices, axes, self.within, self.optimizer_within)
+        if self.outer_ways > 1:
+            axes.append(Axis(name=EXPERTS, degree=self.outer_ways, samples=True))
+        mesh = mesh_of(devices, axes, self.within, self.optimizer_within)
+        if self.ways == 1:
+            return mesh
+        stride = next((mesh.axis(held.axis).stride for held in self._own_axes), self.degree)
+        return replace(mesh, experts=Axis(name=EXPERTS, degree=self.ways, stride=stride, samples=True))
 
     def field_placements(self, name: str) -> tuple[AxisPlacement, ...]:
         """Return how a field of the batch is sharded beyond its samples. Empty: it is not."""

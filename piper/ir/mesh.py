@@ -35,6 +35,21 @@ class Mesh:
 
     devices: Devices
     axes: tuple[Axis, ...] = ()
+    experts: Axis | None = None  # over which experts are sharded; it covers axes along which rows differ
+
+    @property
+    def by_expert(self) -> "Mesh":
+        """Return the mesh as experts see it: the axis of the experts in place of those that it covers."""
+        if self.experts is None:
+            return self
+        end = self.experts.stride * self.experts.degree
+        inside = [axis for axis in self.axes if axis.stride < self.experts.stride]
+        beyond = []
+        for axis in self.axes[len(inside) :]:
+            begin = max(end, axis.stride)
+            if axis.stride >= end or axis.stride * axis.degree > end:
+                beyond.append(replace(axis, degree=axis.stride * axis.degree // begin, stride=begin))
+        return replace(self, axes=(*inside, self.experts, *beyond))
 
     @property
     def sharing(self) -> tuple[Axis, ...]:

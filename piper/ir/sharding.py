@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from piper.ir.mesh import Axis, Mesh, copies_along
+from piper.ir.mesh import EXPERTS, Axis, Mesh, copies_along
 
 CollectiveOp = Literal[
     "all_gather",
@@ -108,6 +108,7 @@ def refined(mesh: Mesh, placements: Iterable[AxisPlacement]) -> Mesh:
     Along the inner one devices hold the same slice, along the outer one, of the same name, different slices.
     """
     degrees = {held.axis: held.degree for held in placements}
+    mesh = mesh.by_expert if EXPERTS in degrees else mesh
     axes: list[Axis] = []
     for axis in mesh.axes:
         copies = degrees.get(copies_along(axis.name), 1)

@@ -2,8 +2,9 @@
 
 from piper.ir.chunk import Chunk, Collective, Phase
 from piper.ir.ids import SlotId
-from piper.ir.mesh import EXPERTS
+from piper.ir.mesh import Axis
 from piper.ir.node import Collect, Counts, Exchange
+from piper.lower.placements import ChunkPlacement
 from piper.lower.value_table import Flow, Template, input_gradient, output_slot, splits_slot
 from piper.plan.plan import Slot
 
@@ -20,7 +21,7 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
             chunk=chunk.name,
             part=(),
             devices=placement.devices,
-            axis=placement.mesh.axis(EXPERTS),
+            axis=experts_of(placement),
             stream=placement.policy.exchange_stream,
             reads=(inputs[1],),
             writes=(splits, output_slot(chunk.name, 1)),
@@ -48,13 +49,20 @@ def exchange(
         phase=phase,
         part=(),
         devices=placement.devices,
-        axis=placement.mesh.axis(EXPERTS),
+        axis=experts_of(placement),
         outward=outward,
         reads=reads,
         writes=(written,),
         stream=placement.policy.exchange_stream,
     )
     flow.templates.append(Template(node=node, chunk=chunk.name, phase=phase))
+
+
+def experts_of(placement: ChunkPlacement) -> Axis:
+    """Return the axis over which the experts of a region are sharded."""
+    experts = placement.mesh.experts
+    assert experts is not None, f"{placement.chunk} holds all experts"
+    return experts
 
 
 def collect(flow: Flow, chunk: Chunk, phase: Phase, how: Collective, read: SlotId, written: SlotId) -> None:

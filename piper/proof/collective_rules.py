@@ -106,8 +106,8 @@ class CollectiveRules:
     def check_experts(self, member: ProgramInstr, comm: Comm | None, chunk: str) -> None:
         """Complain unless a communicator joins the devices that shard a chunk's experts, in order."""
         if comm is not None:
-            wanted = partial(self.state.expected_at(member.ins.part).meshes[chunk].groups, EXPERTS)
-            self.state.check_groups(member, comm, f"experts {chunk}", wanted)
+            mesh = self.state.expected_at(member.ins.part).meshes[chunk].by_expert
+            self.state.check_groups(member, comm, f"experts {chunk}", partial(mesh.groups, EXPERTS))
 
     def collect(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Run a collective of a sharded region on values or on their gradients."""

@@ -44,23 +44,29 @@ class Covers:
 
     @once
     def of_set(
-        self, program: int, devices: Devices, degree: int = 1, shared: int = 1, numbered: Numbering = ()
+        self,
+        program: int,
+        devices: Devices,
+        shared: int = 1,
+        numbered: Numbering = (),
+        experts: Axis | None = None,
     ) -> Cover | None:
         """Return the slices that a program's devices have as members of a set. None: a device is no member.
 
-        `degree`: experts are sharded over groups of so many slices; each works on all rows of its group.
         `shared`: so many devices share their samples; `numbered`: the shards they hold, where values differ.
+        `experts`: the axis over which experts are sharded; each works on all rows of its group.
         """
         position = {device: i for i, device in enumerate(devices)}
         members = [position.get(device, -1) for device in self.plans.plans[program].devices]
         slices = len(devices) // shared if shared > 0 else 0
+        degree = max(1, experts.stride * experts.degree // max(1, shared)) if experts is not None else 1
         even = slices > 0 and slices * shared == len(devices) and slices % degree == 0
         if not even or min(members) < 0 or self.cells % slices:
             return None
         each = self.cells // slices * degree
         cells: list[Cells] = []
         for member in members:
-            group, share = divmod(member // shared, degree)
+            group, share = member // shared // degree, experts.coordinate(member) if experts else 0
             cells.append(self._slice(shard_number(member, numbered), share, group * each, each))
         return self._intern(tuple(cells))
 
@@ -78,8 +84,7 @@ class Covers:
         self,
         program: int,
         devices: Devices,
-        degree: int,
-        shared: int = 1,
+        experts: Axis | None,
         own: Numbering = (),
         summed: Numbering = (),
         every_share: bool = False,
@@ -96,8 +101,9 @@ class Covers:
         cells: list[Cells] = []
         for device in self.plans.plans[program].devices:
             here = position[device]
-            own_share = Axis(degree=degree, stride=shared).coordinate(here)
-            shares = range(degree) if every_share else (own_share,)
+            shares: Sequence[int] = (experts.coordinate(here),) if experts is not None else (0,)
+            if every_share and experts is not None:
+                shares = range(experts.degree)
             shards = [shard_number(here, own) + place for place in places]
             pieces = [self._slice(shard, share, 0, self.cells) for shard in shards for share in shares]
             cells.append(_overlaid([segment for piece in pieces for segment in piece]))

@@ -168,8 +168,10 @@ class Expectations:
     def own_cover(self, program: int, chunk: str) -> Cover | None:
         """Return the samples that a chunk works on, and which shards of them. None: it does not run there."""
         mesh = self.meshes[chunk]
-        degree = self.spec.degree(chunk) if self.spec.routed(chunk) else 1
-        return self.covers.of_set(program, mesh.devices, degree, mesh.degree, numbering(mesh))
+        if not self.spec.routed(chunk):
+            return self.covers.of_set(program, mesh.devices, mesh.degree, numbering(mesh))
+        experts = self.spec.experts(chunk)
+        return self.covers.of_set(program, mesh.devices, mesh.degree, numbering(mesh.by_expert), experts)
 
     def output_cover(
         self, program: int, producer: str, index: int, reader: str, *, backward: bool = False
@@ -178,8 +180,8 @@ class Expectations:
         numbered = self.spec.numbering_at(producer, index, reader, backward=backward)
         routed = self.spec.routed(producer)
         mesh = self.meshes[producer if routed else reader]
-        degree = self.spec.degree(producer) if routed else 1
-        cover = self.covers.of_set(program, mesh.devices, degree, mesh.degree, numbered)
+        experts = self.spec.experts(producer) if routed else None
+        cover = self.covers.of_set(program, mesh.devices, mesh.degree, numbered, experts)
         assert cover is not None, f"{producer} and {reader} lie apart"
         return cover
 
@@ -212,14 +214,10 @@ class Expectations:
         holding = self.spec.holding(chunk, self._parameters[bucket.pieces[0].name])
         if not holding.own and not holding.summed and holding.experts == 1:
             return self.covers.everything(program, degree)
+        experts = self.spec.experts(chunk) if self.spec.routed(chunk) else None
+        every_share = holding.experts == 1
         return self.covers.own_share(
-            program,
-            bucket.devices,
-            max(degree, holding.experts),
-            holding.shared,
-            holding.own,
-            holding.summed,
-            every_share=holding.experts == 1,
+            program, bucket.devices, experts, holding.own, holding.summed, every_share=every_share
         )
 
     def sum_of(self, program: int, source: Output) -> Terms | None:
@@ -264,7 +262,7 @@ class Expectations:
                 kind: Kind = "place" if isinstance(source, AxisPosition) else "host_place"
                 return self._number(SymbolicValue(kind, names=places)), "", NOTHING
             case Batch(field=field):
-                cover = self.covers.of_set(program, mesh.devices, 1, mesh.degree)
+                cover = self.covers.of_set(program, mesh.devices, mesh.degree)
                 assert cover is not None, f"{chunk.name} does not run here"
                 cuts = shown_cuts(self.spec.cuts(chunk.name, field), mesh.devices, devices)
                 return self._number(SymbolicValue("batch", field, 0, cover, cuts)), None, NOTHING
@@ -299,7 +297,7 @@ class Expectations:
             assert isinstance(source, Output), "an unroute takes the counts of its route"
             route = source.chunk
         mesh = self.meshes[route]
-        cover = self.covers.of_set(program, mesh.devices, 1, mesh.degree, numbering(mesh))
+        cover = self.covers.of_set(program, mesh.devices, mesh.degree, numbering(mesh))
         assert cover is not None, f"{route} and {chunk.name} lie apart"
         return self._of_chunk("splits", route, 0, cover)
 

@@ -41,7 +41,7 @@ class LocalRules:
         if not isinstance(taken, Field):
             self.state.complain(at, "loads no field of the batch")
             return
-        cover = self.covers.of_set(at.program, taken.devices, 1, taken.degree)
+        cover = self.covers.of_set(at.program, taken.devices, taken.degree)
         if cover is None:
             self.state.complain(at, "loads the samples of devices that it does not run on")
             return

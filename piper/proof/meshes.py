@@ -47,8 +47,7 @@ class Holding:
     shardings: tuple[Sharding, ...]
     own: Numbering  # axes along which each device has the whole gradient of what it holds
     summed: Numbering = field(compare=False)  # axes along which each device has a term of it
-    shared: int = field(compare=False)  # devices that share their samples
-    experts: int  # over how many slices of the samples the experts are sharded
+    experts: int  # over how many devices the experts are sharded
     distinct: tuple[Axis, ...]  # devices that differ along one of these do not add their gradients
     across: tuple[Axis, ...] = field(default=(), compare=False)  # under ZeRO they add them shard by shard
     owners: tuple[Axis, ...] = field(default=(), compare=False)  # and keep a part of each shard
@@ -73,7 +72,6 @@ def holding(mesh: Mesh, placements: tuple[AxisPlacement, ...]) -> Holding:
         shardings=in_any_order(shardings),
         own=numbering(mesh, axes=own),
         summed=numbering(mesh, axes=[axis for axis in mesh.sharing if axis.name in summed]),
-        shared=mesh.degree,
         experts=math.prod(each.degree for each in placements if each.axis == EXPERTS),
         distinct=tuple(apart),
         across=tuple(axis for axis in mesh.axes if axis.name == GROUPS and shards > 1),

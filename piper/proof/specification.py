@@ -11,7 +11,7 @@ from itertools import product
 from piper.ir.chunk import ROUTED, Chunk, Output, Parameter, Source, Tags
 from piper.ir.devices import Devices
 from piper.ir.graph import Graph
-from piper.ir.mesh import Mesh
+from piper.ir.mesh import Axis, Mesh
 from piper.ir.sharding import AxisPlacement, Sharding, shardings_on
 from piper.proof.meshes import Holding, Numbering, holding, in_any_order, numbering, passes
 
@@ -56,14 +56,19 @@ class Specification:
         """Return the gradient that the backward of each slice starts from."""
         return 1.0 if self.outline.weight is not None else 1.0 / self.slices
 
-    def degree(self, chunk: str) -> int:
-        """Return over how many slices of the samples the experts of a chunk are sharded; 1: it has none."""
+    def experts(self, chunk: str) -> Axis | None:
+        """Return the axis over which the experts of a chunk are sharded. None: it has none."""
         captured = self.chunks[chunk]
         if captured.collective is not None:  # rows of experts stay such
             source = captured.inputs[0]
             routed = isinstance(source, Output) and self.chunks[source.chunk].kind != "unroute"
-            return self.degree(source.chunk) if routed and isinstance(source, Output) else 1
-        return self.graph.policy(chunk).ways if captured.kind in ROUTED else 1
+            return self.experts(source.chunk) if routed and isinstance(source, Output) else None
+        return self.meshes[chunk].experts if captured.kind in ROUTED else None
+
+    def degree(self, chunk: str) -> int:
+        """Return over how many devices the experts of a chunk are sharded; 1: it has none."""
+        experts = self.experts(chunk)
+        return 1 if experts is None else experts.degree
 
     def moves_nothing(self, chunk: str, *, backward: bool = False) -> bool:
         """Return whether a chunk only passes its inputs on, or its gradients.
@@ -105,9 +110,11 @@ class Specification:
 
         Axes along which the output is replicated do not count: all devices hold the same there.
         """
-        mesh = self.meshes[producer]
+        mesh, readers = self.meshes[producer], self.meshes[reader]
+        if self.routed(producer):
+            mesh, readers = mesh.by_expert, readers.by_expert
         whole = self._whole[backward].get((producer, index), frozenset())
-        return numbering(self.meshes[reader], mesh, [axis for axis in mesh.sharing if axis.name not in whole])
+        return numbering(readers, mesh, [axis for axis in mesh.sharing if axis.name not in whole])
 
     def is_sample_independent(self, chunk: str, position: int) -> bool:
         """Return whether an input is the same for all samples.

@@ -510,13 +510,13 @@ def four_devices() -> Covers:
 
 def test_neighbours_share_their_samples_and_have_shards_of_their_own() -> None:
     covers = four_devices()
-    shared = covers.of_set(0, (0, 1, 2, 3), 1, 2)
+    shared = covers.of_set(0, (0, 1, 2, 3), 2)
     assert shared is not None
     assert covers.on_devices(shared) == (((0, 1, 1),), ((0, 1, 1),), ((1, 2, 1),), ((1, 2, 1),))
-    shards = covers.of_set(0, (0, 1, 2, 3), 1, 2, ((Axis(degree=2), 1),))
+    shards = covers.of_set(0, (0, 1, 2, 3), 2, ((Axis(degree=2), 1),))
     assert shards is not None
     assert covers.on_devices(shards) == (((0, 1, 1),), ((2, 3, 1),), ((1, 2, 1),), ((3, 4, 1),))
-    assert covers.of_set(0, (0, 1, 2, 3), 1, 3) is None
+    assert covers.of_set(0, (0, 1, 2, 3), 3) is None
     own = covers.own_share(0, (0, 1, 2, 3), 1, 2, own=((Axis(degree=2), 1),))
     assert covers.on_devices(own) == (((0, 2, 1),), ((2, 4, 1),), ((0, 2, 1),), ((2, 4, 1),))
     every = covers.own_share(0, (0, 1, 2, 3), 1, 2, summed=((Axis(degree=2), 1),))
