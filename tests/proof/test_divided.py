@@ -517,9 +517,9 @@ def test_neighbours_share_their_samples_and_have_shards_of_their_own() -> None:
     assert shards is not None
     assert covers.on_devices(shards) == (((0, 1, 1),), ((2, 3, 1),), ((1, 2, 1),), ((3, 4, 1),))
     assert covers.of_set(0, (0, 1, 2, 3), 3) is None
-    own = covers.own_share(0, (0, 1, 2, 3), 1, 2, own=((Axis(degree=2), 1),))
+    own = covers.own_share(0, (0, 1, 2, 3), None, own=((Axis(degree=2), 1),))
     assert covers.on_devices(own) == (((0, 2, 1),), ((2, 4, 1),), ((0, 2, 1),), ((2, 4, 1),))
-    every = covers.own_share(0, (0, 1, 2, 3), 1, 2, summed=((Axis(degree=2), 1),))
+    every = covers.own_share(0, (0, 1, 2, 3), None, summed=((Axis(degree=2), 1),))
     assert covers.on_devices(every) == (((0, 4, 1),),) * 4
     assert covers.summed("all", ((0, shards),), (0,)) == {0: every}
 
@@ -527,13 +527,25 @@ def test_neighbours_share_their_samples_and_have_shards_of_their_own() -> None:
 def test_shares_of_experts_within_shards() -> None:
     plan = Plan(devices=(0, 1, 2, 3), instrs=(), slots={}, residents={})
     covers = Covers(Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False), cells=2, shares=2)
-    rows = covers.of_set(0, (0, 1, 2, 3), 2, 2, ((Axis(degree=2), 1),))
+    experts = Axis(degree=2, stride=2)
+    rows = covers.of_set(0, (0, 1, 2, 3), 2, ((Axis(degree=2), 1),), experts)
     assert rows is not None
     assert covers.on_devices(rows) == (((0, 2, 1),), ((4, 6, 1),), ((2, 4, 1),), ((6, 8, 1),))
-    own = covers.own_share(0, (0, 1, 2, 3), 2, 2, own=((Axis(degree=2), 1),))
+    own = covers.own_share(0, (0, 1, 2, 3), experts, own=((Axis(degree=2), 1),))
     assert covers.on_devices(own) == covers.on_devices(rows)
-    every = covers.own_share(0, (0, 1, 2, 3), 2, 2, own=((Axis(degree=2), 1),), every_share=True)
+    every = covers.own_share(0, (0, 1, 2, 3), experts, own=((Axis(degree=2), 1),), every_share=True)
     assert covers.on_devices(every) == (((0, 4, 1),), ((4, 8, 1),), ((0, 4, 1),), ((4, 8, 1),))
+
+
+def test_shares_of_experts_over_devices_that_share_their_samples() -> None:
+    plan = Plan(devices=(0, 1, 2, 3), instrs=(), slots={}, residents={})
+    covers = Covers(Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False), cells=2, shares=4)
+    all_four = covers.of_set(0, (0, 1, 2, 3), 2, (), Axis(degree=4))
+    assert all_four is not None
+    assert covers.on_devices(all_four) == (((0, 2, 1),), ((2, 4, 1),), ((4, 6, 1),), ((6, 8, 1),))
+    pairs = covers.of_set(0, (0, 1, 2, 3), 2, (), Axis(degree=2))
+    assert pairs is not None
+    assert covers.on_devices(pairs) == (((0, 1, 1),), ((2, 3, 1),), ((1, 2, 1),), ((3, 4, 1),))
 
 
 def test_a_slot_of_places_is_read_as_the_runtime_reads_it() -> None:

@@ -184,6 +184,22 @@ def experts(model: Model, between: int | None = None) -> list[Directive]:
     return [*tensor(model, dp=2, between=between), shard(at(EP="*"), [0, 1, 2, 3], ways=2)]
 
 
+def experts_beside(level: int, ways: int, *directives: Directive) -> list[Directive]:
+    """Divide four devices along other axes, shard what is left, and divide experts over `ways` neighbours."""
+    devices = [0, 1, 2, 3]
+    return [replicate(at(), devices, zero=level), *directives, shard(at(EP="*"), devices, ways=ways)]
+
+
+def of_four(model: Model, ways: int = 2) -> Directive:
+    """Divide weights and activations over groups of four devices."""
+    return shard(at(), [0, 1, 2, 3], ways, axis="TP", weights=model.weights, between=1)
+
+
+def sequence_of_four(ways: int, balance: str | None = None) -> Directive:
+    """Divide the sequence over groups of four devices."""
+    return shard(at(), [0, 1, 2, 3], ways, axis="CP", batch=FIELDS, balance=balance)
+
+
 STRATEGIES: Mapping[str, tuple[int, Callable[[Model], list[Directive]]]] = {  # stages, and the directives
     "tp2": (1, lambda m: tensor(m)),
     "tp4": (1, lambda m: tensor(m, 4)),
@@ -203,6 +219,11 @@ STRATEGIES: Mapping[str, tuple[int, Callable[[Model], list[Directive]]]] = {  # 
     "tp2ep2": (1, lambda m: experts(m)),
     "sp2ep2": (1, lambda m: experts(m, between=1)),
     "tp2cp2dp2": (1, lambda m: cube(m)),
+    "sp2ep4": (1, lambda m: experts_beside(3, 4, of_four(m))),
+    "sp4ep2": (1, lambda m: experts_beside(0, 2, of_four(m, 4))),
+    "cp2ep4": (1, lambda m: experts_beside(2, 4, sequence_of_four(2, "zigzag"))),
+    "cp2ep2": (1, lambda m: experts_beside(1, 2, sequence_of_four(2))),
+    "cp4ep2": (1, lambda m: experts_beside(3, 2, sequence_of_four(4))),
 }
 
 
@@ -215,7 +236,7 @@ class Axes:
     sequence: str = "whole"
     zero: int | None = None
     schedule: str = "none"
-    experts: bool = False
+    experts: int = 1  # devices of a group
 
 
 AXES: Mapping[str, Axes] = {
@@ -234,9 +255,14 @@ AXES: Mapping[str, Axes] = {
     "tp2zb": Axes(weights=2, between=True, schedule="zero-bubble"),
     "tp2zbv": Axes(weights=2, between=True, schedule="zbv"),
     "tp2dualpipev": Axes(weights=2, between=True, schedule="dualpipe-v"),
-    "tp2ep2": Axes(weights=2, experts=True),
-    "sp2ep2": Axes(weights=2, between=True, experts=True),
+    "tp2ep2": Axes(weights=2, experts=2),
+    "sp2ep2": Axes(weights=2, between=True, experts=2),
     "tp2cp2dp2": Axes(weights=2, between=True, sequence="2 zigzag", zero=3),
+    "sp2ep4": Axes(weights=2, between=True, zero=3, experts=4),
+    "sp4ep2": Axes(weights=4, between=True, experts=2),
+    "cp2ep4": Axes(sequence="2 zigzag", zero=2, experts=4),
+    "cp2ep2": Axes(sequence="2", zero=1, experts=2),
+    "cp4ep2": Axes(sequence="4", experts=2),
 }
 
 

@@ -9,7 +9,7 @@ from tests.covering import Choices, covering_each, selected
 from tests.runtime.divided import AXES, MODELS, STRATEGIES, checked, job
 from tests.runtime.sharing import Shared
 
-FEW = [("decoder", "tp2dp2z3"), ("decoder", "cp2heads"), ("moe", "sp2ep2")]
+FEW = [("decoder", "tp2dp2z3"), ("decoder", "cp2heads"), ("moe", "sp2ep4"), ("moe", "cp2ep4")]
 ON_PROCESSES = [
     *FEW,
     ("decoder", "tp2zbv"),
@@ -24,7 +24,7 @@ def fits(model: str, strategy: str) -> bool:
     """Return whether a model's heads divide as a strategy asks."""
     if strategy == "tp4":
         return model in ("decoder4", "gpt2")
-    if strategy in ("tp2ep2", "sp2ep2"):
+    if "ep" in strategy:
         return model == "moe"
     return model != "decoder4"
 

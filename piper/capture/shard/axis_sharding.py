@@ -19,6 +19,7 @@ class AxisSharding:
     between: int | None = None  # the dimension along which activations between sharded work are sharded
     attention: str = "gather"
     zigzag: bool = False
+    gathers_rows: bool = False  # routers sort the rows of the group, where each device cannot sort its own
     inner: int = 1  # over how many devices axes that are sharded later shard what this one leaves
 
 

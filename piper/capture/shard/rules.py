@@ -24,17 +24,17 @@ from piper.errors import ConfigError
 
 
 def or_all_rows(rule: Rule) -> Rule:
-    """Make the rule of an operation of routers, which gathers the rows of the group where they are sorted.
+    """Make the rule of an operation of routers, which gathers the rows of the group where that is asked.
 
-    Under sequence parallelism a mixture of experts does what a dense feed-forward does: the rows of the group
-    are gathered before it, and each device keeps its own part of the result. Elsewhere this is `rule`.
+    A mixture of experts then does what a dense feed-forward does: the rows of the group are gathered before
+    it, and each device keeps its own part of the result. Elsewhere this is `rule`.
     """
 
     def apply(d: Sharder, node: fx.Node) -> None:
-        if d.sharding.between is None or d.sharding.batch:
-            rule(d, node)
-        else:
+        if d.sharding.gathers_rows:
             d.gathered(node)
+        else:
+            rule(d, node)
 
     return apply
 

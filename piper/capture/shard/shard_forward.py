@@ -15,6 +15,7 @@ from piper.capture.shard.sharder import Sharder, aten
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.recording import FromParameter, Origin, Recording
 from piper.capture.trace.regions import find_regions
+from piper.errors import CaptureError
 from piper.ir.chunk import Tags
 from piper.ir.sharding import Shard
 
@@ -45,7 +46,13 @@ def shard_forward(
     marked: frozenset[str] = frozenset()
     while True:
         sharder = Sharder(recording, sharding, rules(), rule_of, region_of.get, inside, peers, marked)
-        sharder.run()
+        try:
+            sharder.run()
+        except CaptureError:
+            if sharding.between is None or sharding.batch or sharding.gathers_rows:
+                raise
+            sharding = replace(sharding, gathers_rows=True)
+            continue
         mixed = (sharder.summed & sharder.same) - marked
         if not mixed:
             break
