@@ -6,6 +6,7 @@ from dataclasses import replace
 from piper.directives import apply, order, replicate, shard, split
 from piper.ir.graph import Graph, start
 from piper.ir.ids import Pass, SlotId
+from piper.ir.mesh import Axis
 from piper.ir.select import at
 from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.plan import Comm, Plan, Plans
@@ -67,10 +68,10 @@ def test_the_slices_of_a_set() -> None:
 def test_the_rows_of_divided_experts() -> None:
     """Each device of a group works on all rows of its group, at its own share: four cells further on."""
     covers = four_devices((0, 1, 2, 3))
-    assert held(covers, covers.of_set(0, (0, 1, 2, 3), 2)) == (
+    assert held(covers, covers.of_set(0, (0, 1, 2, 3), experts=Axis(degree=2))) == (
         ((0, 2, 1),), ((4, 6, 1),), ((2, 4, 1),), ((6, 8, 1),),
     )  # fmt: skip
-    assert held(covers, covers.own_share(0, (0, 1, 2, 3), 2)) == (
+    assert held(covers, covers.own_share(0, (0, 1, 2, 3), Axis(degree=2))) == (
         ((0, 4, 1),), ((4, 8, 1),), ((0, 4, 1),), ((4, 8, 1),),
     )  # fmt: skip
     assert held(covers, covers.everything(0, 2)) == (((0, 8, 1),),) * 4
