@@ -6,14 +6,6 @@ from piper.ir.sharding import FlatRuns, flat_runs
 from piper.plan.plan import Bucket, Plan, Plans
 
 
-def owned_range(bucket: Bucket, device: int) -> tuple[int, int]:
-    """Return the range of elements of a whole bucket that a device updates: its shard, or all of it."""
-    if not bucket.zero:
-        return 0, bucket.numel
-    group = next(group for group in bucket.groups if device in group)
-    return bucket.shard(group.index(device))
-
-
 def spans(bucket: Bucket, device: int, low: int, high: int) -> dict[str, list[FlatRuns]]:
     """Return the runs of each parameter between two elements of a bucket, in their order there.
 
@@ -87,8 +79,7 @@ def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
     buckets = []
     _, device = plans.place_in_group(device)  # every group saves its own values
     for bucket in held_buckets(plans, device):
-        group = next((group for group in bucket.distinct if device in group), None)
-        first = group is not None and (bucket.zero > 0 or device == group[0])
+        first = any(device in group for group in bucket.distinct)
         if first and not written_elsewhere(plans.buckets.values(), bucket):
             buckets.append(bucket)
     return buckets

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from piper.checkpoint.bucket_spans import held_buckets, length_of, owned_range, spans
+from piper.checkpoint.bucket_spans import held_buckets, length_of, spans
 from piper.checkpoint.folder import settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named
 from piper.checkpoint.metadata import FILE, DamagedError, Record, name_in_group
@@ -117,8 +117,8 @@ def check_settings(saved: object, here: Mapping[str, object], key: str) -> None:
 def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Callable[[], None]:
     """Read the parameters of a bucket: all that the device computes with, and the exact ones it trains."""
     holding = worker.env.state.holdings[bucket.name]
-    own = owned_range(bucket, worker.device)
-    low, high = holding.layout.held if bucket.zero == 3 else (0, bucket.numel)
+    own = bucket.owned(worker.device)
+    low, high = holding.layout.held
     if holding.master is None:
         exact = copied(holding.flat)
     else:
@@ -156,7 +156,7 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
     for name, segments in worker.env.state.segments.items():
         bucket = worker.setup.plans.buckets[name]
         tensors = dict(segments)
-        own = spans(bucket, worker.device, *owned_range(bucket, worker.device))
+        own = spans(bucket, worker.device, *bucket.owned(worker.device))
         for called, own_runs in own.items():
             kept = moments_of(saved_name(worker, record, called), own_runs, tensors[called], reader)
             if kept:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from piper.checkpoint.bucket_spans import length_of, owned_range, saved_buckets, saved_buffers, spans
+from piper.checkpoint.bucket_spans import length_of, saved_buckets, saved_buffers, spans
 from piper.checkpoint.json_state import Plain, encode
 from piper.checkpoint.metadata import Record, Trainer, kept_by, name_in_group
 from piper.checkpoint.storage import TensorRange
@@ -66,7 +66,7 @@ def copy_parts(
     moments: dict[str, Shapes] = {}
     numbers: dict[str, dict[str, Plain]] = {}
     for bucket in buckets:
-        low, high = owned_range(bucket, device)
+        low, high = bucket.owned(device)
         owned = worker.env.state.holdings[bucket.name].trained
         states = states_of(worker, bucket)
         for piece, own_runs in spans(bucket, device, low, high).items():

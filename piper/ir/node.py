@@ -224,19 +224,16 @@ class Accumulate(StepNode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce(StepNode):
-    """Sum a bucket's gradients over the replicas. With `scatter`, each replica keeps only its shard."""
+    """Sum a bucket's gradients over some of its devices, each of which may keep only its shard of the sum."""
 
     bucket: str
     run: Pass | None  # the last backward it covers; None: it sums the copies of a tied parameter
-    scatter: bool
-    owners: bool = False  # it sums shards over the devices that each update a part of them
-    across: bool = False  # it sums shards that are complete within their group, across the groups
+    among: str = ""  # which of the bucket's reductions
     stream: str
 
     @property
     def name(self) -> str:
-        where = " across groups" if self.across else " over owners" if self.owners else ""
-        return f"reduce[{self.bucket}{where} after {self.run or 'tied'}]"
+        return f"reduce[{self.bucket}{self.among and ' '}{self.among} after {self.run or 'tied'}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

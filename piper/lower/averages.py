@@ -166,7 +166,7 @@ def joined_by(plan: Plan, comm: Comm) -> Plan:
 def trained_bytes(bucket: Bucket) -> int:
     """Return the bytes that a device trains of a bucket, in the type of the optimizer."""
     each = itemsize("float32") if bucket.has_master else bucket.itemsize
-    return (bucket.largest_shard if bucket.zero else bucket.numel) * each
+    return bucket.elements() * each
 
 
 def sent_bytes(asked: Averaging, bucket: Bucket) -> int:

@@ -386,11 +386,10 @@ def residents_of(buckets: Iterable[Bucket], state: LoweringState) -> dict[SlotId
     away = state.graph.chosen(lambda options: options.offload_state)
     residents: dict[SlotId, Slot] = {}
     for bucket in buckets:
-        whole = bucket.zero < 3
-        residents[param_slot(bucket.name)] = Slot(nbytes=bucket.nbytes if whole else bucket.shard_nbytes)
+        held = bucket.elements("held" if bucket.gather_for_use else "whole")
+        residents[param_slot(bucket.name)] = Slot(nbytes=held * bucket.itemsize)
         if bucket.trainable:
-            owned = bucket.largest_shard if bucket.zero else bucket.numel
-            nbytes = owned * (state.settings.state_bytes + bucket.precision.master_bytes)
+            nbytes = bucket.elements() * (state.settings.state_bytes + bucket.precision.master_bytes)
             offloaded = not away.keys().isdisjoint(bucket.chunks)
             residents[state_slot(bucket.name)] = Slot(
                 nbytes=0 if offloaded else nbytes, host=nbytes if offloaded else 0

@@ -20,7 +20,7 @@ def add_gathers(state: LoweringState) -> LoweringState:
     -->
     gather PP=0, F[PP=0], gather PP=1, B[PP=1], gather PP=0, B[PP=0]      (each one node earlier, to overlap)
     """
-    sharded = {param_slot(bucket.name): bucket for bucket in state.buckets.values() if bucket.zero == 3}
+    sharded = {param_slot(bucket.name): bucket for bucket in state.buckets.values() if bucket.gather_for_use}
     if not sharded:
         return state
     sequence = state.sequence
@@ -61,7 +61,7 @@ def add_gathers(state: LoweringState) -> LoweringState:
 
 def sharded_parameters_are_gathered(state: LoweringState) -> Iterator[str]:
     """Yield each compute node that reads a shard where it needs the whole bucket."""
-    shards = {param_slot(bucket.name) for bucket in state.buckets.values() if bucket.zero == 3}
+    shards = {param_slot(bucket.name) for bucket in state.buckets.values() if bucket.gather_for_use}
     for node in state.sequence:
         if isinstance(node, Compute):
             for value in node.reads:

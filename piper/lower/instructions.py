@@ -27,7 +27,6 @@ from piper.ir.node import (
 )
 from piper.lower.events import PendingInstr
 from piper.lower.programs import channels
-from piper.lower.reductions import final_gradient
 from piper.lower.state import LoweringState
 from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routing, Rows
 from piper.plan.ops import Op
@@ -164,12 +163,12 @@ def fill_communication(emission: Emission, node: Communication, instr: PendingIn
         case Gather():
             bucket = emission.state.buckets[node.bucket]
             instr.op, instr.payload = "gather", OfBucket(bucket=node.bucket, run=node.run)
-            owners = node.run is None and bool(bucket.inside)  # of one shard, after their updates
-            key: tuple[str, ...] = ("owners" if owners else "b", node.bucket, node.stream)
-            groups = bucket.owners if owners else bucket.inside or bucket.groups
-            instr.comm, size = emission.comm(key, lambda: groups, node.stream)
-            gathered = bucket.shard_nbytes if owners else gathered_nbytes(bucket)
-            instr.nbytes = gathered * (size - 1) // size
+            how = bucket.gather_for_use if node.run else bucket.gather_updated
+            assert how is not None, "every device has all of it"
+            key: tuple[str, ...] = (how.among, node.bucket, node.stream)
+            instr.comm, size = emission.comm(key, lambda: how.groups, node.stream)
+            held = bucket.elements(how.gets) * bucket.itemsize
+            instr.nbytes = (gathered_nbytes(bucket) if how.gets == "whole" else held) * (size - 1) // size
         case Reduce():
             fill_reduction(emission, node, instr, number)
         case Total():
@@ -243,44 +242,47 @@ def fill_exchange(emission: Emission, node: Counts | Exchange, instr: PendingIns
 
 
 def fill_reduction(emission: Emission, node: Reduce, instr: PendingInstr, number: int) -> None:
-    """Fill in the instruction of a reduction: over replicas, across groups, or over tied copies."""
-    state = emission.state
-    bucket = state.buckets[node.bucket]
-    instr.op = "reduce_scatter" if node.scatter else "all_reduce"
+    """Fill in the instruction of a reduction of a bucket."""
+    bucket = emission.state.buckets[node.bucket]
     instr.payload = OfBucket(bucket=node.bucket, run=node.run)
-    if node.run is None or node.across:
-        family = [bucket, *(state.buckets[name] for name in bucket.siblings)]
-        device = emission.classes[number][0]
-        mine = bucket if node.across else next(member for member in family if device in member.devices)
-        rows = bucket.across if node.across else columns([member.devices for member in family])
-        kind = "across" if node.across else "tied"
-        instr.comm, size = emission.comm((kind, node.bucket), lambda: rows, node.stream)
-        slot = final_gradient(mine)
-        instr.reads, instr.writes = tuple(s for s in node.reads if s == slot), (slot,)
-        elements = emission.size(slot) // mine.precision.sum_itemsize
-        instr.nbytes = 2 * elements * mine.precision.travel_itemsize * (size - 1) // size
-        instr.workspace = cast_workspace(mine, elements)
+    if node.run is None:
+        fill_tied_sum(emission, node, instr, number)
         return
-    if node.owners:
-        key = ("owners", node.bucket, node.stream)
-        instr.comm, size = emission.comm(key, lambda: bucket.owners, node.stream)
-        instr.nbytes = bucket.largest_held * bucket.precision.travel_itemsize * (size - 1) // size
-        instr.workspace = cast_workspace(bucket, bucket.largest_held + bucket.largest_shard)
+    how = next(each for each in bucket.reductions if each.among == node.among)
+    scatters = how.gives != how.gets
+    instr.op = "reduce_scatter" if scatters else "all_reduce"
+    key = (node.among, node.bucket, node.stream)
+    instr.comm, size = emission.comm(key, lambda: how.groups, node.stream)
+    given = bucket.elements(how.gives)
+    moved = given * bucket.precision.travel_itemsize * (size - 1) // size
+    instr.nbytes = moved if scatters else 2 * moved
+    if node.among:
+        instr.workspace = cast_workspace(bucket, given + (bucket.elements(how.gets) if scatters else 0))
         return
-    groups = bucket.inside or bucket.groups
-    instr.comm, size = emission.comm(("b", node.bucket, node.stream), lambda: groups, node.stream)
-    elements = bucket.padded if bucket.zero else bucket.numel
-    whole = elements * bucket.precision.travel_itemsize * (size - 1) // size
-    instr.nbytes = whole if node.scatter else 2 * whole
     here = (number, node.reads[0])
-    summed, given = here in emission.begun, here in emission.given
-    if node.scatter:
+    summed, written = here in emission.begun, here in emission.given
+    if scatters:
         flat = summed or here in emission.flat
-        instr.workspace = scatter_workspace(bucket, node, flat=flat, given=given)
+        instr.workspace = scatter_workspace(bucket, node, flat=flat, given=written)
     else:
-        instr.workspace = cast_workspace(bucket, bucket.numel)
-    if not (summed or (given and node.scatter)):
+        instr.workspace = cast_workspace(bucket, given)
+    if not (summed or (written and scatters)):
         instr.reads = node.reads[1:]  # no backward here gives it anything: it adds nothing, but gets its part
+
+
+def fill_tied_sum(emission: Emission, node: Reduce, instr: PendingInstr, number: int) -> None:
+    """Fill in the instruction of a sum over the copies of a tied parameter, of which each device has one."""
+    family = emission.state.buckets[node.bucket].family(emission.state.buckets)
+    device = emission.classes[number][0]
+    mine = next(member for member in family if device in member.devices)
+    copies = columns([member.devices for member in family])
+    instr.op = "all_reduce"
+    instr.comm, size = emission.comm(("tied", node.bucket), lambda: copies, node.stream)
+    slot = mine.gradient()
+    instr.reads, instr.writes = tuple(s for s in node.reads if s == slot), (slot,)
+    elements = emission.size(slot) // mine.precision.sum_itemsize
+    instr.nbytes = 2 * elements * mine.precision.travel_itemsize * (size - 1) // size
+    instr.workspace = cast_workspace(mine, elements)
 
 
 def scatter_workspace(bucket: Bucket, node: Reduce, *, flat: bool, given: bool) -> int:
@@ -294,7 +296,8 @@ def scatter_workspace(bucket: Bucket, node: Reduce, *, flat: bool, given: bool) 
     cast = (bucket.precision.sum_dtype if flat else bucket.dtype) != bucket.precision.travel_dtype
     apart = cast or (not flat and (len(bucket.pieces) > 1 or not given))
     shard = again or bucket.precision.sum_dtype != bucket.precision.travel_dtype
-    elements = (bucket.numel if apart else 0) + (bucket.largest_held if shard else 0)
+    kept = bucket.elements(bucket.reductions[0].gets)
+    elements = (bucket.numel if apart else 0) + (kept if shard else 0)
     return elements * bucket.precision.travel_itemsize
 
 

@@ -99,11 +99,10 @@ def bucket_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
     for bucket in state.buckets.values():
         if param_slot(bucket.name) not in written or bucket.name in seen:
             continue
-        family = [bucket, *(state.buckets[name] for name in bucket.siblings)]
+        family = bucket.family(state.buckets)
         seen.update(member.name for member in family)
         optimizer_state = state_slot(bucket.name)
-        shard = bucket.largest_shard if bucket.zero else bucket.numel
-        whole = 0 if bucket.has_master else shard * bucket.itemsize
+        trained = 0 if bucket.has_master else bucket.elements() * bucket.itemsize
         yield Copying(
             what=bucket.name,
             chunks=tuple(chunk for member in family for chunk in member.chunks),
@@ -111,7 +110,7 @@ def bucket_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
             named=bucket.pieces[0].name,
             owned_as=ownership(bucket),
             owners=partial(owners, bucket),
-            nbytes=whole + state.residents[optimizer_state].everywhere,
+            nbytes=trained + state.residents[optimizer_state].everywhere,
         )
 
 
@@ -138,9 +137,8 @@ def buffer_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
 def owners(bucket: Bucket) -> Owners:
     """Return the devices that own the same elements of a bucket, by their slice and shard."""
     devices_of: Owners = {}
-    for cut, group in bucket.slices():
-        for rank, device in enumerate(group):
-            devices_of.setdefault((cut, rank if bucket.zero else 0), []).append(device)
+    for device, share in bucket.shares().items():
+        devices_of.setdefault(share, []).append(device)
     return devices_of
 
 

@@ -1,7 +1,6 @@
 """Gradients between backward and update: accumulated, reduced over replicas, summed over tied copies."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from piper.ir.devices import Devices, columns
 from piper.ir.ids import SlotId
@@ -42,21 +41,18 @@ def every_gradient_is_reduced(state: LoweringState) -> Iterator[str]:
     """Yield each trained bucket whose gradient is missing, or not summed over replicas, or partly lost."""
     read = {value for node in state.sequence for value in node.reads}
     written = {value for node in state.sequence for value in node.writes}
-    reductions = [node for node in state.sequence if isinstance(node, Reduce)]
-    reduced = {node.bucket for node in reductions}
-    summed = {node.bucket for node in reductions if node.across}
+    reduced = {(node.bucket, node.among) for node in state.sequence if isinstance(node, Reduce)}
     gives = gradient_givers(state)
     for bucket in state.buckets.values():
         if bucket.name not in gives:
             continue
-        if final_gradient(bucket) not in written:
+        if bucket.gradient() not in written:
             yield f"{bucket.name} has no gradient to apply"
-        if bucket.group_size > 1 and bucket.name not in reduced:
-            yield f"{bucket.name} is never reduced over its {bucket.group_size} replicas"
-        if bucket.across and bucket.name not in summed:
-            yield f"{bucket.name} is never summed across its {len(bucket.groups)} groups"
+        for step in bucket.reductions:
+            if (bucket.name, step.among) not in reduced:
+                yield f"{bucket.name} is never reduced {step.among or 'over replicas'}"
         for value in gives[bucket.name].values():
-            if value not in read and value != final_gradient(bucket):
+            if value not in read and value != bucket.gradient():
                 yield f"the gradient {value} is lost"
 
 
@@ -69,21 +65,6 @@ def gradient_givers(state: LoweringState) -> dict[str, dict[int, SlotId]]:
                 if value.kind in GRADIENTS:
                     givers.setdefault(value.owner, {})[place] = value
     return givers
-
-
-def full_gradient(bucket: Bucket) -> SlotId:
-    """Return the slot where a bucket's gradients are accumulated before any reduction."""
-    return SlotId("grad", bucket.name)
-
-
-def final_gradient(bucket: Bucket) -> SlotId:
-    """Return the slot of the gradient that the update reads: of the device's shard, or of all."""
-    return SlotId("grad_shard", bucket.name) if bucket.zero else full_gradient(bucket)
-
-
-def inside_gradient(bucket: Bucket) -> SlotId:
-    """Return the slot of the gradient that is reduced inside a group: the final one, or what owners share."""
-    return SlotId("grad_inside", bucket.name) if bucket.inside else final_gradient(bucket)
 
 
 def writes_flat(state: LoweringState, place: int, value: SlotId) -> bool:
@@ -142,35 +123,31 @@ def reduce_gradient(
 ) -> None:
     """Reduce the gradient written at a place. A reduce-scatter adds to the shard so far.
 
-    last: no other follows in the step, so the shard is summed across the groups that hold it.
+    last: no other follows in the step, so the sums are summed over the devices that hold the same.
     behind: the place after which it is issued.
     """
-    scatter = bucket.zero > 0
-    result, final = inside_gradient(bucket), final_gradient(bucket)
-    if scatter:
-        edit.values[result] = Slot(nbytes=bucket.largest_held * bucket.precision.sum_itemsize)
-        edit.values[final] = Slot(nbytes=bucket.largest_shard * bucket.precision.sum_itemsize)
-    node = Reduce(
-        bucket=bucket.name,
-        run=pass_at(edit.sequence, place),
-        devices=bucket.devices,
-        scatter=scatter,
-        reads=(value, result) if again else (value,),
-        writes=(result,),
-        stream=bucket.reduce_stream,
-        origin=bucket.origin,
-    )
-    edit.after(behind, node, rank=place)
-    outer = replace(node, stream=f"{bucket.reduce_stream}.across", writes=(final,))
-    if last and bucket.inside:
-        edit.after(behind, replace(outer, owners=True, reads=(result,)), rank=place)
-    if last and bucket.across:
-        edit.after(behind, replace(outer, scatter=False, across=True, reads=(final,)), rank=place)
+    first, *outer = bucket.reductions
+    for step in (first, *(outer if last else ())):
+        result = bucket.gradient(step.gets)
+        if step.gives != step.gets:
+            edit.values[result] = Slot(nbytes=bucket.elements(step.gets) * bucket.precision.sum_itemsize)
+        given = value if step is first else bucket.gradient(step.gives)
+        node = Reduce(
+            bucket=bucket.name,
+            run=pass_at(edit.sequence, place),
+            devices=bucket.devices,
+            among=step.among,
+            reads=(given, result) if again and step is first else (given,),
+            writes=(result,),
+            stream=bucket.reduce_stream if step is first else f"{bucket.reduce_stream}.across",
+            origin=bucket.origin,
+        )
+        edit.after(behind, node, rank=place)
 
 
 def reduce_once(edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId]) -> None:
     """Accumulate all gradients on each device, then reduce once."""
-    total = full_gradient(bucket)
+    total = bucket.gradient("whole")
     single = len(given) == 1 and not any(writes_flat(edit.state, *giver) for giver in given.items())
     alone = single and not bucket.travels  # a gradient that nothing is added to keeps its type
     each = bucket.itemsize if alone else bucket.precision.sum_itemsize
@@ -183,7 +160,7 @@ def reduce_once(edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId]) ->
             edit.rename(place, value, total)
         else:
             accumulate(edit, place, value, total, begun)
-    if bucket.group_size > 1:
+    if bucket.reductions:
         reduce_gradient(edit, bucket, max(given), total, again=False, last=True, behind=max(given))
 
 
@@ -201,8 +178,8 @@ def reduce_each_run(
         places = [place for run in joint for place in run.places]
         value = given[places[0]]
         if len(places) > 1:
-            value = full_gradient(bucket).of_run(pass_at(edit.sequence, places[0]))
-            edit.values[full_gradient(bucket)] = Slot(nbytes=bucket.numel * bucket.precision.sum_itemsize)
+            value = bucket.gradient("whole").of_run(pass_at(edit.sequence, places[0]))
+            edit.values[bucket.gradient("whole")] = Slot(nbytes=bucket.numel * bucket.precision.sum_itemsize)
             begun: dict[Devices, bool] = {}
             devices = [device for run in joint for device in run.devices]
             apart = len(joint) > 1 and len(devices) == len(set(devices))  # no two sets share a device
@@ -230,9 +207,9 @@ def add_tied_sums(state: LoweringState) -> LoweringState:
     for bucket in state.buckets.values():
         if not bucket.siblings or bucket.name in done or not bucket.trainable:
             continue
-        family = [bucket, *(state.buckets[name] for name in bucket.siblings)]
+        family = bucket.family(state.buckets)
         done.update(member.name for member in family)
-        slots = [final_gradient(member) for member in family]
+        slots = [member.gradient() for member in family]
         given = [slot for slot in slots if slot in written]
         if not given:
             continue
@@ -244,7 +221,6 @@ def add_tied_sums(state: LoweringState) -> LoweringState:
                 bucket=bucket.name,
                 run=None,
                 devices=devices,
-                scatter=False,
                 reads=tuple(given),  # a copy that no backward reaches adds nothing, but gets the sum
                 writes=tuple(slots),
                 stream=bucket.reduce_stream,
@@ -261,5 +237,5 @@ def every_tied_copy_is_summed(state: LoweringState) -> Iterator[str]:
     gives = gradient_givers(state)
     for bucket in state.buckets.values():
         reached = any(name in gives for name in (bucket.name, *bucket.siblings))
-        if bucket.siblings and reached and final_gradient(bucket) not in summed:
+        if bucket.siblings and reached and bucket.gradient() not in summed:
             yield f"{bucket.name} is not summed with {', '.join(bucket.siblings)}"

@@ -11,7 +11,7 @@ from piper.ir.sharding import shardings_on
 from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
 from piper.lower.programs import classes_of
-from piper.lower.reductions import accumulate, final_gradient
+from piper.lower.reductions import accumulate
 from piper.lower.state import LoweringState
 from piper.lower.value_table import output_slot
 from piper.plan.plan import Bucket, Slot
@@ -116,7 +116,7 @@ def add_updates(state: LoweringState) -> LoweringState:
     reduce ..., norm, total, update, gather (zero 1, 2), broadcast (buffers)
     """
     written = {value for node in state.sequence for value in node.writes}
-    trained = [b for b in state.buckets.values() if final_gradient(b) in written]
+    trained = [b for b in state.buckets.values() if b.gradient() in written]
     everyone = state.graph.devices()
     edit = SequenceEdit(state)
     placements = placements_of(state.graph)
@@ -125,7 +125,7 @@ def add_updates(state: LoweringState) -> LoweringState:
     groups = device_groups(state, trained)
     waits_for_total = state.settings.clip or outline.weight is not None
     for devices, buckets in groups.items():
-        reads = [final_gradient(b) for b in buckets]
+        reads = [b.gradient() for b in buckets]
         reads += [extra for extra, placement in extras.items() if devices[0] in placement]
         edit.append(Norm(devices=devices, reads=tuple(reads), writes=(NORM,)))
     edit.append(Total(devices=everyone, reads=(NORM,), writes=(TOTAL,)))
@@ -134,12 +134,12 @@ def add_updates(state: LoweringState) -> LoweringState:
             edit.append(
                 Update(
                     devices=devices,
-                    reads=(*(final_gradient(b) for b in buckets), *((TOTAL,) if waits_for_total else ())),
+                    reads=(*(b.gradient() for b in buckets), *((TOTAL,) if waits_for_total else ())),
                     writes=tuple(param_slot(b.name) for b in buckets),
                     origin=tuple(dict.fromkeys(n for b in buckets for n in b.origin)),
                 )
             )
-    edit.append(*(gather_updated(bucket) for bucket in trained if bucket.zero in (1, 2) or bucket.inside))
+    edit.append(*(gather_updated(bucket) for bucket in trained if bucket.gather_updated))
     edit.append(*broadcasts(state))
     size = 24 + 16 * len(outline.metric_names)  # the squared norm, the loss, its weight and the metrics
     edit.values[NORM] = Slot(nbytes=size)
@@ -156,7 +156,7 @@ def every_gradient_is_applied(state: LoweringState) -> Iterator[str]:
                 applied.setdefault(value, set()).update(node.devices)
     written = {value for node in state.sequence for value in node.writes}
     for bucket in state.buckets.values():
-        slot = final_gradient(bucket)
+        slot = bucket.gradient()
         if slot in written and applied.get(slot, set()) != set(bucket.devices):
             yield f"{slot} is applied on {sorted(applied.get(slot, set()))}, not on {bucket.devices}"
 

@@ -117,11 +117,7 @@ class ProtectedState:
         if bucket.name not in self._owned:
             key = ownership(bucket)
             if key not in self._shared:
-                self._shared[key] = {
-                    device: (cut, rank if bucket.zero else 0)
-                    for cut, group in bucket.slices()
-                    for rank, device in enumerate(group)
-                }
+                self._shared[key] = bucket.shares()
             self._owned[bucket.name] = self._shared[key]
         return self._owned[bucket.name]
 
@@ -133,10 +129,12 @@ class ProtectedState:
         if bucket is None or device not in self._slices(bucket):
             return 0
         if bucket.name not in self._sizes:
-            longest = bucket.largest_shard if bucket.zero else bucket.numel
             state = plan.residents.get(state_slot(bucket.name))
             each = 0 if bucket.has_master else bucket.itemsize
-            self._sizes[bucket.name] = bucket.numel, each + (state.everywhere // longest if state else 0)
+            self._sizes[bucket.name] = (
+                bucket.numel,
+                each + (state.everywhere // bucket.elements() if state else 0),
+            )
         numel, each = self._sizes[bucket.name]
         start, stop = bucket.shard(self._slices(bucket)[device][1]) if bucket.zero else (0, numel)
         return max(0, min(stop, numel) - start) * each

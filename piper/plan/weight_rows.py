@@ -35,10 +35,10 @@ def runs_of_rows(bucket: Bucket, start: int, stop: int) -> Iterator[RowRun]:
 
 
 def rows_of_shards(bucket: Bucket) -> list[tuple[int, int]]:
-    """Return the first row of each member's shard and the one after its last."""
+    """Return the first row of each shard that is gathered and the one after its last."""
     rows = []
-    for rank in range(bucket.group_size):
-        runs = list(runs_of_rows(bucket, *bucket.shard(rank)))
+    for rank in range(bucket.group_size // bucket.parts):
+        runs = list(runs_of_rows(bucket, *bucket.gathered(rank)))
         rows.append((runs[0].row, runs[-1].row + runs[-1].count) if runs else (0, 0))
     return rows
 
@@ -47,5 +47,6 @@ def gathered_nbytes(bucket: Bucket) -> int:
     """Return the bytes of a whole bucket as it is gathered: in fp8 its elements, and a scale for each row."""
     if not bucket.gathered_as:
         return bucket.nbytes
-    most = max(last - first for first, last in rows_of_shards(bucket))
-    return bucket.padded + bucket.group_size * most * max(4, bucket.itemsize)
+    rows = rows_of_shards(bucket)
+    most = max(last - first for first, last in rows)
+    return bucket.padded + len(rows) * most * max(4, bucket.itemsize)

@@ -1,15 +1,15 @@
 """The effect of communication on symbolic values: transfers between programs, collectives within groups."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from piper.ir.devices import Devices, show
+from piper.ir.devices import show
 from piper.ir.ids import TOTAL, SlotId, param_slot
 from piper.ir.mesh import EXPERTS
 from piper.ir.sharding import Collective
 from piper.plan.instr import Collecting
 from piper.plan.ops import Op
-from piper.plan.plan import Bucket, Comm
+from piper.plan.plan import Bucket, Comm, Extent, ShardCollective
 from piper.proof.amounts import Amount
 from piper.proof.covers import Contributor
 from piper.proof.decode import bucket_named, collected, described, routed, shown_collective, subject
@@ -17,8 +17,8 @@ from piper.proof.local_rules import LocalRules
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState
 from piper.proof.symbolic_values import NO_COVER, SymbolicValue, Terms, Value
 
-GATHERED = {"old shard": "old", "new shard": "new", "partly new": "new", "old": "old", "new": "new"}
-JOINED = {"old shard": "old shard", "partly new shard": "new shard", "new shard": "new shard"}  # by owners
+HELD: Mapping[str, Extent] = {"grad": "whole", "grad_inside": "held", "grad_shard": "owned"}
+# ^ of a gradient, by the kind of its slot
 
 
 class CollectiveRules:
@@ -177,8 +177,7 @@ class CollectiveRules:
                 self.state.complain(member, f"gathers {name!r}, of which this device holds nothing")
                 continue
             in_place = member.ins.writes == (slot,)
-            among_owners = bool(bucket.inside) and in_place
-            self._check_replicas(member, comm, bucket, bucket.owners if among_owners else ())
+            how = bucket.gather_updated if in_place else bucket.gather_for_use
             value = slots.get(slot)
             known = value is not None and self.symbols.symbol(value) == SymbolicValue("param", name)
             if member.ins.reads != (slot,) or value is None or not known:
@@ -186,14 +185,14 @@ class CollectiveRules:
                     member, f"gathers {name} from {', '.join(member.ins.reads)}, not from {slot}"
                 )
                 continue
-            right = among_owners or in_place != (bucket.zero == 3)
-            known_as = JOINED if among_owners else GATHERED
-            if len(member.ins.writes) != 1 or not bucket.zero or not right or value[1] not in known_as:
+            version = str(value[1])
+            if len(member.ins.writes) != 1 or how is None or (version.startswith("partly") and not in_place):
                 where = ", ".join(member.ins.writes)
                 self.state.complain(member, f"gathers {name} (zero={bucket.zero}) into {where}")
                 continue
-            assert isinstance(value[1], str)
-            slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), known_as[value[1]])
+            self._check_members(member, comm, bucket, how)
+            gathered = version.removeprefix("partly ") if in_place else version.removesuffix(" shard")
+            slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), gathered)
         slots_of = self.state.slots
         gathered = {slots_of[m.program].get(m.ins.writes[0]) if m.ins.writes else None for m in members}
         if len(gathered) > 1:
@@ -215,8 +214,7 @@ class CollectiveRules:
                 self.state.complain(member, f"sums {read} into {written} for {bucket_named(ins)}")
                 return
             buckets.append(bucket.name)
-            about = "shard" if ins.writes[0].kind == "grad_shard" else "whole"
-            wanted: Value = (self.state.expected.weights(bucket), about, ())
+            wanted: Value = (self.state.expected.weights(bucket), HELD[ins.writes[0].kind], ())
             abouts[member.program] = wanted
             terms = self._terms_read(member, ins.reads, wanted)
             if terms is None:
@@ -227,7 +225,7 @@ class CollectiveRules:
                 members[0], "sums gradients of different parameters, or shards with whole ones"
             )
             return
-        if not self._shards_align(comm, members, buckets, next(iter(abouts.values()))[1] == "shard"):
+        if not self._shards_align(comm, members, buckets, next(iter(abouts.values()))[1] == "owned"):
             self.state.complain(members[0], "sums shards of different elements")
             return
         for member, terms in zip(members, self.summed(comm, members, given), strict=True):
@@ -265,14 +263,13 @@ class CollectiveRules:
             if ins.reads[len(read) :] not in ((), ins.writes):
                 self.state.complain(member, "adds to another slot than it writes")
                 return
-            among_owners = bool(read) and read[0].kind == "grad_inside"
-            self._check_replicas(member, comm, bucket, bucket.owners if among_owners else ())
-            result = "grad_inside" if bucket.inside and not among_owners else "grad_shard"
-            if ins.writes[0].kind != result:
-                self.state.complain(member, f"scatters into {ins.writes[0]}; it should be a {result}")
+            scatters = (how for how in bucket.reductions if how.gives != how.gets)
+            step = next((how for how in scatters if bucket.gradient(how.gets) == ins.writes[0]), None)
+            if step is None:
+                self.state.complain(member, f"scatters into {ins.writes[0]}, which holds no shard of a sum")
                 return
-            about = "inside" if among_owners else "whole"
-            wanted: Value = (self.state.expected.weights(bucket), about, ())
+            self._check_members(member, comm, bucket, step)
+            wanted: Value = (self.state.expected.weights(bucket), step.gives, ())
             terms = self._terms_read(member, read, wanted)
             if terms is None:
                 return
@@ -280,8 +277,7 @@ class CollectiveRules:
         for member, terms in zip(members, self.summed(comm, members, given), strict=True):
             slots, ins = self.state.slots[member.program], member.ins
             bucket = self.state.plans.buckets[bucket_named(ins)]
-            about = "inside" if ins.writes[0].kind == "grad_inside" else "shard"
-            wanted = (self.state.expected.weights(bucket), about, ())
+            wanted = (self.state.expected.weights(bucket), HELD[ins.writes[0].kind], ())
             if ins.reads[-1:] == ins.writes:
                 before = self._terms_read(member, ins.writes, wanted)
                 if before is None:
@@ -356,10 +352,8 @@ class CollectiveRules:
                 self.state.check_groups(member, comm, f"replicas {writers[0].name}", replicas)
                 slots[slot] = (value[0], "first", value[2])
 
-    def _check_replicas(
-        self, member: ProgramInstr, comm: Comm | None, bucket: Bucket, owners: tuple[Devices, ...] = ()
+    def _check_members(
+        self, member: ProgramInstr, comm: Comm | None, bucket: Bucket, how: ShardCollective
     ) -> None:
         if comm is not None:
-            whose = f"{'owners' if owners else 'bucket'} {bucket.name}"
-            wanted = owners or bucket.inside or bucket.groups
-            self.state.check_groups(member, comm, whose, lambda: wanted)
+            self.state.check_groups(member, comm, f"bucket {bucket.name} {how.among}", lambda: how.groups)

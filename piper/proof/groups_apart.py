@@ -12,8 +12,7 @@ from piper.ir.ids import param_slot, state_slot
 from piper.plan.groups import ChangedDevices, of_first_group
 from piper.plan.ops import Op
 from piper.plan.plan import Bucket, Plans
-from piper.proof.local_rules import updated_versions
-from piper.proof.symbolic_state import ProgramInstr, SymbolicState
+from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
 from piper.proof.symbolic_values import SymbolicValue
 
 

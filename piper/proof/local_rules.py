@@ -10,21 +10,8 @@ from piper.proof.amounts import NOTHING
 from piper.proof.decode import described, rows_of
 from piper.proof.expected import Expected
 from piper.proof.meshes import in_any_order
-from piper.proof.symbolic_state import ProgramInstr, SymbolicState
+from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
 from piper.proof.symbolic_values import NO_COVER, SymbolicValue, Value, shown_cuts
-
-UPDATED = {
-    0: ("old", "new"),
-    1: ("old", "partly new"),
-    2: ("old", "partly new"),
-    3: ("old shard", "new shard"),
-}
-
-
-def updated_versions(bucket: Bucket) -> tuple[str, str]:
-    """Return the versions of a bucket's parameters before and after its update. Owners update a part each."""
-    before, after = UPDATED[bucket.zero]
-    return before, f"partly {after}" if bucket.inside else after
 
 
 class LocalRules:
@@ -331,7 +318,7 @@ class LocalRules:
     def check_final(self, at: ProgramInstr, slot: SlotId, bucket: Bucket) -> None:
         """Complain unless a slot holds the complete gradient of a bucket, or of its shard."""
         terms = self.state.expected.final_gradient(at.program, bucket)
-        about = "shard" if bucket.zero else "whole"
+        about = "owned" if bucket.zero else "whole"
         self._check_sum(at, slot, (self.state.expected.weights(bucket), about, terms))
 
     def _check_sum(self, at: ProgramInstr, slot: SlotId, should: Value) -> None:

@@ -58,8 +58,8 @@ class SymbolicState:
             TOTAL: self.value(SymbolicValue("total"), "stale"),
         }
         for bucket in self.plans.buckets.values():
-            version = "old shard" if bucket.zero == 3 else "old"
-            known[param_slot(bucket.name)] = self.value(SymbolicValue("param", bucket.name), version)
+            before, _ = updated_versions(bucket)
+            known[param_slot(bucket.name)] = self.value(SymbolicValue("param", bucket.name), before)
         for buffer in outline.buffers:
             known[buffer_slot(buffer.name)] = self.value(SymbolicValue("buffer", buffer.name), "own")
         for source in (source for chunk in outline.chunks for source in chunk.inputs):
@@ -219,6 +219,12 @@ class SymbolicState:
         if not self._same_groups[key]:
             groups, should = (" and ".join(map(show, some[:4])) for some in (comm.groups, wanted()))
             self.complain(at, f"goes over {comm.name}, groups {groups}; it should be {should}")
+
+
+def updated_versions(bucket: Bucket) -> tuple[str, str]:
+    """Return the versions of a bucket's parameters before and after its update, by what a device holds."""
+    shard = " shard" if bucket.gather_for_use else ""
+    return f"old{shard}", f"{'partly ' if bucket.gather_updated else ''}new{shard}"
 
 
 def show_cells(cells: Cells) -> str:

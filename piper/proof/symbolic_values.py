@@ -106,7 +106,7 @@ class SymbolTable:
             "saved": symbol.name,
             "carried": f"what BI of {symbol.name} carries",
             "splits": f"the row counts of {symbol.name}",
-            "weights": f"{'a shard of ' if about == 'shard' else ''}gradients of {shown}",
+            "weights": f"{'a shard of ' if about in ('held', 'owned') else ''}gradients of {shown}",
             "sum": f"the sum of the {symbol.name}",
             "param": f"the {about} parameters of {symbol.name}",
             "buffer": f"the buffer {symbol.name}",

@@ -31,7 +31,7 @@ from piper.proof.groups_apart import AverageRule, group_problems
 from piper.proof.local_rules import LocalRules
 from piper.proof.once import once
 from piper.proof.specification import Specification
-from piper.proof.symbolic_state import ProgramInstr, SymbolicState
+from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
 from piper.proof.symbolic_values import SymbolicValue, Value
 from piper.proof.tables import shard_problems, table_problems
 
@@ -220,7 +220,7 @@ class SymbolicRun:
         wanted[TOTAL] = state.value(SymbolicValue("total"), "fresh")
         state.problems.extend(self.groups.left_out(program) if self.averages else ())
         for bucket in state.trained_on(program):
-            new = "new shard" if bucket.zero == 3 else "new"
+            new = updated_versions(bucket)[1].removeprefix("partly ")
             wanted[param_slot(bucket.name)] = state.value(SymbolicValue("param", bucket.name), new)
             kept = state_slot(bucket.name)
             if self.local.plan_host(program, kept):

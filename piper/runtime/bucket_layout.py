@@ -26,15 +26,12 @@ class Layout:
     def __init__(self, bucket: Bucket, device: int) -> None:
         self.bucket = bucket
         self.position = bucket.devices.index(device)
-        group = next(group for group in bucket.groups if device in group)
-        self.rank = group.index(device)
         self.sharded = bucket.zero > 0
         self.sums: torch.dtype = getattr(torch, bucket.precision.sum_dtype)
         self.travels: torch.dtype = getattr(torch, bucket.precision.travel_dtype)
-        self.length = bucket.padded if self.sharded else bucket.numel
-        self.start, self.stop = bucket.shard(self.rank) if self.sharded else (0, self.length)
-        self.shard = self.stop - self.start if self.sharded else bucket.padded // bucket.group_size
-        self.held = bucket.held(self.rank) if bucket.zero == 3 else (0, self.length)  # of the parameters
+        self.length = bucket.elements("whole")
+        self.start, self.stop = bucket.owned(device)
+        self.held = bucket.held(device)  # of the parameters
         shards = map(bucket.shard, range(bucket.group_size))
         self.shards = [stop - start for start, stop in shards] if bucket.bounds else None  # if they differ
         self.shapes = [piece.shape for piece in bucket.pieces]
@@ -91,10 +88,10 @@ class Layout:
         else:
             group.all_gather_uneven(shard, out, self.shards)
 
-    def scatter(self, group: Group, flat: Tensor) -> Tensor:
-        """Return this device's shard of the sum of every member's flat bucket."""
+    def scatter(self, group: Group, flat: Tensor, length: int) -> Tensor:
+        """Return this device's shard of the sum of what all members give. length: of equal shards."""
         if self.shards is None:
-            return group.reduce_scatter(flat, self.shard * self.bucket.parts)
+            return group.reduce_scatter(flat, length)
         return group.reduce_scatter_uneven(flat, self.shards)
 
     def local(self, value: Tensor, index: int) -> Tensor:

@@ -68,8 +68,8 @@ def gather_in_fp8(layout: Layout, group: Group, own: Tensor) -> Callable[[Tensor
     """Return a function that writes every member's shard of a bucket into a flat tensor, rounded."""
     bucket = layout.bucket
     spans = rows_of_shards(bucket)
-    most, (first, _) = max(last - first for first, last in spans), spans[layout.rank]
-    mine = rows_within([*runs_of_rows(bucket, layout.start, layout.stop)], layout.start, own)
+    most, (first, _) = max(last - first for first, last in spans), spans[group.rank]
+    mine = rows_within([*runs_of_rows(bucket, *layout.held)], layout.held[0], own)
     whole = rows_within([*runs_of_rows(bucket, 0, bucket.numel)], 0, own)
     rows = sum(piece.shape[0] for piece in bucket.pieces)
     wide = torch.float64 if own.dtype is torch.float64 else torch.float32

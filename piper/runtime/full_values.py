@@ -59,9 +59,8 @@ def whole_buffers(plans: Plans, held: Mapping[int, Mapping[str, Tensor]]) -> dic
 
 def whole_flat(bucket: Bucket, group: Devices, owned: Owned) -> Tensor:
     """Return what one group of devices holds of a bucket: its shards joined."""
-    if not bucket.zero:
-        return owned(bucket.name, group[0])
-    return torch.cat([owned(bucket.name, device) for device in group])
+    shards = [owned(bucket.name, device) for device in group]
+    return torch.cat(shards) if bucket.zero else shards[0]
 
 
 def cut(flat: Tensor, piece: Piece) -> Tensor:
@@ -87,7 +86,7 @@ def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
     asked: dict[int, list[str]] = {}
     for bucket in buckets:
         for group in bucket.distinct:
-            for device in group if bucket.zero else group[:1]:
+            for device in group:
                 asked.setdefault(device, []).append(bucket.name)
     return asked
 

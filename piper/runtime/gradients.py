@@ -55,7 +55,7 @@ def all_reduce(env: Env, ins: Instr) -> Bound:
     group, slots, target = env.group(ins), env.slots, env.at(ins.writes[0])
     layout = env.layouts[ins.writes[0].owner]
     whole = ins.writes[0].kind == "grad"
-    length = layout.bucket.numel if whole else layout.shard
+    length = layout.stop - layout.start
     device = env.setup.device
 
     def run() -> None:
@@ -82,31 +82,29 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
     again = ins.writes[0] in ins.reads
     value = next((env.at(slot) for slot in ins.reads if slot != ins.writes[0]), None)
     device = env.setup.device
-
-    def run_among_owners() -> None:  # each gets the part that it updates
-        assert value is not None, "a shard is reduced inside its group before"
-        whole = cast(Tensor, slots[value]).to(layout.travels)
-        slots[target] = group.reduce_scatter(whole, layout.shard).to(layout.sums)
+    length = layout.bucket.elements("held" if ins.writes[0].kind == "grad_inside" else "owned")
 
     def run() -> None:
         if value is None:  # no microbatch of this device gives a gradient: it adds nothing
             flat = torch.zeros(layout.bucket.numel, dtype=layout.travels, device=device)
         else:
             flat = flat_of(slots[value], layout)
-        shard = layout.scatter(group, flat)
+        shard = layout.scatter(group, flat, length)
         if again:
             cast(Tensor, slots[target]).add_(shard)
         else:
             slots[target] = shard.to(layout.sums)
 
-    return run_among_owners if ins.reads[0].kind == "grad_inside" != ins.writes[0].kind else run
+    return run
 
 
 def flat_of(value: object, layout: Layout) -> Tensor:
-    """Return a gradient as one flat tensor in the type that it travels in, accumulated before or not."""
+    """Return a gradient, or a shard of it, as one flat tensor in the type that it travels in."""
     match value:
         case Flat():
             return value.whole.to(layout.travels)
+        case Tensor():
+            return value.to(layout.travels)
         case [Tensor() as only]:
             return only.reshape(-1).to(layout.travels)
     return layout.flatten(cast(Sequence[Tensor], value), layout.travels).whole

@@ -67,8 +67,8 @@ def view_of(device: int, buckets: Iterable[Bucket], sizes: Sizes) -> View:
     """Return what the optimizer of a device is given of these buckets, whose parameters have these sizes."""
     parts: list[ParameterPart] = []
     for bucket in buckets:
-        rank = next(group for group in bucket.groups if device in group).index(device)
-        parts += cut(bucket, sizes, (rank, bucket.group_size), bucket.devices.index(device))
+        shard = bucket.rank(device), bucket.group_size
+        parts += cut(bucket, sizes, shard, bucket.devices.index(device))
     return View(device=device, parts=tuple(parts))
 
 

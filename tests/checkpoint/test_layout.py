@@ -7,7 +7,6 @@ import torch
 
 from piper.checkpoint.bucket_spans import (
     held_buckets,
-    owned_range,
     saved_buckets,
     saved_buffers,
     spans,
@@ -74,7 +73,7 @@ def test_every_element_is_written_once() -> None:
     written: dict[str, list[int]] = {name: [0] * size for name, size in FULL.items()}
     for device in range(4):
         for found in saved_buckets(made, device):
-            for name, held in spans(found, device, *owned_range(found, device)).items():
+            for name, held in spans(found, device, *found.owned(device)).items():
                 for element in (runs.there + i for runs in held for i in range(runs.length)):
                     written[name][element] += 1
     assert written == {name: [1] * size for name, size in FULL.items()}
@@ -93,7 +92,7 @@ def test_every_element_is_written_once() -> None:
 def test_where_a_device_finds_what_it_owns(
     made: Bucket, device: int, wanted: list[tuple[str, int, int, int]]
 ) -> None:
-    found = spans(made, device, *owned_range(made, device)).items()
+    found = spans(made, device, *made.owned(device)).items()
     assert [(name, runs.there, runs.here, runs.length) for name, held in found for runs in held] == wanted
 
 

@@ -148,7 +148,7 @@ def test_a_scatter_counts_the_memory_it_needs_beside_its_slots() -> None:
     (bucket,) = plans.buckets.values()
     found = [ins.workspace for ins in plans.of(0).instrs if ins.op == "reduce_scatter"]
     laid_out = 0 if len(bucket.pieces) == 1 else bucket.numel * bucket.itemsize
-    assert found == [laid_out, laid_out + bucket.shard_nbytes]
+    assert found == [laid_out, laid_out + bucket.elements() * bucket.itemsize]
 
 
 def test_zero_3_gathers_two_nodes_ahead_where_one_of_them_holds_nothing_gathered() -> None:

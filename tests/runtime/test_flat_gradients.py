@@ -49,7 +49,8 @@ def test_gradients_are_written_where_they_are_reduced_from(cell: Cell, tmp_path:
     assert scatters
     for ins in scatters:  # nothing is laid out: only the shard is held before it is added to an earlier one
         again = ins.writes[0] in ins.reads
-        assert ins.workspace == (plans.buckets[ins.bucket].shard_nbytes if again else 0)
+        bucket = plans.buckets[ins.bucket]
+        assert ins.workspace == (bucket.elements() * bucket.itemsize if again else 0)
 
 
 @pytest.mark.parametrize("cell", ADDED, ids=str)

@@ -21,7 +21,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
-from piper.checkpoint.bucket_spans import owned_range, saved_buckets, saved_buffers
+from piper.checkpoint.bucket_spans import saved_buckets, saved_buffers
 from piper.checkpoint.load import read_state
 from piper.checkpoint.metadata import Trainer
 from piper.checkpoint.save import Copied, RefusedError, copy_parts, copy_state, states_of, trainer_of
@@ -335,7 +335,7 @@ def version_bytes(plans: Plans, device: int) -> int:
     )
     for bucket in saved_buckets(plans, device):
         if param_slot(bucket.name) not in copied:
-            low, high = owned_range(bucket, device)
+            low, high = bucket.owned(device)
             total += (high - low) * bucket.itemsize + states.get(bucket.name, 0)
     return GENERATIONS * (total + INDEX)
 
