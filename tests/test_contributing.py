@@ -36,7 +36,7 @@ def test_names_in_the_recipes_exist() -> None:
         ("piper/schedules/names.py", "def fixed("),
         ("piper/schedules/names.py", "def interleaved("),
         ("piper/directives/base.py", "def registered("),
-        ("piper/ir/node.py", "class LocalNode"),
+        ("piper/ir/node.py", "class SlotNode"),
         ("piper/lower/lower.py", "LOWERING"),
         ("piper/plan/ops.py", "unchanged"),
         ("piper/ir/sharding.py", "CollectiveOp"),

@@ -151,11 +151,11 @@ def first_group(graph: Graph) -> Graph:
     -->
     B[PP=0]@0,1, groups 0,1 and 2,3
     """
-    asked = graph.averaging
-    if asked is None:
+    averaging = graph.averaging
+    if averaging is None:
         return graph
     by = next(each.title for each in reversed(graph.directives) if each.verb == "average")
-    across, counterparts = tuple(group[0] for group in asked.groups), dict[int, Devices]()
+    across, counterparts = tuple(group[0] for group in averaging.groups), dict[int, Devices]()
     first: dict[Devices, Devices] = {}  # equal sets stay one object
     for node in graph.nodes.values():
         if node.devices and node.devices not in first:
@@ -180,7 +180,8 @@ def first_group(graph: Graph) -> Graph:
             hint="list the devices of every region group by group, in the same order of groups",
         )
     graph = graph.update(replace(node, devices=first.get(node.devices, ())) for node in graph.nodes.values())
-    return replace(graph, averaging=replace(asked, groups=tuple(zip(*counterparts.values(), strict=True))))
+    copies = tuple(zip(*counterparts.values(), strict=True))
+    return replace(graph, averaging=replace(averaging, groups=copies))
 
 
 def group_peers(devices: Devices, groups: int) -> Iterator[tuple[int, Devices]]:

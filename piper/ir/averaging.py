@@ -22,17 +22,17 @@ AVERAGE = OuterStep()  # the new parameters are the average
 class Averaging:
     """The groups that train apart, and in which steps they average. Groups differ only in their samples."""
 
-    groups: tuple[Devices, ...]  # the i-th device of each holds the same part of the model
     every: int = 1  # steps from one average to the next
     stream: str = "average"
     outer: OuterStep = AVERAGE
     fragments: int = 1  # of the parameters, which average in different steps
     overlap: int = 0  # steps during which an average travels, before it is merged
     keep: float = 0.0  # the share of its own parameters that a group keeps when it merges
+    groups: tuple[Devices, ...]  # the i-th device of each holds the same part of the model
 
     @property
-    def kept(self) -> int:
-        """Return how many values are kept for each parameter from one average to the next."""
+    def outer_values(self) -> int:
+        """Return how many values the optimizer's state holds for each parameter between two averages."""
         return (self.outer != AVERAGE) + (self.outer.momentum > 0) + (self.overlap > 0)
 
     @cached_property

@@ -126,19 +126,25 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalNode(StepNode):
-    """A node that is one instruction on each of its devices, without peers, and is given by its slots alone.
+class SlotNode(StepNode):
+    """A node that is one instruction on each of its devices, given by its slots and its peers alone.
 
     A rewrite that adds its own kind of node derives the class next to itself, and lowering takes it as it is.
     """
 
     op: ClassVar[str]  # its operation, one of `plan/ops.py`
 
-    nbytes: int = 0  # that it moves to or from the host
+    about: str = ""  # a bucket, or what else it is about
+    groups: tuple[Devices, ...] = ()  # that communicate. Empty: it has no peers
+    nbytes: int = 0  # that it moves to or from the host, or to its peers
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}[{self.about}{self.about and ' '}@{show(self.devices)}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Add(LocalNode):
+class Add(SlotNode):
     """Sum two gradients of one value that came from two of its readers."""
 
     op = "add"
@@ -237,19 +243,17 @@ class Reduce(StepNode):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Norm(LocalNode):
+class Norm(SlotNode):
     """Square and sum the gradients of a device. Over all devices, each parameter counts once."""
 
     op = "norm"
 
-    @property
-    def name(self) -> str:
-        return f"norm[@{show(self.devices)}]"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Total(StepNode):
+class Total(SlotNode):
     """Sum the norms, losses and weights over all devices, so that every device has the step's result."""
+
+    op = "total"
 
     stream: str = "reduce"
 
@@ -259,16 +263,13 @@ class Total(StepNode):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update(LocalNode):
-    """Step the optimizer over the parameters, or shards, that live on these devices."""
+class Update(SlotNode):
+    """Step the optimizer over the parameters, or shards, that live on these devices.
+
+    It is about a bucket where others of these devices are updated by themselves.
+    """
 
     op = "update"
-
-    bucket: str = ""  # the only one of this update, if there are several
-
-    @property
-    def name(self) -> str:
-        return f"update[{self.bucket + ' ' if self.bucket else ''}@{show(self.devices)}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,14 +301,13 @@ Node = (
     Compute
     | Load
     | Transfer
-    | LocalNode
+    | SlotNode
     | Counts
     | Exchange
     | Collect
     | Gather
     | Accumulate
     | Reduce
-    | Total
     | Broadcast
     | Mirror
 )

@@ -8,7 +8,7 @@ from piper.ir.averaging import Averaging
 from piper.ir.devices import show
 from piper.ir.dtypes import itemsize
 from piper.ir.ids import SlotId, state_slot
-from piper.ir.node import LocalNode, Update
+from piper.ir.node import SlotNode, Update
 from piper.lower.edit import SequenceEdit
 from piper.lower.state import LoweringState
 from piper.plan.groups import ChangedDevices, fragments_of
@@ -16,29 +16,17 @@ from piper.plan.plan import Bucket, Comm, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AverageParameters(LocalNode):
+class AverageParameters(SlotNode):
     """Average what a device trains of a bucket with its counterparts in other groups, when that is due."""
 
     op = "average"
 
-    bucket: str
-
-    @property
-    def name(self) -> str:
-        return f"average[{self.bucket} @{show(self.devices)}]"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MergeParameters(LocalNode):
+class MergeParameters(SlotNode):
     """Merge an average of a bucket that has travelled behind other steps, and begin the next, when due."""
 
     op = "merge"
-
-    bucket: str
-
-    @property
-    def name(self) -> str:
-        return f"merge[{self.bucket} @{show(self.devices)}]"
 
 
 def add_averages(state: LoweringState) -> LoweringState:
@@ -50,29 +38,30 @@ def add_averages(state: LoweringState) -> LoweringState:
 
     With overlap, what travels since an earlier step goes on from the beginning: average, ..., update, merge.
     """
-    asked = state.graph.averaging
-    if asked is None or not state.settings.trains:
+    averaging = state.graph.averaging
+    if averaging is None or not state.settings.trains:
         return state
     by = max(n for n, directive in enumerate(state.graph.directives) if directive.verb == "average")
-    check_composition(state, asked, state.graph.directives[by].title)
+    check_composition(state, averaging, state.graph.directives[by].title)
     edit, residents = SequenceEdit(state), dict(state.residents)
     for place, node in enumerate(state.sequence):
         for slot in node.writes if isinstance(node, Update) else ():
             if slot.kind != "param":
                 continue
-            bucket, kept = state.buckets[slot.owner], state_slot(slot.owner)
-            nbytes = state.residents[kept].nbytes + asked.kept * trained_bytes(bucket)
-            residents[kept] = replace(state.residents[kept], nbytes=nbytes)
-            slots = (slot, kept) if asked.kept else (slot,)
-            travels = (kept,) if asked.overlap else slots
+            bucket, of_optimizer = state.buckets[slot.owner], state_slot(slot.owner)
+            before = state.residents[of_optimizer]
+            nbytes = before.nbytes + averaging.outer_values * trained_bytes(bucket)
+            residents[of_optimizer] = replace(before, nbytes=nbytes)
+            slots = (slot, of_optimizer) if averaging.outer_values else (slot,)
+            travels = (of_optimizer,) if averaging.overlap else slots
             average = AverageParameters(
-                bucket=slot.owner, devices=node.devices, reads=travels, writes=travels, stream=asked.stream,
-                origin=(by,), nbytes=sent_bytes(asked, bucket),
+                about=slot.owner, devices=node.devices, reads=travels, writes=travels,
+                stream=averaging.stream, origin=(by,), nbytes=sent_bytes(averaging, bucket),
             )  # fmt: skip
-            if asked.overlap:
+            if averaging.overlap:
                 edit.before(0, average)
                 merge = MergeParameters(
-                    bucket=slot.owner, devices=node.devices, reads=slots, writes=slots, origin=(by,)
+                    about=slot.owner, devices=node.devices, reads=slots, writes=slots, origin=(by,)
                 )
                 edit.after(place, merge)
             else:
@@ -80,12 +69,12 @@ def add_averages(state: LoweringState) -> LoweringState:
     return replace(edit.apply(), residents=residents)
 
 
-def check_composition(state: LoweringState, asked: Averaging, by: str) -> None:
+def check_composition(state: LoweringState, averaging: Averaging, by: str) -> None:
     """Refuse groups whose state is on the host, and groups that lie differently on their machines."""
-    used = len(set(fragments_of(state.buckets, asked).values()))
-    if used < asked.fragments:
+    used = len(set(fragments_of(state.buckets, averaging).values()))
+    if used < averaging.fragments:
         raise ScheduleError(
-            f"there are no {asked.fragments} fragments of the parameters",
+            f"there are no {averaging.fragments} fragments of the parameters",
             by=by,
             facts={"buckets": f"{used} that train"},
             hint="give fewer fragments, or more buckets: replicate(..., bucket_mb=...)",
@@ -101,15 +90,15 @@ def check_composition(state: LoweringState, asked: Averaging, by: str) -> None:
     protection = state.graph.protection
     if protection is None or not protection.copies:
         return
-    first, *others = ([protection.domain(d) for d in group] for group in asked.groups)
-    for group, domains in zip(asked.groups[1:], others, strict=True):
+    first, *others = ([protection.domain(d) for d in group] for group in averaging.groups)
+    for group, domains in zip(averaging.groups[1:], others, strict=True):
         if len(set(zip(first, domains, strict=True))) != len(set(first)) or len(set(domains)) != len(
             set(first)
         ):
             raise ScheduleError(
                 f"groups lie differently on their {protection.apart}s",
                 by=by,
-                facts={show(asked.groups[0]): f"{protection.apart}s {first}", show(group): str(domains)},
+                facts={show(averaging.groups[0]): f"{protection.apart}s {first}", show(group): str(domains)},
                 hint="give each group machines of its own, or protect(copies=0)",
             )
 
@@ -135,16 +124,20 @@ def repeat_in_groups(state: LoweringState) -> LoweringState:
     -->
     0,1: F, B, update, average over 0,1
     """
-    asked, plans = state.graph.averaging, state.plans
-    if asked is None or plans is None:
+    averaging, plans = state.graph.averaging, state.plans
+    if averaging is None or plans is None:
         return state
-    comm = Comm(name=f"{show(asked.peers[0])} apart:{asked.stream}", kind="groups", groups=asked.peers)
-    plans = ChangedDevices(asked.everywhere, asked.copies).all(plans, plans.cells * len(asked.groups))
+    comm = Comm(
+        name=f"{show(averaging.peers[0])} apart:{averaging.stream}", kind="groups", groups=averaging.peers
+    )
+    plans = ChangedDevices(averaging.everywhere, averaging.copies).all(
+        plans, plans.cells * len(averaging.groups)
+    )
     plans = replace(
         plans,
         plans=tuple(joined_by(plan, comm) for plan in plans),
         comms={**plans.comms, comm.name: comm} if state.settings.trains else plans.comms,
-        averaging=asked,
+        averaging=averaging,
     )
     return replace(state, plans=plans)
 
@@ -169,7 +162,7 @@ def trained_bytes(bucket: Bucket) -> int:
     return bucket.elements() * each
 
 
-def sent_bytes(asked: Averaging, bucket: Bucket) -> int:
+def sent_bytes(averaging: Averaging, bucket: Bucket) -> int:
     """Return the bytes that a device sends in a step to average a bucket, or a part of it."""
-    part = -(-trained_bytes(bucket) // max(1, asked.overlap))
-    return 2 * part * (len(asked.groups) - 1) // len(asked.groups)
+    part = -(-trained_bytes(bucket) // max(1, averaging.overlap))
+    return 2 * part * (len(averaging.groups) - 1) // len(averaging.groups)

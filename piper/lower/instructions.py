@@ -18,11 +18,10 @@ from piper.ir.node import (
     Exchange,
     Gather,
     Load,
-    LocalNode,
     Mirror,
     Node,
     Reduce,
-    Total,
+    SlotNode,
     Transfer,
 )
 from piper.lower.events import PendingInstr
@@ -34,7 +33,7 @@ from piper.plan.plan import Bucket, Comm
 from piper.plan.protected import MIRRORED
 from piper.plan.weight_rows import gathered_nbytes
 
-Communication = Counts | Exchange | Collect | Gather | Reduce | Total | Broadcast | Mirror
+Communication = Counts | Exchange | Collect | Gather | Reduce | Broadcast | Mirror
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,8 +124,11 @@ def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
                 # The sum begins in the memory of its first term.
                 instr.workspace = -emission.size(node.reads[0])
             emission.begun.add((number, node.writes[0]))
-        case LocalNode():
+        case SlotNode():
             instr.op, instr.nbytes = cast(Op, node.op), node.nbytes
+            if node.groups:
+                key = (node.op, node.about, node.stream)
+                instr.comm, _ = emission.comm(key, lambda: node.groups, node.stream)
         case Transfer():
             raise AssertionError("transfers have two sides")
         case _:
@@ -171,10 +173,6 @@ def fill_communication(emission: Emission, node: Communication, instr: PendingIn
             instr.nbytes = (gathered_nbytes(bucket) if how.gets == "whole" else held) * (size - 1) // size
         case Reduce():
             fill_reduction(emission, node, instr, number)
-        case Total():
-            instr.op = "total"
-            instr.comm, _ = emission.comm(("total",), lambda: (node.devices,), node.stream)
-            instr.nbytes = emission.size(node.writes[0])
         case Broadcast():
             instr.op, instr.payload = "broadcast", OfChunk(chunk=node.chunk)
             key = ("set", show(node.devices), node.stream)

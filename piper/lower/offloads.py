@@ -9,7 +9,7 @@ from piper.errors import ScheduleError
 from piper.ir.chunk_options import HostCopies
 from piper.ir.devices import Devices
 from piper.ir.ids import SlotId, SlotKind, Tags
-from piper.ir.node import Compute, LocalNode, Node, Transfer
+from piper.ir.node import Compute, Node, SlotNode, Transfer
 from piper.lower.edit import SequenceEdit
 from piper.lower.sequence import computes_by_set
 from piper.lower.state import LoweringState
@@ -22,7 +22,7 @@ SLACK = 1  # compute nodes between both copies at least: without one, no memory 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyOut(LocalNode):
+class CopyOut(SlotNode):
     """Copy values to memory of the host. Their memory on the device is free when the copy is over."""
 
     op = "offload"
@@ -33,7 +33,7 @@ class CopyOut(LocalNode):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyBack(LocalNode):
+class CopyBack(SlotNode):
     """Copy values from memory of the host back to the device, ahead of their next use."""
 
     op = "fetch"

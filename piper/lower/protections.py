@@ -8,7 +8,7 @@ from piper.errors import ScheduleError
 from piper.ir.chunk_options import Protection, StateCopies
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, buffer_slot, param_slot, state_slot
-from piper.ir.node import LocalNode, Mirror, Norm
+from piper.ir.node import Mirror, Norm, SlotNode
 from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState
@@ -19,16 +19,10 @@ Owners = dict[tuple[object, ...], list[int]]  # the devices that hold the same e
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyState(LocalNode):
+class CopyState(SlotNode):
     """Copy what a device owns of a bucket, or the buffers of a chunk, into memory that outlives workers."""
 
     op = "protect"
-
-    what: str
-
-    @property
-    def name(self) -> str:
-        return f"protect[{self.what} @{show(self.devices)}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +60,7 @@ def add_protections(state: LoweringState) -> LoweringState:
         for devices, slots in ((keep, ()), (send, (SlotId("copy", copying.what),))):
             if devices:
                 node = CopyState(
-                    what=copying.what, devices=devices, reads=copying.slots, writes=slots,
+                    about=copying.what, devices=devices, reads=copying.slots, writes=slots,
                     stream=by.stream, origin=(by.by,), nbytes=copying.nbytes,
                 )  # fmt: skip
                 edit.before(0, node)

@@ -5,32 +5,27 @@ from dataclasses import dataclass, replace
 
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import HostCopies
-from piper.ir.devices import show
 from piper.ir.ids import SlotId, param_slot, state_slot
-from piper.ir.node import Node, Update
+from piper.ir.node import Node, SlotNode, Update
 from piper.lower.edit import SequenceEdit
-from piper.lower.offloads import CopyBack, CopyOut, fetched
+from piper.lower.offloads import fetched
 from piper.lower.sequence import computes_by_set
 from piper.lower.state import LoweringState
 from piper.plan.plan import Bucket, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateBack(CopyBack):
+class StateBack(SlotNode):
     """Copy the optimizer's state for a bucket from memory of the host to the device."""
 
-    @property
-    def name(self) -> str:
-        return f"fetch[{self.reads[0]} @{show(self.devices)}]"
+    op = "fetch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateOut(CopyOut):
+class StateOut(SlotNode):
     """Copy the optimizer's updated state for a bucket to memory of the host."""
 
-    @property
-    def name(self) -> str:
-        return f"offload[{self.writes[0]} @{show(self.devices)}]"
+    op = "offload"
 
 
 def add_state_offloads(state: LoweringState) -> LoweringState:
@@ -71,8 +66,8 @@ def offloaded_state_comes_back(state: LoweringState) -> Iterator[str]:
     seen: dict[SlotId, list[str]] = {}
     for node in state.sequence:
         slot = node.writes[-1] if isinstance(node, StateBack | StateOut) else None
-        if isinstance(node, Update) and node.bucket:
-            slot = state_slot(node.bucket)
+        if isinstance(node, Update) and node.about:
+            slot = state_slot(node.about)
         if slot is not None:
             seen.setdefault(slot, []).append(type(node).__name__)
     away = {slot for slot, size in state.residents.items() if slot.kind == "state" and size.host}
@@ -91,16 +86,16 @@ def streamed(
     nbytes, origin = state.residents[on_host].host, (how.by,)
     updated = part_of(node, (param_slot(bucket.name),))
     updated = replace(
-        updated, reads=(*updated.reads, here), writes=(*updated.writes, here), bucket=bucket.name
+        updated, reads=(*updated.reads, here), writes=(*updated.writes, here), about=bucket.name
     )
     # The state is not complete on the host until the last copy: what copies it elsewhere comes before.
     back = StateBack(
-        devices=node.devices, reads=(on_host,), writes=(here, on_host), stream=f"{how.stream}.in",
-        nbytes=nbytes, origin=origin,
+        about=on_host, devices=node.devices, reads=(on_host,), writes=(here, on_host),
+        stream=f"{how.stream}.in", nbytes=nbytes, origin=origin,
     )  # fmt: skip
     out = StateOut(
-        devices=node.devices, reads=(here,), writes=(on_host,), stream=f"{how.stream}.out",
-        nbytes=nbytes, origin=origin,
+        about=on_host, devices=node.devices, reads=(here,), writes=(on_host,),
+        stream=f"{how.stream}.out", nbytes=nbytes, origin=origin,
     )  # fmt: skip
     return back, updated, out
 

@@ -128,7 +128,8 @@ def add_updates(state: LoweringState) -> LoweringState:
         reads = [b.gradient() for b in buckets]
         reads += [extra for extra, placement in extras.items() if devices[0] in placement]
         edit.append(Norm(devices=devices, reads=tuple(reads), writes=(NORM,)))
-    edit.append(Total(devices=everyone, reads=(NORM,), writes=(TOTAL,)))
+    size = 24 + 16 * len(outline.metric_names)  # the squared norm, the loss, its weight and the metrics
+    edit.append(Total(devices=everyone, groups=(everyone,), reads=(NORM,), writes=(TOTAL,), nbytes=size))
     for devices, buckets in groups.items():
         if buckets:
             edit.append(
@@ -141,7 +142,6 @@ def add_updates(state: LoweringState) -> LoweringState:
             )
     edit.append(*(gather_updated(bucket) for bucket in trained if bucket.gather_updated))
     edit.append(*broadcasts(state))
-    size = 24 + 16 * len(outline.metric_names)  # the squared norm, the loss, its weight and the metrics
     edit.values[NORM] = Slot(nbytes=size)
     residents = {**state.residents, TOTAL: Slot(nbytes=size)}  # the step's result: the runtime reads it
     return replace(edit.apply(), residents=residents)

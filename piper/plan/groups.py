@@ -81,22 +81,22 @@ class ChangedDevices:
         )
 
 
-def fragments_of(buckets: Mapping[str, Bucket], asked: Averaging) -> dict[str, int]:
+def fragments_of(buckets: Mapping[str, Bucket], averaging: Averaging) -> dict[str, int]:
     """Return the fragment of each bucket that trains, dealt out in order. Tied parameters go together."""
     families: dict[tuple[str, ...], int] = {}
     for bucket in buckets.values():
         if bucket.trainable:
             families.setdefault(tuple(sorted((bucket.name, *bucket.siblings))), len(families))
-    return {name: number % asked.fragments for family, number in families.items() for name in family}
+    return {name: number % averaging.fragments for family, number in families.items() for name in family}
 
 
-def of_first_group(plans: Plans, asked: Averaging) -> Plans:
+def of_first_group(plans: Plans, averaging: Averaging) -> Plans:
     """Return the plans of the first group alone, in which an average has no peers."""
 
-    def inside(groups: tuple[Devices, ...]) -> tuple[Devices, ...]:
-        return tuple(group for group in groups if asked.first(group) == group)
+    def sets_of_first(sets: tuple[Devices, ...]) -> tuple[Devices, ...]:
+        return tuple(devices for devices in sets if averaging.first(devices) == devices)
 
-    plans = ChangedDevices(asked.first, inside).all(plans, plans.cells // len(asked.groups))
+    plans = ChangedDevices(averaging.first, sets_of_first).all(plans, plans.cells // len(averaging.groups))
     alone = (
         replace(plan, instrs=tuple(replace(i, comm=None) if i.op == "average" else i for i in plan.instrs))
         for plan in plans
@@ -110,19 +110,22 @@ def kinds_of_step(plans: Plans) -> list[tuple[int, Plans]]:
 
     In each, the averages and merges that are not due are instructions that do nothing.
     """
-    asked = plans.averaging
-    if asked is None:
+    averaging = plans.averaging
+    if averaging is None:
         return [(1, plans)]
-    fragments = fragments_of(plans.buckets, asked)
+    fragments = fragments_of(plans.buckets, averaging)
     counts: dict[frozenset[tuple[Op, str]], int] = {}
-    for step in range(2 * asked.every, 3 * asked.every):  # in which every fragment has been due before
-        due = {name for name, fragment in fragments.items() if asked.due(step, fragment)}
-        sent = {name for name, fragment in fragments.items() if asked.part_sent(step, fragment) is not None}
-        merged = {name for name, fragment in fragments.items() if asked.merges(step, fragment)}
-        averages, merges = (sent, merged | due) if asked.overlap else (due, set[str]())
-        named: list[tuple[Op, set[str]]] = [("average", averages), ("merge", merges)]
-        kind = frozenset((op, name) for op, names in named for name in names)
-        counts[kind] = counts.get(kind, 0) + 1
+    for step in range(2 * averaging.every, 3 * averaging.every):  # every fragment has been due before
+        done: set[tuple[Op, str]] = set()
+        for name, fragment in fragments.items():
+            due, sent = averaging.due(step, fragment), averaging.part_sent(step, fragment) is not None
+            done |= {("average", name)} if (sent if averaging.overlap else due) else set()
+            done |= (
+                {("merge", name)}
+                if averaging.overlap and (due or averaging.merges(step, fragment))
+                else set()
+            )
+        counts[frozenset(done)] = counts.get(frozenset(done), 0) + 1
 
     def quiet(ins: Instr, kind: frozenset[tuple[Op, str]]) -> Instr:
         if ins.op not in ("average", "merge") or (ins.op, ins.writes[0].owner) in kind:

@@ -89,16 +89,9 @@ def _communication(
 
 def _host_copy(op: Op, mark: str, **more: bool) -> Operation:
     return Operation(
-        op=op,
-        label=op,
-        mark=mark,
-        short="",
-        pattern="alone",
-        takes="copy engine",
-        takes_time=True,
-        host=True,
-        **more,
-    )
+        op=op, label=op, mark=mark, short="", pattern="alone", takes="copy engine", takes_time=True,
+        host=True, **more,
+    )  # fmt: skip
 
 
 _ALL = (
@@ -132,3 +125,8 @@ _ALL = (
 OPS: Mapping[Op, Operation] = {operation.op: operation for operation in _ALL}
 assert tuple(OPS) == get_args(Op), "every op has its record"
 COMMUNICATION = frozenset(op for op, operation in OPS.items() if operation.communicates)
+BY_HOST: Mapping[Op, str] = {  # why the host takes part in every step, so that none with these is one graph
+    "average": "the host says in every step whether groups average",
+    "protect": "the host says in every step where the copies go",
+    "offload": "the host lends its memory to one copy after another",
+}

@@ -5,13 +5,11 @@ out, but for those in `ALWAYS`.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
-from functools import cache
-from typing import Any, TypeVar, cast
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache, partial
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from piper.errors import ConfigError
-from piper.ir.averaging import Averaging, OuterStep
-from piper.ir.chunk_options import APART, Protection
 from piper.ir.devices import Devices, parse, show
 from piper.ir.ids import Pass, SlotId, Tags, read_pass, read_slot
 from piper.ir.sharding import Collective, Sharding
@@ -47,6 +45,7 @@ from piper.plan.sharding_text import (
 
 T = TypeVar("T")
 Shares = tuple[tuple[SlotId, int], ...]
+SETS = tuple[Devices, ...]
 PAYLOADS: Mapping[Op, type] = {
     "load": Field,
     "compute": Pass,
@@ -141,7 +140,7 @@ def field_texts(record: type) -> tuple[FieldText, ...]:
                 field=field.name,
                 key=field.metadata.get("key", field.name),
                 type=kind,
-                show=None if kind == Payload else FORMS[kind][0],
+                show=None if kind == Payload else form_of(kind)[0],
                 default=field.default if field.default_factory is MISSING else field.default_factory(),
             )
         )
@@ -191,43 +190,44 @@ def read_pieces(text: str) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def show_protection(asked: Protection) -> str:
-    """Write how copies of the state are kept."""
-    return f"{asked.copies} {asked.apart} {asked.every} {asked.devices_per_machine or '-'}"
+def show_words(record: Any) -> str:  # noqa: ANN401  any record
+    """Write the fields of a record in order, a word for each; sets of devices come last."""
+    words: list[str] = []
+    for field in fields(record):
+        value, (show_it, _) = getattr(record, field.name), form_of(field.type)
+        words += map(show, value) if field.type == SETS else ["-" if value is None else show_it(value)]
+    return " ".join(words)
 
 
-def read_protection(text: str) -> Protection:
-    """Read how copies of the state are kept."""
-    copies, apart, every, machine = text.split(" ")
-    if apart not in APART:
-        raise ValueError(f"{apart} is no distance between copies")
-    return Protection(
-        copies=int(copies),
-        apart=apart,
-        every=int(every),
-        devices_per_machine=None if machine == "-" else int(machine),
-    )
+def read_words(record: type[T], words: Iterator[str]) -> T:
+    """Read a record from the words that its fields take."""
+
+    def value_of(kind: Any) -> object:  # noqa: ANN401  the type of a field
+        if kind == SETS:
+            return tuple(map(parse, words))
+        if isinstance(kind, type) and is_dataclass(kind):
+            return read_words(kind, words)
+        word = next(words, "")
+        return None if word == "-" else form_of(kind)[1](word)
+
+    return record(**{field.name: value_of(field.type) for field in fields(cast(Any, record))})
 
 
-def show_averaging(asked: Averaging) -> str:
-    """Write which groups train apart, and when they average."""
-    outer = f"{asked.outer.lr!r} {asked.outer.momentum!r} {int(asked.outer.nesterov)}"
-    streamed = f"{asked.fragments} {asked.overlap} {asked.keep!r}"
-    return " ".join([str(asked.every), asked.stream, outer, streamed, *map(show, asked.groups)])
+def read_choice(choices: Collection[str], text: str) -> str:
+    """Read one of some words."""
+    if text not in choices:
+        raise ValueError(f"it is one of {', '.join(choices)}")
+    return text
 
 
-def read_averaging(text: str) -> Averaging:
-    """Read which groups train apart, and when they average."""
-    every, stream, lr, momentum, nesterov, fragments, overlap, keep, *groups = text.split(" ")
-    return Averaging(
-        groups=tuple(map(parse, groups)),
-        every=int(every),
-        stream=stream,
-        outer=OuterStep(lr=float(lr), momentum=float(momentum), nesterov=flag(nesterov)),
-        fragments=int(fragments),
-        overlap=int(overlap),
-        keep=float(keep),
-    )
+def form_of(kind: Any) -> tuple[Callable[[Any], str], Reader]:  # noqa: ANN401  the type of a field
+    """Return by what a field of a type is written and read: as `FORMS` says, or as a record of words."""
+    if kind in FORMS:
+        return FORMS[kind]
+    if get_origin(kind) is Literal:
+        return str, partial(read_choice, get_args(kind))
+    record = kind if isinstance(kind, type) else get_args(kind)[0]  # of an optional one
+    return show_words, lambda text: read_words(record, iter(text.split(" ")))
 
 
 def show_elsewhere(placements: Mapping[Tags, Devices]) -> str:
@@ -252,9 +252,7 @@ FORMS: Mapping[object, tuple[Callable[[Any], str], Reader]] = {  # by a field's 
     tuple[str, ...]: (show_names, names),
     NUMBERS: (lambda found: " ".join(map(str, found)), numbers),
     Devices: (show, parse),
-    tuple[Devices, ...]: (
-        lambda groups: AND.join(map(show, groups)), lambda text: tuple(map(parse, names(text)))
-    ),
+    SETS: (lambda groups: AND.join(map(show, groups)), lambda text: tuple(map(parse, names(text)))),
     Tags: (show_pairs, pairs),
     Mapping[str, int]: (lambda axes: show_pairs(tuple(axes.items())), lambda text: dict(pairs(text))),
     Mapping[Tags, Devices]: (show_elsewhere, read_elsewhere),
@@ -262,8 +260,6 @@ FORMS: Mapping[object, tuple[Callable[[Any], str], Reader]] = {  # by a field's 
     tuple[Sharding, ...]: (show_shardings, read_shardings),
     Collective: (show_collective, read_collective),
     tuple[Piece, ...]: (show_pieces, read_pieces),
-    Protection | None: (show_protection, read_protection),
-    Averaging | None: (show_averaging, read_averaging),
     Rows: (lambda rows: f"{rows.start}:{rows.stop}/{rows.of}", read_rows),
     Pass: (str, str),  # these four are read by `Reading`, which knows the axes
     Pass | None: (str, str),
@@ -291,7 +287,9 @@ class Reading:
         """Return the readers of a record's fields, by their keys."""
         if record not in self.known:
             said = (each for each in field_texts(record) if each.show is not None)
-            self.known[record] = {each.key: self.forms[each.type] for each in said}
+            self.known[record] = {
+                each.key: self.forms.get(each.type) or form_of(each.type)[1] for each in said
+            }
         return self.known[record]
 
     def record(self, record: type[T], words: list[str], **given: object) -> T:

@@ -191,8 +191,8 @@ class CollectiveRules:
                 self.state.complain(member, f"gathers {name} (zero={bucket.zero}) into {where}")
                 continue
             self._check_members(member, comm, bucket, how)
-            gathered = version.removeprefix("partly ") if in_place else version.removesuffix(" shard")
-            slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), gathered)
+            version = version.removeprefix("partly ") if in_place else version.removesuffix(" shard")
+            slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), version)
         slots_of = self.state.slots
         gathered = {slots_of[m.program].get(m.ins.writes[0]) if m.ins.writes else None for m in members}
         if len(gathered) > 1:

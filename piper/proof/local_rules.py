@@ -1,10 +1,11 @@
 """The effect on symbolic values of instructions that need no other device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from piper.ir.chunk import Output
 from piper.ir.ids import LOSS, METRICS, TOTAL, WEIGHT, Pass, SlotId, param_slot, show_part, state_slot
 from piper.plan.instr import Adding, Field
+from piper.plan.ops import OPS, Op
 from piper.plan.plan import Bucket
 from piper.proof.amounts import NOTHING
 from piper.proof.decode import described, rows_of
@@ -21,6 +22,19 @@ class LocalRules:
         self.state = state
         self.spec, self.symbols, self.covers = state.spec, state.symbols, state.covers
         self.on_host: dict[tuple[int, SlotId], Value] = {}  # the values of copies, by program and slot
+        self.kernels: dict[Op, Callable[[ProgramInstr], None]] = {
+            **{op: self.copy for op, operation in OPS.items() if operation.unchanged},
+            "load": self.load,
+            "compute": self.compute,
+            "concat": self.concat,
+            "add": self.add,
+            "accumulate": self.accumulate,
+            "norm": self.norm,
+            "update": self.update,
+            "protect": self.protect,
+            "offload": self.offload,
+            "fetch": self.fetch,
+        }
 
     def load(self, at: ProgramInstr) -> None:
         """Load a field of the batch, for a microbatch, on a slice of the samples."""

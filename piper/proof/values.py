@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from piper.ir.graph import Graph
 from piper.ir.ids import TOTAL, SlotId, buffer_slot, param_slot, show_part, state_slot
 from piper.plan.groups import of_first_group
-from piper.plan.ops import COMMUNICATION, OPS
+from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Comm, Plans
 from piper.plan.prove import MOST_PROBLEMS, ProofError
 from piper.process.gc_pause import no_collection
@@ -80,21 +80,11 @@ class SymbolicRun:
         self.state = SymbolicState(plans, spec)
         self.local, self.groups = LocalRules(self.state), AverageRule(self.state)
         self.collective = CollectiveRules(self.state, self.local)
+        apart = self.groups.kernels
         self.kernels = {
-            "load": self.local.load,
-            "compute": self.local.compute,
-            **{op: self.local.copy for op, operation in OPS.items() if operation.unchanged},
-            "concat": self.local.concat,
-            "add": self.local.add,
+            **self.local.kernels,
+            **(apart if averages else dict.fromkeys(apart, lambda at: None)),
             "slice": self.collective.take,
-            "accumulate": self.local.accumulate,
-            "norm": self.local.norm,
-            "update": self.local.update,
-            "average": self.groups.average if averages else lambda at: None,
-            "merge": self.groups.merge if averages else lambda at: None,
-            "protect": self.local.protect,
-            "offload": self.local.offload,
-            "fetch": self.local.fetch,
         }
         self.reached = [0] * len(plans)
         self.ready = deque(range(len(plans)))

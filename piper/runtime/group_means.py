@@ -1,9 +1,9 @@
 """Averages of what devices train, over groups that train apart, and the outer optimizer's step by them.
 
-[Note: common parameters] What is kept between averages lies with the state of the optimizer that trains each
-parameter, so that it is saved, loaded and copied with it: the last parameters that all groups had in common,
-the momentum, and what travels behind other steps, of which the parts that have arrived are the mean. An
-optimizer makes its state in its first step, and ours comes behind that.
+[Note: outer state] What lasts from one average to the next lies with the state of the optimizer that trains
+each parameter, so that it is saved, loaded and copied with it: the parameters that all groups had after the
+last average, the outer momentum, and what travels behind other steps, of which the parts that have arrived
+are the mean. An optimizer makes its state in its first step, and ours comes behind that.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from piper.plan.instr import Instr
 from piper.runtime.comm.base import Group
 from piper.runtime.context import Bound, Env
 
-COMMON, MOMENTUM, SENT = "average_common", "average_momentum", "average_sent"  # keys of its state
+AVERAGED, MOMENTUM, SENT = "average_common", "average_momentum", "average_sent"  # keys of that state
 
 
 class BucketAverage:
@@ -26,48 +26,48 @@ class BucketAverage:
     def __init__(self, env: Env, bucket: str) -> None:
         plans, self.env, self.state, self.name = env.setup.plans, env, env.state, bucket
         assert plans.averaging is not None, "the plans say which groups train apart"
-        self.asked, self.holding = plans.averaging, env.state.holdings[bucket]
+        self.averaging, self.bucket_state = plans.averaging, env.state.holdings[bucket]
         self.fragment = fragments_of(plans.buckets, plans.averaging)[bucket]
-        self.begun: dict[str, Tensor] = {}  # by parameter: what groups have in common when they begin
-        if self.asked.kept:
-            self.begin()
-            env.state.renewed.append(self.begin)
+        self.first_values: dict[str, Tensor] = {}  # of parameters whose outer state is not made yet
+        if self.averaging.outer_values:
+            self.remember()
+            env.state.renewed.append(self.remember)
 
-    def begin(self) -> None:
-        """Remember the parameters that groups have in common when they begin, or are loaded."""
-        self.begun |= {
+    def remember(self) -> None:
+        """Remember the parameters with which all groups begin, or are loaded."""
+        self.first_values |= {
             piece: value.detach().clone() for piece, value in self.state.segments.get(self.name, ())
         }
 
-    def kept(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield what is kept for each parameter. See [Note: common parameters]."""
+    def outer_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield the state of each parameter, with its outer state. See [Note: outer state]."""
         for piece, tensor in self.state.segments.get(self.name, ()):
             assert self.state.optimizer is not None, "it trains this parameter"
-            kept = self.state.optimizer.state[tensor]
-            if piece in self.begun:
-                common = self.begun.pop(piece)
-                if self.asked.overlap:
-                    kept.setdefault(SENT, common.clone())
-                if self.asked.outer != AVERAGE:
-                    kept.setdefault(COMMON, common)
-                if self.asked.outer.momentum:
-                    kept.setdefault(MOMENTUM, torch.zeros_like(common))
-            yield piece, kept
+            state = self.state.optimizer.state[tensor]
+            if piece in self.first_values:
+                first = self.first_values.pop(piece)
+                if self.averaging.overlap:
+                    state.setdefault(SENT, first.clone())
+                if self.averaging.outer != AVERAGE:
+                    state.setdefault(AVERAGED, first)
+                if self.averaging.outer.momentum:
+                    state.setdefault(MOMENTUM, torch.zeros_like(first))
+            yield piece, state
 
     def take(self, mean: Tensor) -> None:
         """Take the mean of all groups, or what the outer optimizer makes of it, as the parameters."""
-        new = dict(self.holding.layout.segments(mean))
-        for piece, kept in self.kept() if self.asked.kept else ():
-            if COMMON in kept:
-                step_by(self.asked.outer, kept[COMMON], kept.get(MOMENTUM), new[piece])
-        self.holding.trained.copy_(mean)
-        if self.holding.master is not None:
-            self.holding.own.copy_(mean)
+        new = dict(self.bucket_state.layout.segments(mean))
+        for piece, state in self.outer_states() if self.averaging.outer_values else ():
+            if AVERAGED in state:
+                step_by(self.averaging.outer, state[AVERAGED], state.get(MOMENTUM), new[piece])
+        self.bucket_state.trained.copy_(mean)
+        if self.bucket_state.master is not None:
+            self.bucket_state.own.copy_(mean)
 
     def exchange(self, group: Group, part: int) -> None:
         """Replace one of the equal parts of what travels by the mean of all groups."""
-        sent = [kept[SENT].view(-1) for _, kept in self.kept()]
-        of = self.asked.overlap
+        sent = [state[SENT].view(-1) for _, state in self.outer_states()]
+        of = self.averaging.overlap
         pieces = [one[len(one) * part // of : len(one) * (part + 1) // of] for one in sent]
         if pieces:
             mean = group.all_reduce(torch.cat(pieces)).div_(group.size)
@@ -76,19 +76,19 @@ class BucketAverage:
     def merge(self) -> None:
         """Merge what has travelled into the parameters, of which a group keeps a share."""
         mine = dict(self.state.segments.get(self.name, ()))
-        for piece, kept in self.kept():
-            new = kept[SENT].view(mine[piece].shape)
-            if COMMON in kept:
-                step_by(self.asked.outer, kept[COMMON], kept.get(MOMENTUM), new)
-            mine[piece].detach().copy_(torch.lerp(new, mine[piece].detach(), self.asked.keep))
-        if self.holding.master is not None:
-            self.holding.own.copy_(self.holding.master)
+        for piece, state in self.outer_states():
+            new = state[SENT].view(mine[piece].shape)
+            if AVERAGED in state:
+                step_by(self.averaging.outer, state[AVERAGED], state.get(MOMENTUM), new)
+            mine[piece].detach().copy_(torch.lerp(new, mine[piece].detach(), self.averaging.keep))
+        if self.bucket_state.master is not None:
+            self.bucket_state.own.copy_(self.bucket_state.master)
 
     def send(self) -> None:
         """Let what the device trains travel from now on."""
         mine = dict(self.state.segments.get(self.name, ()))
-        for piece, kept in self.kept():
-            kept[SENT].copy_(mine[piece].detach().view(kept[SENT].shape))
+        for piece, state in self.outer_states():
+            state[SENT].copy_(mine[piece].detach().view(state[SENT].shape))
 
 
 def average(env: Env, ins: Instr) -> Bound:
@@ -96,18 +96,18 @@ def average(env: Env, ins: Instr) -> Bound:
     group, bucket = env.group(ins), BucketAverage(env, ins.writes[0].owner)
 
     def run_behind() -> None:
-        part = bucket.asked.part_sent(env.step, bucket.fragment)
+        part = bucket.averaging.part_sent(env.step, bucket.fragment)
         if part is not None:
             bucket.exchange(group, part)
 
     def run() -> None:
-        if bucket.asked.due(env.step, bucket.fragment):
-            trained = bucket.holding.trained
+        if bucket.averaging.due(env.step, bucket.fragment):
+            trained = bucket.bucket_state.trained
             bucket.take(group.all_reduce(trained.clone()).div_(group.size))  # peers may still read the copy
-        elif bucket.begun:
-            list(bucket.kept())
+        elif bucket.first_values:
+            list(bucket.outer_states())
 
-    return run_behind if bucket.asked.overlap else run
+    return run_behind if bucket.averaging.overlap else run
 
 
 def merge(env: Env, ins: Instr) -> Bound:
@@ -115,24 +115,24 @@ def merge(env: Env, ins: Instr) -> Bound:
     bucket = BucketAverage(env, ins.writes[0].owner)
 
     def run() -> None:
-        if bucket.asked.merges(env.step, bucket.fragment):
+        if bucket.averaging.merges(env.step, bucket.fragment):
             bucket.merge()
-        if bucket.asked.due(env.step, bucket.fragment):
+        if bucket.averaging.due(env.step, bucket.fragment):
             bucket.send()
-        elif bucket.begun:
-            list(bucket.kept())
+        elif bucket.first_values:
+            list(bucket.outer_states())
 
     return run
 
 
-def step_by(outer: OuterStep, common: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
-    """Step the outer optimizer: its gradient is what the groups have moved away from the common parameters.
+def step_by(outer: OuterStep, averaged: Tensor, momentum: Tensor | None, mean: Tensor) -> None:
+    """Step the outer optimizer: its gradient is what the groups have moved away from the last average.
 
-    The new parameters are written to `common` and to `mean`.
+    The new parameters are written to `averaged` and to `mean`.
     """
-    gradient = common - mean
+    gradient = averaged - mean
     if momentum is not None:
         momentum.mul_(outer.momentum).add_(gradient)
         gradient = gradient.add_(momentum, alpha=outer.momentum) if outer.nesterov else momentum
-    common.sub_(gradient, alpha=outer.lr)
-    mean.copy_(common)
+    averaged.sub_(gradient, alpha=outer.lr)
+    mean.copy_(averaged)

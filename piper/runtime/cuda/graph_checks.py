@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from piper.errors import ConfigError
 from piper.ir.chunk import Chunk
+from piper.plan.ops import BY_HOST
 from piper.plan.plan import Plan
 from piper.runtime.device_state import fuse
 from piper.runtime.setup import Setup
@@ -61,13 +62,8 @@ def static_reasons(plan: Plan, chunks: Mapping[str, Chunk]) -> list[str]:
     named = dict.fromkeys(ins.computes.chunk for ins in plan.instrs if ins.op == "compute")
     routed = [name for name in named if chunks[name].kind == "expert"]
     drawn = [name for name in named if chunks[name].random]
-    reasons = []
-    if any(ins.op == "protect" for ins in plan.instrs):
-        reasons.append("protect: the host says in every step where the copies go")
-    if any(ins.op == "offload" for ins in plan.instrs):
-        reasons.append("offload: the host lends its memory to one copy after another")
-    if any(ins.op == "average" for ins in plan.instrs):
-        reasons.append("average: the host says in every step whether groups average")
+    operations = {ins.op for ins in plan.instrs}
+    reasons = [f"{op}: {reason}" for op, reason in BY_HOST.items() if op in operations]
     if routed:
         reasons.append(f"{listed(routed)}: how many rows go to each expert is known only while it runs")
     if drawn:
