@@ -15,7 +15,7 @@ import piper
 from piper.compiler.optimizer_probe import probe_optimizer
 from piper.errors import ConfigError
 from piper.ir.sharding import Sharding
-from piper.plan.plan import Bucket, Piece
+from piper.plan.bucket import Bucket, Piece
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 SIZES = {"a.weight": (6, 4), "a.bias": (6,), "b.weight": (4, 6), "b.bias": (4,)}

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from piper.plan.plan import Bucket, Plans
+from piper.plan.bucket import Bucket
+from piper.plan.plan import Plans
 from piper.view.colours import HUES
 from piper.view.svg_writer import drawing, element, hatching, sheet, words
 

@@ -320,7 +320,7 @@ class _Check:
             max_param_diff=largest["param"],
             first_bad=bad,
             notes=tuple(self.notes),
-            groups=1 if (apart := self.program.plans.averaging) is None else len(apart.groups),
+            groups=len(self.program.plans.groups_apart),
             sliced=None if bad is not None else self.only_sliced,
         )
 

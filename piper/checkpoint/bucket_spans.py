@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator
 
 from piper.ir.sharding import FlatRuns, flat_runs
-from piper.plan.plan import Bucket, Plan, Plans
+from piper.plan.bucket import Bucket
+from piper.plan.plan import Plan, Plans
 
 
 def spans(bucket: Bucket, device: int, low: int, high: int) -> dict[str, list[FlatRuns]]:
@@ -60,11 +61,6 @@ def length_of(several: Iterable[FlatRuns]) -> int:
     return sum(runs.length * runs.count for runs in several)
 
 
-def held_buckets(plans: Plans, device: int) -> list[Bucket]:
-    """Return the buckets that a device holds."""
-    return [bucket for bucket in plans.buckets.values() if device in bucket.devices]
-
-
 def held_names(plans: Plans) -> set[str]:
     """Return the parameters and buffers that any device holds."""
     parameters = {piece.name for bucket in plans.buckets.values() for piece in bucket.pieces}
@@ -78,7 +74,7 @@ def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
     """
     buckets = []
     _, device = plans.place_in_group(device)  # every group saves its own values
-    for bucket in held_buckets(plans, device):
+    for bucket in plans.buckets_on(device):
         first = any(device in group for group in bucket.distinct)
         if first and not written_elsewhere(plans.buckets.values(), bucket):
             buckets.append(bucket)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from piper.checkpoint.bucket_spans import held_buckets, length_of, spans
+from piper.checkpoint.bucket_spans import length_of, spans
 from piper.checkpoint.folder import settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named
 from piper.checkpoint.metadata import FILE, DamagedError, Record, name_in_group
@@ -20,7 +20,7 @@ from piper.checkpoint.storage import CheckpointReader, TensorRange
 from piper.checkpoint.verified_files import StorageError
 from piper.ir.chunk import CapturedModel
 from piper.ir.sharding import FlatRuns
-from piper.plan.plan import Bucket
+from piper.plan.bucket import Bucket
 from piper.runtime.setup import Initial
 from piper.runtime.worker import Worker
 
@@ -78,7 +78,7 @@ def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], ob
     """
     record = reader.record
     adoptions: list[Callable[[], object]] = []
-    for bucket in held_buckets(worker.setup.plans, worker.device):
+    for bucket in worker.setup.plans.buckets_on(worker.device):
         adoptions.append(read_bucket(worker, bucket, reader))
     slots = worker.setup.plans.of(worker.device).buffers
     for name, value in worker.buffers(slots).items():

@@ -13,7 +13,8 @@ from piper.checkpoint.metadata import Record, Trainer, kept_by, name_in_group
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns, flat_runs
-from piper.plan.plan import Bucket, Slot
+from piper.plan.bucket import Bucket
+from piper.plan.plan import Slot
 from piper.runtime.worker import Worker
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from piper.errors import ConfigError, ScheduleError
 from piper.ir.graph import Graph
 from piper.job import Job
 from piper.lower.buckets import ProgramBuckets, with_whole_parameters
-from piper.plan.plan import Bucket
+from piper.plan.bucket import Bucket
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from piper.errors import ConfigError
 from piper.ir.devices import show
-from piper.plan.plan import Bucket
+from piper.plan.bucket import Bucket
 from piper.process.usercode import named, raised, said
 from piper.runtime.standins import (
     ParameterPart,

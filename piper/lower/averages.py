@@ -11,8 +11,9 @@ from piper.ir.ids import SlotId, state_slot
 from piper.ir.node import SlotNode, Update
 from piper.lower.edit import SequenceEdit
 from piper.lower.state import LoweringState
+from piper.plan.bucket import Bucket
 from piper.plan.groups import ChangedDevices, fragments_of
-from piper.plan.plan import Bucket, Comm, Plan
+from piper.plan.plan import Comm, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

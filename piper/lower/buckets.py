@@ -14,7 +14,8 @@ from piper.ir.mesh import GROUPS, OWNERS, Axis, groups_along, groups_apart
 from piper.ir.sharding import Shard, Sharding, local_sizes, refined, shardings_on
 from piper.lower.placements import ChunkPlacement, placements_of
 from piper.lower.state import LoweringState
-from piper.plan.plan import Bucket, Piece, Slot
+from piper.plan.bucket import Bucket, Piece
+from piper.plan.plan import Slot
 
 MEGABYTE = 2**20
 

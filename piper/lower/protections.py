@@ -12,7 +12,8 @@ from piper.ir.node import Mirror, Norm, SlotNode
 from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState
-from piper.plan.plan import Bucket, Slot
+from piper.plan.bucket import Bucket
+from piper.plan.plan import Slot
 from piper.plan.protected import ownership
 
 Owners = dict[tuple[object, ...], list[int]]  # the devices that hold the same elements, by those elements

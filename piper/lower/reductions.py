@@ -8,7 +8,8 @@ from piper.ir.node import Accumulate, Compute, Reduce
 from piper.lower.edit import SequenceEdit
 from piper.lower.sequence import computes_by_set, joint_runs, pass_at, use_runs
 from piper.lower.state import LoweringState
-from piper.plan.plan import Bucket, Slot
+from piper.plan.bucket import Bucket
+from piper.plan.plan import Slot
 
 GRADIENTS = ("gradient", "grad")  # slots that backwards write
 

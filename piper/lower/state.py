@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from piper.ir.graph import Graph
 from piper.ir.ids import SlotId
 from piper.ir.node import Node
-from piper.plan.plan import Bucket, Plans, Slot
+from piper.plan.bucket import Bucket
+from piper.plan.plan import Plans, Slot
 
 Temporal = tuple[str, str, int]  # (first node, second node, number of the directive or -1: our own choice)
 

@@ -11,7 +11,8 @@ from piper.lower.edit import SequenceEdit
 from piper.lower.offloads import fetched
 from piper.lower.sequence import computes_by_set
 from piper.lower.state import LoweringState
-from piper.plan.plan import Bucket, Slot
+from piper.plan.bucket import Bucket
+from piper.plan.plan import Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

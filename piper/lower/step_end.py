@@ -14,7 +14,8 @@ from piper.lower.programs import classes_of
 from piper.lower.reductions import accumulate
 from piper.lower.state import LoweringState
 from piper.lower.value_table import output_slot
-from piper.plan.plan import Bucket, Slot
+from piper.plan.bucket import Bucket
+from piper.plan.plan import Slot
 
 
 def add_loads(state: LoweringState) -> LoweringState:

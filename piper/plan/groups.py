@@ -6,9 +6,10 @@ from dataclasses import replace
 from piper.ir.averaging import Averaging
 from piper.ir.devices import Devices
 from piper.ir.ids import SlotId
+from piper.plan.bucket import Bucket
 from piper.plan.instr import Collecting, Field, Instr
 from piper.plan.ops import Op
-from piper.plan.plan import Bucket, Comm, PlacedChunk, Plan, Plans, Slot
+from piper.plan.plan import Comm, PlacedChunk, Plan, Plans, Slot
 
 ChangeDevices = Callable[[Devices], Devices]
 ChangeSets = Callable[[tuple[Devices, ...]], tuple[Devices, ...]]

@@ -13,8 +13,9 @@ from functools import cached_property
 from piper.ir.devices import show
 from piper.ir.format import size
 from piper.ir.ids import SlotId, param_slot, state_slot
+from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
-from piper.plan.plan import Bucket, Plan, Plans
+from piper.plan.plan import Plan, Plans
 
 MIRRORED = 2**24  # bytes of copies that a device sends at a time
 GENERATIONS = 2  # versions that are held: one that is complete, and one that is written

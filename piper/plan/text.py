@@ -32,9 +32,10 @@ from piper.ir.text_fields import (
     show_pairs,
     shown,
 )
+from piper.plan.bucket import Bucket, Piece
 from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.ops import OPS, Op
-from piper.plan.plan import Bucket, Comm, Piece, PlacedChunk, Plan, Plans, Slot
+from piper.plan.plan import Comm, PlacedChunk, Plan, Plans, Slot
 from piper.plan.sharding_text import (
     read_collective,
     read_sharding,

@@ -6,7 +6,7 @@ A shard is a run of elements, so its first and last row may be parts of rows tha
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from piper.plan.plan import Bucket
+from piper.plan.bucket import Bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,10 @@ from piper.ir.devices import show
 from piper.ir.ids import TOTAL, SlotId, param_slot
 from piper.ir.mesh import EXPERTS
 from piper.ir.sharding import Collective
+from piper.plan.bucket import Bucket, Extent, ShardCollective
 from piper.plan.instr import Collecting
 from piper.plan.ops import Op
-from piper.plan.plan import Bucket, Comm, Extent, ShardCollective
+from piper.plan.plan import Comm
 from piper.proof.amounts import Amount
 from piper.proof.covers import Contributor
 from piper.proof.decode import bucket_named, collected, described, routed, shown_collective, subject

@@ -6,7 +6,8 @@ from typing import assert_never
 
 from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, Output, Phase, Tags, bundles
 from piper.ir.ids import show_part
-from piper.plan.plan import Bucket, Plans
+from piper.plan.bucket import Bucket
+from piper.plan.plan import Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers
 from piper.proof.meshes import numbering

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from piper.ir.averaging import Averaging
 from piper.ir.devices import show
 from piper.ir.ids import param_slot, state_slot
+from piper.plan.bucket import Bucket
 from piper.plan.groups import ChangedDevices, of_first_group
 from piper.plan.ops import Op
-from piper.plan.plan import Bucket, Plans
+from piper.plan.plan import Plans
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
 from piper.proof.symbolic_values import SymbolicValue
 

@@ -8,8 +8,9 @@ from piper.ir.chunk import Constant, Output, Tags
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SEED, TOTAL, SlotId, buffer_slot, constant_slot, param_slot
 from piper.ir.mesh import axis_through
+from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
-from piper.plan.plan import Bucket, Comm, Plans
+from piper.plan.plan import Comm, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cells, Cover, Covers, Segment
 from piper.proof.expected import Expectations

@@ -7,7 +7,8 @@ from piper.ir.chunk import Batch, Parameter
 from piper.ir.devices import Devices, show
 from piper.ir.mesh import copies_along, groups_along, groups_apart
 from piper.ir.sharding import UNSHARDED, Sharding, local_sizes, shardings_on
-from piper.plan.plan import Bucket, Plans
+from piper.plan.bucket import Bucket
+from piper.plan.plan import Plans
 from piper.proof.meshes import Holding, in_any_order
 from piper.proof.specification import Specification
 

@@ -172,11 +172,10 @@ def model_of(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Sp
     specs = wanted_model(program.plans, program.outline)
     for name, value in unread_kept(program, unread).items():
         specs[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
-    apart = program.plans.averaging
     of_groups = {
         name_in_group(name, group): replace(specs[name], group=group)
         for name in held_names(program.plans)
-        for group in range(1, 1 if apart is None else len(apart.groups))
+        for group in range(1, len(program.plans.groups_apart))
     }
     return {**specs, **of_groups}
 

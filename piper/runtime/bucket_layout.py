@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from piper.ir.sharding import Sharding, spans_of_dim
-from piper.plan.plan import Bucket
+from piper.plan.bucket import Bucket
 from piper.runtime.comm.base import Group
 
 

@@ -102,9 +102,7 @@ class Env:
         for slot in self.plan.residents:
             self.slots[self.index[slot]] = self._resident(slot, initial)
         self.layouts: dict[str, Layout] = {
-            bucket.name: Layout(bucket, device)
-            for bucket in setup.plans.buckets.values()
-            if device in bucket.devices
+            bucket.name: Layout(bucket, device) for bucket in setup.plans.buckets_on(device)
         }
         self.makers: dict[SlotId, str] = {  # the stream that allocates each slot
             slot: self.plan.instrs[place].stream for slot, place in allocations(self.plan).items()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from piper.plan.plan import Bucket
+from piper.plan.bucket import Bucket
 from piper.runtime.accelerator import is_accelerator, runs_triton
 from piper.runtime.bucket_layout import Flat, Layout
 from piper.runtime.host_state import HostMemory, HostState
@@ -77,8 +77,7 @@ class DeviceState:
             bucket.name: BucketState(
                 bucket, device, initial, setup, memory if bucket.name in offloaded else None
             )
-            for bucket in setup.plans.buckets.values()
-            if device in bucket.devices
+            for bucket in setup.plans.buckets_on(device)
         }
         self.reached = setup.outline.reached
         self.keep_gradients = False

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from piper.ir.devices import Devices
 from piper.ir.sharding import Sharding, flat_runs, whole_sizes
-from piper.plan.plan import Bucket, Piece, Plans, Slot
+from piper.plan.bucket import Bucket, Piece
+from piper.plan.plan import Plans, Slot
 
 T = TypeVar("T")
 Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket

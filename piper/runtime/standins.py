@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from piper.ir.sharding import Sharding, local_sizes, whole_sizes
-from piper.plan.plan import Bucket
+from piper.plan.bucket import Bucket
 from piper.runtime.bucket_layout import own_slice
 
 Sizes = Mapping[str, tuple[int, ...]]

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from piper.callbacks import Averaged
 from piper.errors import ConfigError, PiperError
-from piper.plan.plan import Bucket
+from piper.plan.bucket import Bucket
 from piper.process.usercode import named, raised
 from piper.runtime.standins import (
     Sizes,

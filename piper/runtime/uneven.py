@@ -34,7 +34,7 @@ def filled(batch: Mapping[str, Tensor], plans: Plans, outline: CapturedModel) ->
     parts = sorted(parts_of(plans, chunk))
     each = places * len(parts)  # the slices of the loss: other chunks may have more
     rows, counts = arranged(samples, each, slices_of(plans) // each)
-    groups = 1 if plans.averaging is None else len(plans.averaging.groups)
+    groups = len(plans.groups_apart)
     if not all(
         sum(counts[number * each // groups : (number + 1) * each // groups]) for number in range(groups)
     ):

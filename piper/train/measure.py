@@ -10,7 +10,7 @@ from torch import Tensor
 from piper.checkpoint.json_state import decode
 from piper.checkpoint.metadata import Trainer
 from piper.job import Job
-from piper.plan.plan import Bucket
+from piper.plan.bucket import Bucket
 from piper.runtime.standins import Sizes
 from piper.runtime.trainers import advance, empty_optimizer, make_scheduler
 from piper.train.run_folder import METRICS

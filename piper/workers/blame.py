@@ -189,9 +189,8 @@ def partners(plans: Plans, device: int, ins: Instr) -> list[int]:
         return []
     comm = plans.comms[ins.comm]
     if comm.kind == "pairs":
-        mine, other = (0, 1) if ins.op == "send" else (1, 0)
-        return [pair[other] for pair in comm.groups if pair[mine] == device]
-    return [other for group in comm.groups if device in group for other in group if other != device]
+        return [comm.pair_from(device)[1] if ins.op == "send" else comm.pair_to(device)[0]]
+    return [other for other in comm.group_of(device) if other != device]
 
 
 Kind = Literal["dead", "error", "stopped", "late"]

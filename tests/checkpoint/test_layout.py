@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from piper.checkpoint.bucket_spans import (
-    held_buckets,
     saved_buckets,
     saved_buffers,
     spans,
@@ -14,7 +13,8 @@ from piper.checkpoint.bucket_spans import (
 )
 from piper.ir.ids import SlotId
 from piper.ir.sharding import UNSHARDED, FlatRuns, Sharding, flat_runs, local_sizes
-from piper.plan.plan import Bucket, Piece, Plan, Plans, Slot
+from piper.plan.bucket import Bucket, Piece
+from piper.plan.plan import Plan, Plans, Slot
 
 
 def bucket(
@@ -109,7 +109,7 @@ def test_what_is_divided_along_its_second_dimension_lies_in_several_runs() -> No
 
 def test_a_device_holds_what_others_write() -> None:
     made = plans(REPLICAS, *TIED)
-    assert [b.name for b in held_buckets(made, 2)] == ["r", "t@1"]
+    assert [b.name for b in made.buckets_on(2)] == ["r", "t@1"]
     assert [b.name for b in saved_buckets(made, 2)] == []
     assert [b.name for b in saved_buckets(made, 0)] == ["r", "t@0"]
 

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from piper.ir.graph import Graph
+from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
-from piper.plan.plan import Bucket, Plan, Plans
+from piper.plan.plan import Plan, Plans
 
 
 def check_lifetimes(plans: Plans) -> None:

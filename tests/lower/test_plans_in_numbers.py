@@ -15,7 +15,8 @@ from piper.ir.ids import SlotId
 from piper.ir.select import at
 from piper.lower.explain import explain
 from piper.lower.state import LoweringState, Settings
-from piper.plan.plan import Bucket, Plans
+from piper.plan.bucket import Bucket
+from piper.plan.plan import Plans
 from piper.plan.prove import prove
 from piper.schedules import one_f_one_b, zero_bubble
 from tests.chain import chain

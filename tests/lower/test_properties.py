@@ -17,7 +17,7 @@ from piper.lower.offloads import CopyBack
 from piper.lower.protections import CopyState
 from piper.lower.state import LoweringState, Property, Settings
 from piper.lower.state_offloads import StateOut
-from piper.plan.plan import Bucket
+from piper.plan.bucket import Bucket
 from piper.schedules import gpipe
 from tests.lower.outlines import fitted, skips
 

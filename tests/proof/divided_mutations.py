@@ -8,8 +8,9 @@ from typing import TypeVar, get_args
 from piper.ir.devices import Devices
 from piper.ir.ids import SlotId
 from piper.ir.sharding import Collective, CollectiveOp, Shard, Sharding
+from piper.plan.bucket import Bucket, Piece
 from piper.plan.instr import Collecting, Instr
-from piper.plan.plan import Bucket, Piece, Plans
+from piper.plan.plan import Plans
 from tests.proof.mutations import Edit, mended, pick, with_instrs
 
 OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)

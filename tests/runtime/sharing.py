@@ -26,7 +26,7 @@ from piper.check.reference import Reference
 from piper.compiler import Program, optimizer_facts
 from piper.compiler.optimizer_probe import Probe, probe_optimizer
 from piper.ir.chunk_options import CodeOptions
-from piper.plan.plan import Bucket
+from piper.plan.bucket import Bucket
 from piper.process.gc_pause import no_collection
 from piper.run.launch import launch_inline
 from piper.runtime.standins import Sizes

@@ -15,7 +15,7 @@ from piper.checkpoint.json_state import encode
 from piper.checkpoint.metadata import Trainer
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.plan.plan import Bucket, Piece
+from piper.plan.bucket import Bucket, Piece
 from piper.run.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.train.measure import Measure, Rate, tokens_in

@@ -100,19 +100,16 @@ class GlooComms(Comms):
         return cast(GlooMethods, ProcessGroupGloo(store, members.index(self.device), len(members), options))
 
     def group(self, name: str) -> "GlooGroup":
-        members = self._members(self.comms[name])
+        members = self.comms[name].group_of(self.device)
         return GlooGroup(
             self.groups[name, members], name, members.index(self.device), len(members), self.timeout
         )
 
-    def _members(self, comm: Comm) -> tuple[int, ...]:
-        return next(group for group in comm.groups if self.device in group)
-
     def outgoing(self, name: str) -> "GlooPipe":
-        return self._pipe(name, next(to for source, to in self.comms[name].groups if source == self.device))
+        return self._pipe(name, self.comms[name].pair_from(self.device)[1])
 
     def incoming(self, name: str) -> "GlooPipe":
-        return self._pipe(name, next(source for source, to in self.comms[name].groups if to == self.device))
+        return self._pipe(name, self.comms[name].pair_to(self.device)[0])
 
     def _pipe(self, name: str, peer: int) -> "GlooPipe":
         ends = (min(self.device, peer), max(self.device, peer))

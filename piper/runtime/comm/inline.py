@@ -64,18 +64,13 @@ class InlineComms(Comms):
         self.world, self.device = world, device
 
     def group(self, name: str) -> "InlineGroup":
-        members = next(group for group in self.world.comms[name].groups if self.device in group)
-        return InlineGroup(self.world, name, members, self.device)
+        return InlineGroup(self.world, name, self.world.comms[name].group_of(self.device), self.device)
 
     def outgoing(self, name: str) -> "InlinePipe":
-        return InlinePipe(
-            self.world, name, *next(p for p in self.world.comms[name].groups if p[0] == self.device)
-        )
+        return InlinePipe(self.world, name, *self.world.comms[name].pair_from(self.device))
 
     def incoming(self, name: str) -> "InlinePipe":
-        return InlinePipe(
-            self.world, name, *next(p for p in self.world.comms[name].groups if p[1] == self.device)
-        )
+        return InlinePipe(self.world, name, *self.world.comms[name].pair_to(self.device))
 
 
 class InlineGroup(Group):

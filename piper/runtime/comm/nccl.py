@@ -77,15 +77,15 @@ class NcclComms(Comms):
         return made
 
     def group(self, name: str) -> "NcclGroup":
-        members = next(group for group in self.comms[name].groups if self.device in group)
+        members = self.comms[name].group_of(self.device)
         return NcclGroup(self.made[name, members], name, members.index(self.device), len(members))
 
     def outgoing(self, name: str) -> "NcclPipe":
-        pair = next(pair for pair in self.comms[name].groups if pair[0] == self.device)
+        pair = self.comms[name].pair_from(self.device)
         return NcclPipe(self.made[name, pair], name, self.accelerator)
 
     def incoming(self, name: str) -> "NcclPipe":
-        pair = next(pair for pair in self.comms[name].groups if pair[1] == self.device)
+        pair = self.comms[name].pair_to(self.device)
         return NcclPipe(self.made[name, pair], name, self.accelerator)
 
     def abort(self) -> None:

@@ -29,7 +29,7 @@ class AloneComms(Comms):
         self.comms, self.device = plans.comms, device
 
     def group(self, name: str) -> "AloneGroup":
-        members = next(group for group in self.comms[name].groups if self.device in group)
+        members = self.comms[name].group_of(self.device)
         return AloneGroup(name, members.index(self.device), len(members))
 
     def outgoing(self, name: str) -> "Drain":
@@ -121,7 +121,7 @@ def totalled(env: Env, ins: Instr) -> Bound:
 def form_of(plans: Plans, chunks: Mapping[str, Chunk], device: int, ins: Instr) -> Form:
     """Return the shape and type that a receive brings: those of the value sent, or of some of its rows."""
     assert ins.comm is not None
-    sender = next(pair[0] for pair in plans.comms[ins.comm].groups if pair[1] == device)
+    sender, _ = plans.comms[ins.comm].pair_to(device)
     sends = (
         s for s in plans.of(sender).instrs if s.op == "send" and s.node == ins.node and s.comm == ins.comm
     )

@@ -88,8 +88,7 @@ def occupied(kernel: Kernel, seconds: Seconds, occupy: "Sleeper | CopyEngine") -
         run = kernel(env, ins)
         if ins.comm is None:
             return run
-        groups = env.setup.plans.comms[ins.comm].groups
-        members = next(group for group in groups if env.device in group)
+        members = env.setup.plans.comms[ins.comm].group_of(env.device)
         takes = seconds(ins.travels_as, ins.nbytes, members)
         outward = OPS[ins.travels_as].outward
         if ins.op == "gather":  # what the network would write is written here by a copy, in part of its time

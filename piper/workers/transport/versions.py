@@ -30,8 +30,9 @@ from piper.errors import ConfigError
 from piper.ir.chunk_options import Protection
 from piper.ir.format import size
 from piper.ir.ids import SlotId, buffer_slot, param_slot
+from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
-from piper.plan.plan import Bucket, Plans
+from piper.plan.plan import Plans
 from piper.plan.protected import GENERATIONS, ProtectedState, sent
 from piper.runtime.worker import Worker
 from piper.workers.processes import MEMORY, Place, SharedFile, free_memory, nameless_file

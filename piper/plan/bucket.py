@@ -1,0 +1,226 @@
+"""Buckets: parameters that live, travel and are updated together, and which devices have which shard."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from piper.ir.devices import Devices
+from piper.ir.dtypes import MixedPrecision
+from piper.ir.ids import SlotId, SlotKind
+from piper.ir.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One parameter inside a bucket, as a device holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int  # in elements, from the start of the bucket
+    shardings: tuple[Sharding, ...] = ()  # how the devices of the bucket shard it, before ZeRO
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+Extent = Literal["whole", "held", "owned"]
+# ^ of a bucket on a device: all of it, the shard of parameters that it holds between uses, what it updates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardCollective:
+    """A collective in groups of a bucket's devices: which elements each member gives, and which it gets."""
+
+    groups: tuple[Devices, ...]
+    gives: Extent
+    gets: Extent
+    among: str = ""  # in words, where it is not among replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters that live, travel and are updated together, and which devices hold, sum and update what.
+
+    With zero > 0 each member of a group owns an equal shard of the flat, padded bucket. With `bounds` a shard
+    holds whole parameters, for an optimizer that needs them so. `reductions`, `gather_for_use` and
+    `gather_updated` say which devices communicate; `owned` and `held` what each has.
+    """
+
+    name: str
+    devices: Devices
+    groups: tuple[Devices, ...]  # devices that share the update of their elements, or update the same
+    chunks: tuple[str, ...]  # the chunks that read it
+    dtype: str
+    itemsize: int
+    zero: int = 0
+    trainable: bool = True
+    copies: int = 1  # how many devices hold each element of the gradient that is clipped and applied
+    siblings: tuple[str, ...] = ()  # the other buckets of a tied parameter
+    reduce_stream: str = "reduce"
+    gather_stream: str = "gather"
+    reduced_as: str = ""  # the type its gradients travel in between replicas; empty: that of their sum
+    keep: bool = False  # its gathered parameters and whole gradients stay until their last use in the step
+    gathered_as: str = ""  # "fp8": rounded row by row when its shards are gathered; empty: as it is
+    origin: tuple[int, ...] = ()  # the directives that made it so
+    inside: tuple[Devices, ...] = ()  # groups that gather parameters, where `groups` share only their updates
+    across: tuple[Devices, ...] = ()  # devices of different groups that sum their shards: replicas of groups
+    bounds: tuple[int, ...] = ()  # where each shard begins, and the end, in elements. Empty: equal shards
+    pieces: tuple[Piece, ...]
+
+    @property
+    def group_size(self) -> int:
+        return len(self.groups[0])
+
+    @property
+    def parts(self) -> int:
+        """Return into how many parts, with an owner each, the shard of parameters on a device is cut."""
+        return self.group_size // len(self.inside[0]) if self.inside else 1
+
+    @property
+    def owners(self) -> tuple[Devices, ...]:
+        """Return the devices that hold the same shard of parameters and update a part of it each."""
+        starts = range(0, self.group_size, self.parts)
+        return tuple(group[start : start + self.parts] for group in self.groups for start in starts)
+
+    @property
+    def reductions(self) -> tuple[ShardCollective, ...]:
+        """Return how gradients become what each device applies: a first sum after each run of backwards.
+
+        The others follow the last run of a step.
+        """
+        if self.group_size == 1:
+            return ()
+        if not self.zero:
+            return (ShardCollective(groups=self.groups, gives="whole", gets="whole"),)
+        shard: Extent = "held" if self.inside else "owned"
+        steps = [ShardCollective(groups=self.inside or self.groups, gives="whole", gets=shard)]
+        if self.inside:
+            steps.append(ShardCollective(groups=self.owners, gives="held", gets="owned", among="over owners"))
+        if self.across:
+            steps.append(
+                ShardCollective(groups=self.across, gives="owned", gets="owned", among="across groups")
+            )
+        return tuple(steps)
+
+    @property
+    def gather_for_use(self) -> ShardCollective | None:
+        """Return which devices gather parameters before chunks read them. None: every device has them."""
+        if self.zero < 3:
+            return None
+        return ShardCollective(groups=self.inside or self.groups, gives="held", gets="whole")
+
+    @property
+    def gather_updated(self) -> ShardCollective | None:
+        """Return which devices gather what each has updated. None: a device updates all that it holds."""
+        if self.inside:
+            return ShardCollective(groups=self.owners, gives="owned", gets="held", among="over owners")
+        return ShardCollective(groups=self.groups, gives="owned", gets="whole") if 0 < self.zero < 3 else None
+
+    def gradient(self, extent: Extent = "owned") -> SlotId:
+        """Return the slot of its gradient on a device: the sum that an update applies, or one before it."""
+        kinds: Mapping[Extent, SlotKind] = {
+            "whole": "grad",
+            "held": "grad_inside",
+            "owned": "grad_shard" if self.zero else "grad",
+        }
+        return SlotId(kinds[extent], self.name)
+
+    def elements(self, extent: Extent = "owned") -> int:
+        """Return the most elements that a device has: all, the shard that it holds, or what it updates."""
+        if not self.zero or extent == "whole":
+            return self.padded if self.zero else self.numel
+        longest = max(b - a for a, b in pairwise(self.bounds)) if self.bounds else self.shard(0)[1]
+        return longest * self.parts if extent == "held" else longest
+
+    def rank(self, device: int) -> int:
+        """Return the place of a device in its group."""
+        return next(group for group in self.groups if device in group).index(device)
+
+    def owned(self, device: int) -> tuple[int, int]:
+        """Return where what a device updates begins and ends in the flat bucket."""
+        return self.shard(self.rank(device)) if self.zero else (0, self.numel)
+
+    def held(self, device: int) -> tuple[int, int]:
+        """Return where what a device holds of the parameters between uses begins and ends."""
+        if self.zero < 3:
+            return 0, self.elements("whole")
+        return self.gathered(self.rank(device) // self.parts)
+
+    def gathered(self, rank: int) -> tuple[int, int]:
+        """Return where the shard that a member of a group gives to `gather_for_use` begins and ends."""
+        return self.shard(rank * self.parts)[0], self.shard((rank + 1) * self.parts - 1)[1]
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Return where the shard that a member of a group updates begins and ends in the flat bucket."""
+        if self.bounds:
+            return self.bounds[rank], self.bounds[rank + 1]
+        length = self.padded // self.group_size
+        return rank * length, (rank + 1) * length
+
+    def owner(self, piece: Piece) -> int:
+        """Return the member of a group whose shard a parameter begins in."""
+        return next(rank for rank in range(self.group_size) if piece.offset < self.shard(rank)[1])
+
+    @property
+    def ways(self) -> int:
+        """Return how many groups hold different slices, or the same slice of which they compute the same."""
+        return len(self.groups) // (len(self.across[0]) if self.across else 1)
+
+    def shares(self) -> dict[int, tuple[tuple[int, ...], int]]:
+        """Return what each device updates: its slices of the parameters, and the number of its shard."""
+        position = {device: i for i, device in enumerate(self.devices)}
+        shardings = [held for piece in self.pieces for held in piece.shardings]
+        shares: dict[int, tuple[tuple[int, ...], int]] = {}
+        for group in self.groups:
+            cut = tuple(held.index(position[group[0]]) for held in shardings)
+            shares |= {device: (cut, rank if self.zero else 0) for rank, device in enumerate(group)}
+        return shares
+
+    @property
+    def distinct(self) -> tuple[Devices, ...]:
+        """Return the devices that update different elements, in a group for each slice of the parameters."""
+        by_share: dict[tuple[tuple[int, ...], int], int] = {}
+        for device, share in self.shares().items():
+            by_share.setdefault(share, device)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for (cut, _), device in by_share.items():
+            groups.setdefault(cut, []).append(device)
+        return tuple(map(tuple, groups.values()))
+
+    def family(self, buckets: "Mapping[str, Bucket]") -> "list[Bucket]":
+        """Return all buckets of a tied parameter, this one first."""
+        return [self, *(buckets[name] for name in self.siblings)]
+
+    @property
+    def travels(self) -> bool:
+        """Return whether this bucket's gradient is summed over devices, for which it must be contiguous."""
+        return self.group_size > 1 or bool(self.siblings)
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for piece in self.pieces)
+
+    @property
+    def padded(self) -> int:
+        """Return the elements of the flat bucket, padded to divide evenly among its group."""
+        if self.bounds:
+            return self.numel
+        return -(-self.numel // self.group_size) * self.group_size
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the whole bucket, as a device holds it when gathered."""
+        return self.elements("whole") * self.itemsize
+
+    @property
+    def precision(self) -> MixedPrecision:
+        """Return the types of its parameters, of their gradients and of their master copies."""
+        return MixedPrecision(dtype=self.dtype, reduced_as=self.reduced_as, gathered_as=self.gathered_as)
+
+    @property
+    def has_master(self) -> bool:
+        """Return whether the optimizer trains a copy of its parameters in a longer type."""
+        return self.trainable and self.precision.has_master
