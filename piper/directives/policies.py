@@ -1,12 +1,14 @@
 """One policy for each chunk: what directives ask of single microbatches must agree, and holds for all."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import NO_POLICY, Policy
 from piper.ir.graph import Graph
 from piper.ir.ids import Tags, show_part
+
+SHOWN_APART = ("zero", "ways", "axes", "by_expert", "origin")
 
 
 def with_common_policies(graph: Graph) -> Graph:
@@ -55,10 +57,9 @@ def contradiction(graph: Graph, chunk: str, policies: Mapping[Tags, Policy]) -> 
     for part, policy in policies.items():
         asked = [f"zero={policy.zero}", f"ways={policy.ways}"]
         asked += [f"{axis.axis}={axis.degree}" for axis in policy.axes]
-        asked += [] if policy.within is None else [f"within={policy.within}"]
-        asked += [] if policy.optimizer_within is None else [f"optimizer_within={policy.optimizer_within}"]
-        asked += [] if policy.reduce == "fp32" else [f"reduce={policy.reduce}"]
-        asked += [] if policy.bucket_mb is None else [f"bucket_mb={policy.bucket_mb:g}"]
+        others = {each.name: each.default for each in fields(Policy) if each.name not in SHOWN_APART}
+        values = {name: getattr(policy, name) for name in others}
+        asked += [f"{name}={value}" for name, value in values.items() if value != others[name]]
         number = max(n for n in (policy.origin, *(axis.origin for axis in policy.axes)) if n is not None)
         numbers.append(number)
         facts[f"{chunk}{show_part(part)}"] = f"{', '.join(asked)} by {graph.directives[number]}"

@@ -157,49 +157,39 @@ class Add(SlotNode):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts(StepNode):
+class RegionNode(StepNode):
+    """A node that communicates inside a region, within groups of its devices along an axis."""
+
+    run: Pass  # of a route, an unroute or a collective: F, B or BI
+    axis: Axis
+    stream: str
+
+    @property
+    def name(self) -> str:
+        return compute_name(self.run.chunk, self.run.phase, self.run.part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts(RegionNode):
     """Send each device of an expert group the number of rows it will get from each. The host waits for it."""
 
-    chunk: str
-    part: Tags
-    axis: Axis  # of the experts
-    stream: str
-
     @property
     def name(self) -> str:
-        return f"counts[{self.chunk}{show_part(self.part)}]"
+        return f"counts[{self.run.chunk}{show_part(self.run.part)}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange(StepNode):
+class Exchange(RegionNode):
     """Send rows to the devices of their experts, or back: an all-to-all with uneven counts."""
 
-    chunk: str
-    phase: Phase  # F or B
-    part: Tags
-    axis: Axis  # of the experts
     outward: bool  # to the experts; else back to the rows' owners
-    stream: str
-
-    @property
-    def name(self) -> str:
-        return compute_name(self.chunk, self.phase, self.part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collect(StepNode):
+class Collect(RegionNode):
     """Run a collective that changes the layout of a sharded value, or of its gradient, within each group."""
 
-    chunk: str
-    phase: Phase  # F, B or BI
-    part: Tags
-    axis: Axis  # along which the groups lie
     how: Collective  # of this phase
-    stream: str
-
-    @property
-    def name(self) -> str:
-        return compute_name(self.chunk, self.phase, self.part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Communication inside regions: collectives of sharded regions, and rows that travel to experts and back."""
 
 from piper.ir.chunk import Chunk, Collective, Phase
-from piper.ir.ids import SlotId
+from piper.ir.ids import Pass, SlotId
 from piper.ir.mesh import Axis
 from piper.ir.node import Collect, Counts, Exchange
 from piper.lower.placements import ChunkPlacement
@@ -18,8 +18,7 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
         placement = flow.placements[chunk.name]
         flow.values[splits] = Slot(nbytes=16 * chunk.experts)
         counts = Counts(
-            chunk=chunk.name,
-            part=(),
+            run=Pass(phase="F", chunk=chunk.name),
             devices=placement.devices,
             axis=experts_of(placement),
             stream=placement.policy.exchange_stream,
@@ -45,9 +44,7 @@ def exchange(
     """Add one all-to-all of rows within each expert group."""
     placement = flow.placements[chunk.name]
     node = Exchange(
-        chunk=chunk.name,
-        phase=phase,
-        part=(),
+        run=Pass(phase=phase, chunk=chunk.name),
         devices=placement.devices,
         axis=experts_of(placement),
         outward=outward,
@@ -69,9 +66,7 @@ def collect(flow: Flow, chunk: Chunk, phase: Phase, how: Collective, read: SlotI
     """Add one phase of a collective: it reads one value and writes one."""
     placement = flow.placements[chunk.name]
     node = Collect(
-        chunk=chunk.name,
-        phase=phase,
-        part=(),
+        run=Pass(phase=phase, chunk=chunk.name),
         devices=placement.devices,
         axis=placement.mesh.axis(how.axis),
         how=how,

@@ -219,8 +219,9 @@ def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]
                     yield placed.changed(reads=reads, writes=writes, keeps=of_part(node.keeps))
                 case Exchange() | Collect():
                     assert placed is not None
-                    yield replace(node, part=part, origin=placed.origin, reads=reads, writes=writes)
+                    run = replace(node.run, part=part)
+                    yield replace(node, run=run, origin=placed.origin, reads=reads, writes=writes)
                 case Counts():
-                    yield replace(node, part=part, reads=reads, writes=writes)
+                    yield replace(node, run=replace(node.run, part=part), reads=reads, writes=writes)
                 case Transfer() | Add():
                     yield replace(node, value=node.value.at(part), reads=reads, writes=writes)

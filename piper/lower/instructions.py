@@ -6,7 +6,7 @@ from typing import assert_never, cast
 
 from piper.ir.chunk import Chunk, Collective
 from piper.ir.devices import Devices, columns, show
-from piper.ir.ids import Pass, SlotId
+from piper.ir.ids import SlotId
 from piper.ir.mesh import groups_along
 from piper.ir.node import (
     COMPUTE_STREAM,
@@ -21,6 +21,7 @@ from piper.ir.node import (
     Mirror,
     Node,
     Reduce,
+    RegionNode,
     SlotNode,
     Transfer,
 )
@@ -194,17 +195,16 @@ def fill_communication(emission: Emission, node: Communication, instr: PendingIn
 
 def fill_collective(emission: Emission, node: Collect, instr: PendingInstr) -> None:
     """Fill in the instruction of a collective over the groups of devices along its axis."""
-    run = Pass(phase=node.phase, chunk=node.chunk, part=node.part)
     if node.how.op == "slice":
         instr.op, instr.stream = "slice", COMPUTE_STREAM
-        instr.payload = Collecting(run=run, how=node.how, devices=node.devices, stride=node.axis.stride)
+        instr.payload = Collecting(run=node.run, how=node.how, devices=node.devices, stride=node.axis.stride)
         return
     instr.comm = comm_along(emission, node)
-    instr.op, instr.payload = "collect", Collecting(run=run, how=node.how)
+    instr.op, instr.payload = "collect", Collecting(run=node.run, how=node.how)
     instr.nbytes = moved(node.how, emission.size(node.reads[0]), emission.size(node.writes[0]))
 
 
-def comm_along(emission: Emission, node: Collect | Counts | Exchange) -> str | None:
+def comm_along(emission: Emission, node: RegionNode) -> str | None:
     """Return the communicator of the groups along the axis of a node."""
     axis = node.axis
     key = ("axis", show(node.devices), str(axis.degree), str(axis.stride), node.stream)
@@ -234,10 +234,9 @@ def fill_exchange(emission: Emission, node: Counts | Exchange, instr: PendingIns
     degree = node.axis.degree
     instr.nbytes = emission.size(node.writes[-1]) * (degree - 1) // degree
     if isinstance(node, Counts):
-        instr.op, instr.payload = "counts", Routing(run=Pass(phase="F", chunk=node.chunk, part=node.part))
+        instr.op, instr.payload = "counts", Routing(run=node.run)
     else:
-        run = Pass(phase=node.phase, chunk=node.chunk, part=node.part)
-        instr.op, instr.payload = "exchange", Routing(run=run, outward=node.outward)
+        instr.op, instr.payload = "exchange", Routing(run=node.run, outward=node.outward)
 
 
 def fill_reduction(emission: Emission, node: Reduce, instr: PendingInstr, number: int) -> None:

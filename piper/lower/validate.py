@@ -137,13 +137,6 @@ def check_within(graph: Graph) -> None:
                 facts=facts,
                 hint="choose a divisor of the number of devices; optimizer_within is a multiple of within",
             )
-        if owners > within and graph.options[placement.chunk].gather is not None:
-            raise ScheduleError(
-                "parameters are not gathered in fp8 where optimizer_within= shards their state further",
-                by=by,
-                facts=facts,
-                hint="leave optimizer_within out, or gather of precision",
-            )
         if within % policy.inner and policy.inner < len(devices):
             raise ScheduleError(
                 f"within={within} would cut groups of {policy.inner} devices apart",

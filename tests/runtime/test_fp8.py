@@ -168,6 +168,12 @@ def test_gathers_in_fp8_have_the_numbers_of_one_device(layout: str) -> None:
     assert report.ok and report.notes == (), report
 
 
+def test_a_shard_that_owners_update_in_parts_is_gathered_in_fp8() -> None:
+    further = replicate(at(), range(4), zero=3, within=2, optimizer_within=4)
+    report = checked(compile(job(further, GATHERED)))
+    assert report.ok and report.notes == (), report
+
+
 @pytest.mark.slow
 def test_processes_have_the_numbers_of_one_device() -> None:
     assert checked(compile(job(*pairs(3), GATHERED)), on="local").ok
