@@ -265,7 +265,8 @@ class CollectiveRules:
                 self.state.complain(member, "adds to another slot than it writes")
                 return
             scatters = (how for how in bucket.reductions if how.gives != how.gets)
-            step = next((how for how in scatters if bucket.gradient(how.gets) == ins.writes[0]), None)
+            kind = ins.writes[0].kind
+            step = next((how for how in scatters if bucket.gradient(how.gets).kind == kind), None)
             if step is None:
                 self.state.complain(member, f"scatters into {ins.writes[0]}, which holds no shard of a sum")
                 return
