@@ -18,6 +18,11 @@ from piper.proof.local_rules import LocalRules
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState
 from piper.proof.symbolic_values import NO_COVER, SymbolicValue, Terms, Value
 
+FOR_USE = {"old shard": "old", "new shard": "new"}  # versions of parameters, and of what is gathered of them
+AFTER_UPDATE = {version: version for version in ("old", "new", "old shard", "new shard")} | {
+    "partly new": "new",
+    "partly new shard": "new shard",
+}
 HELD: Mapping[str, Extent] = {"grad": "whole", "grad_inside": "held", "grad_shard": "owned"}
 # ^ of a gradient, by the kind of its slot
 
@@ -186,13 +191,13 @@ class CollectiveRules:
                     member, f"gathers {name} from {', '.join(member.ins.reads)}, not from {slot}"
                 )
                 continue
-            version = str(value[1])
-            if len(member.ins.writes) != 1 or how is None or (version.startswith("partly") and not in_place):
+            gathers = AFTER_UPDATE if in_place else FOR_USE
+            version = gathers.get(str(value[1]))
+            if len(member.ins.writes) != 1 or how is None or version is None:
                 where = ", ".join(member.ins.writes)
                 self.state.complain(member, f"gathers {name} (zero={bucket.zero}) into {where}")
                 continue
             self._check_members(member, comm, bucket, how)
-            version = version.removeprefix("partly ") if in_place else version.removesuffix(" shard")
             slots[member.ins.writes[0]] = self.state.value(SymbolicValue("param", name), version)
         slots_of = self.state.slots
         gathered = {slots_of[m.program].get(m.ins.writes[0]) if m.ins.writes else None for m in members}

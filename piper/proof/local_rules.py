@@ -365,7 +365,7 @@ class LocalRules:
                 state.complain(at, f"updates {written}, which this device must not train")
                 continue
             self.check_final(at, slot, bucket)
-            before, after = updated_versions(bucket)
+            before, after, _ = updated_versions(bucket)
             symbol = SymbolicValue("param", bucket.name)
             if slots.get(written) != state.value(symbol, before):
                 contents = self.symbols.describe(slots.get(written))

@@ -59,8 +59,8 @@ class SymbolicState:
             TOTAL: self.value(SymbolicValue("total"), "stale"),
         }
         for bucket in self.plans.buckets.values():
-            before, _ = updated_versions(bucket)
-            known[param_slot(bucket.name)] = self.value(SymbolicValue("param", bucket.name), before)
+            version = updated_versions(bucket)[0]
+            known[param_slot(bucket.name)] = self.value(SymbolicValue("param", bucket.name), version)
         for buffer in outline.buffers:
             known[buffer_slot(buffer.name)] = self.value(SymbolicValue("buffer", buffer.name), "own")
         for source in (source for chunk in outline.chunks for source in chunk.inputs):
@@ -222,10 +222,10 @@ class SymbolicState:
             self.complain(at, f"goes over {comm.name}, groups {groups}; it should be {should}")
 
 
-def updated_versions(bucket: Bucket) -> tuple[str, str]:
-    """Return the versions of a bucket's parameters before and after its update, by what a device holds."""
+def updated_versions(bucket: Bucket) -> tuple[str, str, str]:
+    """Return the versions of what a device holds of a bucket: before and after its update, and at the end."""
     shard = " shard" if bucket.gather_for_use else ""
-    return f"old{shard}", f"{'partly ' if bucket.gather_updated else ''}new{shard}"
+    return f"old{shard}", f"{'partly ' if bucket.gather_updated else ''}new{shard}", f"new{shard}"
 
 
 def show_cells(cells: Cells) -> str:

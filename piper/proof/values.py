@@ -210,8 +210,8 @@ class SymbolicRun:
         wanted[TOTAL] = state.value(SymbolicValue("total"), "fresh")
         state.problems.extend(self.groups.left_out(program) if self.averages else ())
         for bucket in state.trained_on(program):
-            new = updated_versions(bucket)[1].removeprefix("partly ")
-            wanted[param_slot(bucket.name)] = state.value(SymbolicValue("param", bucket.name), new)
+            new = state.value(SymbolicValue("param", bucket.name), updated_versions(bucket)[2])
+            wanted[param_slot(bucket.name)] = new
             kept = state_slot(bucket.name)
             if self.local.plan_host(program, kept):
                 wanted[kept] = state.value(SymbolicValue("host", kept), "new")
