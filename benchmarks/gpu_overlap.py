@@ -24,8 +24,7 @@ from torch import Tensor
 import piper
 from piper.compiler import Program
 from piper.models import moe
-from piper.plan.instr import Routing
-from piper.plan.ops import Op
+from piper.plan.ops import Op, Routing
 from piper.plan.plan import Plan
 from piper.run.single_rank_run import SingleRankRun, launch_single_rank
 from piper.runtime.debug.profiler import WARM

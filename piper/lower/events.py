@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from piper.ir.ids import SlotId
 from piper.plan.clock import StreamClock
-from piper.plan.instr import Instr, Payload
-from piper.plan.ops import Op
+from piper.plan.instr import Instr
+from piper.plan.ops import Op, Payload
 from piper.plan.plan import Slot
 
 

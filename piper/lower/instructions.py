@@ -29,8 +29,7 @@ from piper.lower.events import PendingInstr
 from piper.lower.programs import channels
 from piper.lower.state import LoweringState
 from piper.plan.bucket import Bucket
-from piper.plan.instr import Adding, Collecting, Field, OfBucket, OfChunk, Routing, Rows
-from piper.plan.ops import Op
+from piper.plan.ops import Adding, Collecting, Field, OfBucket, OfChunk, Op, Routing, Rows
 from piper.plan.plan import Comm
 from piper.plan.protected import MIRRORED
 from piper.plan.weight_rows import gathered_nbytes

@@ -7,8 +7,8 @@ from piper.ir.averaging import Averaging
 from piper.ir.devices import Devices
 from piper.ir.ids import SlotId
 from piper.plan.bucket import Bucket
-from piper.plan.instr import Collecting, Field, Instr
-from piper.plan.ops import Op
+from piper.plan.instr import Instr
+from piper.plan.ops import Collecting, Field, Op
 from piper.plan.plan import Comm, PlacedChunk, Plan, Plans, Slot
 
 ChangeDevices = Callable[[Devices], Devices]

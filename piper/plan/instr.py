@@ -1,95 +1,9 @@
 """One instruction of a plan: what to run, on which stream, from which slots into which."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import assert_never
+from dataclasses import dataclass
 
-from piper.ir.devices import Devices
 from piper.ir.ids import Pass, SlotId, Tags
-from piper.ir.mesh import Axis
-from piper.ir.sharding import Collective, CollectiveOp, Sharding
-from piper.plan.ops import Op
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
-    """The payload of a load: the batch field, the microbatch, and the devices that share the samples."""
-
-    name: str = field(metadata={"key": "field"})  # as its line calls it
-    part: Tags = ()
-    devices: Devices = ()
-    degree: int = 1  # how many neighbours share their samples
-    slices: tuple[Sharding, ...] = ()  # of the field, where its other dimensions are sharded
-
-    def slice_of(self, device: int) -> tuple[int, int]:
-        """Return which slice of the samples a device loads, and of how many."""
-        return self.devices.index(device) // self.degree, len(self.devices) // self.degree
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """The payload of a send or a copy of some rows: from `start` to `stop`, out of `of` equal parts."""
-
-    start: int
-    stop: int
-    of: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """The payload of counts or an exchange of rows: the pass, and whether rows go to the experts or back."""
-
-    run: Pass
-    outward: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collecting:
-    """The payload of a collective inside a region: the pass, and the collective of each group."""
-
-    run: Pass
-    how: Collective
-    devices: Devices = ()  # of a slice, which has no communicator: the set, and
-    stride: int = 1  # how far apart in it the devices of a group lie
-
-    @property
-    def axis(self) -> Axis:
-        """Return the axis along which the groups of a slice lie."""
-        return Axis(degree=self.how.degree, stride=self.stride)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfBucket:
-    """The payload of a gather or a reduction: a bucket, and the first pass to read it or last to write."""
-
-    bucket: str
-    run: Pass | None = None  # None: once a step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adding:
-    """The payload of an accumulation: the pass whose results are added."""
-
-    run: Pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfChunk:
-    """The payload of a broadcast: the chunk whose buffers are broadcast."""
-
-    chunk: str
-
-
-TRAVELS: Mapping[CollectiveOp, Op] = {  # as which operation each collective travels
-    "all_gather": "gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "max": "all_reduce",
-    "all_to_all": "exchange",
-    "shift": "shift",
-    "shift_back": "shift",
-}
-Payload = Pass | Field | Rows | Routing | Collecting | OfBucket | Adding | OfChunk | None
+from piper.plan.ops import TRAVELS, Adding, Collecting, Field, OfBucket, Op, Payload, Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +31,7 @@ class Instr:
                 return run
             case Routing(run=run) | Collecting(run=run) | OfBucket(run=run) | Adding(run=run):
                 return run
-            case Field() | Rows() | OfChunk() | None:
-                return None
-            case _:
-                assert_never(self.payload)
+        return None
 
     @property
     def part(self) -> Tags:

@@ -1,8 +1,13 @@
 """The operations of plans, a record each, for the compiler, the proof, runtimes, the simulator and pages."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+from piper.ir.devices import Devices
+from piper.ir.ids import Pass, Tags
+from piper.ir.mesh import Axis
+from piper.ir.sharding import Collective, CollectiveOp, Sharding
 
 Op = Literal[
     "load",  # a field of the batch into a slot
@@ -33,6 +38,78 @@ Op = Literal[
     "fetch",  # such values back to the device
 ]
 Pattern = Literal["alone", "pair", "direct", "neighbour", "ring", "ring twice"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """The payload of a load: the batch field, the microbatch, and the devices that share the samples."""
+
+    name: str = field(metadata={"key": "field"})  # as its line calls it
+    part: Tags = ()
+    devices: Devices = ()
+    degree: int = 1  # how many neighbours share their samples
+    slices: tuple[Sharding, ...] = ()  # of the field, where its other dimensions are sharded
+
+    def slice_of(self, device: int) -> tuple[int, int]:
+        """Return which slice of the samples a device loads, and of how many."""
+        return self.devices.index(device) // self.degree, len(self.devices) // self.degree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The payload of a send or a copy of some rows: from `start` to `stop`, out of `of` equal parts."""
+
+    start: int
+    stop: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """The payload of counts or an exchange of rows: the pass, and whether rows go to the experts or back."""
+
+    run: Pass
+    outward: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collecting:
+    """The payload of a collective inside a region: the pass, and the collective of each group."""
+
+    run: Pass
+    how: Collective
+    devices: Devices = ()  # of a slice, which has no communicator: the set, and
+    stride: int = 1  # how far apart in it the devices of a group lie
+
+    @property
+    def axis(self) -> Axis:
+        """Return the axis along which the groups of a slice lie."""
+        return Axis(degree=self.how.degree, stride=self.stride)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfBucket:
+    """The payload of a gather or a reduction: a bucket, and the first pass to read it or last to write."""
+
+    bucket: str
+    run: Pass | None = None  # None: once a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adding:
+    """The payload of an accumulation: the pass whose results are added."""
+
+    run: Pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfChunk:
+    """The payload of a broadcast: the chunk whose buffers are broadcast."""
+
+    chunk: str
+
+
+Payload = Pass | Field | Rows | Routing | Collecting | OfBucket | Adding | OfChunk | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +199,30 @@ _ALL = (
     _host_copy("offload", "v", hands_on=True, outward=True),
     _host_copy("fetch", "^", hands_on=True),
 )
+PAYLOADS: Mapping[Op, type] = {
+    "load": Field,
+    "compute": Pass,
+    "send": Rows,
+    "copy": Rows,
+    "counts": Routing,
+    "exchange": Routing,
+    "collect": Collecting,
+    "slice": Collecting,
+    "gather": OfBucket,
+    "accumulate": Adding,
+    "all_reduce": OfBucket,
+    "reduce_scatter": OfBucket,
+    "broadcast": OfChunk,
+}  # the other ops need nothing beyond their slots
+TRAVELS: Mapping[CollectiveOp, Op] = {  # as which operation each collective travels
+    "all_gather": "gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "max": "all_reduce",
+    "all_to_all": "exchange",
+    "shift": "shift",
+    "shift_back": "shift",
+}
 OPS: Mapping[Op, Operation] = {operation.op: operation for operation in _ALL}
 assert tuple(OPS) == get_args(Op), "every op has its record"
 COMMUNICATION = frozenset(op for op, operation in OPS.items() if operation.communicates)

@@ -33,8 +33,8 @@ from piper.ir.text_fields import (
     shown,
 )
 from piper.plan.bucket import Bucket, Piece
-from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
-from piper.plan.ops import OPS, Op
+from piper.plan.instr import Instr
+from piper.plan.ops import OPS, PAYLOADS, Collecting, Op, Payload, Routing, Rows
 from piper.plan.plan import Comm, PlacedChunk, Plan, Plans, Slot
 from piper.plan.sharding_text import (
     read_collective,
@@ -47,21 +47,6 @@ from piper.plan.sharding_text import (
 T = TypeVar("T")
 Shares = tuple[tuple[SlotId, int], ...]
 SETS = tuple[Devices, ...]
-PAYLOADS: Mapping[Op, type] = {
-    "load": Field,
-    "compute": Pass,
-    "send": Rows,
-    "copy": Rows,
-    "counts": Routing,
-    "exchange": Routing,
-    "collect": Collecting,
-    "slice": Collecting,
-    "gather": OfBucket,
-    "accumulate": Adding,
-    "all_reduce": OfBucket,
-    "reduce_scatter": OfBucket,
-    "broadcast": OfChunk,
-}  # the other ops need nothing beyond their slots
 ALONE: Mapping[object, str] = {Pass: "run", Rows: "rows"}  # payloads that are one field of a line
 ELSEWHERE: Mapping[type, Collection[str]] = {  # fields that begin a line, or have lines of their own
     Instr: ("op", "node"),

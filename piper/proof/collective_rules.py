@@ -8,8 +8,7 @@ from piper.ir.ids import TOTAL, SlotId, param_slot
 from piper.ir.mesh import EXPERTS
 from piper.ir.sharding import Collective
 from piper.plan.bucket import Bucket, Extent, ShardCollective
-from piper.plan.instr import Collecting
-from piper.plan.ops import Op
+from piper.plan.ops import Collecting, Op
 from piper.plan.plan import Comm
 from piper.proof.amounts import Amount
 from piper.proof.covers import Contributor

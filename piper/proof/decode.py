@@ -3,11 +3,10 @@
 So a plan that names the wrong chunk, rows, bucket or slot is refused.
 """
 
-from typing import assert_never
-
 from piper.ir.ids import Pass
 from piper.ir.sharding import Collective, Shard
-from piper.plan.instr import Adding, Collecting, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
+from piper.plan.instr import Instr
+from piper.plan.ops import Adding, Collecting, Field, OfBucket, OfChunk, Payload, Routing, Rows
 
 
 def subject(ins: Instr) -> Payload:
@@ -23,8 +22,6 @@ def subject(ins: Instr) -> Payload:
 def described(payload: Payload) -> str:
     """Describe what an instruction is about, for a complaint."""
     match payload:
-        case Pass():
-            return str(payload)
         case Adding(run=run):
             return f"sum of {run}"
         case Field(name=name):
@@ -39,10 +36,7 @@ def described(payload: Payload) -> str:
             return bucket
         case OfChunk(chunk=chunk):
             return chunk
-        case None:
-            return "nothing"
-        case _:
-            assert_never(payload)
+    return "nothing" if payload is None else str(payload)
 
 
 def collected(ins: Instr) -> Collecting | None:

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 from piper.ir.chunk import Output
 from piper.ir.ids import LOSS, METRICS, TOTAL, WEIGHT, Pass, SlotId, param_slot, show_part, state_slot
 from piper.plan.bucket import Bucket
-from piper.plan.instr import Adding, Field
-from piper.plan.ops import OPS, Op
+from piper.plan.ops import OPS, Adding, Field, Op
 from piper.proof.amounts import NOTHING
 from piper.proof.decode import described, rows_of
 from piper.proof.expected import Expected

@@ -6,8 +6,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.plan.instr import Instr, Routing, Rows
-from piper.plan.ops import Op
+from piper.plan.instr import Instr
+from piper.plan.ops import Op, Routing, Rows
 from piper.runtime import expert_exchange
 from piper.runtime.collect import collect
 from piper.runtime.comm.base import Form

@@ -5,8 +5,7 @@ from math import ceil, log10
 
 from piper.ir.devices import show
 from piper.ir.ids import AGAIN, SlotId
-from piper.plan.instr import TRAVELS
-from piper.plan.ops import OPS
+from piper.plan.ops import OPS, TRAVELS
 from piper.plan.plan import Plan
 from piper.simulate.memory import MemoryUse, memory_of
 from piper.simulate.timeline import Timeline

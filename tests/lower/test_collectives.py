@@ -19,7 +19,8 @@ from piper.ir.ids import Pass
 from piper.ir.select import at
 from piper.ir.sharding import Collective, Shard
 from piper.job import Job
-from piper.plan.instr import Collecting, Instr
+from piper.plan.instr import Instr
+from piper.plan.ops import Collecting
 from piper.plan.text import read_plans, show_plans
 from piper.run.launch import launch_inline
 from piper.simulate.cluster import load_cluster

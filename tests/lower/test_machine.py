@@ -9,7 +9,8 @@ from piper.directives import remat, replicate, split
 from piper.ir.graph import Graph
 from piper.ir.ids import Pass, SlotId
 from piper.ir.select import at
-from piper.plan.instr import Field, Instr, Routing, Rows
+from piper.plan.instr import Instr
+from piper.plan.ops import Field, Routing, Rows
 from piper.plan.plan import Plans
 from piper.plan.prove import problems_of
 from piper.proof.values import value_problems

@@ -14,8 +14,8 @@ from piper.ir.graph import start
 from piper.ir.ids import OF_STEP, Pass, SlotId, SlotKind
 from piper.ir.sharding import Sharding
 from piper.plan.bucket import Bucket, Piece
-from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
-from piper.plan.ops import Op
+from piper.plan.instr import Instr
+from piper.plan.ops import Adding, Field, OfBucket, OfChunk, Op, Payload, Routing, Rows
 from piper.plan.plan import Comm, PlacedChunk, Plan, Plans, Slot
 from piper.plan.text import PAYLOADS, read_plans, show_instr, show_plans
 from tests.chain import chain

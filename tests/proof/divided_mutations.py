@@ -9,7 +9,8 @@ from piper.ir.devices import Devices
 from piper.ir.ids import SlotId
 from piper.ir.sharding import Collective, CollectiveOp, Shard, Sharding
 from piper.plan.bucket import Bucket, Piece
-from piper.plan.instr import Collecting, Instr
+from piper.plan.instr import Instr
+from piper.plan.ops import Collecting
 from piper.plan.plan import Plans
 from tests.proof.mutations import Edit, mended, pick, with_instrs
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from piper.lower.events import PendingInstr, synchronised
-from piper.plan.instr import Instr, OfBucket, Routing, Rows
+from piper.plan.instr import Instr
+from piper.plan.ops import OfBucket, Routing, Rows
 from piper.plan.plan import Plan, Plans
 
 Edit = Callable[[random.Random, Plans], Plans | None]  # None: it finds nothing to edit

@@ -8,7 +8,8 @@ from piper.ir.graph import Graph, start
 from piper.ir.ids import Pass, SlotId
 from piper.ir.mesh import Axis
 from piper.ir.select import at
-from piper.plan.instr import Adding, Field, Instr, OfBucket, OfChunk, Payload, Routing, Rows
+from piper.plan.instr import Instr
+from piper.plan.ops import Adding, Field, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.plan import Comm, Plan, Plans
 from piper.proof.amounts import NOTHING, Amounts
 from piper.proof.covers import Covers

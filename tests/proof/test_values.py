@@ -9,7 +9,8 @@ import pytest
 from piper.ir.ids import Pass, SlotId, Tags, read_slot
 from piper.ir.sharding import Sharding
 from piper.plan.bucket import Bucket
-from piper.plan.instr import Field, Instr, OfBucket, Routing, Rows
+from piper.plan.instr import Instr
+from piper.plan.ops import Field, OfBucket, Routing, Rows
 from piper.plan.plan import Plans, Slot
 from piper.plan.prove import ProofError
 from piper.proof.values import prove_values, value_problems

@@ -10,8 +10,8 @@ from rich.console import Console
 from piper.cli.profile import print_rows, rows_of
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
 from piper.ir.ids import Pass, SlotId
-from piper.plan.instr import Adding, Instr
-from piper.plan.ops import Op
+from piper.plan.instr import Instr
+from piper.plan.ops import Adding, Op
 from piper.plan.plan import Plan, Plans, Slot
 from piper.simulate.account import account_of, merged, uncovered
 from piper.simulate.calibrate import calibrate

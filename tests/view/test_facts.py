@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from piper.plan.instr import TRAVELS
+from piper.plan.ops import TRAVELS
 from piper.plan.text import read_plans, show_plans
 from piper.view import report
 from piper.view.facts import Columns, data_edges, facts_of, pattern

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from piper.plan.instr import Field, Instr
+from piper.plan.instr import Instr
+from piper.plan.ops import Field
 from piper.plan.plan import Plan, Plans
 from piper.process.custom_operators import importable
 from piper.recipe import import_file

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from piper.ir.chunk import Chunk, TensorSpec
 from piper.ir.ids import SlotId
-from piper.plan.instr import Instr, Rows
+from piper.plan.instr import Instr
+from piper.plan.ops import Rows
 from piper.plan.plan import Plans
 from piper.runtime.comm.base import Comms, Form, Group
 from piper.runtime.context import Bound, Env
