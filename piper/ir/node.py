@@ -127,7 +127,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotNode(StepNode):
-    """A node that is one instruction on each of its devices, given by its slots and its peers alone.
+    """A node that is one instruction on each of its devices, given by its slots, its peers and its payload.
 
     A rewrite that adds its own kind of node derives the class next to itself, and lowering takes it as it is.
     """
@@ -137,6 +137,7 @@ class SlotNode(StepNode):
     about: str = ""  # a bucket, or what else it is about
     groups: tuple[Devices, ...] = ()  # that communicate. Empty: it has no peers
     nbytes: int = 0  # that it moves to or from the host, or to its peers
+    payload: object = None  # what its operation needs beyond its slots, also of `plan/ops.py`
 
     @property
     def name(self) -> str:
@@ -263,15 +264,16 @@ class Update(SlotNode):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broadcast(StepNode):
+class Broadcast(SlotNode):
     """Broadcast the first replica's buffers to the others. Buffers of sharded experts are never written."""
 
-    chunk: str
+    op = "broadcast"
+
     stream: str = "reduce"
 
     @property
     def name(self) -> str:
-        return f"broadcast[{self.chunk}]"
+        return f"broadcast[{self.about}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,16 +290,5 @@ class Mirror(StepNode):
 
 
 Node = (
-    Compute
-    | Load
-    | Transfer
-    | SlotNode
-    | Counts
-    | Exchange
-    | Collect
-    | Gather
-    | Accumulate
-    | Reduce
-    | Broadcast
-    | Mirror
+    Compute | Load | Transfer | SlotNode | Counts | Exchange | Collect | Gather | Accumulate | Reduce | Mirror
 )

@@ -11,7 +11,6 @@ from piper.ir.mesh import groups_along
 from piper.ir.node import (
     COMPUTE_STREAM,
     Accumulate,
-    Broadcast,
     Collect,
     Compute,
     Counts,
@@ -29,12 +28,12 @@ from piper.lower.events import PendingInstr
 from piper.lower.programs import channels
 from piper.lower.state import LoweringState
 from piper.plan.bucket import Bucket
-from piper.plan.ops import Adding, Collecting, Field, OfBucket, OfChunk, Op, Routing, Rows
+from piper.plan.ops import Adding, Collecting, Field, OfBucket, Op, Payload, Routing, Rows
 from piper.plan.plan import Comm
 from piper.plan.protected import MIRRORED
 from piper.plan.weight_rows import gathered_nbytes
 
-Communication = Counts | Exchange | Collect | Gather | Reduce | Broadcast | Mirror
+Communication = Counts | Exchange | Collect | Gather | Reduce | Mirror
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,6 +126,7 @@ def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
             emission.begun.add((number, node.writes[0]))
         case SlotNode():
             instr.op, instr.nbytes = cast(Op, node.op), node.nbytes
+            instr.payload = cast(Payload, node.payload)
             if node.groups:
                 key = (node.op, node.about, node.stream)
                 instr.comm, _ = emission.comm(key, lambda: node.groups, node.stream)
@@ -174,11 +174,6 @@ def fill_communication(emission: Emission, node: Communication, instr: PendingIn
             instr.nbytes = (gathered_nbytes(bucket) if how.gets == "whole" else held) * (size - 1) // size
         case Reduce():
             fill_reduction(emission, node, instr, number)
-        case Broadcast():
-            instr.op, instr.payload = "broadcast", OfChunk(chunk=node.chunk)
-            key = ("set", show(node.devices), node.stream)
-            instr.comm, _ = emission.comm(key, lambda: (node.devices,), node.stream)
-            instr.nbytes = sum(emission.size(value) for value in node.writes)
         case Mirror():
             instr.op = "mirror"
             instr.comm, _ = emission.comm(("mirror", node.stream), lambda: node.groups, node.stream)

@@ -15,6 +15,7 @@ from piper.lower.reductions import accumulate
 from piper.lower.state import LoweringState
 from piper.lower.value_table import output_slot
 from piper.plan.bucket import Bucket
+from piper.plan.ops import OfChunk
 from piper.plan.plan import Slot
 
 
@@ -195,9 +196,12 @@ def broadcasts(state: LoweringState) -> Iterator[Broadcast]:
         if chunk.mutated and len(placement.devices) > 1:
             slots = tuple(buffer_slot(name) for name in chunk.mutated)
             yield Broadcast(
-                chunk=chunk.name,
+                about=chunk.name,
                 devices=placement.devices,
+                groups=(placement.devices,),
+                payload=OfChunk(chunk=chunk.name),
                 reads=slots,
                 writes=slots,
+                nbytes=sum(state.residents[slot].nbytes for slot in slots),
                 origin=placement.origin,
             )
