@@ -23,9 +23,9 @@ def test_every_path_exists() -> None:
 
 def test_a_recipe_names_as_many_files_as_a_change_may_touch() -> None:
     """The measure: files of `piper/` that a change touches, new ones included."""
-    most = {"schedule": 2, "directive": 6, "collective": 12, "communicator": 2, "launcher": 2}
+    most = {"schedule": 2, "directive": 8, "collective": 12, "communicator": 2, "launcher": 2}
     steps = {name: len(re.findall(r"^\d+\. ", section(name), re.MULTILINE)) for name in RECIPES}
-    assert steps == {"schedule": 2, "directive": 6, "collective": 8, "communicator": 0, "launcher": 0}
+    assert steps == {"schedule": 2, "directive": 8, "collective": 8, "communicator": 0, "launcher": 0}
     for name in ("communicator", "launcher"):
         assert section(name).lstrip().startswith("Two files")
     assert all(count <= most[name] for name, count in steps.items())

@@ -82,11 +82,13 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
     again = ins.writes[0] in ins.reads
     value = next((env.at(slot) for slot in ins.reads if slot != ins.writes[0]), None)
     device = env.setup.device
-    length = layout.bucket.elements("held" if ins.writes[0].kind == "grad_inside" else "owned")
+    bucket = layout.bucket
+    kept = next(how.gets for how in bucket.reductions if bucket.gradient(how.gets) == ins.writes[0])
+    length = bucket.elements(kept)
 
     def run() -> None:
         if value is None:  # no microbatch of this device gives a gradient: it adds nothing
-            flat = torch.zeros(layout.bucket.numel, dtype=layout.travels, device=device)
+            flat = torch.zeros(bucket.numel, dtype=layout.travels, device=device)
         else:
             flat = flat_of(slots[value], layout)
         shard = layout.scatter(group, flat, length)
