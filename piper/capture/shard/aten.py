@@ -1,46 +1,62 @@
 """Writes a recorded forward in ATen operations: few enough that each can have a rule of its own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch.amp import autocast_mode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from piper.capture.shard.attention_shapes import in_four_dimensions
+from piper.capture.shard.compute_rules import POINTWISE
+from piper.capture.shard.rules import rules
 from piper.capture.shard.without_vmap import without_vmap
 from piper.capture.trace.recording import Mode, Recording, number_regions
 from piper.capture.trace_errors import quiet, reason
 from piper.errors import CaptureError
 
 aten = torch.ops.aten
-DECOMPOSED = {  # operations that have no rule, because those that they are made of have
-    target: target.decompose
-    for target in (
-        aten.einsum.default,
-        aten.tensordot.default,
-        aten.inner.default,
-        aten.outer.default,
-        aten.expand_as.default,
-        aten.broadcast_tensors.default,
-        aten.broadcast_to.default,
-        aten.tile.default,
-        aten.movedim.int,
-        aten.movedim.intlist,
-        aten.narrow.default,
-        aten.view_as.default,
-        aten.reshape_as.default,
-        aten.diff.default,
-        aten.take_along_dim.default,
-        aten.linalg_norm.default,
+KEPT_WHOLE = frozenset(
+    (
+        aten.narrow.Tensor,  # sizes of its result depend on values
+        aten.tensor_split.tensor_indices_or_sections,
+        aten.batch_norm.default,  # its parts write running statistics, and no schema says so
+        aten.instance_norm.default,
     )
-}
+)
 FIXES_GRADIENTS = "torch_nn._linear_cross_entropy"
 MODE = "piper_mode"  # under which a node's meta keeps the mode it ran in
+
+
+@cache
+def _composites() -> Mapping[OpOverload, Callable[..., object]]:
+    """Return the operations on tensors that torch writes in others, which autograd then differentiates.
+
+    One whose parts draw, write or depend on values stays whole, so that a refusal names it.
+    """
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    kept = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape}
+    composites = {}
+    for packet, _, overload in (name.removeprefix("aten::").partition(".") for name in names):
+        if "::" in packet:  # of another namespace
+            continue
+        op: OpOverload = getattr(getattr(aten, packet), overload or "default")
+        results = [str(result.type) for result in op._schema.returns]
+        of_tensors = results and all("Tensor" in kind for kind in results) and not op._schema.is_mutable
+        if of_tensors and not kept & {*op.tags} and op not in KEPT_WHOLE:
+            composites[op] = op.decompose
+    return composites
+
+
+def _decompositions() -> dict[OpOverload, Callable[..., object]]:
+    """Return how operations that have no rule are written in others, which have one or may have."""
+    return {op: parts for op, parts in _composites().items() if op not in rules() and op not in POINTWISE}
 
 
 def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
@@ -110,7 +126,7 @@ def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node]) -> fx.Grap
     with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
         given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
         try:
-            return make_fx(interpreter.run, DECOMPOSED, pre_dispatch=True)(*given)
+            return make_fx(interpreter.run, _decompositions(), pre_dispatch=True)(*given)
         except (RuntimeError, TypeError, ValueError) as error:  # of any operation that the model calls
             raise CaptureError(
                 "the model cannot be written in ATen operations, so it cannot be sharded",

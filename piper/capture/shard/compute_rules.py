@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from piper.capture.shard.along_rules import named
 from piper.capture.shard.axis_sharding import NoRuleError
+from piper.capture.shard.dtensor_rules import verified
 from piper.capture.shard.reshapes import value_of
 from piper.capture.shard.shape_rules import argument, getitem, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
@@ -36,16 +37,17 @@ POINTWISE = CASTS | frozenset(
 
 
 def by_family(node: fx.Node) -> Rule | None:
-    """Return the rule of an operation that has none of its own.
+    """Return the rule of an operation that has none of its own: that of pointwise work, or DTensor's.
 
     Pointwise work treats every element by itself, and gives one value for each.
     """
     target = node.target
     if target is operator.getitem:
         return getitem
-    if not isinstance(target, torch._ops.OpOverload) or not isinstance(value_of(node), Tensor):
+    if not isinstance(target, torch._ops.OpOverload):
         return None
-    return pointwise if torch.Tag.pointwise in target.tags or target in POINTWISE else None
+    each = torch.Tag.pointwise in target.tags or target in POINTWISE
+    return pointwise if each and isinstance(value_of(node), Tensor) else verified(node)
 
 
 def aligned(d: Sharder, source: fx.Node, layout: Shard, rank: int) -> Placement:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.node import Argument, map_arg
 
 from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError
@@ -56,7 +57,10 @@ class LocalGraph:
         """Return the shape of the unsharded value."""
         value = value_of(node)
         assert isinstance(value, Tensor)
-        return tuple(int(size) for size in value.shape)
+        try:
+            return tuple(int(size) for size in value.shape)
+        except GuardOnDataDependentSymNode as error:
+            raise NoRuleError("its sizes depend on values") from error
 
     def trains(self, local: fx.Node) -> bool:
         """Return whether a local value needs a gradient."""
@@ -78,7 +82,10 @@ class LocalGraph:
             return used.meta["example_value"]  # type: ignore[no-any-return]
 
         with self.fakes, torch.set_grad_enabled(mode.grad):
-            result = target(*map_arg(args, value), **map_arg(dict(kwargs or {}), value))  # type: ignore[operator]
+            try:
+                result = target(*map_arg(args, value), **map_arg(dict(kwargs or {}), value))  # type: ignore[operator]
+            except GuardOnDataDependentSymNode as error:
+                raise NoRuleError("its sizes depend on values") from error
         call.meta["example_value"] = result
         self.modes[call] = mode
         self.tags[call] = self.region_of(self.node) or ()

@@ -117,4 +117,5 @@ def indexed(d: Sharder, node: fx.Node) -> None:
 RULES: dict[object, Rule] = {
     aten.embedding.default: embedding,
     aten.gather.default: gather,
+    aten._unsafe_index.Tensor: indexed,  # in which torch writes interpolations
 }

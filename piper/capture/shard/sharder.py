@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError, UnevenError
 from piper.capture.shard.layout import CopiedShard, OwnOrder, change, divides, local_shape
 from piper.capture.shard.local_graph import LocalGraph, RegionOf
+from piper.capture.shard.refusal_hints import HINT, hint_for
 from piper.capture.shard.reshapes import REPLAYED, read_again, value_of
 from piper.capture.trace.effects import draws, name_of, writes
 from piper.capture.trace.markers import collective, marker
@@ -311,7 +312,9 @@ class Sharder(LocalGraph):
             raise self.refused(str(error), hint) from None
         except NoRuleError as error:
             what = name_of(node) if node.target is collective else node.target
-            raise self.refused(f"{what} cannot be sharded: {error}", error.hint or HINT) from None
+            raise self.refused(
+                f"{what} cannot be sharded: {error}", error.hint or hint_for(node.target)
+            ) from None
 
     def _returns(self, node: fx.Node) -> bool:
         """Return whether an operation takes back rows that each device has routed by itself."""
@@ -360,7 +363,7 @@ class Sharder(LocalGraph):
         if self.whole(node):
             return
         if not self._of_integers(node):
-            raise self.refused(f"{node.target} has no rule for how it is sharded", HINT)
+            raise self.refused(f"{node.target} has no rule for how it is sharded", hint_for(node.target))
         self.plain(node)
 
     def whole(self, node: fx.Node) -> bool:
@@ -384,6 +387,3 @@ class Sharder(LocalGraph):
         return bool(read) and all(
             isinstance(value, Tensor) and not value.is_floating_point() for value in read
         )
-
-
-HINT = "do not shard that region, or register a rule for the operation with piper.sharding_rule"

@@ -114,6 +114,10 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {  # of a value of [4, 12, 6]
     "gathered from one number": lambda y: y.sum().gather(0, torch.tensor([0])),
     "nothing unflattened": lambda y: y[:, :0].unflatten(1, (2, 0)),
     "logarithm of sums": lambda y: y.logsumexp(-1) - y.logsumexp(1, keepdim=True).sum(-1),
+    "interpolated": lambda x: F.interpolate(x, scale_factor=2.0),
+    "orthogonal": lambda x: torch.linalg.qr(x).R,
+    "singular values": lambda x: torch.linalg.svdvals(x),
+    "eigenvalues": lambda x: torch.linalg.eigvalsh(x.mT @ x),
 }
 
 
