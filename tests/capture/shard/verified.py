@@ -20,6 +20,7 @@ from piper.capture.shard import dtensor_rules
 from piper.capture.shard.dtensor_rules import shard_as_dtensor
 from piper.capture.shard.sharder import Sharder
 from piper.errors import CaptureError
+from piper.ir.sharding import Shard
 from tests.capture.shard.samples import operations, samples
 from tests.capture.shard.verdict import Sample, combinations, judge, recorded
 
@@ -40,8 +41,9 @@ def asked(names: object) -> Iterator[set[str]]:
     answered: set[str] = set()
 
     def noted(d: Sharder, node: fx.Node) -> None:
+        sharded = any(isinstance(d.layouts[source], Shard) for source in node.all_input_nodes)
         shard_as_dtensor(d, node)
-        if not d.is_whole(node):
+        if sharded:
             answered.add(str(node.target))
 
     with (
