@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from piper.ir.chunk import CapturedModel, Chunk, Output, PhaseSpec, Source, Tags
+from piper.ir.chunk import CapturedModel, Chunk, Output, PhaseSpec, Source, Tags, region_name
 
 TAG = "LAYER"
 SECOND = 2  # the region that is repeated: 0 is the embedding, 1 the first layer
@@ -21,7 +21,9 @@ def repeated(outline: CapturedModel, layers: int) -> CapturedModel:
     layer = [chunk for chunk in outline.chunks if index[chunk.name] == SECOND]
     after = [chunk for chunk in outline.chunks if index[chunk.name] > SECOND]
     own = {name for chunk in layer for name in (*chunk.params, *chunk.buffers)}
-    copier = Copier(outline, index, own, collectives=sum(chunk.kind == "collective" for chunk in layer))
+    taken = {tag for chunk in layer for tag in chunk.tags}
+    per_layer = {tag: sum(one[0] == tag for one in taken) for tag, _ in taken}
+    copier = Copier(outline, index, own, per_layer)
     chunks = [*before, *layer]
     for shift in range(1, layers - 1):
         chunks += [copier.copied(chunk, shift) for chunk in layer]
@@ -52,23 +54,20 @@ class Copier:
     """Copies chunks of a layer to later layers."""
 
     def __init__(
-        self, outline: CapturedModel, index: dict[str, int], own: set[str], collectives: int
+        self, outline: CapturedModel, index: dict[str, int], own: set[str], per_layer: dict[str, int]
     ) -> None:
-        self.index, self.own, self.collectives = index, own, collectives
+        self.index, self.own = index, own
+        self.per_layer = per_layer  # by tag: how many numbers a layer takes
         self.by_name = {chunk.name: chunk for chunk in outline.chunks}
 
     def tags(self, tags: Tags, shift: int) -> Tags:
-        """Return the tags of a copy: collectives are numbered through the model."""
-        return tuple(
-            (tag, number + shift if tag == TAG else number + shift * self.collectives) for tag, number in tags
-        )
+        """Return the tags of a copy: collectives and experts are numbered through the model."""
+        return tuple((tag, number + shift * self.per_layer.get(tag, 1)) for tag, number in tags)
 
     def name(self, name: str, shift: int) -> str:
-        """Return the name of a copy: its tags, and its number in its region."""
-        chunk = self.by_name[name]
-        number = name.partition(" #")[2]
-        made = " ".join(f"{tag}={value}" for tag, value in self.tags(chunk.tags, shift))
-        return f"{made} #{number}" if number else made
+        """Return the name of a copy: its region, and what follows it in the name."""
+        tags = self.by_name[name].tags
+        return region_name(self.tags(tags, shift)) + name.removeprefix(region_name(tags))
 
     def parameter(self, name: str, shift: int) -> str:
         """Return the name of a copy's parameter."""

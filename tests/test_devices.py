@@ -1,9 +1,11 @@
 """Sets of devices and lines of fields, as they are written and read back."""
 
+import pickle
+
 import pytest
 
 from piper.errors import ConfigError
-from piper.ir.devices import Devices, columns, parse, show
+from piper.ir.devices import Devices, columns, interned, parse, show
 from piper.ir.text_fields import BadLineError, each_line, flag, numbers, pairs, read_fields
 from tests.chain import UNIT, chain
 
@@ -54,3 +56,14 @@ def test_the_phases_of_a_chain_cost_what_is_asked() -> None:
     chunk = chain(2, split_cost=(1, 3, 5)).chunks[1]
     cost = {phase: spec.flops // UNIT for phase, spec in chunk.phases.items()}
     assert cost == {"F": 1, "B": 8, "BI": 3, "BW": 5}
+
+
+def test_equal_sets_of_devices_are_one_object() -> None:
+    """It has the hash and the text of the plain tuple, and is one when it is read from a pickle."""
+    plain = tuple(range(1000, 3000))
+    kept = interned(plain)
+    assert kept is interned(tuple(list(plain)))
+    assert kept == plain and hash(kept) == hash(plain) and repr(kept) == repr(plain)
+    assert {plain: 1}[kept] == 1
+    copy = pickle.loads(pickle.dumps(kept))
+    assert copy == plain and type(copy) is tuple

@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 
 from piper.directives.arguments import check_value, is_whole
 from piper.errors import ScheduleError
-from piper.ir.devices import Devices
+from piper.ir.devices import Devices, interned
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
 from piper.ir.select import At, show_index
@@ -309,7 +309,7 @@ def checked_devices(devices: Sequence[int], by: str) -> Devices:
                 hint="name each device once: the i-th takes the i-th slice of the samples",
             )
         seen.add(device)
-    return tuple(devices)
+    return interned(tuple(devices))
 
 
 def touched(node: Compute, number: int) -> tuple[int, ...]:

@@ -8,6 +8,26 @@ Devices = tuple[int, ...]  # logical indices; the i-th takes the i-th slice of t
 RANGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?")
 
 
+class InternedDevices(tuple[int, ...]):
+    """A set of devices that knows its hash: with thousands of devices, hashing is most of a look-up."""
+
+    _known: int
+
+    def __hash__(self) -> int:
+        return self._known
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return tuple, (tuple(self),)
+
+
+@lru_cache(maxsize=4096)
+def interned(devices: Devices) -> Devices:
+    """Return equal sets of devices as one object, so that comparing and looking them up takes no time."""
+    kept = InternedDevices(devices)
+    kept._known = hash(devices)
+    return kept
+
+
 @lru_cache(maxsize=4096)
 def show(devices: Devices) -> str:
     """Return a short text for a set of devices: `0`, `0,2`, `0-7`, `0-14/2`."""

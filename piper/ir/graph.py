@@ -189,7 +189,7 @@ class Graph:
 
     def devices(self) -> Devices:
         """Return every device that some node is placed on."""
-        sets = {node.devices for node in self.nodes.values()}
+        sets = {id(node.devices): node.devices for node in self.nodes.values()}.values()
         return tuple(sorted({device for devices in sets for device in devices}))
 
     def placed_by(self, node: Compute) -> str:

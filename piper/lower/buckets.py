@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from piper.errors import ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Parameter
-from piper.ir.devices import Devices, show
+from piper.ir.devices import Devices, interned, show
 from piper.ir.dtypes import itemsize
 from piper.ir.graph import Graph
 from piper.ir.ids import SlotId, param_slot, state_slot
@@ -332,7 +332,7 @@ def placements_by_set(
     """
     by_set: dict[Devices, list[ChunkPlacement]] = {}
     for placement in placements:
-        devices = placement.devices if ordered else tuple(sorted(placement.devices))
+        devices = placement.devices if ordered else interned(tuple(sorted(placement.devices)))
         by_set.setdefault(devices, []).append(placement)
     return by_set
 

@@ -55,8 +55,11 @@ def no_value_crosses_devices(state: LoweringState) -> Iterator[str]:
     for node in state.nodes:
         here = node.source if isinstance(node, Transfer) else node.devices
         for value in node.reads:
-            if value not in state.residents and value.kind != "batch" and written.get(value) != here:
-                yield f"{node.name} on {show(here)} reads {value}, written on {written.get(value)}"
+            there = written.get(value)
+            if there is here or value in state.residents or value.kind == "batch":
+                continue
+            if there != here:
+                yield f"{node.name} on {show(here)} reads {value}, written on {there}"
 
 
 def forward(flow: Flow, chunk: Chunk) -> None:

@@ -102,11 +102,12 @@ def every_value_is_where_it_is_read(state: LoweringState) -> Iterator[str]:
             placement = where.get(value)
             if placement is source or value in state.residents or value.kind == "batch":
                 continue
-            missing = set(source) - set(placement or ())
+            missing = set() if placement == source else set(source) - set(placement or ())
             if missing and not isinstance(node, Reduce):  # a device may have nothing to add
                 yield f"{node.name} reads {value}, which is not on {show(tuple(sorted(missing)))}"
         for value in node.writes:
-            if where.setdefault(value, target) != target:
+            there = where.setdefault(value, target)
+            if there is not target and there != target:
                 where[value] = tuple(sorted({*where[value], *target}))
 
 

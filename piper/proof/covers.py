@@ -98,15 +98,20 @@ class Covers:
         places = [0]
         for axis, worth in summed:
             places = [place + i * worth for place in places for i in range(axis.degree)]
+        known: dict[tuple[int, int], Cells] = {}  # few devices differ in both
         cells: list[Cells] = []
         for device in self.plans.plans[program].devices:
             here = position[device]
-            shares: Sequence[int] = (experts.coordinate(here),) if experts is not None else (0,)
-            if every_share and experts is not None:
-                shares = range(experts.degree)
-            shards = [shard_number(here, own) + place for place in places]
-            pieces = [self._slice(shard, share, 0, self.cells) for shard in shards for share in shares]
-            cells.append(_overlaid([segment for piece in pieces for segment in piece]))
+            share = experts.coordinate(here) if experts is not None else 0
+            key = shard_number(here, own), share
+            if key not in known:
+                shares: Sequence[int] = (share,)
+                if every_share and experts is not None:
+                    shares = range(experts.degree)
+                shards = [key[0] + place for place in places]
+                pieces = [self._slice(shard, each, 0, self.cells) for shard in shards for each in shares]
+                known[key] = _overlaid([segment for piece in pieces for segment in piece])
+            cells.append(known[key])
         return self._intern(tuple(cells))
 
     @once

@@ -33,7 +33,8 @@ class Specification:
         self.chunks: Mapping[str, Chunk] = graph.chunks
         self.part_devices = devices_by_part(graph)
         self.placement = {name: union_of(sets.values()) for name, sets in self.part_devices.items()}
-        self.devices = tuple(sorted({device for devices in self.placement.values() for device in devices}))
+        sets = set(self.placement.values())
+        self.devices = tuple(sorted({device for devices in sets for device in devices}))
         self.microbatches = {name: microbatches_of(axes) for name, axes in graph.parts.items()}
         self.known_microbatches = {name: frozenset(parts) for name, parts in self.microbatches.items()}
         self.axes = dict(axis for axes in graph.parts.values() for axis in axes)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from piper.ir.chunk import Tags
@@ -123,6 +124,7 @@ class SymbolTable:
         return words[symbol.kind] + microbatch
 
 
+@lru_cache(maxsize=256)  # every bucket of a stage asks for the same
 def places_along(devices: Devices, axis: Axis, members: Devices) -> tuple[str, ...]:
     """Return where some members of a mesh lie along one of its axes."""
     position = {device: i for i, device in enumerate(devices)}

@@ -127,3 +127,15 @@ def test_a_part_that_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     assert "why:  fragmentation is 1, which leaves nothing" in refusal(path, "fragmentation = 1.0\n" + SMALL)
     assert "why:  link[1].slows is 1.5, which leaves nothing" in refusal(path, SMALL + "slows = 1.5\n")
+
+
+@pytest.mark.parametrize("name", known_clusters())
+def test_groups_a_period_apart_cost_the_same(name: str) -> None:
+    """A simulation prices one of them. Half a node further on a group lies otherwise in the network."""
+    cluster = load_cluster(name)
+    for group in ((0, 1, 2, 3), (6, 7, 8, 9), (0, 8, 16, 24), (0, 255, 256, 511), tuple(range(0, 1024, 64))):
+        later = tuple(device + 3 * cluster.period for device in group)
+        for op in ("reduce_scatter", "exchange", "send", "shift"):
+            assert cluster.seconds(op, 2**20, group) == cluster.seconds(op, 2**20, later)
+    if cluster.devices == 8:
+        assert cluster.seconds("gather", 2**20, (0, 1, 2, 3)) < cluster.seconds("gather", 2**20, (6, 7, 8, 9))
