@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from piper.check.product_shards import ProductShards
 from piper.check.slicing import BatchSlicing
 
+Cut = tuple[Tensor, Tensor]  # the outputs and inputs of a slice of a weight
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MATMULS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 
@@ -26,14 +28,20 @@ class Fp8Products(TorchFunctionMode):
     chunks: by weight, the chunks that read it, in order. The gradient of a weight is the sum over the slices
     of the samples that a chunk's devices see at a time, and each of them is rounded by its own scales. Where
     several chunks read a tied weight, each is taken to multiply by it once.
+    shards: by weight, how its products are cut over devices; each cut is rounded by its own scales.
     """
 
     def __init__(
-        self, weights: Mapping[str, Tensor], chunks: Mapping[str, Sequence[str]], slicing: BatchSlicing
+        self,
+        weights: Mapping[str, Tensor],
+        chunks: Mapping[str, Sequence[str]],
+        shards: Mapping[str, ProductShards],
+        slicing: BatchSlicing,
     ) -> None:
         super().__init__()
         self.weights = {weight.untyped_storage().data_ptr(): name for name, weight in weights.items()}
-        self.chunks, self.slicing = chunks, slicing
+        self.stored = {name: weight.stride() for name, weight in weights.items()}
+        self.chunks, self.shards, self.slicing = chunks, shards, slicing
         self.total = 0  # samples of the global batch
         self.samples: Sequence[int] = ()  # those of the forward that is watched
         self.calls: Counter[str] = Counter()  # its products so far, by weight
@@ -56,11 +64,21 @@ class Fp8Products(TorchFunctionMode):
                 chunks = self.chunks[name]
                 chunk = chunks[min(self.calls[name], len(chunks) - 1)]
                 self.calls[name] += 1
-                y: Tensor = _Rounded.apply(x, weight, self.groups(chunk, x))  # type: ignore[no-untyped-call]
+                groups, cuts = self.groups(chunk, x, self.shards[name]), self.cuts(name, weight)
+                y: Tensor = _Rounded.apply(x, weight, groups, cuts)  # type: ignore[no-untyped-call]
                 return y if bias is None else y + bias
         return func(*args, **(kwargs or {}))
 
-    def groups(self, chunk: str, x: Tensor) -> list[Tensor]:
+    def cuts(self, name: str, weight: Tensor) -> list[Cut]:
+        """Return the outputs and inputs of each slice of a weight, which is given as [out, in]."""
+        swapped = weight.stride() != self.stored[name]
+        both = [
+            [torch.tensor(piece, device=weight.device) for piece in self.shards[name].of_dimension(dim, size)]
+            for dim, size in zip((1, 0) if swapped else (0, 1), weight.shape, strict=True)
+        ]
+        return [(outputs, inputs) for outputs in both[0] for inputs in both[1]]
+
+    def groups(self, chunk: str, x: Tensor, shards: ProductShards) -> list[Tensor]:
         """Return the rows of x that belong to each slice of the samples, by a chunk's devices."""
         shape, count = x.shape[:-1], len(self.samples)
         fitting = [axis for axis, size in enumerate(shape) if size == count]
@@ -73,8 +91,20 @@ class Fp8Products(TorchFunctionMode):
         sample = numbers.reshape(sizes).expand(shape).reshape(-1)
         parts = self.slicing.slices(chunk, self.total)
         wanted = (torch.tensor(part.samples, device=x.device) for part in parts)
-        rows = [torch.isin(sample, part).nonzero().squeeze(1) for part in wanted]
-        return [group for group in rows if len(group)]
+        rows = [torch.isin(sample, part) for part in wanted]
+        for own in self.places(shape, shards):
+            rows = [part & own_place for part in rows for own_place in own]
+        groups = [part.nonzero().squeeze(1) for part in rows]
+        return [group for group in groups if len(group)]
+
+    def places(self, shape: torch.Size, shards: ProductShards) -> Iterator[list[Tensor]]:
+        """Yield which rows each device of the axes that cut the sequence has."""
+        for dim in {dim for dim, _, _ in shards.rows}:
+            flat = len(shape) <= dim  # samples and places in one dimension
+            length = shape.numel() // len(self.samples) if flat else shape[dim]
+            inner = 1 if flat else shape[dim + 1 :].numel()
+            place = torch.arange(shape.numel()) // inner % length
+            yield [torch.isin(place, torch.tensor(own)) for own in shards.of_sequence(dim, length)]
 
 
 def factors(func: object, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:  # noqa: ANN401
@@ -94,27 +124,32 @@ class _Rounded(torch.autograd.Function):
     """A linear layer whose operands are rounded to fp8 and back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: list[Tensor]) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: list[Tensor], cuts: list[Cut]) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x, weight)
-        ctx.groups = groups
-        values, scale = nearest(widened(x), E4M3, dim=-1)
-        matrix, rows = nearest(widened(weight), E4M3, dim=-1)
-        y = (values * scale) @ (matrix * rows).T
+        ctx.groups, ctx.cuts = groups, cuts
+        wide = widened(x)
+        y = wide.new_zeros(*x.shape[:-1], weight.shape[0])
+        for outputs, inputs in cuts:
+            values, scale = nearest(wide[..., inputs], E4M3, dim=-1)
+            matrix, rows = nearest(widened(weight)[outputs][:, inputs], E4M3, dim=-1)
+            y[..., outputs] += (values * scale) @ (matrix * rows).T
         return y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # noqa: ANN401
         x, weight = ctx.saved_tensors
-        matrix, rows = nearest(widened(weight), E4M3, dim=-1)
-        values, scale = nearest(widened(grad) * rows.squeeze(-1), E4M3, dim=-1)
-        of_x = (values * scale) @ matrix
+        of_x, of_weight = torch.zeros_like(widened(x)), torch.zeros_like(widened(weight))
         flat, given = widened(x).flatten(0, -2), widened(grad).flatten(0, -2)
-        of_weight = torch.zeros_like(widened(weight))
-        for group in ctx.groups:
-            left, left_scale = nearest(given[group], E5M2)
-            right, right_scale = nearest(flat[group], E4M3)
-            of_weight += (left * left_scale).T @ (right * right_scale)
-        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+        for outputs, inputs in ctx.cuts:
+            matrix, rows = nearest(widened(weight)[outputs][:, inputs], E4M3, dim=-1)
+            values, scale = nearest(widened(grad)[..., outputs] * rows.squeeze(-1), E4M3, dim=-1)
+            of_x[..., inputs] += (values * scale) @ matrix
+            for group in ctx.groups:
+                left, left_scale = nearest(given[group][:, outputs], E5M2)
+                right, right_scale = nearest(flat[group][:, inputs], E4M3)
+                cut = (left * left_scale).T @ (right * right_scale)
+                of_weight[outputs[:, None], inputs] += cut
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None, None
 
 
 def widened(values: Tensor) -> Tensor:

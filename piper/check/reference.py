@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_map
 
 from piper.check.fp8_products import Fp8Products
 from piper.check.plain_flex import plain_flex_attention
+from piper.check.product_shards import shards_of
 from piper.check.replay import Replay, ReplayError
 from piper.check.slicing import BatchSlicing, Slice, slicing_of, take
 from piper.ir.chunk import CapturedModel, Tags
 from piper.ir.dtypes import DTYPES
-from piper.job import Mean, Metrics
+from piper.job import Mean, Metrics, strategy_of
 from piper.process.attributes import replaced
 from piper.process.usercode import raised
 from piper.runtime.accelerator import device_of
@@ -134,7 +135,11 @@ class Reference:
                 chunks.setdefault(name, []).append(chunk.name)
         if not chunks:
             return None
-        return Fp8Products({name: self.params[name] for name in chunks}, chunks, self.slicing)
+        weights = {name: self.params[name] for name in chunks}
+        captured = {parameter.name: parameter for parameter in self.program.outline.parameters}
+        strategy = strategy_of(self.job)
+        shards = {name: shards_of(captured[name], strategy) for name in chunks}
+        return Fp8Products(weights, chunks, shards, self.slicing)
 
     def loss(
         self, batch: Mapping[str, Tensor], samples: Sequence[int] | None = None

@@ -9,9 +9,11 @@ import pytest
 from piper.directives import Directive, apply, order, precision, replicate, split
 from piper.directives.json import parse_strategy
 from piper.errors import ScheduleError
-from piper.ir.chunk import CapturedModel
+from piper.ir.chunk import CapturedModel, Parameter
 from piper.ir.graph import Graph, start
+from piper.ir.mesh import copies_along
 from piper.ir.select import at
+from piper.ir.sharding import AxisPlacement, Shard
 from piper.lower.validate import validate
 from tests.chain import chain
 
@@ -104,13 +106,14 @@ def test_a_region_without_products() -> None:
     """)
 
 
-def test_a_divided_model() -> None:
-    divided = replace(DENSE, degrees={DENSE.chunks[1].tags: 2})
-    assert said(precision(at(PP=0), "fp8"), outline=divided) == cleandoc("""
-        precision #0 (here): products do not run in fp8 in a model that is sharded along an axis
-          asked:   at(PP=0)
-          sharded: PP=1
-          hint:    leave precision out, or shard no region along an axis
+def test_heads_that_several_devices_hold() -> None:
+    copies = AxisPlacement(axis=copies_along("TP"), degree=2, partial=True)
+    own = AxisPlacement(axis="TP", degree=2, placement=Shard(0))
+    weight = Parameter(name="a.weight", shape=(4, 4), dtype="float32", placements=(copies, own))
+    assert said(precision(at(PP=0), "fp8"), outline=replace(DENSE, parameters=(weight,))) == cleandoc("""
+        precision #0 (here): a.weight has fewer heads than TP has devices, which would each round a term of its gradient
+          asked: at(PP=0)
+          hint:  choose `ways` of that axis up to the number of heads, or leave precision out
     """)
 
 

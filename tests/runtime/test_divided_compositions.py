@@ -63,6 +63,37 @@ def test_groups_of_one_device_divide_nothing() -> None:
     assert difference(Tied, loss, tokens, two_stages(3, dp=2, ways=1)) < 1e-12
 
 
+class Frozen(nn.Module):
+    """A layer whose scale has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        with torch.no_grad():
+            scale = h.abs().mean(-1, keepdim=True)
+        y: Tensor = self.down(torch.tanh(h * scale))
+        return y
+
+
+def test_a_part_without_gradients_has_none_in_a_divided_model() -> None:
+    def data(rows: int, seed: int) -> plain.Batch:
+        return {
+            "x": torch.randn(
+                rows, 4, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+            )
+        }
+
+    def distance(model: nn.Module, batch: plain.Batch) -> Tensor:
+        y: Tensor = model(batch["x"])
+        return (y - 1).square().mean()
+
+    strategy = [piper.shard(piper.at(), [0, 1], axis="TP", weights={"up": 0, "down": 1})]
+    assert difference(Frozen, distance, data, strategy) < 1e-12
+
+
 def test_experts_wider_than_the_groups_that_are_left_are_refused() -> None:
     strategy = [
         piper.shard(piper.at(), [0, 1, 2, 3], 2, axis="TP", weights={"*attention.out": 1}),

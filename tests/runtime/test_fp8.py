@@ -18,6 +18,7 @@ from piper.models import decoder
 from piper.run.launch import launcher
 from piper.schedules import one_f_one_b, zero_bubble
 from tests import zoo
+from tests.runtime import divided
 from tests.runtime.grid import Cell, strategy
 from tests.runtime.grid import batches as batches_of
 from tests.runtime.grid import job as cell_job
@@ -204,10 +205,37 @@ def test_experts_that_are_divided_beside_products_in_fp8() -> None:
     assert report.ok, report
 
 
-def test_a_divided_model_is_refused() -> None:
-    divided = shard(at(PP=0), [0, 1], axis="TP", weights={"stages.0": 0, "stages.1": 1})
-    with pytest.raises(piper.ScheduleError, match="in a model that is sharded along an axis"):
-        compile(job(divided, place(at(PP=1), [0, 1]), FP8))
+def test_slices_of_weights_are_rounded_by_scales_of_their_own() -> None:
+    slices = shard(at(), [0, 1], axis="TP", weights={"stages.0": 0, "stages.3": 1, "square": 0})
+    report = checked(compile(job(slices, split(at(), parts=2), FP8)))
+    assert report.ok and report.notes == (), report
+
+
+DIVIDED = [
+    ("decoder", "tp2cp2dp2"),
+    *(
+        pytest.param(model, strategy, marks=pytest.mark.slow)
+        for model, strategy in [
+            ("decoder", "tp2dp2z3"),
+            ("decoder", "cp2heads"),
+            ("gpt2", "tp2"),
+            ("llama", "tp2zb"),
+            ("llama", "tp2pp2"),
+            ("moe", "sp2ep4"),
+            ("moe", "cp2ep4"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "strategy"), DIVIDED)
+def test_divided_models_have_the_numbers_of_one_device(model: str, strategy: str) -> None:
+    made = divided.job(model, strategy)
+    program = compile(replace(made, strategy=[*made.strategy, FP8]))  # type: ignore[misc]
+    report = check(
+        program, lambda started, options: launcher(started, "inline", options), divided.batches(), tol=1e-9
+    )
+    assert report.ok, report
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from piper.capture.shard.attention_shapes import in_four_dimensions
 from piper.capture.shard.compute_rules import POINTWISE
 from piper.capture.shard.rules import rules
 from piper.capture.shard.without_vmap import without_vmap
+from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import Mode, Recording, number_regions
 from piper.capture.trace_errors import quiet, reason
 from piper.errors import CaptureError
@@ -31,7 +32,7 @@ KEPT_WHOLE = frozenset(
     )
 )
 FIXES_GRADIENTS = "torch_nn._linear_cross_entropy"
-MODE = "piper_mode"  # under which a node's meta keeps the mode it ran in
+MODE = "piper_mode"  # under which a node's annotations, which a trace keeps, have the mode it ran in
 
 
 @cache
@@ -82,20 +83,23 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
     inputs = dict(zip((node for node in graph.nodes if node.op == "placeholder"), placeholders, strict=True))
     for new, old in inputs.items():
         new.meta["example_value"] = old.meta["example_value"]
+    noted: dict[fx.Node, Mode] = {}
+    for node in graph.nodes:
+        custom = dict(node.meta.get("custom") or {})
+        noted[node] = custom.pop(MODE, Mode())
+        if WEIGHT in custom:
+            node.meta[WEIGHT] = custom.pop(WEIGHT)
+        node.meta["custom"] = custom
     return Recording(
         graph=graph,
         root=traced,
         origins={new: recording.origins[old] for new, old in inputs.items()},
         results=tuple(node for node in results if isinstance(node, fx.Node)),
         tags=number_regions(
-            {node: node.meta.get("custom") or {} for node in graph.nodes}, recording.regions
+            {node: node.meta["custom"] for node in graph.nodes}, recording.regions
         ),  # regions without operations count, as they did before it was sharded
         regions=recording.regions,
-        modes={
-            node: node.meta.get(MODE, Mode())
-            for node in graph.nodes
-            if node.op not in ("placeholder", "output")
-        },
+        modes={node: noted[node] for node in graph.nodes if node.op not in ("placeholder", "output")},
         bundles={},
         constants=recording.constants,
         weighted=recording.weighted,
@@ -104,12 +108,17 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
 
 
 def _copy_of(recording: Recording) -> tuple[fx.GraphModule, dict[fx.Node, Mode]]:
-    """Return a copy of a recorded graph whose nodes note their gradient mode, and the modes of the nodes."""
+    """Return a copy of a recorded graph, and the modes of its nodes.
+
+    Nodes note their gradient mode, and the weight of a linear layer, as annotations: a trace keeps these.
+    """
     source = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     source.graph_copy(recording.graph, copies)
     for node, copy in copies.items():
-        copy.meta[MODE] = Mode(grad=recording.modes[node].grad) if node in recording.modes else Mode()
+        mode = Mode(grad=recording.modes[node].grad) if node in recording.modes else Mode()
+        marks = {WEIGHT: node.meta[WEIGHT]} if WEIGHT in node.meta else {}
+        copy.meta["custom"] = {**(node.meta.get("custom") or {}), MODE: mode, **marks}
     source.output(tuple(copies[result] for result in recording.results))
     without_vmap(source, recording.root, {copies[n]: bundle for n, bundle in recording.bundles.items()})
     modes = {copies[node]: mode for node, mode in recording.modes.items()}

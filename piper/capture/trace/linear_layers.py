@@ -25,7 +25,8 @@ _MULTIPLIES = re.compile(
 )
 _CHOICES = ("topk", "sort", "argsort", "argmax", "argmin", "multinomial")
 _LINEAR = (F.linear, torch.ops.aten.linear.default)
-_PLAIN = (operator.matmul, torch.matmul, torch.mm)
+_PLAIN = (operator.matmul, torch.matmul, torch.mm, torch.ops.aten.matmul.default, torch.ops.aten.mm.default)
+_ADDED = (torch.addmm, torch.ops.aten.addmm.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ def factors_of(node: fx.Node) -> LinearProduct | None:
         x, weight, bias, *_ = (*args, *(None,) * 3)
         x, weight = x or node.kwargs.get("input"), weight or node.kwargs.get("weight")
         bias, transposed = bias if bias is not None else node.kwargs.get("bias"), False
-    elif node.op == "call_function" and node.target is torch.addmm and len(args) == 3 and not node.kwargs:
+    elif node.op == "call_function" and node.target in _ADDED and len(args) == 3 and not node.kwargs:
         (bias, x, weight), transposed = args, True
     elif (
         (node.op == "call_function" and node.target in _PLAIN)
