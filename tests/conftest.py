@@ -69,6 +69,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not gc.get_freeze_count():  # a test may run pytest in this process, whose heap is large by then
         gc.collect()
         gc.freeze()
+        gc.set_threshold(
+            20_000, 20, 20
+        )  # graphs and plans are many objects that live on: looking at each took 5 %
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

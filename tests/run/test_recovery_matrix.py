@@ -27,20 +27,21 @@ from piper.workers.results import StepResult
 from piper.workers.transport.version_sections import HEAD, SectionWriter
 from tests.covering import Choices, covering, selected
 from tests.run.test_protect import held_bytes
-from tests.runtime import divided
+from tests.runtime import divided, test_divided, test_matrix
 from tests.runtime.grid import Cell, batches, job, strategy
 from tests.runtime.sharing import Shared
 from tests.workers.sabotage import BrokenError
 
+ONE = partial(Cell, rows=1)  # slices as in `tests/runtime/test_matrix.py`, whose captures these tests share
 CELLS = [
-    *(Cell(case="mlp", schedule="1f1b", dp=2, zero=zero) for zero in range(4)),
-    *(Cell(case="mlp", schedule="1f1b", dp=2, zero=zero, clip=0.3) for zero in range(4)),
-    *(Cell(case="convnet", schedule="none", dp=2, zero=zero) for zero in range(4)),
-    *(Cell(case="dropout", schedule="zero-bubble", dp=2, zero=zero) for zero in range(4)),
-    *(Cell(case="moe", schedule="none", dp=2, zero=zero, ways=2, rows=1) for zero in (0, 1, 2, 3)),
-    Cell(case="decoder", schedule="dualpipe-v", dp=1, zero=0, parts=4),
-    Cell(case="sum_weight", schedule="interleaved-1f1b", dp=2, zero=1),
-    Cell(case="frozen", schedule="none", dp=2, zero=2),
+    *(ONE(case="mlp", schedule="1f1b", dp=2, zero=zero) for zero in range(4)),
+    *(ONE(case="mlp", schedule="1f1b", dp=2, zero=zero, clip=0.3) for zero in range(4)),
+    *(ONE(case="convnet", schedule="none", dp=2, zero=zero) for zero in range(4)),
+    *(ONE(case="dropout", schedule="zero-bubble", dp=2, zero=zero) for zero in range(4)),
+    *(ONE(case="moe", schedule="none", dp=2, zero=zero, ways=2) for zero in (0, 1, 2, 3)),
+    ONE(case="decoder", schedule="dualpipe-v", dp=1, zero=0, parts=4),
+    ONE(case="sum_weight", schedule="interleaved-1f1b", dp=2, zero=1),
+    ONE(case="frozen", schedule="none", dp=2, zero=2),
 ]
 pytestmark = pytest.mark.timeout(600)
 COPY = "half a copy"
@@ -149,7 +150,7 @@ WAYS: dict[str, list[Directive]] = {
 
 
 Trial = tuple[Cell, str, str]  # a cell, a way of copying, a precision
-SHORT = Cell(case="convnet", schedule="none", dp=2, zero=1)
+SHORT = ONE(case="convnet", schedule="none", dp=2, zero=1)
 DEFAULT: list[Trial] = [(SHORT, "between steps", "fp64"), (SHORT, "by the plan", "bf16")]
 ALL: list[Trial] = [
     (cell, way, precision) for cell in CELLS for way in WAYS for precision in ("fp64", "bf16")
@@ -163,8 +164,8 @@ def choices(trial: Trial) -> Choices:
 
 
 def group(trial: Trial) -> str:
-    """Return the tests that share captures: those of a model."""
-    return f"recovery-{trial[0].case}"
+    """Return the tests that share captures: those of a model, also in the other matrices."""
+    return test_matrix.group(trial[0])
 
 
 @cache
@@ -215,8 +216,8 @@ def choices_of_divided(trial: tuple[str, str]) -> Choices:
 
 
 def group_of_divided(trial: tuple[str, str]) -> str:
-    """Return the tests that share captures: those of the decoder in some number of stages."""
-    return f"recovery-divided-{divided.STRATEGIES[trial[0]][0]}"
+    """Return the tests that share captures: those of the decoder, also in the other matrices."""
+    return test_divided.group(("decoder", trial[0]))
 
 
 @cache
