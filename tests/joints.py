@@ -171,7 +171,7 @@ def sources() -> str:
         "errors.py",
         "experts.py",
         "ir",
-        "losses",
+        "losses.py",
         "process",
     ):  # what capturing may import
         owner = ROOT / "piper" / name
