@@ -24,7 +24,7 @@ from piper.capture.trace.record import LossFn
 from piper.compiler import build
 from piper.job import Batch, Job
 
-KEPT = 40  # models; what was not used for longest is dropped first
+KEPT = 60  # models; those that only one job used are dropped first, then what was not used for longest
 NAMED = tuple(
     str(path)
     for path in (Path(__file__).parents[1], sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
@@ -38,6 +38,7 @@ class SharedCaptures:
 
     def __init__(self) -> None:
         self.known: OrderedDict[Hashable, Recordings] = OrderedDict()
+        self.reused: set[Hashable] = set()  # of those: what several jobs have used
 
     def recordings(
         self,
@@ -56,10 +57,15 @@ class SharedCaptures:
             return fresh
         fields = tuple(fields_of(batch).items())
         key = (code, job.precision, kind, fields, forward_only, torch.get_default_dtype())
+        if key in self.known:
+            self.reused.add(key)
         shared = self.known.setdefault(key, fresh)
         self.known.move_to_end(key)
         if len(self.known) > KEPT:
-            self.known.popitem(last=False)
+            older = [*self.known][:-1]
+            dropped = next((each for each in older if each not in self.reused), older[0])
+            self.reused.discard(dropped)
+            del self.known[dropped]
         return shared
 
 

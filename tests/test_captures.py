@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import piper
+import tests.captures
+from piper.capture.recordings import Recordings
 from piper.recipe import load_recipe
-from tests.captures import code_of
+from tests.captures import SharedCaptures, code_of
 
 RECIPE = """
 import torch
@@ -68,3 +70,18 @@ def test_equal_jobs_share_and_others_do_not() -> None:
 @pytest.mark.usefixtures("own_captures")
 def test_a_test_may_capture_by_itself() -> None:
     assert piper.compile(job(3)).recordings is not piper.compile(job(3)).recordings
+
+
+def test_what_several_jobs_use_is_kept_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tests.captures, "KEPT", 2)
+    shared = SharedCaptures()
+
+    def recordings(width: int) -> Recordings:
+        made = job(width)
+        return shared.recordings(made, "cpu", next(iter(made.data())), made.loss, compiled=False)
+
+    first = recordings(2)
+    assert recordings(2) is first
+    second, third = recordings(3), recordings(4)
+    assert recordings(2) is first and recordings(4) is third
+    assert recordings(3) is not second
