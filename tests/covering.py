@@ -5,9 +5,12 @@ selection in which every such pair meets once finds those in a fraction of the p
 selections, `make matrix-full` all cells.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import reduce
 from heapq import heapify, heappop, heappush
 from itertools import combinations
+from operator import or_
+from random import Random
 from typing import TypeVar
 
 import pytest
@@ -15,6 +18,7 @@ import pytest
 CellT = TypeVar("CellT", bound=Hashable)
 Choices = Mapping[str, Hashable]  # a cell's value on each axis
 Meeting = frozenset[tuple[str, Hashable]]
+ORDERS = 200  # of cells that are tried, each of which gives another selection
 
 
 def meetings(choices: Choices, together: int = 2) -> set[Meeting]:
@@ -34,43 +38,67 @@ def covering(
     Each time the cell is taken that adds the most, the first of several: always the same selection. given: cells
     that another test runs.
     """
-    places: dict[
-        Meeting, int
-    ] = {}  # sets of meetings are bits of one number: there are many of them to compare
-
-    def bits(cell: CellT) -> int:
-        return sum(1 << places.setdefault(one, len(places)) for one in meetings(choices(cell), together))
-
-    meets = [(cell, bits(cell)) for cell in dict.fromkeys(cells)]
-    left = (1 << len(places)) - 1
-    for cell in given:
-        left &= ~bits(cell)
-    # What a cell adds never grows, so what it added when last looked at is a bound, and few cells need a new look.
-    bounds = [(-meeting.bit_count(), number) for number, (_, meeting) in enumerate(meets)]
-    heapify(bounds)
-    chosen: list[CellT] = []
-    while left:
-        bound, number = heappop(bounds)
-        cell, meeting = meets[number]
-        adds = (left & meeting).bit_count()
-        if adds < -bound:
-            heappush(bounds, (-adds, number))
-            continue
-        chosen.append(cell)
-        left &= ~meeting
-    return chosen
+    return selection(cells, lambda cell: meetings(choices(cell), together), given)
 
 
 def covering_each(
     cells: Collection[CellT],
     *descriptions: Callable[[CellT], Choices],
-    given: Iterable[CellT] = (),
+    given: Collection[CellT] = (),
 ) -> list[CellT]:
-    """Select cells in which every two choices of each description meet, for one description after the other."""
-    chosen: list[CellT] = []
-    for choices in descriptions:
-        chosen += covering(cells, choices, given=[*given, *chosen])
-    return chosen
+    """Select few cells in which every two choices of each description meet: the fewest of many orders of cells."""
+
+    def meets(cell: CellT) -> set[Hashable]:
+        return {
+            (number, one) for number, choices in enumerate(descriptions) for one in meetings(choices(cell))
+        }
+
+    shuffled, draws = [*cells], Random(0)
+    fewest = selection(shuffled, meets, given)
+    for _ in range(ORDERS):
+        draws.shuffle(shuffled)
+        fewest = min(fewest, selection(shuffled, meets, given), key=len)
+    return [cell for cell in cells if cell in fewest]
+
+
+def selection(
+    cells: Iterable[CellT], meets: Callable[[CellT], Iterable[Hashable]], given: Iterable[CellT]
+) -> list[CellT]:
+    """Select cells that have every meeting which some cell has and none of those given."""
+    places: dict[Hashable, int] = {}  # sets of meetings are bits of one number: there are many to compare
+
+    def bits(cell: CellT) -> int:
+        return sum(1 << places.setdefault(one, len(places)) for one in meets(cell))
+
+    having = [(cell, bits(cell)) for cell in dict.fromkeys(cells)]
+    wanted = (1 << len(places)) - 1
+    for cell in given:
+        wanted &= ~bits(cell)
+    # What a cell adds never grows, so what it added when last looked at is a bound, and few cells need a new look.
+    bounds = [(-met.bit_count(), number) for number, (_, met) in enumerate(having)]
+    heapify(bounds)
+    chosen: list[tuple[CellT, int]] = []
+    left = wanted
+    while left:
+        bound, number = heappop(bounds)
+        cell, met = having[number]
+        adds = (left & met).bit_count()
+        if adds < -bound:
+            heappush(bounds, (-adds, number))
+            continue
+        chosen.append((cell, met))
+        left &= ~met
+    return without_needless(chosen, wanted)
+
+
+def without_needless(chosen: Sequence[tuple[CellT, int]], wanted: int) -> list[CellT]:
+    """Leave out cells all of whose meetings later ones have too."""
+    kept = [*chosen]
+    for each in chosen:
+        others = reduce(or_, (met for cell, met in kept if cell != each[0]), 0)
+        if not wanted & ~others:
+            kept.remove(each)
+    return [cell for cell, _ in kept]
 
 
 def selected(

@@ -16,6 +16,7 @@ import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -117,10 +118,11 @@ def write_joint(joint: Joint, path: Path) -> None:
         data = GraphPickler.dumps(whole, options)
     except (pickle.PicklingError, AttributeError, TypeError, AssertionError, NotImplementedError):
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    new.write_bytes(zlib.compress(data, 1))
-    new.replace(path)  # another process sees all of it or nothing
+    with suppress(OSError):  # a tree that nobody may write to: every process traces for itself
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_bytes(zlib.compress(data, 1))
+        new.replace(path)  # another process sees all of it or nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

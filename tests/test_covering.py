@@ -35,17 +35,29 @@ def test_values_that_meet_elsewhere_are_left_out() -> None:
     assert covering(PLAIN, axes, given=PLAIN) == []
 
 
-def test_cells_for_one_description_count_for_the_next() -> None:
+def test_a_cell_counts_for_each_description() -> None:
     def ends(cell: tuple[str, str, str]) -> Choices:
         return {"x": cell[0], "z": cell[2]}
 
     def begin(cell: tuple[str, str, str]) -> Choices:
         return {"x": cell[0], "y": cell[1]}
 
-    chosen = covering(PLAIN, ends)
-    assert chosen == [("a", "c", "e"), ("a", "c", "f"), ("b", "c", "e"), ("b", "c", "f")]
-    assert covering_each(PLAIN, ends, begin) == [*chosen, ("a", "d", "e"), ("b", "d", "e")]
+    assert covering(PLAIN, ends) == [("a", "c", "e"), ("a", "c", "f"), ("b", "c", "e"), ("b", "c", "f")]
+    both = covering_each(PLAIN, ends, begin)
+    assert len(both) == 4
+    for choices in (ends, begin):
+        assert meet(both, choices, 2) == meet(PLAIN, choices, 2)
     assert covering_each(PLAIN, ends, begin, given=PLAIN) == []
+
+
+def test_a_cell_that_later_ones_make_needless_is_left_out() -> None:
+    """The first of these adds most, and the others, each for a pair of its own, have all that it has."""
+    rows = {"first": "abcd", "second": "abe", "third": "cdf"}
+
+    def pairs(cell: str) -> Choices:
+        return dict.fromkeys(rows[cell])
+
+    assert covering(rows, pairs, 1) == ["second", "third"]
 
 
 def test_values_that_never_meet_are_not_asked_for() -> None:
