@@ -26,7 +26,9 @@ PACKINGS: Mapping[str, Sequence[Sequence[int]]] = {  # the lengths of the docume
     "single tokens": [[1] * 16, [15, 1], [1, 15], [8, 8]],
 }
 WEIGHTS = {"*.q|*.k|*.v|*.up|embedding|head": 0, "*.out|*.down": 1}
-FIELDS = {"tokens": 1, "labels": 1, "documents": 1, "positions": 1}
+FIELDS = {"tokens": 1, "labels": 1, "documents": 1, "positions": 1, "places": 1}
+
+NAMES = ("tokens", "documents", "positions", "places", "starts")  # what a forward takes
 
 
 def batch(packing: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -42,7 +44,15 @@ def batch(packing: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         "labels": labels,
         "documents": torch.stack(documents),
         "positions": torch.stack(positions),
+        "places": torch.arange(length).expand(len(packing), length).contiguous(),
+        "starts": torch.stack([_starts(row) for row in packing]),
     }
+
+
+def _starts(row: Sequence[int]) -> Tensor:
+    """Return where each document of a row begins and where the last one ends, repeated up to 17 numbers."""
+    ends = torch.tensor([0, *row]).cumsum(0)
+    return torch.cat([ends, ends[-1:].expand(17 - len(ends))])
 
 
 class Layer(nn.Module):
@@ -54,7 +64,11 @@ class Layer(nn.Module):
         self.q, self.out = nn.Linear(DIM, HEADS * HEAD), nn.Linear(HEADS * HEAD, DIM)
         self.k, self.v = nn.Linear(DIM, KV_HEADS * HEAD), nn.Linear(DIM, KV_HEADS * HEAD)
         self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
-        self.register_buffer("slopes", 2.0 ** -torch.arange(1.0, HEADS + 1), persistent=False)
+        slopes = 2.0 ** -torch.arange(1.0, HEADS + 1)
+        if kind == "learned":
+            self.slopes = nn.Parameter(slopes)
+        else:
+            self.register_buffer("slopes", slopes, persistent=False)
 
     def forward(self, x: Tensor, mask: Tensor | BlockMask) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
@@ -63,12 +77,13 @@ class Layer(nn.Module):
         else:
             slopes = self.slopes
             assert isinstance(slopes, Tensor)
-            mods: dict[str, Callable[..., Tensor] | None] = {
-                "flex": None,
-                "alibi": lambda score, b, h, i, j: score + slopes[h] * (j - i),
+            biased = lambda score, b, h, i, j: score + slopes[h] * (j - i)  # noqa: E731
+            mods: dict[str, Callable[..., Tensor]] = {
+                "alibi": biased,
+                "learned": biased,
                 "softcap": lambda score, b, h, i, j: CAP * torch.tanh(score / CAP),
             }
-            y = flex_attention(q, k, v, score_mod=mods[self.kind], block_mask=mask, enable_gqa=True)
+            y = flex_attention(q, k, v, score_mod=mods.get(self.kind), block_mask=mask, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         result: Tensor = x + self.down(F.silu(self.up(x)))
         return result
@@ -84,8 +99,13 @@ class Packed(nn.Module):
         self.layers = nn.ModuleList(Layer(kind) for _ in range(stages))
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 
-    def forward(self, tokens: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
-        mask = self.mask(documents)
+    def forward(
+        self, tokens: Tensor, documents: Tensor, positions: Tensor, places: Tensor, starts: Tensor
+    ) -> Tensor:
+        if self.kind == "starts":
+            every = torch.arange(documents.shape[1], device=starts.device)
+            documents = (every[None, :, None] >= starts[:, None, 1:]).sum(-1)
+        mask = self.mask(documents, places)
         for number, layer in enumerate(self.layers):
             with piper.annotate("PP"):
                 if number == 0:
@@ -96,21 +116,29 @@ class Packed(nn.Module):
         logits: Tensor = x
         return logits
 
-    def mask(self, documents: Tensor) -> Tensor | BlockMask:
-        """Return which keys each query sees: those of its document up to its own place."""
+    def mask(self, documents: Tensor, places: Tensor) -> Tensor | BlockMask:
+        """Return which keys each query sees: those of its document up to its own place.
+
+        places: of the tokens in the sequence, where a batch has them in another order.
+        """
         rows, length = documents.shape
         if self.kind == "sdpa":
             same = documents[:, None, :, None] == documents[:, None, None, :]
             return same & torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+
+        def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            same = documents[b, i] == documents[b, j]
+            return same & (places[b, i] >= places[b, j] if self.kind == "placed" else i >= j)
+
         return create_block_mask(
-            lambda b, h, i, j: (documents[b, i] == documents[b, j]) & (i >= j),
+            seen,
             rows, None, length, length, device=documents.device, BLOCK_SIZE=self.block,
         )  # fmt: skip
 
 
 def loss(model: nn.Module, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the summed loss of the next tokens, and how many count."""
-    logits = model(fields["tokens"], fields["documents"], fields["positions"])
+    logits = model(*(fields[name] for name in NAMES))
     return piper.losses.cross_entropy(logits, fields["labels"])
 
 

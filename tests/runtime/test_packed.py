@@ -1,20 +1,29 @@
 """Packed documents give the numbers of one device, and those of each document by itself."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from piper.capture.trace.annotate import annotate_modules
+from piper.check.reference import Exact
 from piper.compiler import compile
+from piper.data import balance_documents
 from piper.directives import Directive, place, replicate, shard, split
 from piper.errors import CaptureError
 from piper.ir.select import at
 from piper.job import Job
+from piper.losses import cross_entropy
+from piper.models.tensor_plan import tensor_plan
 from piper.run.launch import launch_inline
 from piper.schedules import one_f_one_b
+from piper.workers.results import StepResult
 from tests.runtime.divided import checked
 from tests.runtime.packed import FIELDS, PACKINGS, WEIGHTS, Packed, batch, by_document, loss
 from tests.runtime.sharing import Shared
@@ -22,9 +31,12 @@ from tests.runtime.sharing import Shared
 Strategy = Callable[[], list[Directive]]
 
 
-def context(ways: int, attention: str, balance: str | None = None) -> list[Directive]:
+def context(
+    ways: int, attention: str, balance: str | None = None, fields: Iterable[str] = FIELDS
+) -> list[Directive]:
     """Shard the sequence over a group."""
-    return [shard(at(), range(ways), axis="CP", batch=FIELDS, attention=attention, balance=balance)]
+    sharded = dict.fromkeys(fields, 1)
+    return [shard(at(), range(ways), axis="CP", batch=sharded, attention=attention, balance=balance)]
 
 
 def tensor(between: int | None = None) -> list[Directive]:
@@ -64,12 +76,12 @@ STRATEGIES: Mapping[str, Strategy] = {
 }
 ALWAYS = [
     ("flex", "several", "1f1b"),
-    ("flex", "several", "gather zigzag"),
+    ("flex", "several", "tp gather"),
     ("flex", "several", "ring zigzag"),
 ]
 REST = [
     (kind, packing, strategy)
-    for kind in ("flex", "sdpa", "alibi", "softcap")
+    for kind in ("flex", "sdpa", "alibi", "softcap", "starts")
     for packing in PACKINGS
     for strategy in STRATEGIES
     if (kind, packing, strategy) not in ALWAYS
@@ -144,11 +156,89 @@ def test_a_step_is_that_of_each_document_by_itself(
     with launch_inline(program) as run:
         model.load_state_dict(run.state_dict(), strict=False)
         result = run.step(fields)
-    wanted = by_document(model, fields, PACKINGS[packing])
+    agree(result, model, by_document(model, fields, PACKINGS[packing]))
+
+
+@pytest.mark.parametrize("attention", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
+def test_a_batch_that_is_balanced_by_work_gives_the_same_step(attention: str) -> None:
+    """Four devices get pieces of two tokens, whose documents cross the cuts."""
+    fields, model = batch(PACKINGS["several"]), Packed("placed").double()
+    del fields["places"]
+    balanced = balance_documents(fields, ways=4, piece=2)
+    assert not torch.equal(balanced["tokens"], fields["tokens"])
+    made = replace(
+        job("placed", "several", "gather"), data=lambda: [balanced], strategy=context(4, attention)
+    )
+    with launch_inline(compile(made, device="cpu")) as run:
+        model.load_state_dict(run.state_dict(), strict=False)
+        result = run.step(balanced)
+    agree(result, model, by_document(model, fields, PACKINGS["several"]))
+
+
+def agree(result: StepResult, model: nn.Module, wanted: Tensor) -> None:
+    """Compare a step with a loss in plain PyTorch and the norm of its gradient."""
     wanted.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     assert result.loss == pytest.approx(wanted.item(), rel=1e-12)
     assert result.grad_norm == pytest.approx(norm.item(), rel=1e-9)
+
+
+SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def stock(family: str, attention: str) -> nn.Module:
+    """Build an unmodified model of `transformers`. Mistral has a window that is shorter than a document."""
+    more = {"sliding_window": 6} if family == "Mistral" else {}
+    config = getattr(transformers, f"{family}Config")(**SIZES, **HEADS, **more, attn_implementation=attention)
+    model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
+    return annotate_modules(model, {"PP": [["model.layers.0"], ["model.layers.1"]]})
+
+
+def stock_loss(model: nn.Module, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the loss of a stock model, which finds its documents by their positions."""
+    output = model(input_ids=fields["tokens"], position_ids=fields["positions"], use_cache=False)
+    return cross_entropy(output.logits, fields["labels"])
+
+
+STOCK: Mapping[str, Strategy] = {
+    "1f1b": stages,
+    "sp": lambda: [
+        shard(at(), [0, 1], axis="TP", weights=tensor_plan(transformers.LlamaConfig()), between=1)
+    ],
+    "gather": partial(context, 2, "gather", fields=("tokens", "labels", "positions")),
+    "ring zigzag": partial(context, 2, "ring", "zigzag", fields=("tokens", "labels", "positions")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3"])
+@pytest.mark.parametrize("strategy", STOCK)
+def test_a_stock_model_attends_within_documents(shared: Shared, family: str, strategy: str) -> None:
+    """A model of `transformers` with flex_attention has the numbers of each document by itself."""
+    packing = PACKINGS["several"]
+    fields = {name: batch(packing)[name] for name in ("tokens", "labels", "positions")}
+    made = Job(
+        model=partial(stock, family, "flex_attention"),
+        loss=stock_loss,
+        data=lambda: [fields],
+        strategy=STOCK[strategy](),
+        precision="fp64",
+        clip_norm=1.0,
+    )
+    model = stock(family, "sdpa").double()
+    with launch_inline(compile(made, device="cpu")) as run:
+        model.load_state_dict(run.state_dict(), strict=False)
+        result = run.step(fields)
+    totals = torch.zeros(2, dtype=torch.float64)
+    for row, sizes in enumerate(packing):
+        for own in torch.arange(16).split(list(sizes)):
+            alone = {name: field[row : row + 1, own] for name, field in fields.items()}
+            with nullcontext() if strategy == "1f1b" else Exact():  # sharded models cast nothing down
+                total, count = stock_loss(model, alone)
+            totals = totals + torch.stack([total, count.double()])
+    agree(result, model, totals[0] / totals[1])
 
 
 def seen_by(documents: Tensor, rows: Tensor) -> Tensor:
@@ -209,6 +299,14 @@ def test_a_ring_refuses_scores_that_change() -> None:
     with pytest.raises(CaptureError, match="a ring does not change scores, as its score_mod does") as refused:
         compile(job("softcap", "several", "ring"), device="cpu")
     assert "packed.py" in str(refused.value) and 'use attention="gather" there' in str(refused.value)
+
+
+def test_scores_that_are_trained_are_refused() -> None:
+    with pytest.raises(
+        CaptureError, match=r"the score_mod of flex_attention reads .*, which is trained"
+    ) as refused:
+        compile(job("learned", "several", "zero"), device="cpu")
+    assert "packed.py" in str(refused.value) and "attn_mask" in str(refused.value)
 
 
 def test_a_ring_refuses_to_give_sums_of_scores() -> None:

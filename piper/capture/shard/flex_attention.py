@@ -160,7 +160,7 @@ def _through_table(d: Sharder, name: str, attribute: Argument, position: int) ->
     result = graph.graph_copy(function.graph, copies)
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]):
-        table = graph.placeholder("places")
+        table = graph.placeholder(f"places_{d.sharding.axis}")
     index = placeholders[position]
     with graph.inserting_after(table):
         place = graph.call_function(aten.index.Tensor, (table, [index]))

@@ -223,6 +223,7 @@ class _GraphCopier:
                 self._attribute(node)
             elif node.op != "output" and not self._context(node):
                 self._copy(node)
+        _check_scores(self.graph)
         results = tuple(self._result(value) for value in returned.values)
         _check_results(results, forward_only)
         if returned.metrics:
@@ -339,6 +340,19 @@ def _attribute_name(module: nn.Module, value: object) -> str | None:
             if attribute is value:
                 return f"{path}.{name}".removeprefix("model.")
     return None
+
+
+def _check_scores(graph: fx.Graph) -> None:
+    """Refuse a `flex_attention` whose scores are trained: its backward gives that gradient inside a tuple."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention):
+        reads = node.args[7] if len(node.args) > 7 else ()
+        for read in reads if isinstance(reads, list | tuple) else ():
+            if isinstance(read, fx.Node) and read.meta["example_value"].requires_grad:
+                raise CaptureError(
+                    f"the score_mod of flex_attention reads {read.name}, which is trained",
+                    by=f"flex_attention{node_line(node)}",
+                    hint="add a learned bias through the attn_mask of scaled_dot_product_attention",
+                )
 
 
 def _check_results(results: tuple[fx.Node, ...], forward_only: bool) -> None:
