@@ -192,6 +192,7 @@ def test_verbs_and_flags() -> None:
         "selftest": ["--compile", "--device", "--devices", "--json", "--only", "--out"],
         "view": [
             "--cluster",
+            "--compile",
             "--costs",
             "--measured",
             "--out",

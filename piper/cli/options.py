@@ -29,7 +29,7 @@ ClusterName = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help="a100, h100, h200, cpu, or a TOML file; with --costs, only its links.",
+        help="a100, h100, h200, b200, cpu, or a TOML file; with --costs, only its links.",
         metavar="NAME|FILE",
     ),
 ]

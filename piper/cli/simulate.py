@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -18,6 +19,7 @@ from piper.cli.options import (
 )
 from piper.ir.chunk import CapturedModel
 from piper.ir.devices import show
+from piper.ir.dtypes import DTYPES
 from piper.ir.format import percent, seconds, size, table_of
 from piper.ir.ids import AGAIN
 from piper.plan.memory_timeline import host_peak
@@ -30,6 +32,10 @@ from piper.simulate.measured import Measured, MeasuredOn, check_model, read_cost
 from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import PathNode, Simulation, simulate_cycle
 from piper.simulate.simulate import simulate as simulate_step
+from piper.simulate.throughput import Throughput, amount_of, model_flops
+
+if TYPE_CHECKING:
+    from piper.compiler import Program
 
 CLUSTER = "h100"  # where nothing is named
 MOST_PROGRAMS = 16  # shown in a table
@@ -63,11 +69,32 @@ def simulate(
     simulation = simulate_step(program.plans, program.outline, prices.costs)
     apart = program.plans.averaging is not None
     cycle = simulate_cycle(program.plans, program.outline, prices.costs) if apart else []
-    simulated = SimulatedStep(plans=program.plans, simulation=simulation, prices=prices, cycle=tuple(cycle))
+    simulated = SimulatedStep(
+        plans=program.plans,
+        simulation=simulation,
+        prices=prices,
+        throughput=throughput_of(program, prices.cluster),
+        cycle=tuple(cycle),
+    )
     if as_json:
         print_json(simulation_report(simulated))
     else:
         print_simulation(simulated, Console(highlight=False, soft_wrap=True))
+
+
+def throughput_of(program: "Program", cluster: Cluster | None) -> Throughput:
+    """Return what a step of a program trains on and computes."""
+    from piper.runtime.batch import wanted_batch
+    from piper.runtime.setup import setup_of
+
+    amount, unit = amount_of(wanted_batch(setup_of(program)).shapes)
+    peak = None if cluster is None else cluster.peak(DTYPES[program.job.precision])
+    return Throughput(
+        amount=amount,
+        unit=unit,
+        flops=model_flops(program.plans, program.outline),
+        peak=None if peak is None else peak * len(program.plans.devices),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +105,12 @@ class Prices:
     name: str
     cluster: Cluster | None = None  # None: only costs are known
     measured: Measured | None = None
+
+    def usable(self, plans: Plans) -> tuple[float, ...]:
+        """Return the bytes of a device that each program may use. Empty: its memory is not known."""
+        if self.cluster is None:
+            return ()
+        return tuple(self.cluster.usable(communicators_of(plan)) for plan in plans)
 
     def check(self, outline: CapturedModel) -> None:
         """Refuse what was measured on another model."""
@@ -113,6 +146,7 @@ class SimulatedStep:
     plans: Plans
     simulation: Simulation
     prices: Prices
+    throughput: Throughput
     cycle: tuple[tuple[int, float], ...] = ()  # of groups that train apart: steps alike, and their time
 
     @property
@@ -128,9 +162,8 @@ class SimulatedStep:
 
     def usable(self, program: int) -> float | None:
         """Return the bytes of a device that a program may use: not those of context and communicators."""
-        if self.prices.cluster is None:  # the memory of a device is not known
-            return None
-        return self.prices.cluster.usable(communicators_of(self.plans.plans[program]))
+        usable = self.prices.usable(self.plans)
+        return usable[program] if usable else None
 
 
 def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
@@ -146,6 +179,8 @@ def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
         "step_s": simulation.step,
         **({"mean_step_s": simulated.mean_step} if simulated.cycle else {}),
         "bubble": simulation.bubble,
+        f"{simulated.throughput.unit}_per_s": simulated.throughput.amount / simulated.mean_step,
+        "mfu": simulated.throughput.mfu(simulated.mean_step),
         "devices": devices,
         "busy_s": [accounts[row].busy for row in rows],
         "bubble_s": [accounts[row].bubble for row in rows],
@@ -178,7 +213,10 @@ def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     devices = len(simulated.plans.devices)
     what = f"{devices} devices" if devices > 1 else "one device"
     where, bubble = simulated.prices.name, percent(simulation.bubble, 1)
-    console.print(f"Step {seconds(simulation.step)} on {what} of {where}; bubble {bubble}", style="bold")
+    rate = simulated.throughput.text(simulated.mean_step)
+    console.print(
+        f"Step {seconds(simulation.step)} on {what} of {where}; bubble {bubble}; {rate}", style="bold"
+    )
     if simulated.cycle:
         kinds = ", ".join(f"{count} of {seconds(each)}" for count, each in simulated.cycle)
         mean = seconds(simulated.mean_step)

@@ -31,7 +31,8 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", re.IGNORECASE)
 def tune(
     recipe: Recipe,
     cluster: Annotated[
-        str, typer.Option(help="The machines: a100, h100, h200, cpu, or a TOML file.", metavar="NAME|FILE")
+        str,
+        typer.Option(help="The machines: a100, h100, h200, b200, cpu, or a TOML file.", metavar="NAME|FILE"),
     ],
     devices: Annotated[int, typer.Option(help="How many devices there are.", metavar="N")],
     memory: Annotated[
@@ -149,7 +150,8 @@ def print_tuned(tuned: "Tuned", console: Console, recipe: str, out: Path | None)
         f"{size(best.peak)} of {size(tuned.limit)} each",
         style="bold",
     )
-    console.print(f"  {best.choice.label}")
+    rate = tuned.throughput.text(tuned.measured(best) or best.step) if tuned.throughput else ""
+    console.print("; ".join(text for text in (f"  {best.choice.label}", rate) if text))
     console.print(f"  {verdict(tuned)}")
     if tuned.trial is not None and tuned.trial.note:
         console.print(f"  {tuned.trial.note}")

@@ -2,11 +2,11 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from piper.cli.options import CostsFile, StrategyFile
+from piper.cli.options import Compile, CostsFile, StrategyFile
 from piper.cli.simulate import CLUSTER, Prices, prices_of
 from piper.errors import ConfigError
 from piper.plan.plan import Plans
@@ -26,14 +26,11 @@ from piper.view.text_timeline import timeline_text
 from piper.view.write import DRAWING, PAGE, PICTURE, TRACE
 from piper.view.write import png as draw_png
 
-if TYPE_CHECKING:
-    pass
-
 CPU = "cpu"
 Target = Annotated[
     str, typer.Argument(help="A recipe, file.py:function, or the folder of a run.", metavar="RECIPE|DIR")
 ]
-MACHINE = "a100, h100, h200, cpu, or a TOML file; else h100, and cpu for a run on CPU."
+MACHINE = "a100, h100, h200, b200, cpu, or a TOML file; else h100, and cpu for a run on CPU."
 REPORT = Path("report.html")
 WIDTH = 100  # of the text timeline
 
@@ -51,12 +48,15 @@ def view(
     cluster: Annotated[str | None, typer.Option(help=MACHINE, metavar="NAME|FILE")] = None,
     costs: CostsFile = None,
     strategy: StrategyFile = None,
+    compiled: Compile = False,
 ) -> None:
     """Show a strategy: its pipeline, streams, memory, dependencies and what made them, planned and measured.
 
     Without --svg, --png, --trace or --text it writes one page that opens in any browser, without a network.
     """
-    subject = subject_of(target, cluster=cluster, costs=costs, measured=measured, strategy=strategy)
+    subject = subject_of(
+        target, cluster=cluster, costs=costs, measured=measured, strategy=strategy, compiled=compiled
+    )
     drawn = ""
     if svg or png:
         drawn = grid(of_plans(subject.plans, subject.tags, subject.title, subject.orderings))
@@ -75,19 +75,26 @@ def view(
 
 
 def subject_of(
-    target: str, *, cluster: str | None, costs: Path | None, measured: bool, strategy: Path | None = None
+    target: str,
+    *,
+    cluster: str | None,
+    costs: Path | None,
+    measured: bool,
+    strategy: Path | None = None,
+    compiled: bool = False,
 ) -> Subject:
     """Find what a target names: `file.py:function`, or the folder of a run.
 
-    strategy: a JSON file that takes the place of a recipe's own.
+    strategy: a JSON file that takes the place of a recipe's own. compiled: with Inductor's kernels.
     """
     if Path(target).is_dir():
-        if strategy is not None:
+        asked = f"--strategy {strategy}" if strategy is not None else "--compile" if compiled else None
+        if asked is not None:
             raise ConfigError(
-                "a run has the strategy that it was trained with",
+                "a run is shown as it was trained",
                 by=target,
-                facts={"asked": f"--strategy {strategy}"},
-                hint="name the recipe instead: piper view file.py:function --strategy FILE",
+                facts={"asked": asked},
+                hint="name the recipe instead: piper view file.py:function",
             )
         return subject_of_run(Path(target), cluster=cluster, costs=costs, measured=measured)
     if ":" not in target:
@@ -107,7 +114,7 @@ def subject_of(
     from piper.recipe import load_recipe
     from piper.train.run_folder import background_of
 
-    program = compile(load_recipe(target, strategy))
+    program = compile(load_recipe(target, strategy), compile=compiled)
     return of_background(background_of(program, target), program.plans, prices)
 
 
@@ -120,6 +127,7 @@ def of_background(
         title=background.title,
         plans=plans,
         planned=simulate(plans, background.outline, prices.costs),
+        usable=prices.usable(plans),
         clock=prices.name,
         tags=stage_tags(
             {chunk.name: chunk.tags for chunk in background.outline.chunks}, background.orderings
@@ -144,11 +152,11 @@ def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, mea
     has_profile = (folder / FOLDER / ABOUT).is_file() or (folder / ABOUT).is_file()
     profile = read_profile(folder) if has_profile or measured else None
     plans = profile.plans if profile else plans_of_run(folder)
-    on_host = profile is not None and profile.accelerator == "cpu"
-    prices = prices_of(cluster, costs, default=CPU if on_host else CLUSTER)
     kept = read_background(folder, plans)
     if kept is None and profile is not None:  # of an earlier layout, which the profile has kept
         kept = read_background(folder / FOLDER, plans)
+    kinds = [profile.accelerator if profile else "", kept.device if kept else ""]
+    prices = prices_of(cluster, costs, default=CPU if CPU in kinds else CLUSTER)
     if kept is not None:
         return of_background(kept, plans, prices, profile)
     strategy = folder / "strategy.txt"

@@ -109,7 +109,7 @@ class Program:
         return table_of(self)
 
     def simulate(self, cluster: Path | str | None = None) -> "Simulation":
-        """Simulate a step on a cluster: h100, h200, a100, cpu, or a TOML file. None: h100."""
+        """Simulate a step on a cluster: a100, h100, h200, b200, cpu, or a TOML file. None: h100."""
         from piper.compiler.notebook import simulated
 
         return simulated(self, cluster)

@@ -14,6 +14,7 @@ from piper.plan.ops import OPS
 from piper.process.files import write_output
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
+from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import Simulation, simulate
 from piper.view.cells import of_plans, stage_tags
 from piper.view.report import page
@@ -87,10 +88,12 @@ def simulated(program: "Program", cluster: str | Path | None = None) -> Simulati
 
 def page_of(program: "Program", cluster: str | Path | None = None) -> Page:
     """Return the page of a program: its pipeline, streams, memory, dependencies and strategy."""
+    machine = load_cluster(str(cluster) if cluster is not None else CLUSTER)
     subject = Subject(
         title="program",
         plans=program.plans,
         planned=simulated(program, cluster),
+        usable=tuple(machine.usable(communicators_of(plan)) for plan in program.plans),
         clock=str(cluster or CLUSTER),
         tags=tags_of(program),
         orderings=program.graph.orderings,

@@ -13,9 +13,8 @@ from piper.job import Job
 from piper.plan.bucket import Bucket
 from piper.runtime.standins import Sizes
 from piper.runtime.trainers import advance, empty_optimizer, make_scheduler
+from piper.simulate.throughput import TOKENS
 from piper.train.run_folder import METRICS
-
-TOKENS = ("tokens", "input_ids")  # the fields that are counted, where a batch has one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

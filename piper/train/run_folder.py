@@ -158,6 +158,7 @@ def background_of(program: Program, recipe: str) -> Provenance:
         temporal=program.work.temporal,
         source=Path(file).read_text(encoding="utf-8", errors="replace"),  # Python reads other encodings too
         source_name=Path(file).name,
+        device=program.device,
     )
 
 

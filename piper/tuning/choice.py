@@ -111,7 +111,7 @@ class StrategyChoice:
 
     @property
     def label(self) -> str:
-        """Return the candidate in a few words: `PP8 DP8 zero 1, 16 x 1, zbv, stages 5 4 4 4 4 4 4 3`."""
+        """Return the candidate in a few words: `PP8 DP8 zero 1, 16 microbatches of 1, zbv, stages 5 4`."""
         if self.schedule == GIVEN:
             return "the given strategy"
         parallel = [
@@ -130,7 +130,8 @@ class StrategyChoice:
             parallel.append(
                 f"zero {levels[0]}" if len(levels) == 1 else f"zero {'/'.join(map(str, self.zeros))}"
             )
-        words = [" ".join(parallel) or "one device", f"{self.microbatches} x {self.rows}"]
+        microbatches = "microbatch" if self.microbatches == 1 else "microbatches"
+        words = [" ".join(parallel) or "one device", f"{self.microbatches} {microbatches} of {self.rows}"]
         if self.ranks > 1:
             words += [
                 self.schedule + (f" {self.shape}" if self.schedule == SYNTHESISED else ""),

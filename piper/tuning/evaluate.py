@@ -17,6 +17,7 @@ from piper.runtime.memory_release import predicted_peak
 from piper.schedules.grid import Grid
 from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import simulate
+from piper.simulate.throughput import model_flops
 from piper.tuning.candidates import CandidateKey, Leaf
 from piper.tuning.choice import GIVEN, StrategyChoice, directives_of
 from piper.tuning.forked_calls import ForkedCall, wait_for_any
@@ -37,6 +38,7 @@ class Evaluation:
     busy: float  # seconds a device computes, on average
     exposed: float  # seconds a device waits for communication that nothing hides, on average
     bound: float  # the step was known to be at least this long
+    flops: float = 0.0  # of the model, over all devices
 
     @property
     def needs(self) -> int:
@@ -81,6 +83,7 @@ def evaluate_strategy(
         busy=busy,
         exposed=exposed,
         bound=bound,
+        flops=model_flops(program.plans, program.outline),
     )
 
 

@@ -8,6 +8,7 @@ from piper.directives import Directive
 from piper.directives.json import show_strategy
 from piper.errors import ConfigError
 from piper.ir.format import percent, seconds, size
+from piper.simulate.throughput import Throughput
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.candidates import Discard
 from piper.tuning.evaluate import Evaluation
@@ -30,6 +31,7 @@ class Tuned:
     recorded: tuple[int, ...]  # microbatch sizes that were traced
     interrupted: bool
     seconds: float
+    throughput: Throughput | None = None  # of the best. None: not known
     trial: TrialRuns | None = None  # on this machine. None: the best is the best by simulation
 
     @property

@@ -19,6 +19,7 @@ from piper.compiler import Program
 from piper.compiler import compile as compile_job
 from piper.directives import Directive
 from piper.errors import ConfigError, PiperError
+from piper.ir.dtypes import DTYPES
 from piper.job import Job
 from piper.process.gc_pause import no_collection
 from piper.run.launch import launch_local
@@ -26,6 +27,7 @@ from piper.schedules.grid import Grid
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import MeasuredOn, read_costs
+from piper.simulate.throughput import Throughput, amount_of
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.candidates import CandidateKey, Discard
 from piper.tuning.choice import GIVEN, StrategyChoice, divided_as, own_strategy
@@ -124,8 +126,11 @@ def tune(
     trial = None
     if measure is not None and not done.interrupted:
         trial = measured_here(search, done.chosen, machine, devices, limit)
+    best = trial.runs[0].candidate if trial is not None else done.chosen[0]
+    amount, unit = amount_of({name: field.shape for name, field in model.capturing.batch.items()})
+    peak = devices * machine.peak(DTYPES[job.precision])
     return Tuned(
-        best=trial.runs[0].candidate if trial is not None else done.chosen[0],
+        best=best,
         evaluated=tuple(search.evaluated.values()),
         discarded=done.discarded,
         limit=limit,
@@ -136,6 +141,7 @@ def tune(
         recorded=tuple(model.recorded),
         interrupted=done.interrupted or (trial is not None and trial.interrupted),
         trial=trial,
+        throughput=Throughput(amount=amount, unit=unit, flops=best.flops, peak=peak),
         seconds=time.perf_counter() - started,
     )
 

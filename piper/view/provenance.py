@@ -45,6 +45,7 @@ class Provenance:
     temporal: tuple[tuple[str, str, int], ...] = ()  # earlier node, later node, directive
     source: str = ""  # the recipe's text
     source_name: str = ""  # and the name of its file
+    device: str = ""  # the kind of device that it was compiled for. Empty: an earlier version did not say
 
 
 def show_background(background: Provenance, plans: Plans) -> str:
@@ -56,6 +57,7 @@ def show_background(background: Provenance, plans: Plans) -> str:
         "title": background.title,
         "source_name": background.source_name,
         "source": background.source,
+        "device": background.device,
         "strategy": [{"title": s.title, "text": s.text, "source": s.source} for s in background.strategy],
         **outline_columns(background.outline),
         "orderings": [
@@ -138,6 +140,7 @@ def from_object(data: Mapping[str, Any]) -> Provenance:
         temporal=tuple((nodes[first], nodes[then], by) for first, then, by in data["temporal"]),
         source=str(data["source"]),
         source_name=str(data["source_name"]),
+        device=str(data.get("device", "")),
     )
 
 

@@ -28,6 +28,7 @@ class Subject:
     title: str
     plans: Plans
     planned: Simulation
+    usable: tuple[float, ...] = ()  # bytes of a device that each program may use. Empty: not known
     clock: str  # the costs behind the planned times: "h100", "whole units"
     tags: Mapping[str, Tags] = field(default_factory=dict)  # the annotations of each chunk
     orderings: tuple[Ordering, ...] = ()

@@ -40,7 +40,7 @@ def refusal(path: Path, text: str) -> str:
 
 
 def test_the_known_clusters_load() -> None:
-    assert known_clusters() == ["a100", "cpu", "h100", "h200"]
+    assert known_clusters() == ["a100", "b200", "cpu", "h100", "h200"]
     for name in known_clusters():
         cluster = load_cluster(name)
         assert cluster.name == name
@@ -93,7 +93,7 @@ def test_an_unknown_cluster() -> None:
         load_cluster("b300")
     assert str(caught.value) == cleandoc("""
         --cluster: there is no cluster 'b300'
-          known: a100, cpu, h100, h200
+          known: a100, b200, cpu, h100, h200
           hint:  name one of these, or a TOML file; `piper profile --cluster-out FILE` writes one
     """)
 

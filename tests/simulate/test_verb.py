@@ -1,6 +1,7 @@
 """`piper simulate` as a user calls it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from piper.cli import main
 from tests.test_cli import RECIPE
 
 FIELDS = {
-    "on", "step_s", "bubble", "devices", "busy_s", "bubble_s", "bubble_rate", "exposed_s", "communication_s",
+    "on", "step_s", "bubble", "samples_per_s", "mfu", "devices", "busy_s", "bubble_s", "bubble_rate", "exposed_s", "communication_s",
     "contention_s", "peak_bytes", "usable_bytes", "at_peak",
     "critical_path",
 }  # fmt: skip
@@ -38,6 +39,7 @@ def test_the_report(
     text = capsys.readouterr().out
     assert text.startswith("Step ")
     assert " on 4 devices of a100; bubble " in text
+    assert re.search(r"; [\d,]+ samples/s, MFU [\d.]+ %$", text.splitlines()[0])
     for heading in ("Exposed communication of", "Live at the peak of", "Why the step is this long"):
         assert heading in text
 
@@ -50,7 +52,9 @@ def test_one_object(
     assert set(told) == FIELDS
     assert told["devices"] == [0, 1, 2, 3]
     assert all(
-        len(told[name]) == 4 for name in FIELDS if name.endswith(("_s", "_bytes")) and name != "step_s"
+        len(told[name]) == 4
+        for name in FIELDS
+        if name.endswith(("_s", "_bytes")) and name not in ("step_s", "samples_per_s")
     )
     assert told["critical_path"][-1]["end_s"] == told["step_s"]
     for busy, bubble in zip(told["busy_s"], told["bubble_s"], strict=True):
@@ -63,6 +67,6 @@ def test_an_unknown_cluster(
     assert call(monkeypatch, "simulate", f"{recipe}:pipeline", "--cluster", "b300") == 2
     assert capsys.readouterr().err == (
         "error: --cluster: there is no cluster 'b300'\n"
-        "  known: a100, cpu, h100, h200\n"
+        "  known: a100, b200, cpu, h100, h200\n"
         "  hint:  name one of these, or a TOML file; `piper profile --cluster-out FILE` writes one\n"
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -81,6 +82,7 @@ def test_ctrl_c_prints_the_best_so_far(recipe: str, monkeypatch: pytest.MonkeyPa
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Best: ")
+    assert re.search(r"microbatch(es)? of \d+; [\d,]+ samples/s, MFU [\d.]+ %$", lines[1])
     assert lines[2].startswith("  2 candidates compiled in ")
     assert lines[2].endswith(" s; interrupted, so a shorter one may be left")
     assert lines[-1] == "best.json: piper check net.py:job --strategy best.json"

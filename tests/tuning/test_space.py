@@ -110,7 +110,7 @@ def test_the_directives_of_a_candidate() -> None:
         'at(LAYER=3, MB=1, PASS="B")])',
         'remat(at(), budget=1.0, across="LAYER")',
     ]
-    assert choice.label == ("PP2 DP2 zero 1/3, 2 x 1, 1f1b, stages 3 1, recompute layers")
+    assert choice.label == ("PP2 DP2 zero 1/3, 2 microbatches of 1, 1f1b, stages 3 1, recompute layers")
 
 
 def test_an_outline_between_equal_ones_is_the_same() -> None:

@@ -10,6 +10,7 @@ from piper.ir.graph import start
 from piper.plan.ops import Op
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline, Talk, Unit
+from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import simulate
 from piper.simulate.timeline import Span, Timeline
 from piper.view.subject import StrategyLine, Subject
@@ -46,6 +47,7 @@ def subject_of(
         title=title,
         plans=plans,
         planned=simulate(plans, outline, Roofline(load_cluster("h100"))),
+        usable=tuple(load_cluster("h100").usable(communicators_of(plan)) for plan in plans),
         clock="h100",
         tags={chunk.name: chunk.tags for chunk in outline.chunks},
         orderings=work.graph.orderings,

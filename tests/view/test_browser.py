@@ -225,8 +225,9 @@ def test_the_pipeline_is_drawn_in_units_and_in_simulated_time(opened: Opened) ->
     assert caption.inner_text().endswith(f" on h100, {idle} idle"), "the figure at the top"
     press(page, "pipeline", "End")
     expect(page.locator("#details .what")).to_have_text("BW[PP=0 #1 MB=3]")
-    press(page, "pipeline", "Escape")
     page.get_by_role("button", name="Units").click()
+    page.keyboard.press("Escape")  # the button has the focus
+    expect(page.locator("#details .what")).to_have_count(0)
     expect_ink(page, "pipeline", units)
     assert idle in page.locator("#idles").inner_text()
     assert "4.0 %" in page.locator("#idles").inner_text()

@@ -12,6 +12,7 @@ from piper.cli import main
 from piper.errors import ConfigError
 from piper.plan.text import show_plans
 from piper.schedules.names import grid_for
+from piper.simulate.cluster import load_cluster
 from piper.simulate.profile import Profile, Track, write_profile
 from piper.view import write
 from piper.view.cells import of_schedule
@@ -106,6 +107,33 @@ def test_a_recipe_becomes_a_page_a_picture_a_trace_and_text(piper: Piper, tmp_pa
     ]
     assert (tmp_path / "a.svg").read_text().startswith("<svg ")
     assert json.loads((tmp_path / "a.json").read_text())["otherData"]["clock"] == "h100"
+
+
+def test_a_page_says_what_a_device_has_and_counts_fused_kernels(piper: Piper, tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(RECIPE)
+    times = []
+    for words in ((), ("--compile",)):
+        assert piper("view", "small.py:job", "--out", "a.html", *words)[0] == 0
+        facts = embedded(tmp_path / "a.html")
+        times.append(float(str(facts["step"])) / float(str(facts["ticks"])))
+    assert times[1] < times[0]
+    usable = load_cluster("h100").usable(3)  # activations one way, gradients back, and the sums of a step
+    assert [program["usable"] for program in facts["programs"]] == [usable, usable]  # type: ignore[attr-defined]
+
+
+def test_a_run_on_cpu_is_timed_on_cpu(piper: Piper, tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(RECIPE)
+    assert piper("train", "small.py:job", "--on", "inline", "--steps", "1", "--out", "run")[0] == 0
+    for words, clock in (((), "cpu"), (("--cluster", "h100"), "h100")):
+        assert piper("view", "run", *words)[0] == 0
+        assert embedded(tmp_path / "report.html")["clock"] == clock
+    code, _, err = piper("view", "run", "--compile")
+    assert code == 2
+    assert err == (
+        "error: run: a run is shown as it was trained\n"
+        "  asked: --compile\n"
+        "  hint:  name the recipe instead: piper view file.py:function\n"
+    )
 
 
 def test_a_run_without_its_background_still_shows_its_plan(piper: Piper, tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ function followTheme() {
 function memoryCaption() {
   const program = facts.programs[currentProgram()];
   const many = program.devices.length > 1 ? "each of devices" : "device";
-  byId("memory-caption").textContent = `of ${many} ${program.name}, ${showBytes(program.memory.resident)} of it held between steps`;
+  const usable = program.usable === null ? "" : `, ${showBytes(program.usable)} of it to use on ${facts.clock}`;
+  byId("memory-caption").textContent = `of ${many} ${program.name}${usable}; ${showBytes(program.memory.resident)} held between steps`;
   byId("peak-summary").textContent = `Live at the peak of ${showBytes(program.memory.peak)}`;
 }
 
@@ -118,3 +119,7 @@ showDetails();
 memoryCaption();
 memoryLegend();
 printDrawings();
+// Wherever the focus is: a click on a button takes it from the drawings.
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape") change({ selected: null, pinned: null });
+});

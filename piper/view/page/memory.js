@@ -11,7 +11,10 @@ function memoryLegend() {
 }
 
 function memoryView() {
-  const highest = () => Math.max(...facts.programs.map((program) => program.memory.peak), 1);
+  const peak = () => Math.max(...facts.programs.map((program) => program.memory.peak), 1);
+  // What a device has is on the axis where the drawing stays readable with it; the caption always says it.
+  const inScale = (usable) => usable !== null && usable < 4 * peak();
+  const highest = () => Math.max(peak(), ...facts.programs.map((program) => (inScale(program.usable) ? program.usable : 0)));
   let left = 80;
 
   const y = (bytes) => 12 + (CHART - 12) * (1 - bytes / (highest() * 1.08));
@@ -114,6 +117,25 @@ function memoryView() {
     context.fillText(text, before ? x - 8 : x + 8, y(memory.peak) - 2);
   }
 
+  function drawCapacity(scene) {
+    const { usable } = facts.programs[currentProgram()];
+    if (!inScale(usable)) return;
+    const { context } = scene;
+    context.strokeStyle = warm();
+    context.lineWidth = 1.5;
+    context.setLineDash([2, 3]);
+    context.beginPath();
+    context.moveTo(scene.left, y(usable));
+    context.lineTo(scene.right, y(usable));
+    context.stroke();
+    context.setLineDash([]);
+    setFont(context, 11);
+    context.fillStyle = warm();
+    context.textAlign = "right";
+    context.textBaseline = "top";
+    context.fillText(`to use: ${showBytes(usable)}`, scene.right - 6, y(usable) + 3);
+  }
+
   function drawScale(scene) {
     const { context } = scene;
     const most = highest();
@@ -150,6 +172,7 @@ function memoryView() {
         drawChosen(scene);
         drawOthers(scene);
         drawOwn(scene);
+        drawCapacity(scene);
       });
     },
     hit(scene, x, y) {

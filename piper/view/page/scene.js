@@ -195,7 +195,6 @@ class Scene {
       Home: () => this.view.move("first"),
       End: () => this.view.move("last"),
       Enter: () => state.selected && byId("details-title").focus(),
-      Escape: () => change({ selected: null, pinned: null }),
     };
     this.canvas.addEventListener("keydown", (event) => {
       const act = keys[event.key];
