@@ -132,8 +132,8 @@ class PlanCells:
         self.cells: list[Cell] = []
         self.places: list[list[int]] = []
         self.needs: list[set[int]] = []
-        self.written: dict[tuple[int, SlotId], int] = {}  # by program and slot: the cell its value comes from
-        self.sent: dict[str, int] = {}  # by node of a transfer
+        self.written: dict[tuple[int, SlotId], frozenset[int]] = {}  # by program and slot: whose value it is
+        self.sent: dict[str, frozenset[int]] = {}  # by node of a transfer
 
     def row(self, number: int, plan: Plan) -> list[int]:
         """Collect a program's cells, and return their order."""
@@ -150,7 +150,7 @@ class PlanCells:
                     self.needs.append(set())
                 self.places[by_label[cell.label]].append(place)
                 for slot in ins.writes:
-                    self.written[number, slot] = by_label[cell.label]
+                    self.written[number, slot] = frozenset((by_label[cell.label],))
             elif ins.op == "send" and (number, ins.reads[0]) in self.written:
                 self.sent[ins.node] = self.written[number, ins.reads[0]]
             elif OPS[ins.op].hands_on:
@@ -158,7 +158,7 @@ class PlanCells:
                 sources = [self.written[key] for key in keys if key in self.written]
                 for slot in ins.writes:
                     if sources:
-                        self.written[number, slot] = max(sources)
+                        self.written[number, slot] = frozenset().union(*sources)
         return row
 
     def turn_of(self, cell: Cell, row: list[int]) -> int:
@@ -175,18 +175,19 @@ class PlanCells:
     def link(self, number: int, plan: Plan, row: list[int]) -> None:
         """Add to each cell's needs the cells whose values it reads, directly or through transfers."""
         by_label = {self.cells[i].label: i for i in row}
-        arrived: dict[SlotId, int] = {}
+        arrived: dict[SlotId, frozenset[int]] = {}
         for ins in plan.instrs:
             if ins.op == "recv" and ins.node in self.sent:
                 arrived[ins.writes[0]] = self.sent[ins.node]
             elif OPS[ins.op].hands_on and any(slot in arrived for slot in ins.reads):
-                arrived[ins.writes[0]] = max(arrived[slot] for slot in ins.reads if slot in arrived)
+                here = [self.written[number, slot] for slot in ins.reads if (number, slot) in self.written]
+                there = [arrived[slot] for slot in ins.reads if slot in arrived]
+                arrived[ins.writes[0]] = frozenset().union(*here, *there)
             elif ins.op == "compute":
                 cell = by_label[cell_of(ins.computes, self.tags).label]
                 for slot in ins.reads:
-                    source = arrived.get(slot, self.written.get((number, slot)))
-                    if source is not None and source != cell:
-                        self.needs[cell].add(source)
+                    sources = arrived.get(slot) or self.written.get((number, slot), frozenset())
+                    self.needs[cell] |= sources - {cell}
 
     def timed(self, rows: list[list[int]]) -> Rows:
         """Return the cells of rows, each after its predecessor in the row and after the cells it needs."""

@@ -7,13 +7,15 @@ import pytest
 
 from piper import at, place, remat, schedules, split
 from piper.directives import Directive, apply
+from piper.ir.chunk import Batch
 from piper.ir.graph import start
 from piper.ir.select import At
 from piper.schedules.names import NAMES, grid_for
-from piper.view.cells import stage_tags
+from piper.view.cells import plan_rows, stage_tags
 from piper.view.text_grid import grid, picture
 from tests.chain import chain
 from tests.lower.lowering import lower
+from tests.lower.outlines import SCALAR, Drawing
 
 V_SHAPED = ("zbv", "v-half", "v-min", "dualpipe-v", "dualpipe")  # and both ways at once
 
@@ -144,3 +146,15 @@ def test_regions_that_no_order_names_stay_stages_of_their_own() -> None:
     one_of_two = schedules.one_f_one_b(2, 2, stage=stages)[:1]
     assert "3F1" in by_stages(stages, one_of_two)
     assert "3F1" in by_stages(stages, [])
+
+
+def test_a_backward_waits_for_the_gradients_of_all_who_read_its_output() -> None:
+    """The last of three stages reads both others: the first one's backward needs gradients of two stages."""
+    drawing = Drawing()
+    first = drawing.chunk("PP=0", (("PP", 0),), [Batch(field="x")], [drawing.param("a", 4)])
+    second = drawing.chunk("PP=1", (("PP", 1),), [first], [drawing.param("b", 4)])
+    last = drawing.chunk("PP=2", (("PP", 2),), [first, second], [drawing.param("c", 4)], outputs=[SCALAR])
+    outline = drawing.outline(last)
+    plans, _ = lower(apply(start(outline), [place(at(PP=stage), [stage]) for stage in range(3)]))
+    rows = plan_rows(plans, {chunk.name: chunk.tags for chunk in outline.chunks})
+    assert [[cell.start for cell in row] for row in rows] == [[0, 7], [1, 5], [2, 3]]
