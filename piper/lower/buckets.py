@@ -94,13 +94,6 @@ def with_whole_parameters(buckets: ProgramBuckets) -> ProgramBuckets:
         if not bucket.zero or not bucket.trainable:
             cut[bucket.name] = bucket
             continue
-        if bucket.inside:
-            raise ScheduleError(
-                "an optimizer that needs whole parameters cannot share their update beyond within=",
-                by="strategy",
-                facts={"parameters": bucket.pieces[0].name, "devices": show(bucket.devices)},
-                hint="leave optimizer_within out",
-            )
         load = loads.setdefault(bucket.groups, [0] * bucket.group_size)
         for piece in sorted(bucket.pieces, key=lambda piece: -piece.numel):
             owner = owners.setdefault(piece.name, load.index(min(load)))

@@ -132,8 +132,20 @@ class Bucket:
         """Return the most elements that a device has: all, the shard that it holds, or what it updates."""
         if not self.zero or extent == "whole":
             return self.padded if self.zero else self.numel
-        longest = max(b - a for a, b in pairwise(self.bounds)) if self.bounds else self.shard(0)[1]
-        return longest * self.parts if extent == "held" else longest
+        parts = self.parts if extent == "held" else 1
+        if not self.bounds:
+            return self.padded // self.group_size * parts
+        return max(stop - start for start, stop in pairwise(self.bounds[::parts]))
+
+    def sizes(self, how: ShardCollective, device: int) -> list[int]:
+        """Return the elements of the shard that each device of a group has which takes part with one."""
+        count = len(how.groups[0])
+        first = self.rank(device) // count * count
+        if "owned" in (how.gives, how.gets):
+            ranges = [self.shard(rank) for rank in range(first, first + count)]
+        else:
+            ranges = [self.gathered(rank) for rank in range(count)]
+        return [stop - start for start, stop in ranges]
 
     def rank(self, device: int) -> int:
         """Return the place of a device in its group."""

@@ -45,9 +45,7 @@ def shard_problems(plans: Plans, whole: bool) -> Iterator[str]:
         bounds = bucket.bounds
         if not bounds and not (whole and bucket.zero and bucket.trainable):
             continue
-        if bucket.inside:
-            yield f"{bucket.name} has uneven shards, of which owners cannot have equal parts"
-        elif len(bounds) != bucket.group_size + 1 or list(bounds) != sorted(bounds):
+        if len(bounds) != bucket.group_size + 1 or list(bounds) != sorted(bounds):
             yield f"{bucket.name} has no shard for each of its {bucket.group_size} replicas"
         elif (bounds[0], bounds[-1]) != (0, bucket.numel):
             yield f"the shards of {bucket.name} hold {bounds[0]} to {bounds[-1]} of {bucket.numel} elements"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from piper.ir.sharding import Sharding, spans_of_dim
-from piper.plan.bucket import Bucket
+from piper.plan.bucket import Bucket, ShardCollective
 from piper.runtime.comm.base import Group
 
 
@@ -24,7 +24,7 @@ class Layout:
     """Where a bucket's pieces lie, and which part of it one device owns."""
 
     def __init__(self, bucket: Bucket, device: int) -> None:
-        self.bucket = bucket
+        self.bucket, self.device = bucket, device
         self.position = bucket.devices.index(device)
         self.sharded = bucket.zero > 0
         self.sums: torch.dtype = getattr(torch, bucket.precision.sum_dtype)
@@ -32,8 +32,7 @@ class Layout:
         self.length = bucket.elements("whole")
         self.start, self.stop = bucket.owned(device)
         self.held = bucket.held(device)  # of the parameters
-        shards = map(bucket.shard, range(bucket.group_size))
-        self.shards = [stop - start for start, stop in shards] if bucket.bounds else None  # if they differ
+        self._sizes: dict[tuple[str, str], list[int]] = {}  # of the shards in each collective, if they differ
         self.shapes = [piece.shape for piece in bucket.pieces]
         self.index = {piece.name: i for i, piece in enumerate(bucket.pieces)}
         shown = [(piece.shape, torch.empty(piece.shape, device="meta").stride()) for piece in bucket.pieces]
@@ -71,7 +70,7 @@ class Layout:
             if low >= high:
                 continue
             run = owned[low - self.start : high - self.start]
-            whole = not self.sharded or self.shards is not None
+            whole = not self.sharded or self.bucket.bounds
             owned_pieces.append((piece.name, run.view(piece.shape) if whole else run))
         return owned_pieces
 
@@ -81,18 +80,25 @@ class Layout:
             return dict(self.segments(owned[0].reshape(-1)))
         return dict(zip(self.index, owned, strict=True))
 
-    def gather(self, group: Group, shard: Tensor, out: Tensor) -> None:
-        """Write every member's shard into a flat bucket."""
-        if self.shards is None:
-            group.all_gather(shard, out)
-        else:
-            group.all_gather_uneven(shard, out, self.shards)
+    def sizes(self, how: ShardCollective) -> list[int]:
+        """Return the elements of the shard of each device that takes part with this one."""
+        key = (how.gives, how.gets)
+        if key not in self._sizes:
+            self._sizes[key] = self.bucket.sizes(how, self.device)
+        return self._sizes[key]
 
-    def scatter(self, group: Group, flat: Tensor, length: int) -> Tensor:
-        """Return this device's shard of the sum of what all members give. length: of equal shards."""
-        if self.shards is None:
-            return group.reduce_scatter(flat, length)
-        return group.reduce_scatter_uneven(flat, self.shards)
+    def gather(self, group: Group, how: ShardCollective, shard: Tensor, out: Tensor) -> None:
+        """Write every member's shard into a flat tensor."""
+        if self.bucket.bounds:
+            group.all_gather_uneven(shard, out, self.sizes(how))
+        else:
+            group.all_gather(shard, out)
+
+    def scatter(self, group: Group, how: ShardCollective, flat: Tensor) -> Tensor:
+        """Return this device's shard of the sum of what all members give."""
+        if self.bucket.bounds:
+            return group.reduce_scatter_uneven(flat, self.sizes(how))
+        return group.reduce_scatter(flat, self.bucket.elements(how.gets))
 
     def local(self, value: Tensor, index: int) -> Tensor:
         """Return what this device holds of a full parameter: its own slice, where it is sharded."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from piper.plan.bucket import ShardCollective
 from piper.plan.weight_rows import RowRun, rows_of_shards, runs_of_rows
 from piper.runtime.accelerator import runs_triton
 from piper.runtime.bucket_layout import Layout
@@ -64,7 +65,9 @@ def rows_within(runs: Sequence[RowRun], start: int, values: Tensor) -> "RowsByOp
     return RowsByOperations(runs, start)
 
 
-def gather_in_fp8(layout: Layout, group: Group, own: Tensor) -> Callable[[Tensor], None]:
+def gather_in_fp8(
+    layout: Layout, group: Group, how: ShardCollective, own: Tensor
+) -> Callable[[Tensor], None]:
     """Return a function that writes every member's shard of a bucket into a flat tensor, rounded."""
     bucket = layout.bucket
     spans = rows_of_shards(bucket)
@@ -90,7 +93,7 @@ def gather_in_fp8(layout: Layout, group: Group, own: Tensor) -> Callable[[Tensor
         narrow = torch.zeros(len(own), dtype=E4M3, device=own.device)
         mine.narrow(own, peaks, narrow)
         arrived = torch.empty(layout.length, dtype=torch.uint8, device=own.device)
-        layout.gather(group, narrow.view(torch.uint8), arrived)
+        layout.gather(group, how, narrow.view(torch.uint8), arrived)
         whole.widen(arrived.view(E4M3), peaks, out)
         out[bucket.numel :] = 0
 

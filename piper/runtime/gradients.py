@@ -83,15 +83,14 @@ def reduce_scatter(env: Env, ins: Instr) -> Bound:
     value = next((env.at(slot) for slot in ins.reads if slot != ins.writes[0]), None)
     device = env.setup.device
     bucket = layout.bucket
-    kept = next(how.gets for how in bucket.reductions if bucket.gradient(how.gets) == ins.writes[0])
-    length = bucket.elements(kept)
+    how = next(how for how in bucket.reductions if bucket.gradient(how.gets) == ins.writes[0])
 
     def run() -> None:
         if value is None:  # no microbatch of this device gives a gradient: it adds nothing
             flat = torch.zeros(bucket.numel, dtype=layout.travels, device=device)
         else:
             flat = flat_of(slots[value], layout)
-        shard = layout.scatter(group, flat, length)
+        shard = layout.scatter(group, how, flat)
         if again:
             cast(Tensor, slots[target]).add_(shard)
         else:
@@ -130,7 +129,11 @@ def gather(env: Env, ins: Instr) -> Bound:
     whole, updated = holding.flat, ins.reads == ins.writes
     own = holding.own if updated else whole  # what this device has updated, or all that it holds
     narrow = layout.bucket.gathered_as and not updated
-    gather_into = gather_in_fp8(layout, group, own) if narrow else partial(layout.gather, group, own)
+    how = layout.bucket.gather_updated if updated else layout.bucket.gather_for_use
+    assert how is not None, "every device has all of it"
+    gather_into = (
+        gather_in_fp8(layout, group, how, own) if narrow else partial(layout.gather, group, how, own)
+    )
 
     def gather_whole() -> None:
         out = own.new_empty(layout.length)

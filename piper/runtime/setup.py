@@ -123,8 +123,3 @@ def initial_tensors(program: ProgramLike) -> dict[str, Tensor]:
     log.debug("Drawing initial values")
     model = build_model(program.job, drawing_device(program))
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-
-
-def initial_values(program: ProgramLike) -> Initial:
-    """Return a function from a name to the initial value of that parameter or buffer."""
-    return initial_tensors(program).__getitem__

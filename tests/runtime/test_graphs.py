@@ -33,7 +33,7 @@ from piper.runtime.cuda.graph_inputs import Intake, Rates
 from piper.runtime.cuda.graphs import WARM, GraphExecutor, put_back
 from piper.runtime.device_state import fuse
 from piper.runtime.kernels import KERNELS
-from piper.runtime.setup import Setup, initial_values, setup_of
+from piper.runtime.setup import Setup, initial_tensors, setup_of
 from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Worker
 from tests.runtime.grid import Cell, batches, compiled, job
@@ -205,7 +205,7 @@ def test_rows_come_by_static_memory_as_without(cell: Cell) -> None:
     program = compiled(cell)
     setup, world = setup_of(program), World(program.plans, 5.0)
     for device in sorted(device for plan in program.plans for device in plan.devices):
-        worker = Worker(setup, device, world.member(device), initial_values(program), Options())
+        worker = Worker(setup, device, world.member(device), initial_tensors(program).__getitem__, Options())
         env = worker.env
         loads = [ins for ins in env.plan.instrs if ins.op == "load"]
         intake = Intake()
@@ -240,7 +240,7 @@ def test_rates_reach_the_optimizer_and_leave_it_as_it_was() -> None:
     for intake in (None, Intake()):
         kernels = KERNELS if intake is None else intake.kernels(KERNELS)
         member = World(program.plans, 5.0).member(0)
-        worker = Worker(setup, 0, member, initial_values(program), Options(), kernels=kernels)
+        worker = Worker(setup, 0, member, initial_tensors(program).__getitem__, Options(), kernels=kernels)
         told = []
         for batch in batches(cell, 4):
             if intake is not None:

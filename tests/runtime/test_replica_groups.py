@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -60,11 +60,21 @@ def program(strategy: Sequence[Directive], case: str = "mlp", rows: int = 8) -> 
     )
 
 
-def differs(made: Program, case: str = "mlp", rows: int = 8, forks: ForkServer | None = None) -> float:
+def adafactor(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params, lr=0.05)
+
+
+def differs(
+    made: Program,
+    case: str = "mlp",
+    rows: int = 8,
+    forks: ForkServer | None = None,
+    optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = plain.sgd,
+) -> float:
     """The largest difference of losses and of the state from plain PyTorch, after three steps."""
     model = zoo.case(case)
     batches = [model.batch(rows, seed) for seed in range(3)]
-    wanted = plain.train(model.model, model.loss, batches)
+    wanted = plain.train(model.model, model.loss, batches, optimizer=optimizer)
     with launch_local(made, Options(), forks) if forks else launch_inline(made) as run:
         losses = [run.step(batch).loss for batch in batches]
         state = run.state_dict()
@@ -241,10 +251,14 @@ def test_groups_that_cannot_be_are_refused(strategy: list[Directive], what: str)
     assert what in str(raised.value), raised.value
 
 
-def test_an_optimizer_that_needs_whole_parameters_is_refused_where_their_update_is_shared() -> None:
-    further = program([replicate(at(), FOUR, zero=3, within=2, optimizer_within=4)]).job
-    with pytest.raises(ScheduleError, match="cannot share their update beyond within="):
-        compile(replace(further, optimizer=lambda params: torch.optim.Adafactor(params)), device="cpu")
+@pytest.mark.parametrize(("devices", "owners"), [(4, 4), (8, 4)])
+def test_an_optimizer_that_needs_whole_parameters_has_an_owner_for_each(devices: int, owners: int) -> None:
+    """Shards are cut between parameters, so that those of a group, and the parts of owners, differ in size."""
+    further = replicate(at(), range(devices), zero=3, within=2, optimizer_within=owners)
+    whole = replace(program([further, split(at(), parts=2)], rows=16).job, optimizer=adafactor)
+    made = compile(whole, device="cpu")
+    assert any(len({*bucket.sizes(bucket.reductions[1], 0)}) > 1 for bucket in made.plans.buckets.values())
+    assert differs(made, rows=16, optimizer=adafactor) < 1e-9
 
 
 def test_the_proof_finds_parameters_whose_parts_are_not_gathered() -> None:

@@ -21,7 +21,7 @@ from piper.ir.select import at
 from piper.run.launch import launch_inline
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.executor import Executor
-from piper.runtime.setup import initial_values, setup_of
+from piper.runtime.setup import initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.workers.answers import WorkerAnswers
 from tests import zoo
@@ -58,7 +58,7 @@ def test_two_runs_are_equal_bit_by_bit_with_and_without_streams(cell: Cell) -> N
 def test_gloo_gives_the_bits_of_threads(cell: Cell) -> None:
     program = compiled(cell, "fp32")
     _, state = trained(program, cell, Options())
-    setup, initial, store = setup_of(program), initial_values(program), HashStore()
+    setup, initial, store = setup_of(program), initial_tensors(program).__getitem__, HashStore()
     devices = sorted(device for plan in program.plans for device in plan.devices)
 
     def work(device: int) -> Worker:
