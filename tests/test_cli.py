@@ -112,7 +112,7 @@ def test_plan_prints_the_grid_and_the_proof(piper: Piper, recipe: Path, tmp_path
 def test_plan_as_json_is_one_object(piper: Piper, recipe: Path) -> None:
     done = piper("plan", f"{recipe}:pipeline", "--json")
     report = json.loads(done.stdout)
-    assert list(report) == ["devices", "nodes", "instructions", "comm_bytes", "peak_bytes"]
+    assert list(report) == ["schema", "verb", "devices", "nodes", "instructions", "comm_bytes", "peak_bytes"]
     assert report["devices"] == [0, 1, 2, 3]
     assert all(len(report[key]) == 4 for key in ("instructions", "comm_bytes", "peak_bytes"))
     assert report["comm_bytes"][0] > 0

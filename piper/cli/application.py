@@ -9,6 +9,8 @@ from typing import Annotated, NoReturn, TextIO
 import typer
 from rich.console import Console
 
+from piper.cli.answer import with_json
+from piper.cli.json_schema import schema_text
 from piper.cli.options import USER_ERROR
 from piper.errors import PiperError
 from piper.version import VERSION
@@ -45,7 +47,7 @@ def app_with(verbs: Iterable[str] = VERBS) -> typer.Typer:
     app.callback()(root)
     for verb in verbs:
         module, function = ("export", "import_weights") if verb == "import" else (verb, verb)
-        app.command(verb)(getattr(import_module(f"piper.cli.{module}"), function))
+        app.command(verb)(with_json(verb, getattr(import_module(f"piper.cli.{module}"), function)))
     return app
 
 
@@ -87,9 +89,25 @@ def show_version(asked: bool) -> None:
         raise typer.Exit
 
 
+def show_schema(asked: bool) -> None:
+    """Print the schema of what `--json` prints and end, where it is asked for."""
+    if asked:
+        sys.stdout.write(schema_text())
+        raise typer.Exit
+
+
 def root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
+    ] = False,
+    schema: Annotated[
+        bool,
+        typer.Option(
+            "--schema",
+            help="Print the JSON schema of what --json prints.",
+            callback=show_schema,
+            is_eager=True,
+        ),
     ] = False,
 ) -> None:
     """Plan, check and run distributed training strategies for PyTorch."""

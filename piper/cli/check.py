@@ -2,13 +2,15 @@
 
 import math
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from piper.cli.options import NO, SUCCESS, AsJson, Compile, Device, Recipe, StrategyFile, print_json
+from piper.cli.answer import Answer
+from piper.cli.options import NO, SUCCESS, Compile, Device, Recipe, StrategyFile
+from piper.cli.reports import CheckReport
 from piper.workers.rank_zero import on_rank_zero
 
 if TYPE_CHECKING:
@@ -26,8 +28,7 @@ def check(
     compiled: Compile = False,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to compare.")] = 2,
     tol: Annotated[float, typer.Option(help="The largest relative difference that passes.")] = 1e-9,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
     from piper.check.check import check as compare
     from piper.compiler import compile
@@ -40,19 +41,30 @@ def check(
     program = compile(job, device=device, compile=compiled)
     batches = list(islice(batches_of(job.data), steps))
     report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
-    if as_json:
-        print_json(check_report(report))
-    else:
-        sys.stdout.write(check_text(report, f"{len(batches)} steps on {on}"))
-    sys.exit(SUCCESS if report.ok else NO)
+    return Answer(
+        report=check_report(report),
+        show=lambda: sys.stdout.write(check_text(report, f"{len(batches)} steps on {on}")),
+        code=SUCCESS if report.ok else NO,
+    )
 
 
-def check_report(report: "Report") -> dict[str, object]:
-    """Return what `piper check --json` prints; a difference that is not a finite number is null."""
+def check_report(report: "Report") -> CheckReport:
+    """Return what `piper check --json` prints."""
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(report).items()
+        "ok": report.ok,
+        "max_loss_diff": finite(report.max_loss_diff),
+        "max_grad_diff": finite(report.max_grad_diff),
+        "max_param_diff": finite(report.max_param_diff),
+        "first_bad": report.first_bad,
+        "notes": [*report.notes],
+        "sliced": report.sliced,
+        "groups": report.groups,
     }
+
+
+def finite(difference: float) -> float | None:
+    """Return a difference, or None if JSON has no number for it."""
+    return difference if math.isfinite(difference) else None
 
 
 def check_text(report: "Report", what: str) -> str:

@@ -3,13 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
 
-from piper.cli.options import AsJson, ClusterName, CostsFile, print_json
+from piper.cli.answer import Answer
+from piper.cli.options import ClusterName, CostsFile
 from piper.cli.plan import moved
+from piper.cli.reports import DiffReport, SeatReport, SideReport
 from piper.cli.simulate import prices_of
 from piper.ir.chunk import CapturedModel
 from piper.ir.devices import show
@@ -30,8 +32,7 @@ def diff(
     b: Annotated[str, typer.Argument(help=EITHER, metavar="B")],
     cluster: ClusterName = None,
     costs: CostsFile = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Compare two strategies: step time, bubble, bytes, memory, and which nodes moved."""
     prices = prices_of(cluster, costs)
     (plans_a, model_a), (plans_b, model_b) = plans_and_model(a), plans_and_model(b)
@@ -47,10 +48,10 @@ def diff(
         difference=difference(plans_a, plans_b),
         clock=prices.name if timed else "",
     )
-    if as_json:
-        print_json(compared_report(compared))
-    else:
-        print_compared(compared, Console(highlight=False, soft_wrap=True))
+    return Answer(
+        report=compared_report(compared),
+        show=lambda: print_compared(compared, Console(highlight=False, soft_wrap=True)),
+    )
 
 
 def plans_and_model(name: str) -> tuple[Plans, CapturedModel | None]:
@@ -94,13 +95,14 @@ def summary(plans: Plans, simulation: Simulation) -> dict[str, float]:
     }
 
 
-def compared_report(compared: Compared) -> dict[str, object]:
+def compared_report(compared: Compared) -> DiffReport:
     """Return what `--json` prints."""
     changes = compared.difference
-    sides = zip(("a", "b"), compared.names, compared.plans, compared.simulations, strict=True)
+    a, b = map(side_report, compared.names, compared.plans, compared.simulations)
     return {
         "clock": compared.clock or "units",
-        **{side: {"name": name, **summary(plans, simulation)} for side, name, plans, simulation in sides},
+        "a": a,
+        "b": b,
         "only_a": list(changes.gone),
         "only_b": list(changes.new),
         "moved": [{"node": m.node, "a": seat(m.before), "b": seat(m.after)} for m in changes.moved],
@@ -110,7 +112,12 @@ def compared_report(compared: Compared) -> dict[str, object]:
     }
 
 
-def seat(where: Seat) -> dict[str, object]:
+def side_report(name: str, plans: Plans, simulation: Simulation) -> SideReport:
+    """Return one of both as an object."""
+    return cast(SideReport, {"name": name, **summary(plans, simulation)})
+
+
+def seat(where: Seat) -> SeatReport:
     """Return where a node runs, as an object."""
     return {"devices": show(where.devices), "stream": where.stream}
 

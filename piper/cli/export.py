@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.options import AsJson, Recipe, RunFolder, print_json
+from piper.cli.answer import Answer
+from piper.cli.options import Recipe, RunFolder
+from piper.cli.reports import ExportReport
 from piper.errors import ConfigError, deprecated
 
 FORMS = ("hf", "peft", "dcp", "torchtitan", "safetensors", "torch")
@@ -37,8 +39,7 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="The type to write; else as trained.", metavar="fp32|bf16|fp64")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Write a checkpoint of a run as a folder that other programs read."""
     import torch  # paid for only where it is used
 
@@ -72,7 +73,7 @@ def export(
     else:
         kind = export_state(job, values, folder, form=form, dtype=wanted)
     nbytes = sum(file.stat().st_size for file in folder.iterdir())
-    report = {
+    report: ExportReport = {
         "folder": str(folder),
         "format": form,
         "model": kind,
@@ -80,13 +81,9 @@ def export(
         "step": values.record.step,
         "bytes": nbytes,
     }
-    if as_json:
-        print_json(report)
-        return
     steps = count(values.record.step, "step")
-    sys.stdout.write(
-        f"Exported {kind} after {steps}, {size(nbytes)}\n  from     {checkpoint}\n  to       {folder}\n"
-    )
+    text = f"Exported {kind} after {steps}, {size(nbytes)}\n  from     {checkpoint}\n  to       {folder}\n"
+    return Answer(report=report, show=lambda: sys.stdout.write(text))
 
 
 def import_weights(
@@ -96,8 +93,7 @@ def import_weights(
         typer.Argument(help="A DCP folder, a folder of safetensors files, or a file of torch.save."),
     ],
     out: RunFolder = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Make a run that goes on from a checkpoint of another program: `piper train --resume` trains it."""
     from piper.ir.format import count
     from piper.recipe import load_recipe
@@ -105,8 +101,9 @@ def import_weights(
 
     made = import_start(recipe, load_recipe(recipe), weights, out)
     train = f"piper train {recipe} --out {made.folder} --resume"
-    if as_json:
-        print_json({"run": str(made.folder), "step": made.step, "optimizer": made.optimizer, "train": train})
-        return
     what = f"weights and optimizer after {count(made.step, 'step')}" if made.optimizer else "weights"
-    sys.stdout.write(f"Imported {weights}: {what}\n  run      {made.folder}\n  train    {train}\n")
+    text = f"Imported {weights}: {what}\n  run      {made.folder}\n  train    {train}\n"
+    return Answer(
+        report={"run": str(made.folder), "step": made.step, "optimizer": made.optimizer, "train": train},
+        show=lambda: sys.stdout.write(text),
+    )

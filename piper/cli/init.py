@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from piper.cli.answer import Answer
 from piper.errors import ConfigError
 
 TEMPLATE = '''"""A small decoder that learns to count, and three strategies. Put your own model and data in.
@@ -95,7 +96,7 @@ def four() -> piper.Job:
 
 def init(
     name: Annotated[str, typer.Argument(help="The recipe's file: NAME.py.", metavar="NAME")],
-) -> None:
+) -> Answer:
     """Write a recipe to begin with: a small model and strategies for one, two and four devices."""
     path = Path(name) if Path(name).suffix == ".py" else Path(f"{name}.py")
     try:
@@ -112,8 +113,12 @@ def init(
             facts={"why": str(error)},
             hint="name a file in a folder that exists and is yours",
         ) from None
-    sys.stdout.write(
+    text = (
         f"Wrote {path}. Next:\n"
         f"  piper check {path}:four    the same numbers as one device?\n"
         f"  piper train {path}:four    trains on four processes of this machine\n"
+    )
+    return Answer(
+        report={"file": str(path), "recipes": [f"{path}:{name}" for name in ("one", "two", "four")]},
+        show=lambda: sys.stdout.write(text),
     )

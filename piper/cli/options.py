@@ -1,7 +1,5 @@
-"""What several verbs share: arguments and options, exit codes, JSON."""
+"""What several verbs share: arguments and options, exit codes."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +12,6 @@ PREEMPTED = 75  # EX_TEMPFAIL: try again
 INTERRUPTED = 130  # as a shell has it after Ctrl-C
 
 Recipe = Annotated[str, typer.Argument(help="file.py:function, which returns a piper.Job", metavar="RECIPE")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda; else CUDA where there is any.", metavar="cpu|cuda")
 ]
@@ -41,8 +38,3 @@ RunFolder = Annotated[
     Path | None,
     typer.Option("--out", help="The run's folder; else runs/recipe-function, numbered.", metavar="DIR"),
 ]
-
-
-def print_json(report: object) -> None:
-    """Print what `--json` asks for: one object on one line."""
-    sys.stdout.write(json.dumps(report) + "\n")

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from piper.cli.options import AsJson, Compile, Recipe, StrategyFile, print_json
+from piper.cli.answer import Answer
+from piper.cli.options import Compile, Recipe, StrategyFile
+from piper.cli.reports import PlanReport
 from piper.errors import ConfigError
 from piper.ir.devices import show
 from piper.ir.format import count, size, table_of
@@ -40,8 +42,7 @@ def plan(
     ] = None,
     strategy: StrategyFile = None,
     compiled: Compile = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Compile a recipe, prove its plans and show them."""
     from piper.compiler import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
@@ -49,10 +50,10 @@ def plan(
     program = compile(load_recipe(recipe, strategy), compile=compiled)
     if text is not None:
         write_output(text, show_plans(program.plans), "plans  seed=", "the plans")
-    if as_json:
-        print_json(plan_report(program))
-        return
-    print_plan(program, Console(highlight=False, soft_wrap=True), device=device, why=why)
+    console = Console(highlight=False, soft_wrap=True)
+    return Answer(
+        report=plan_report(program), show=lambda: print_plan(program, console, device=device, why=why)
+    )
 
 
 def moved(plan: Plan) -> int:
@@ -65,21 +66,24 @@ def host_moved(plan: Plan) -> int:
     return sum(ins.nbytes for ins in plan.instrs if ins.op == "offload")
 
 
-def plan_report(program: "Program") -> dict[str, object]:
-    """Return what `--json` prints. Its lists go device by device, in the order of `devices`."""
+def plan_report(program: "Program") -> PlanReport:
+    """Return what `--json` prints."""
     rows = {device: plan for plan in program.plans for device in plan.devices}
     peaks = {id(plan): timeline(plan).peak for plan in program.plans}
     each = [rows[device] for device in sorted(rows)]
     survives, held = survival(program.plans), [*map(host_peak, each)]
-    return {
+    report: PlanReport = {
         "devices": sorted(rows),
         "nodes": len(program.work.sequence),
         "instructions": [len(plan.instrs) for plan in each],
         "comm_bytes": [*map(moved, each)],
         "peak_bytes": [peaks[id(plan)] for plan in each],
-        **({"survives": asdict(survives)} if survives is not None else {}),
-        **({"offload_bytes": [*map(host_moved, each)], "host_bytes": held} if any(held) else {}),
     }
+    if survives is not None:
+        report["survives"] = asdict(survives)
+    if any(held):
+        report["offload_bytes"], report["host_bytes"] = [*map(host_moved, each)], held
+    return report
 
 
 def print_plan(program: "Program", console: Console, *, device: int | None, why: bool) -> None:

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from piper.cli.options import AsJson, print_json
+from piper.cli.answer import Answer
+from piper.cli.reports import NodeReport, OpReport, ProfileReport
 from piper.errors import ConfigError
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console
 from piper.plan.instr import Instr
@@ -58,8 +59,7 @@ def profile(
         Path | None,
         typer.Option(help="Measure this machine, for `piper simulate --cluster`.", metavar="FILE"),
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Show what the steps of a run were made of: by op, and by piece of the model."""
     if target is None and cluster_out is None:
         raise ConfigError(
@@ -67,7 +67,7 @@ def profile(
             by="piper profile",
             hint="name a run's folder or a recipe, or measure this machine with --cluster-out FILE",
         )
-    console = wide_console(stderr=as_json)
+    console = wide_console()
     if cluster_out is not None:
         from piper.cli.machine import measure, write_cluster
 
@@ -76,15 +76,12 @@ def profile(
             f"Cluster in {cluster_out}: piper simulate RECIPE --cluster {cluster_out}", markup=False
         )
     if target is None:
-        return
+        return Answer(report={"cluster": str(cluster_out)}, show=lambda: None)
     recorded = profile_at(target, on, steps, console)
     if calibrate is not None:
         write_calibration(recorded, calibrate, cluster, also or [])
         console.print(f"Costs in {calibrate}: piper simulate RECIPE --costs {calibrate}")
-    if as_json:
-        print_json(profile_report(recorded))
-    else:
-        print_profile(recorded, console)
+    return Answer(report=profile_report(recorded), show=lambda: print_profile(recorded, console))
 
 
 def profile_at(target: str, on: str, steps: int, console: Console) -> Profile:
@@ -148,7 +145,7 @@ def node_name(ins: Instr, axes: Iterable[str]) -> str:
     return node
 
 
-def profile_report(profile: Profile) -> dict[str, object]:
+def profile_report(profile: Profile) -> ProfileReport:
     """Return what `--json` prints: seconds of one device in one step, on average."""
     scale = profile.count * len(profile.tracks)
     return {
@@ -160,11 +157,13 @@ def profile_report(profile: Profile) -> dict[str, object]:
         "step_s": [profile.seconds(step) for step in range(profile.count)],
         "clock_error_s": profile.error,
         "ops": [row_report(row, scale) for row in rows_of(profile, by_node=False)],
-        "nodes": [{"node": row.name, **row_report(row, scale)} for row in rows_of(profile, by_node=True)],
+        "nodes": [
+            NodeReport(node=row.name, **row_report(row, scale)) for row in rows_of(profile, by_node=True)
+        ],
     }
 
 
-def row_report(row: Row, scale: int) -> dict[str, object]:
+def row_report(row: Row, scale: int) -> OpReport:
     """Return one group of instructions as an object."""
     return {
         "op": row.op,

@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
+from piper.cli.answer import Answer
 from piper.errors import ConfigError
 from piper.process.files import write_output
+from piper.schedules.action import group_text
 from piper.schedules.grid import Grid
 from piper.schedules.names import SYNTHESISED, grid_for, known
 from piper.schedules.synthesis.synthesise import Alike, summary, synthesised
@@ -39,7 +41,7 @@ def schedule(
         bool, typer.Option("--csv", help="Print torch.distributed.pipelining's compute-only CSV.")
     ] = False,
     svg: Annotated[Path | None, typer.Option(help="Write it as an SVG picture instead.")] = None,
-) -> None:
+) -> Answer:
     """Show a pipeline schedule as a grid, as CSV that torch reads, or as a picture.
 
     `synthesised` searches for a short schedule within a memory limit, and says how far it is from the best.
@@ -57,7 +59,7 @@ def schedule(
             last=1.0 if last is None else last,
         )
         synthesis = synthesised(pipeline)
-        grid, times, below = synthesis.grid, synthesis.costs, f"\n{summary(pipeline, synthesis)}\n"
+        grid, times, below = synthesis.grid, synthesis.costs, summary(pipeline, synthesis)
     else:
         refuse_options(name, memory=memory, costs=costs, last=last)
         grid = grid_for(name, ranks, microbatches, stages_per_rank)
@@ -68,8 +70,23 @@ def schedule(
 
         title = f"{name}, {ranks} ranks, {microbatches} microbatches"
         write_output(svg, draw_grid(of_schedule(grid, title, times)), DRAWING)
-    else:
-        sys.stdout.write(to_csv(grid) if csv else f"{picture(grid, times)}\n{below}")
+    return Answer(
+        report={
+            "name": name,
+            "ranks": ranks,
+            "microbatches": microbatches,
+            "rows": [[*map(group_text, row)] for row in grid.rows],
+            "summary": below or None,
+            "svg": None if svg is None else str(svg),
+        },
+        show=lambda: None if svg is not None else print_grid(grid, times, below, csv=csv),
+    )
+
+
+def print_grid(grid: Grid, times: Costs, below: str, *, csv: bool) -> None:
+    """Print a schedule as CSV, or as a picture with what is said of it below."""
+    said = f"\n{below}\n" if below else ""
+    sys.stdout.write(to_csv(grid) if csv else f"{picture(grid, times)}\n{said}")
 
 
 def parsed_costs(text: str) -> tuple[float, float, float]:

@@ -2,11 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
-from piper.cli.options import NO, SUCCESS, AsJson, Compile, Device, print_json
+from piper.cli.answer import Answer
+from piper.cli.options import NO, SUCCESS, Compile, Device
+from piper.cli.reports import SelftestReport
 from piper.ir.format import wide_console
 from piper.process.files import check_output, write_output
 
@@ -25,8 +27,7 @@ def selftest(
     ] = None,
     device: Device = None,
     compiled: Compile = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Try the links, collectives, compositions and recovery of this machine, and torch beside them.
 
     Prints one page, which ends with a verdict. The exit code is 1 if anything failed.
@@ -46,8 +47,8 @@ def selftest(
     )
     if out is not None:
         write_output(out, page.markdown(), MARK)
-    if as_json:
-        print_json(page.report())
-    else:
-        sys.stdout.write(page.markdown())
-    sys.exit(SUCCESS if page.ok else NO)
+    return Answer(
+        report=cast(SelftestReport, page.report()),
+        show=lambda: sys.stdout.write(page.markdown()),
+        code=SUCCESS if page.ok else NO,
+    )

@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from piper.cli.options import (
-    AsJson,
-    ClusterName,
-    Compile,
-    CostsFile,
-    Recipe,
-    StrategyFile,
-    print_json,
-)
+from piper.cli.answer import Answer
+from piper.cli.options import ClusterName, Compile, CostsFile, Recipe, StrategyFile
+from piper.cli.reports import SimulateReport
 from piper.ir.chunk import CapturedModel
 from piper.ir.devices import show
 from piper.ir.dtypes import DTYPES
@@ -57,8 +51,7 @@ def simulate(
     costs: CostsFile = None,
     strategy: StrategyFile = None,
     compiled: Compile = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Simulate a step of a recipe: its time, bubble, exposed communication, peak memory, and why."""
     from piper.compiler import compile  # torch is paid for only where it is used
     from piper.recipe import load_recipe
@@ -76,10 +69,10 @@ def simulate(
         throughput=throughput_of(program, prices.cluster),
         cycle=tuple(cycle),
     )
-    if as_json:
-        print_json(simulation_report(simulated))
-    else:
-        print_simulation(simulated, Console(highlight=False, soft_wrap=True))
+    return Answer(
+        report=simulation_report(simulated),
+        show=lambda: print_simulation(simulated, Console(highlight=False, soft_wrap=True)),
+    )
 
 
 def throughput_of(program: "Program", cluster: Cluster | None) -> Throughput:
@@ -166,32 +159,28 @@ class SimulatedStep:
         return usable[program] if usable else None
 
 
-def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
-    """Return what `--json` prints: the lists go device by device, in the order of `devices`."""
+def simulation_report(simulated: SimulatedStep) -> SimulateReport:
+    """Return what `--json` prints."""
     simulation = simulated.simulation
     program = {device: n for n, plan in enumerate(simulated.plans) for device in plan.devices}
     devices = sorted(program)
     rows = [program[device] for device in devices]
     accounts, memories = simulation.accounts, simulation.memories
     survives = survival(simulated.plans)
-    return {
+    report: SimulateReport = {
         "on": simulated.prices.name,
         "step_s": simulation.step,
-        **({"mean_step_s": simulated.mean_step} if simulated.cycle else {}),
         "bubble": simulation.bubble,
-        f"{simulated.throughput.unit}_per_s": simulated.throughput.amount / simulated.mean_step,
         "mfu": simulated.throughput.mfu(simulated.mean_step),
         "devices": devices,
         "busy_s": [accounts[row].busy for row in rows],
         "bubble_s": [accounts[row].bubble for row in rows],
         "bubble_rate": [accounts[row].rate for row in rows],
-        "exposed_s": [accounts[row].exposed for row in rows],
-        "communication_s": [accounts[row].communication for row in rows],
+        "exposed_s": [dict(accounts[row].exposed.items()) for row in rows],
+        "communication_s": [dict(accounts[row].communication.items()) for row in rows],
         "contention_s": [accounts[row].contention for row in rows],
         "peak_bytes": [memories[row].peak for row in rows],
         "usable_bytes": [simulated.usable(row) for row in rows],
-        **({"offloaded_bytes": [simulated.on_host[row] for row in rows]} if any(simulated.on_host) else {}),
-        **({"host_bytes": survives.host_bytes} if survives is not None else {}),
         "at_peak": [dict(memories[row].at_peak[:MOST_LIVE]) for row in rows],
         "critical_path": [
             {
@@ -205,6 +194,18 @@ def simulation_report(simulated: SimulatedStep) -> dict[str, object]:
             for link in simulation.path
         ],
     }
+    rate = simulated.throughput.amount / simulated.mean_step
+    if simulated.throughput.unit == "tokens":
+        report["tokens_per_s"] = rate
+    else:
+        report["samples_per_s"] = rate
+    if simulated.cycle:
+        report["mean_step_s"] = simulated.mean_step
+    if any(simulated.on_host):
+        report["offloaded_bytes"] = [simulated.on_host[row] for row in rows]
+    if survives is not None:
+        report["host_bytes"] = [*survives.host_bytes]
+    return report
 
 
 def print_simulation(simulated: SimulatedStep, console: Console) -> None:

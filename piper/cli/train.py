@@ -3,16 +3,27 @@
 import sys
 from pathlib import Path
 from shutil import which
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 from rich.console import Console
 
-from piper.cli.options import INTERRUPTED, PREEMPTED, Compile, Device, Recipe, RunFolder, StrategyFile
+from piper.cli.answer import Answer
+from piper.cli.options import (
+    INTERRUPTED,
+    PREEMPTED,
+    Compile,
+    Device,
+    Recipe,
+    RunFolder,
+    StrategyFile,
+)
+from piper.cli.reports import RankReport, TrainReport
 from piper.train.interrupt import GRACE
 from piper.workers.rank_zero import on_rank_zero
 
 if TYPE_CHECKING:
+    from piper.train.measure import Outcome
     from piper.train.train_options import TrainOptions
 
 
@@ -63,7 +74,7 @@ def train(
         int,
         typer.Option(help="On Ray, under torchrun: workers more than devices.", metavar="N"),
     ] = 0,
-) -> None:
+) -> Answer:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
     options = locals()  # each is a field of the record
     from piper.train.train_options import TrainOptions  # torch is paid for only where it is used
@@ -72,13 +83,13 @@ def train(
     if on.startswith("rank:"):
         from piper.train.train_command import train_alone
 
-        sys.stdout.write(train_alone(asked))
-        return
-    train_and_report(asked)
+        rank = train_alone(asked)
+        return Answer(report=cast(RankReport, rank.report()), show=lambda: sys.stdout.write(str(rank)))
+    return train_and_report(asked)
 
 
-def train_and_report(asked: "TrainOptions") -> None:
-    """Train a recipe, and say how the run ended and how to go on. Exit if a signal has stopped it."""
+def train_and_report(asked: "TrainOptions") -> Answer:
+    """Train a recipe, and say how the run ended and how to go on. Exit if a signal left nothing to report."""
     from piper.train.interrupt import PreemptedError
     from piper.train.measure import ending, stopping
     from piper.train.train_command import train_recipe
@@ -93,8 +104,33 @@ def train_and_report(asked: "TrainOptions") -> None:
         given = "" if asked.strategy is None else f" --strategy {asked.strategy}"
         same = f"{asked.recipe} --on {asked.on}{given}"
         again = f"{called_as()} train {same} --steps {outcome.steps} --out {outcome.folder} --resume"
-        interrupted(stopping(outcome, again), PREEMPTED if outcome.preempted else INTERRUPTED)
-    sys.stdout.write(ending(outcome, called_as()) + "\n")
+        return Answer(
+            report=train_report(outcome),
+            show=lambda: sys.stderr.write(stopping(outcome, again) + "\n"),
+            code=PREEMPTED if outcome.preempted else INTERRUPTED,
+        )
+    return Answer(
+        report=train_report(outcome), show=lambda: sys.stdout.write(ending(outcome, called_as()) + "\n")
+    )
+
+
+def train_report(outcome: "Outcome") -> TrainReport:
+    """Return how a run ended, for scripts."""
+    from piper.train.run_folder import METRICS
+
+    first, last = outcome.first, outcome.last
+    stopped = ("preempted" if outcome.preempted else "interrupted") if outcome.stopped else None
+    return {
+        "run": str(outcome.folder),
+        "metrics": None if last is None else str(outcome.folder / METRICS),
+        "step": outcome.done,
+        "steps": outcome.steps,
+        "first_loss": None if first is None else first.loss,
+        "last_loss": None if last is None else last.loss,
+        "seconds": outcome.seconds,
+        "saved": outcome.saved,
+        "stopped": stopped,
+    }
 
 
 def interrupted(message: str, code: int = INTERRUPTED) -> NoReturn:

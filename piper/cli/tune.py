@@ -11,7 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from piper.cli.options import AsJson, Compile, CostsFile, Recipe, print_json
+from piper.cli.answer import Answer
+from piper.cli.options import Compile, CostsFile, Recipe
+from piper.cli.reports import TuneReport
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console
@@ -66,8 +68,7 @@ def tune(
         typer.Option(help="Run the best K on this machine too, and choose the fastest.", metavar="K"),
     ] = None,
     compiled: Compile = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Search for the strategy of a recipe with the shortest simulated step that fits in memory.
 
     With --measure the best few then run on this machine, and the fastest of them is chosen.
@@ -103,10 +104,7 @@ def tune(
             file.write_text(text, encoding="utf-8")
     if page is not None:
         write_output(page, tuning_page(tuned, recipe), MARK)
-    if as_json:
-        print_json(tuned_report(tuned))
-        return
-    print_tuned(tuned, wide_console(), recipe, out)
+    return Answer(report=tuned_report(tuned), show=lambda: print_tuned(tuned, wide_console(), recipe, out))
 
 
 def read_size(text: str) -> int:
@@ -228,7 +226,7 @@ def print_discarded(tuned: "Tuned", console: Console) -> None:
     console.print(f"  such as {closest.choice.label}: {reason_of(closest, tuned.best.step)}")
 
 
-def tuned_report(tuned: "Tuned") -> dict[str, object]:
+def tuned_report(tuned: "Tuned") -> TuneReport:
     """Return the outcome as one object."""
     from piper.tuning.result import reason_of, tally
 

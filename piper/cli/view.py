@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from piper.cli.answer import Answer
 from piper.cli.options import Compile, CostsFile, StrategyFile
 from piper.cli.simulate import CLUSTER, Prices, prices_of
 from piper.errors import ConfigError
@@ -49,7 +50,7 @@ def view(
     costs: CostsFile = None,
     strategy: StrategyFile = None,
     compiled: Compile = False,
-) -> None:
+) -> Answer:
     """Show a strategy: its pipeline, streams, memory, dependencies and what made them, planned and measured.
 
     Without --svg, --png, --trace or --text it writes one page that opens in any browser, without a network.
@@ -66,12 +67,19 @@ def view(
         write_output(png, draw_png(drawn), PICTURE)
     if trace:
         write_output(trace, plan_trace(subject), TRACE)
-    if text:
-        sys.stdout.write(f"{grid_text(subject.plans, subject.tags)}\n\n{timeline_text(subject, WIDTH)}\n")
-    if out or not (svg or png or trace or text):
-        written = out or REPORT
+    streams = f"{grid_text(subject.plans, subject.tags)}\n\n{timeline_text(subject, WIDTH)}\n" if text else ""
+    written = out if out or svg or png or trace or text else REPORT
+    if written:
         write_output(written, page(subject), PAGE)
-        sys.stdout.write(f"{written}: open it in a browser\n")
+    files = {"page": written, "svg": svg, "png": png, "trace": trace}
+    return Answer(
+        report={
+            "title": subject.title,
+            "files": {kind: str(file) for kind, file in files.items() if file},
+            "text": streams or None,
+        },
+        show=lambda: sys.stdout.write(streams + (f"{written}: open it in a browser\n" if written else "")),
+    )
 
 
 def subject_of(

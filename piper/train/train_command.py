@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -32,7 +32,7 @@ from piper.run.retrying import disk_of
 from piper.run.run import Run, Watch
 from piper.run.run_events import Event
 from piper.run.saves import checkpoints_of, past_of, prepare_saves
-from piper.run.single_rank_run import SingleRankRun, launch_single_rank
+from piper.run.single_rank_run import PeakMemory, SingleRankRun, launch_single_rank
 from piper.runtime.worker import Options
 from piper.train.display import ConsoleLog, Stages, display
 from piper.train.elastic_programs import Programs, SizeFile
@@ -301,7 +301,7 @@ def watching(
         yield tell
 
 
-def train_alone(asked: TrainOptions) -> str:
+def train_alone(asked: TrainOptions) -> "RankSummary":
     """Run a few steps of one device, `--on rank:N`, and return its times and memory. Write no files."""
     steps = STEPS if asked.steps is None else asked.steps
     warm = WARM + asked.graphs  # the step after the first ones is captured
@@ -318,19 +318,50 @@ def train_alone(asked: TrainOptions) -> str:
         return summary_of_rank(run, asked.on, warm)
 
 
-def summary_of_rank(run: SingleRankRun, on: str, warm: int) -> str:
-    """Return the times and the memory of a device's steps as text, without the first ones."""
-    times = run.seconds[warm:] or run.seconds
-    peak = run.peak()
-    lines = [
-        f"{on} of {len(run.plans.devices)}, on {run.network.name}: "
-        f"{median(times) * 1e3:.1f} ms a step (median of {len(times)})",
-        f"  memory: {mib(peak.planned)} planned, {mib(peak.predicted)} with streams side by side",
-    ]
-    if peak.measured is not None:
-        off = peak.measured / peak.predicted - 1
-        lines.append(f"  measured: {mib(peak.measured)} at the peak ({off:+.1%})")
-    return "\n".join(lines) + "\n"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSummary:
+    """The times and the memory of one device's steps, without the first ones."""
+
+    rank: str
+    devices: int
+    on: str  # the network
+    times: tuple[float, ...]
+    peak: PeakMemory
+
+    def report(self) -> dict[str, object]:
+        """Return it as one object."""
+        return {
+            "rank": self.rank,
+            "devices": self.devices,
+            "on": self.on,
+            "step_s": median(self.times),
+            "planned_bytes": self.peak.planned,
+            "predicted_bytes": self.peak.predicted,
+            "measured_bytes": self.peak.measured,
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.rank} of {self.devices}, on {self.on}: "
+            f"{median(self.times) * 1e3:.1f} ms a step (median of {len(self.times)})",
+            f"  memory: {mib(self.peak.planned)} planned, "
+            f"{mib(self.peak.predicted)} with streams side by side",
+        ]
+        if self.peak.measured is not None:
+            off = self.peak.measured / self.peak.predicted - 1
+            lines.append(f"  measured: {mib(self.peak.measured)} at the peak ({off:+.1%})")
+        return "\n".join(lines) + "\n"
+
+
+def summary_of_rank(run: SingleRankRun, on: str, warm: int) -> RankSummary:
+    """Return the times and the memory of a device's steps, without the first ones."""
+    return RankSummary(
+        rank=on,
+        devices=len(run.plans.devices),
+        on=run.network.name,
+        times=tuple(run.seconds[warm:] or run.seconds),
+        peak=run.peak(),
+    )
 
 
 def mib(nbytes: int) -> str:

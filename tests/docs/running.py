@@ -1,7 +1,6 @@
 """Runs the blocks of a page, in order, in a folder of their own."""
 
 import io
-import os
 import re
 import shlex
 import subprocess
@@ -22,7 +21,6 @@ NOT_RUN = "not run:"
 FIGURE = "figure"
 MAKEFILE = Path(__file__).parents[2] / "Makefile"
 SECONDS = 150  # that a command of the shell may take: torchrun starts processes that import torch
-SHELL = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 
 
 class BrokenPageError(AssertionError):
@@ -52,7 +50,7 @@ class Reader:
                 self.compare(block)
             case "python" if block.file is None:
                 self.run_python(block)
-            case "python" | "json" | "csv" | "toml" if block.file is not None:
+            case "python" | "bash" | "json" | "csv" | "toml" if block.file is not None:
                 add_to_file(Path(block.file), block.text)
             case "console":
                 self.run_console(block)
@@ -139,7 +137,6 @@ def run_command(command: str) -> tuple[int, str]:
             stderr=subprocess.STDOUT,
             text=True,
             timeout=SECONDS,
-            env=SHELL,
         )
         return done.returncode, done.stdout
     output, argv = io.StringIO(), sys.argv

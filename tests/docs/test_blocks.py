@@ -1,5 +1,6 @@
 """Every code block of README and of the documentation does what the page says."""
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ def folder(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     for file in (ROOT / page).parent.glob("*.py"):
         shutil.copyfile(file, tmp_path / file.name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # piper, torchrun
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = set(sys.modules)
     yield tmp_path

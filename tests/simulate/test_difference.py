@@ -108,7 +108,7 @@ def test_one_object(
 ) -> None:
     assert call(monkeypatch, *texts, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert set(told) == {"clock", "a", "b", "only_a", "only_b", "moved", "shifted"}
+    assert set(told) == {"schema", "verb", "clock", "a", "b", "only_a", "only_b", "moved", "shifted"}
     assert told["clock"] == "units"
     assert told["a"]["step"] == told["b"]["step"] == 15
     assert told["b"]["peak_bytes"] > told["a"]["peak_bytes"], "gpipe holds every microbatch"

@@ -10,7 +10,7 @@ from piper.cli import main
 from tests.test_cli import RECIPE
 
 FIELDS = {
-    "on", "step_s", "bubble", "samples_per_s", "mfu", "devices", "busy_s", "bubble_s", "bubble_rate", "exposed_s", "communication_s",
+    "schema", "verb", "on", "step_s", "bubble", "samples_per_s", "mfu", "devices", "busy_s", "bubble_s", "bubble_rate", "exposed_s", "communication_s",
     "contention_s", "peak_bytes", "usable_bytes", "at_peak",
     "critical_path",
 }  # fmt: skip

@@ -17,7 +17,7 @@ def test_the_time_of_a_step_and_its_memory() -> None:
     assert re.fullmatch(
         r"rank:1 of 2, on h100: [\d.]+ ms a step \(median of 1\)\n"
         r"  memory: [\d.]+ MiB planned, [\d.]+ MiB with streams side by side\n",
-        told,
+        str(told),
     )
 
 

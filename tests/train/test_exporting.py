@@ -93,6 +93,8 @@ def test_a_run_goes_to_transformers_and_starts_another_run(
     report = json.loads(out)
     assert code == 0 and report.pop("bytes") > 5000
     assert report == {
+        "schema": 1,
+        "verb": "export",
         "folder": "out",
         "format": "hf",
         "model": "LlamaForCausalLM",
@@ -111,6 +113,8 @@ def test_a_run_goes_to_transformers_and_starts_another_run(
     assert (code, json.loads(out)) == (
         0,
         {
+            "schema": 1,
+            "verb": "import",
             "run": "again",
             "step": 0,
             "optimizer": False,
