@@ -14,7 +14,12 @@ TOP = """# Python API
 Every public name of `piper`, from its docstring. [The directives](README.md) have a page each; what they mean
 together stands in [the tutorial](tutorial.md). `docs/api.py` writes this page.
 """
-RETURNED = ("piper.Run",)  # classes that only Piper constructs: `launch` returns a run
+RETURNED = {  # classes that only Piper constructs, and what a script calls: `launch` returns a run
+    "piper.Run": (
+        *("train", "step", "batches", "evaluate", "save", "load", "state_dict", "gradients", "optimizer"),
+        *("optimizer_state", "done", "resize", "stop", "close"),
+    )
+}
 MODULES = ("schedules", "strategies", "losses", "callbacks", "data", "checkpoint")
 
 
@@ -48,6 +53,17 @@ def entry(name: str, found: object, level: int = 2) -> Iterator[str]:
     text = inspect.cleandoc(found.__doc__ or "") if not isinstance(found, int | str | float) else ""
     if text:
         yield f"{fenced(text)}\n"
+    for member in RETURNED.get(name, ()):
+        yield from member_entry(f"{name}.{member}", inspect.getattr_static(found, member), level + 1)
+
+
+def member_entry(name: str, found: object, level: int) -> Iterator[str]:
+    """Yield the entry of a method, or of a property."""
+    getter = found.fget if isinstance(found, property) else None
+    if getter is None:
+        yield from entry(name, found, level)
+    else:
+        yield f"{'#' * level} {name}\n\n{inspect.cleandoc(getter.__doc__ or '')}\n"
 
 
 def signature(found: object) -> str:
