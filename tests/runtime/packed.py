@@ -3,13 +3,15 @@
 `by_document` shares no code with the model: it takes each document out of its row and attends within it.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward, varlen_attn
 
 import piper
 
@@ -72,7 +74,14 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | BlockMask) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        if isinstance(mask, Tensor):
+        if self.kind == "varlen":
+            assert isinstance(mask, Tensor)  # the offsets of documents that lie end to end
+            q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
+            size = x.shape[1]
+            out = varlen_attn(q, k, v, mask, mask, size, size, window_size=(-1, 0), enable_gqa=True)
+            assert isinstance(out, Tensor)
+            y = out.unflatten(0, x.shape[:2]).transpose(1, 2)
+        elif isinstance(mask, Tensor):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         else:
             slopes = self.slopes
@@ -105,7 +114,11 @@ class Packed(nn.Module):
         if self.kind == "starts":
             every = torch.arange(documents.shape[1], device=starts.device)
             documents = (every[None, :, None] >= starts[:, None, 1:]).sum(-1)
-        mask = self.mask(documents, places)
+        if self.kind == "varlen":
+            rows = torch.arange(len(starts), device=starts.device)[:, None] * documents.shape[1]
+            mask: Tensor | BlockMask = (starts + rows).flatten().int()
+        else:
+            mask = self.mask(documents, places)
         for number, layer in enumerate(self.layers):
             with piper.annotate("PP"):
                 if number == 0:
@@ -180,3 +193,47 @@ def _layer(x: Tensor, state: Mapping[str, Tensor], name: str, kind: str) -> Tens
     x = x + linear("out", torch.cat(outs, -1))
     hidden = linear("up", x)
     return x + linear("down", hidden * torch.sigmoid(hidden))
+
+
+@_varlen_attn.register_kernel("cpu")
+def _on_host(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *_: object) -> tuple[Tensor, ...]:
+    """Attend within documents that lie end to end; torch has kernels for GPUs alone."""
+    out = torch.zeros_like(query)
+    for own, _q, _k, v, weights in _each(query, key, value, starts):
+        out[own] = (weights @ v).transpose(0, 1)
+    return out, query.new_zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+
+@_varlen_attn_backward.register_kernel("cpu")
+def _on_host_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    *_: object,
+) -> tuple[Tensor, ...]:
+    grads = [torch.zeros_like(x) for x in (query, key, value)]
+    for own, q, k, v, weights in _each(query, key, value, starts):
+        given = grad[own].transpose(0, 1)
+        changes = given @ v.transpose(1, 2)
+        scores = weights * (changes - (changes * weights).sum(-1, keepdim=True)) / math.sqrt(HEAD)
+        terms = scores @ k, scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ given
+        for total, term in zip(grads, terms, strict=True):
+            total[own] = term.unflatten(0, (total.shape[1], -1)).sum(1).transpose(0, 1)
+    return tuple(grads)
+
+
+def _each(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
+    """Yield the tokens of each document, its queries, keys and values for each head, and their weights."""
+    groups = query.shape[1] // key.shape[1]
+    for first, last in itertools.pairwise(starts.tolist()):
+        q, k, v = (x[first:last].transpose(0, 1) for x in (query, key, value))
+        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+        seen = torch.ones(last - first, last - first, dtype=torch.bool).tril()
+        scores = (q @ k.transpose(1, 2) / math.sqrt(HEAD)).masked_fill(~seen, -math.inf)
+        yield slice(first, last), q, k, v, scores.softmax(-1)

@@ -1,7 +1,6 @@
 """Packed documents give the numbers of one device, and those of each document by itself."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 
@@ -87,7 +86,7 @@ REST = [
     if (kind, packing, strategy) not in ALWAYS
     and (packing == "several" or (kind == "flex" and strategy in ("1f1b", "sp", "gather", "ring zigzag")))
     and not (kind in ("alibi", "softcap") and "ring" in strategy)
-]
+] + [("varlen", "several", strategy) for strategy in ("zero", "1f1b", "tp", "sp")]
 
 
 @cache
@@ -142,6 +141,7 @@ def test_every_packing_under_every_strategy(shared: Shared, kind: str, packing: 
                 ("alibi", "single tokens", "1f1b"),
                 ("softcap", "several", "gather4 zigzag"),
                 ("sdpa", "several", "ring"),
+                ("varlen", "several", "tp"),
                 ("flex", "whole", "tp"),
             )
         ),
@@ -201,8 +201,14 @@ def stock_loss(model: nn.Module, fields: Mapping[str, Tensor]) -> tuple[Tensor, 
     return cross_entropy(output.logits, fields["labels"])
 
 
+def stages_of_two() -> list[Directive]:
+    """Shard the sequence of each stage over two devices of its own."""
+    fields = dict.fromkeys(("tokens", "labels", "positions"), 1)
+    return [shard(at(PP=i), [2 * i, 2 * i + 1], axis="CP", batch=fields) for i in (0, 1)]
+
+
 STOCK: Mapping[str, Strategy] = {
-    "1f1b": stages,
+    "gather 1f1b": lambda: [*stages_of_two(), split(at(), axis="MB", parts=2), *one_f_one_b(2, 2)],
     "sp": lambda: [
         shard(at(), [0, 1], axis="TP", weights=tensor_plan(transformers.LlamaConfig()), between=1)
     ],
@@ -235,7 +241,7 @@ def test_a_stock_model_attends_within_documents(shared: Shared, family: str, str
     for row, sizes in enumerate(packing):
         for own in torch.arange(16).split(list(sizes)):
             alone = {name: field[row : row + 1, own] for name, field in fields.items()}
-            with nullcontext() if strategy == "1f1b" else Exact():  # sharded models cast nothing down
+            with Exact():  # sharded models cast nothing down
                 total, count = stock_loss(model, alone)
             totals = totals + torch.stack([total, count.double()])
     agree(result, model, totals[0] / totals[1])
@@ -299,6 +305,12 @@ def test_a_ring_refuses_scores_that_change() -> None:
     with pytest.raises(CaptureError, match="a ring does not change scores, as its score_mod does") as refused:
         compile(job("softcap", "several", "ring"), device="cpu")
     assert "packed.py" in str(refused.value) and 'use attention="gather" there' in str(refused.value)
+
+
+def test_documents_end_to_end_are_not_sharded_by_the_sequence() -> None:
+    with pytest.raises(CaptureError, match="its documents would lie on several devices") as refused:
+        compile(job("varlen", "several", "gather"), device="cpu")
+    assert "packed.py" in str(refused.value) and "write flex_attention" in str(refused.value)
 
 
 def test_scores_that_are_trained_are_refused() -> None:

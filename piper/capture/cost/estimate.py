@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from piper.capture.cost.aliases import cheap, memories, read_from_memory, storages
-from piper.capture.cost.fused_kernels import Traffic, fused, kernel_of, operations, product_shape
+from piper.capture.cost.fused_kernels import FLEX, Traffic, fused, kernel_of, operations, product_shape
 from piper.capture.cost.section import Section
 from piper.capture.cost.workspace import workspace_of
 from piper.capture.trace.effects import argument
@@ -99,7 +99,11 @@ def traffic_of(node: fx.Node, sizes: SymbolicSizes) -> int:
 def flops_of(node: fx.Node, sizes: SymbolicSizes) -> int:
     """Return the floating-point operations of a node, by torch's own table."""
     target = node.target
+    if target in FLEX:
+        return _sparse_flops(node, sizes, backward=target is FLEX[1])
     assert isinstance(target, torch._ops.OpOverload)
+    if "_varlen_attn" in target.name():
+        return _sparse_flops(node, sizes, backward="backward" in target.name())
     if target.name().startswith("piper::grouped_mm"):
         return _grouped_flops(node, sizes)
     if target.name() in ("piper::fp8_mm", "aten::_scaled_mm"):
@@ -144,6 +148,21 @@ def _attention_flops(node: fx.Node, sizes: SymbolicSizes, *, backward: bool) -> 
     causal = bool(argument(node, "is_causal", False))  # a mask counts as no saving
     scores = 2 * batch * heads * pairs_of_tokens(length, key[2], causal=causal)
     return scores * (3 * width + 2 * value[3] if backward else width + value[3])
+
+
+def _sparse_flops(node: fx.Node, sizes: SymbolicSizes, *, backward: bool) -> int:
+    """Return the floating-point operations of attention that skips keys, as if it skipped none.
+
+    What is skipped depends on the data.
+    """
+    packed = node.target not in FLEX  # [tokens, heads, head size], after the gradient in a backward
+    first = int(packed and backward)
+    operands = [source for source in node.args[first : first + 3] if isinstance(source, fx.Node)]
+    query, key, value = (sizes.shape(source.meta["val"]) for source in operands)
+    keys = node.args[9 if backward else 6] if packed else key[2]  # in the longest document
+    assert isinstance(keys, int)
+    scores = 2 * math.prod(query[:-1]) * keys
+    return scores * (3 * query[-1] + 2 * value[-1] if backward else query[-1] + value[-1])
 
 
 def pairs_of_tokens(queries: int, keys: int, *, causal: bool) -> int:

@@ -23,9 +23,17 @@ _PRODUCTS = {  # where the two factors stand among the arguments
 }
 
 
+FLEX = (torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward)
+
+
 def operations(body: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the nodes of a phase that compute something: all but views."""
-    return [node for node in body if isinstance(node.target, torch._ops.OpOverload) and not is_view(node)]
+    return [node for node in body if _computes(node)]
+
+
+def _computes(node: fx.Node) -> bool:
+    known = isinstance(node.target, torch._ops.OpOverload) or node.target in FLEX
+    return known and not is_view(node)
 
 
 def fused(
@@ -50,7 +58,7 @@ def fused(
 
     for node in body:
         depth[node] = _depth(depth, {*node.all_input_nodes, *writers.get(node, node).all_input_nodes})
-        if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
+        if not _computes(node):
             continue
         leader[node] = node
         for source in node.all_input_nodes if _mixes(node) else ():
@@ -81,7 +89,7 @@ def _depth(depth: Mapping[fx.Node, int], sources: Collection[fx.Node]) -> int:
 
 def _mixes(node: fx.Node) -> bool:
     """Return whether an operation is fused with those that it reads and with those that read it."""
-    if not isinstance(node.target, torch._ops.OpOverload) or is_view(node):
+    if not _computes(node):
         return True
     return fuses_arguments(node) and not _over_rows(node)
 
@@ -176,5 +184,8 @@ def attention_shape(node: fx.Node, sizes: SymbolicSizes) -> tuple[int, ...]:
     """Return the number of heads of all samples, the queries, the keys, and the width of a head."""
     query, key = argument(node, "query"), argument(node, "key")
     assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
-    batch, heads, length, width = sizes.shape(query.meta["val"])
+    shape = sizes.shape(query.meta["val"])
+    if len(shape) == 3:  # documents end to end
+        return shape[1], shape[0], sizes.shape(key.meta["val"])[0], shape[2]
+    batch, heads, length, width = shape
     return batch * heads, length, sizes.shape(key.meta["val"])[2], width

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Sequence
 
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
@@ -336,9 +337,27 @@ def by_heads(d: Sharder, node: fx.Node) -> None:
     d.done(node, result, have)
 
 
+def within_documents(d: Sharder, node: fx.Node) -> None:
+    """Attend within documents that lie end to end, [tokens, heads, head size], on a device's own heads."""
+    operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
+    have = next((layout for x in operands if isinstance(layout := d.settle(x), Shard)), None)
+    if have is None:
+        d.plain(node)
+        return
+    if have.dim != HEADS:
+        hint = "write flex_attention with a mask of document numbers"
+        raise NoRuleError("its documents would lie on several devices", hint)
+    local = {x: d.to(x, REPLICATE, varies=True) for x in node.all_input_nodes if x not in operands}
+    local |= {x: _own_heads(d, x, operands[0], have) for x in operands}
+    result = d.replay(node, local)
+    d.copied.discard(result)
+    d.done(node, result, [have, have.at(0), REPLICATE])
+
+
 RULES: dict[object, Rule] = {
     aten.scaled_dot_product_attention.default: attention,
     FLEX: attention,
+    torch.ops.torch_attn._varlen_attn.default: within_documents,
     aten._safe_softmax.default: softmax,
     torch.ops.piper.attend_prefix.default: by_heads,
     torch.ops.piper.ring_attend.default: by_heads,
