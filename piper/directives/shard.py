@@ -55,14 +55,13 @@ class Shard(PlacingDirective):
                     facts={"region": name, "asked": f"ways={ways}"},
                     hint="choose ways among the divisors of the number of experts",
                 )
-        own_rows = own_rows_by_route(graph)
         return graph.with_policies(
             (node for node in nodes if chunks[node.chunk].kind in ROUTED),
             lambda name, policy: replace(
                 policy,
                 ways=ways,
                 by_expert=by_expert(graph, chunks[name], ways),
-                own_rows=own_rows.get(route_of(chunks, name), ()),
+                own_rows=chunks[route_of(chunks, name)].own_rows,
                 exchange_stream=self.stream or "exchange",
                 origin=number,
             ),
@@ -77,21 +76,6 @@ def by_expert(graph: Graph, chunk: Chunk, ways: int) -> dict[str, AxisPlacement]
     params = [name for name in chunk.params if shapes[name][:1] == (chunk.experts,)]
     placement = AxisPlacement(axis=EXPERTS, degree=ways, placement=ShardDim(dim=0))
     return dict.fromkeys((*params, *chunk.buffers), placement)
-
-
-def own_rows_by_route(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """Return the axes along which devices route rows of their own: gradients of experts are partial there."""
-    chunks = graph.chunks
-    partial = {
-        param.name: [held.axis for held in param.placements if held.partial]
-        for param in graph.outline.parameters
-    }
-    axes: dict[str, dict[str, None]] = {}
-    for chunk in graph.outline.chunks:
-        if chunk.kind == "expert":
-            known = axes.setdefault(route_of(chunks, chunk.name), {})
-            known.update(dict.fromkeys(axis for name in chunk.params for axis in partial[name]))
-    return {route: tuple(names) for route, names in axes.items()}
 
 
 def route_of(chunks: Mapping[str, Chunk], name: str) -> str:

@@ -139,6 +139,7 @@ class Chunk:
     rowwise: tuple[str, ...] = ()  # those among them that are stored [out, in] and multiplied as they are
     precision: str = ""  # of these products: "fp8", or empty for the job's
     experts: int = 0  # expert, route and unroute: how many experts in all, before sharding
+    own_rows: tuple[str, ...] = ()  # of a route: axes along which each device routes rows of its own
     collective: Collective | None = None  # of a chunk of that kind
 
     @property

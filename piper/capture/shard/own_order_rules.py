@@ -17,6 +17,7 @@ from piper.capture.shard.layout import OwnOrder, RowNumbers, divides
 from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.shape_rules import argument, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.capture.trace.markers import OWN_ROWS
 from piper.ir.sharding import REPLICATE, Partial, Shard
 
 ROW_BY_ROW: frozenset[Rule] = frozenset(
@@ -206,6 +207,7 @@ def route(d: Sharder, node: fx.Node) -> None:
     if not isinstance(have, OwnOrder) or have.dim != 0 or d.layout(counts) != Partial():
         raise NoRuleError("its rows are not sorted by expert on each device, or counted there")
     rows = d.emit(node.target, (d.local[x], d.local[counts]))
+    rows.meta[OWN_ROWS] = (d.sharding.axis, *node.meta.get(OWN_ROWS, ()))
     d.varying.add(rows)
     d.routed[node] = have
     d.done(node, rows, [REPLICATE, REPLICATE])

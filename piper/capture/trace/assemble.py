@@ -11,7 +11,7 @@ from piper.capture.trace.effects import draws, writes
 from piper.capture.trace.functionalize import memory_of, value, written_memory
 from piper.capture.trace.graph_walks import upstream
 from piper.capture.trace.linear_layers import WEIGHT, weights_of
-from piper.capture.trace.markers import how_of, marker
+from piper.capture.trace.markers import OWN_ROWS, how_of, marker
 from piper.capture.trace.piece import Body, CapturedChunk, Experts, Segment, SegmentOutput
 from piper.capture.trace.recording import FromBuffer, FromParameter, Mode, Recording
 from piper.capture.trace.regions import Regions
@@ -89,6 +89,7 @@ class Assembler:
             input_specs=tuple(self._spec(cut, source) for source in reads),
             outputs=tuple(self.sizes.spec(result) for result in results if isinstance(result, Tensor)),
             experts=self.experts.get(cut.name, 0),
+            own_rows=node.meta.get(OWN_ROWS, ()),
             collective=how_of(node) if cut.kind == "collective" else None,
         )
         return CapturedChunk(chunk=chunk, inputs=tuple(_tensor(source) for source in reads), body=None)

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from piper.ir.chunk import Collective
 
 Marker = Literal["route", "unroute", "collective"]
+OWN_ROWS = "axes of own rows"  # of a route's meta: axes along which each device routes rows of its own
 
 
 def collective(value: Tensor, how: Collective) -> Tensor:
