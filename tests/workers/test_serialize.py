@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from piper.checkpoint.background import Done
 from piper.checkpoint.save import RefusedError
 from piper.compiler import compile
+from piper.ir.devices import interned
 from piper.plan.plan import Plans
 from piper.runtime.setup import setup_of
 from piper.workers import rank_agent
@@ -231,3 +232,8 @@ def test_damaged_messages_build_data_or_nothing() -> None:
         except MessageError:
             refused += 1
     assert refused > 1000
+
+
+def test_sets_of_devices_arrive_as_tuples() -> None:
+    arrived = CODEC.decode(CODEC.encode({"devices": interned((0, 2, 4))}))
+    assert arrived == {"devices": (0, 2, 4)}

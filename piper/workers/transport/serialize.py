@@ -26,6 +26,7 @@ import cloudpickle
 import torch
 from torch import Tensor, fx, nn
 
+from piper.ir.devices import InternedDevices
 from piper.ir.ids import SlotId
 from piper.process.custom_operators import check_importable, importable, modules_of
 from piper.workers.transport.shared_memory import ALIGNMENT, raw_bytes
@@ -34,7 +35,7 @@ HEADER = struct.Struct("!Q")  # length of the JSON header
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 PLAIN = (bool, int, float, str)
 CONTAINERS: Mapping[str, Callable[[Iterable[object]], object]] = {"t": tuple, "s": set, "z": frozenset}
-TAGS: Mapping[type, str] = {tuple: "t", set: "s", frozenset: "z"}
+TAGS: Mapping[type, str] = {tuple: "t", InternedDevices: "t", set: "s", frozenset: "z"}
 Buffer = bytes | memoryview
 Reduced = tuple[Callable[..., object], tuple[object, ...]]
 
