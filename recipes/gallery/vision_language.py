@@ -11,7 +11,7 @@ from piper.models.layers import Attention, Block, SwiGLU, rope
 
 VOCAB, WIDTH, SEEN, HEADS, PATCHES, LENGTH = 96, 32, 16, 4, 4, 12
 WEIGHTS = {
-    "language.*.q|language.*.k|language.*.v|language.*.gate|language.*.up|embedding|head": 0,
+    "language.*.q|language.*.k|language.*.v|language.*.gate|language.*.up|head": 0,
     "language.*.out|language.*.down": 1,
 }
 
@@ -32,11 +32,11 @@ class VisionLanguage(nn.Module):
         self.language = nn.ModuleList(layer(WIDTH) for _ in range(2))
 
     def forward(self, patches: Tensor, tokens: Tensor) -> Tensor:
-        with piper.annotate("VISION"):
+        with piper.annotate("PP"):
             for each in self.vision:
                 patches = each(patches, rope(PATCHES, SEEN // HEADS, 1e4, like=patches))
             patches = self.project(patches)
-        with piper.annotate("LANGUAGE"):
+        with piper.annotate("PP"):
             x = torch.cat([patches, self.embedding(tokens)], dim=1)
             for each in self.language:
                 x = each(x, rope(PATCHES + LENGTH, WIDTH // HEADS, 1e4, like=x))
@@ -51,8 +51,8 @@ def data() -> list[dict[str, Tensor]]:
 
 def small() -> piper.Job:
     """Four devices: images sharded four ways with ZeRO-3, text over two groups of two."""
-    language = piper.at(LANGUAGE=0)
+    language = piper.at(PP=1)
     pairs = piper.shard(language, range(4), ways=2, axis="TP", weights=WEIGHTS)
-    whole = [piper.replicate(piper.at(VISION=0), range(4), zero=3), piper.replicate(language, range(4))]
+    whole = [piper.replicate(piper.at(PP=0), range(4), zero=3), piper.replicate(language, range(4))]
     loss = lambda m, b: piper.losses.cross_entropy(m(b["patches"], b["tokens"]), b["labels"])  # noqa: E731
     return piper.Job(model=VisionLanguage, loss=loss, data=data, strategy=[*whole, pairs])
