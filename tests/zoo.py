@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from piper.capture.trace.annotate import annotate, annotate_modules
+from piper.losses import cross_entropy
 from piper.models import causal, decoder, huggingface, moe
 from tests import deepseek
 
@@ -291,6 +292,32 @@ _CASES: Mapping[str, Callable[[int], Case]] = MappingProxyType(
     }
 )
 NAMES = tuple(_CASES)
+
+
+def masked(case: Case, mask: str) -> Case:
+    """A case of transformers that pads its rows, or packs two documents into each."""
+
+    def batch(rows: int, seed: int) -> Batch:
+        made = case.batch(rows, seed)
+        lengths = torch.randint(2, LENGTH, (rows, 1), generator=torch.Generator().manual_seed(seed + 2))
+        first = torch.arange(LENGTH) < lengths
+        if mask == "padding":
+            return {
+                **made,
+                "mask": first.long(),
+                "labels": made["labels"].masked_fill(~first, causal.IGNORED),
+            }
+        return {**made, "mask": first.long()}  # which of the two documents a token belongs to
+
+    def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        given = batch["mask"]
+        if mask == "documents":
+            order = torch.arange(LENGTH, device=given.device)
+            given = (given[:, None, :, None] == given[:, None, None, :]) & (order[:, None] >= order)
+        logits = model(input_ids=batch["tokens"], attention_mask=given, use_cache=False).logits
+        return cross_entropy(logits, batch["labels"])
+
+    return replace(case, name=f"{case.name} {mask}", batch=batch, loss=loss)
 
 
 def case(name: str, stages: int | None = None) -> Case:

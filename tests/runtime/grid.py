@@ -1,6 +1,6 @@
 """Jobs for the runtime's tests: a case of the zoo under a schedule, replicas, shards and experts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -31,12 +31,39 @@ class Cell:
     keep: str = "use"
     within: int | None = None  # devices of a group for ZeRO
     optimizer_within: int | None = None  # and of one that shares the optimizer's state
+    optimizer: str = "adamw"
+    reduce: str = "fp32"  # the type in which gradients travel, where they are not fp64
+    mask: str = ""  # of attention, beside the causal one: "padding" or "documents"
 
     def __str__(self) -> str:
         text = f"{self.case}-{self.schedule}-dp{self.dp}-zero{self.zero}-mb{self.parts}"
         text += f"-within{self.within}" if self.within else ""
         text += f"-owners{self.optimizer_within}" if self.optimizer_within else ""
+        text += f"-{self.optimizer}" if self.optimizer != "adamw" else ""
+        text += f"-{self.mask}" if self.mask else ""
+        text += f"-reduce{self.reduce}" if self.reduce != "fp32" else ""
         return text + (f"-ways{self.ways}" if self.ways > 1 else "") + ("-clip" if self.clip else "")
+
+
+def sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def muon(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([tensor for tensor in params if tensor.dim() == 2], lr=1e-2)
+
+
+def adafactor(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params, lr=1e-2)
+
+
+OPTIMIZERS: Mapping[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
+    made.__name__: made for made in (sgd, adamw, muon, adafactor)
+}  # the last two need whole tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +114,13 @@ def case_of(cell: Cell) -> zoo.Case:
     shape = shape_of(cell)
     case = case_at(cell.case, None)
     fixed = shape.stages_per_rank > 1 or (shape.both_ways and case.stages % 2)
-    return case_at(cell.case, RANKS * shape.stages_per_rank) if fixed else case
+    return case_at(cell.case, RANKS * shape.stages_per_rank if fixed else None, cell.mask)
 
 
 @cache
-def case_at(name: str, stages: int | None) -> zoo.Case:
+def case_at(name: str, stages: int | None, mask: str = "") -> zoo.Case:
     """A case of the zoo, always the same object: what is captured of it can be kept."""
-    return zoo.case(name, stages)
+    return zoo.masked(zoo.case(name, stages), mask) if mask else zoo.case(name, stages)
 
 
 def strategy(cell: Cell) -> list[Directive]:
@@ -129,6 +156,7 @@ def on_rank(cell: Cell, stage: int, parts: range | None, rank: int) -> Iterator[
         zero=cell.zero,
         bucket_mb=cell.bucket_mb,
         keep=cell.keep,
+        reduce=cell.reduce,
         within=cell.within,
         optimizer_within=cell.optimizer_within,
     )
@@ -154,7 +182,7 @@ def job(cell: Cell, **changes: object) -> Job:
         "loss": case.loss,
         "data": lambda: batches(cell, 1),
         "strategy": strategy(cell),
-        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
+        "optimizer": OPTIMIZERS[cell.optimizer],
         "precision": "fp64",
         "clip_norm": cell.clip,
     }

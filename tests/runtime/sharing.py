@@ -113,7 +113,7 @@ class Shared:
         """What one device gives for a cell's batches."""
         case = case_of(cell)
         cut = (cell.dp, cell.parts, cell.rows, program.job.clip_norm, program.job.precision)
-        key = (case.name, case.stages, cut)
+        key = (case.name, case.stages, cut, cell.optimizer, cell.mask)
         if key not in self.references:
             self.references[key] = list(numbers(Reference(program), batches(cell, STEPS)))
         return self.references[key]

@@ -98,7 +98,7 @@ def test_as_exact_as_one_device() -> None:
 
 
 def every_schedule() -> list[Cell]:
-    """Every model once, every schedule and kind of ZeRO with several."""
+    """Every model once, every schedule and kind of ZeRO with several; sums of gradients travel in either type."""
     found = [Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=2)]
     names = [name for name in zoo.NAMES if name not in ("mlp", "deepseek")]
     for i, case in enumerate(names):
@@ -107,7 +107,14 @@ def every_schedule() -> list[Cell]:
         ways = 2 if zoo.case(case).experts and dp % 2 == 0 else 1
         found.append(
             Cell(
-                case=case, schedule=schedule, dp=dp, zero=i % 4, parts=parts(schedule, dp), rows=2, ways=ways
+                case=case,
+                schedule=schedule,
+                dp=dp,
+                zero=i % 4,
+                parts=parts(schedule, dp),
+                rows=2,
+                ways=ways,
+                reduce="bf16" if i % 2 else "fp32",
             )
         )
     return found

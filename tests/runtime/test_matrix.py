@@ -1,6 +1,7 @@
 """Every model under every schedule, with replicas, shards and experts of each kind: the numbers of one device.
 
-Slices are of a single sample; cells alternate between clipping and not, and between streams and one line. In all
+Slices are of a single sample; cells alternate between clipping and not, between streams and one line, between optimizers,
+between flat and grouped replicas, and for one model between masks. In all
 cells together any three of the model, the schedule, the number of replicas and the kind of ZeRO meet, in the matrix
 any two.
 """
@@ -12,12 +13,14 @@ from functools import cache
 
 import pytest
 
+from piper.errors import PiperError
 from piper.run.launch import launch_local
 from piper.runtime.worker import Options
 from piper.workers.transport.fork_server import ForkServer
 from tests import zoo
 from tests.covering import Choices, covering, selected
-from tests.runtime.grid import SHAPES, Cell, case_of
+from tests.limits import limit_of
+from tests.runtime.grid import OPTIMIZERS, SHAPES, Cell, case_of
 from tests.runtime.sharing import Shared, one_core
 
 pytestmark = pytest.mark.timeout(120)
@@ -37,6 +40,21 @@ def parts(schedule: str, dp: int) -> int:
     return 2 if schedule == "none" or dp > 2 else 4
 
 
+def with_more(cell: Cell, model: int, schedule: int) -> Cell:
+    """Give a cell an optimizer, a mask, and groups of its replicas, in other pairs for the next model and schedule."""
+    optimizer = list(OPTIMIZERS)[(model + schedule + cell.zero) % len(OPTIMIZERS)]
+    mask = ("", "padding", "documents")[schedule % 3] if cell.case == "llama_hf" else ""
+    groups = cell.dp == 4 and cell.zero > 0 and model % 2 == 0
+    owners = groups and cell.zero == 3 and model % 4 == 0
+    return replace(
+        cell,
+        optimizer=optimizer,
+        mask=mask,
+        within=2 if groups else None,
+        optimizer_within=4 if owners else None,
+    )
+
+
 def cells() -> list[Cell]:
     """The whole matrix, model by model, so that what is captured once serves a row of cells."""
     found: list[Cell] = []
@@ -53,6 +71,7 @@ def cells() -> list[Cell]:
                     rows=1,
                     clip=clip,
                 )
+                cell = with_more(cell, i, j)
                 found.append(cell)
                 if case_of(cell).experts and dp % 2 == 0:
                     ways = 4 if dp == 4 and (number + j) % 2 else 2
@@ -72,10 +91,11 @@ def in_streams(cell: Cell) -> bool:
 
 def both_ways() -> Iterator[Cell]:
     """DualPipe: each stage on two ranks, its parameters on both, with the experts whole and divided."""
-    for case in zoo.NAMES:
+    for i, case in enumerate(zoo.NAMES):
         for dp, zero in [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (4, 3)]:
             clip = 0.3 if dp == zero else None
             cell = Cell(case=case, schedule="dualpipe", dp=dp, zero=zero, parts=4, rows=1, clip=clip)
+            cell = with_more(cell, i, len(SHAPES))
             yield cell
             if dp > 1 and case_of(cell).experts:
                 yield replace(cell, ways=2)
@@ -83,15 +103,20 @@ def both_ways() -> Iterator[Cell]:
 
 def choices(cell: Cell) -> Choices:
     """Return what a cell chooses on each axis of the matrix."""
-    named = {name: getattr(cell, name) for name in ("case", "schedule", "dp", "zero", "ways", "clip")}
-    return named | {"streams": in_streams(cell)}
+    axes = ("case", "schedule", "dp", "zero", "ways", "clip", "optimizer", "mask")
+    named = {name: getattr(cell, name) for name in axes}
+    return named | {"streams": in_streams(cell), "mesh": (cell.within, cell.optimizer_within)}
 
 
 @cache
 def chosen() -> list[Cell]:
-    """Return cells in which every two values of two axes meet. Where several do, two replicas are preferred."""
-    every = [*cells(), *both_ways()]
-    return covering(sorted(every, key=lambda cell: abs(cell.dp - 2)), choices)
+    """Return cells in which every two values of two axes meet. Where several do, two replicas are preferred.
+
+    What is refused shows nothing else: values meet there that meet nowhere else.
+    """
+    every = sorted([*cells(), *both_ways()], key=lambda cell: abs(cell.dp - 2))
+    right = covering([cell for cell in every if limit_of(cell) is None], choices)
+    return [*right, *covering([cell for cell in every if limit_of(cell) is not None], choices, given=right)]
 
 
 @pytest.fixture(scope="session")
@@ -99,18 +124,26 @@ def shared() -> Shared:
     return Shared()
 
 
+def right_or_listed(shared: Shared, cell: Cell, options: Options | None = None) -> None:
+    """A cell has the numbers of one device, or is refused as the page of limits says."""
+    limit = limit_of(cell)
+    if limit is not None:
+        with pytest.raises(PiperError, match=limit.message):
+            shared.compile(cell)
+        return
+    with one_core():
+        report = shared.check(cell, options=options)
+    assert report.ok, report
+
+
 @pytest.mark.parametrize("cell", selected(cells(), chosen(), group))
 def test_cell(shared: Shared, cell: Cell) -> None:
-    with one_core():
-        report = shared.check(cell, options=Options(streams=in_streams(cell)))
-    assert report.ok, report
+    right_or_listed(shared, cell, Options(streams=in_streams(cell)))
 
 
 @pytest.mark.parametrize("cell", selected(both_ways(), chosen(), group))
 def test_both_ways(shared: Shared, cell: Cell) -> None:
-    with one_core():
-        report = shared.check(cell)
-    assert report.ok, report
+    right_or_listed(shared, cell)
 
 
 @pytest.fixture(scope="module")
