@@ -90,8 +90,8 @@ def _capped_ring() -> Job:
 
 
 def _sharded_in_fp8() -> Job:
-    made = _between(torch.tanh)
-    return replace(made, strategy=[*made.strategy, precision(at(), "fp8")])
+    axis = shard(at(), [0, 1], axis="TP", weights={"up": 0, "down": 1})
+    return replace(_between(torch.tanh), strategy=[axis, precision(at(), "fp8")])
 
 
 def _three_ways() -> Job:
