@@ -5,12 +5,12 @@ other cell must have the numbers of one device.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from piper.directives import Directive, precision, shard
+from piper.directives import Directive, shard
 from piper.ir.select import at
 from piper.job import Job
 from tests.runtime import divided, grid, packed
@@ -89,11 +89,6 @@ def _capped_ring() -> Job:
     )
 
 
-def _sharded_in_fp8() -> Job:
-    axis = shard(at(), [0, 1], axis="TP", weights={"up": 0, "down": 1})
-    return replace(_between(torch.tanh), strategy=[axis, precision(at(), "fp8")])
-
-
 def _three_ways() -> Job:
     weights = divided.MODELS["decoder"]().weights
     return divided.job_of("decoder", 1, lambda _: [shard(at(), [0, 1, 2], axis="TP", weights=weights)])
@@ -134,13 +129,6 @@ LIMITS = (
         instead='`attention="gather"` or `"heads"`, which hold all keys of a head',
         message="a ring does not change scores",
         job=_capped_ring,
-    ),
-    Limit(
-        what="products in fp8 in a model that is sharded along an axis",
-        why="the scale of a row is that of its largest element, and each device would take that of its own slice",
-        instead="bf16 there; fp8 composes with ZeRO, pipelines and experts",
-        message="products do not run in fp8 in a model that is sharded along an axis",
-        job=_sharded_in_fp8,
     ),
     Limit(
         what="an operation along the sharded dimension that needs all of it in order (sort, cumsum, quantile)",
