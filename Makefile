@@ -19,7 +19,7 @@ UNUSED := /(tests|transformers/models|mypy|mypyc|pip|playwright|pygments/lexers|
 # Every process of a test would compile piper/ and the tests again where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup test test-all mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures site
+.PHONY: help setup test test-all mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures notebooks site
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
@@ -38,6 +38,7 @@ help:
 	@echo "make bench    how compile time grows with the job"
 	@echo "make gallery  docs/gallery.md: every schedule and the papers' figures, drawn"
 	@echo "make pictures the other pictures of the documentation"
+	@echo "make notebooks  docs/notebooks: run their cells, and write what they show"
 	@echo "make site     build/site: the documentation as static pages with search, to open without a network"
 
 setup: $(INSTALLED)
@@ -119,6 +120,9 @@ gallery: setup
 
 pictures: setup
 	$(BIN)/python docs/pictures/draw.py
+
+notebooks: setup
+	OMP_NUM_THREADS=1 $(BIN)/python docs/notebooks/run.py
 
 site: setup
 	$(BIN)/python docs/site/build.py

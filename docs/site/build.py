@@ -13,7 +13,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2]))  # where `tests` is found
+sys.path += [
+    str(Path(__file__).parents[2]),
+    str(Path(__file__).parents[1]),
+]  # where `tests` and `notebooks` are
 from tests.docs.blocks import FENCE, pages
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +45,9 @@ def menu(index: str) -> list[dict[str, object]]:
     for heading, text in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", index, re.MULTILINE):
         cells = re.findall(r"^\| (\[.*?) \| ", text, re.MULTILINE)
         entries = re.findall(r"\[([^]]+)\]\(([^)]+)\)", "\n".join(cells))
-        sections.append({heading: [{title: f"docs/{path}"} for title, path in entries]})
+        sections.append(
+            {heading: [{title: f"docs/{path.replace('.ipynb', '.md')}"} for title, path in entries]}
+        )
     sections.append({"Project": [{"Changes": "CHANGELOG.md"}, {"How to change it": "CONTRIBUTING.md"}]})
     return sections
 
@@ -54,13 +59,26 @@ def stage(folder: Path) -> None:
         write(folder / "site" / name, (SETTINGS / name).read_text(encoding="utf-8"))
     sources = pages(ROOT)
     for page in sources:
-        text = FILE_BLOCK.sub(r'```\1 title="\2"', page.read_text(encoding="utf-8"))
-        write(folder / page.relative_to(ROOT), text)
+        write(folder / page.relative_to(ROOT), as_page(page.read_text(encoding="utf-8")))
         for _, file, _ in links(page):
             target = folder / file.relative_to(ROOT)
-            if file.is_file() and file not in sources:
+            if file.is_file() and file not in sources and file.suffix != ".ipynb":
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, target)
+
+
+def as_page(text: str) -> str:
+    """Return the text of a page as the site needs it: files have a title, and notebooks are pages."""
+    return FILE_BLOCK.sub(r'```\1 title="\2"', text).replace(".ipynb)", ".md)")
+
+
+def add_notebooks(folder: Path) -> None:
+    """Write the notebooks as pages, with what their cells showed when they were run."""
+    from notebooks.run import markdown, notebooks
+
+    for path in notebooks():
+        page = folder / "docs" / "notebooks" / f"{path.stem}.md"
+        write(page, as_page(markdown(path.read_text(encoding="utf-8"))))
 
 
 def add_live_pages(folder: Path) -> None:
@@ -91,6 +109,7 @@ def build(site: Path = SITE, sources: Path = SOURCES, *, live: bool = True) -> N
 
     logging.basicConfig(format="%(message)s")  # what is wrong, before the build ends
     stage(sources)
+    add_notebooks(sources)
     if live:
         add_live_pages(sources)
     config = load_config(
