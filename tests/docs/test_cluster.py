@@ -158,7 +158,7 @@ def test_one_machine(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_a_job_of_slurm_trains_on_ray(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    printed = submit("ray.sbatch", tmp_path, slurm(tmp_path, 2), "--device", "cpu")
+    printed = submit("ray.sbatch", tmp_path, slurm(tmp_path, 2, RAY_worker_niceness="0"), "--device", "cpu")
     assert "Starting 2 devices on ray" in printed
     assert steps(tmp_path / "run") == [1, 2, 3]
 
