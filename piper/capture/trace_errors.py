@@ -16,7 +16,20 @@ from piper.errors import CaptureError, LossError
 
 _PACKAGE = Path(__file__).parents[1]
 _OURS = (str(_PACKAGE / "capture"), str(_PACKAGE / "experts.py"), str(Path(torch.__file__).parent), "<")
+_NOT_CAPTURED = "the model and its loss cannot be captured"
 _HINT = "the loss must trace as one graph: no branch on a tensor's value, no .item(), no files inside"
+_DRAW = (
+    "draw with torch, in every step another number: torch.rand(()); or in data(), into a field of the batch"
+)
+# What Dynamo says of a call that it cannot trace, and what to write in its place
+_INSTEAD = {
+    r"`ContextVar`": "read the variable in the model's constructor, into an attribute; what changes from "
+    "step to step belongs in the batch",
+    r"`torch\.autograd\.grad`|Tensor\.backward\(": "write torch.func.grad(function)(x), which can be traced",
+    r"UserDefinedObjectVariable\(Generator\)|torch\._C\.Generator|`manual_seed`": "draw without a "
+    "generator: the job's seed decides what each step draws",
+    r"\bRandom\.\w+|\b(np|numpy)\.random\.": _DRAW,
+}
 
 # What Dynamo says of an exception in the traced code itself, not of code that it cannot trace
 RAISED = (
@@ -44,7 +57,7 @@ def quiet() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def refused(
-    what: str, error: Exception, *, hint: str = _HINT, kind: type[CaptureError] = CaptureError
+    what: str, error: Exception, *, hint: str, kind: type[CaptureError] = CaptureError
 ) -> CaptureError:
     """Return the error that says where and why the user's code could not be traced."""
     where = user_line(error)
@@ -62,7 +75,9 @@ def loss_failed(error: Exception, fields: Iterable[str]) -> CaptureError:
         match.group(1) for pattern in RAISED for match in re.finditer(pattern, str(error), re.MULTILINE)
     ]
     if not raised:
-        return refused("the model and its loss cannot be captured", error, kind=LossError)
+        traced = str(error).split("from user code:")[0]
+        hint = next((hint for said, hint in _INSTEAD.items() if re.search(said, traced)), _HINT)
+        return refused(_NOT_CAPTURED, error, hint=hint, kind=LossError)
     names = ", ".join(map(repr, fields))
     hints = {
         "KeyError": f"the batch has {names}: use one of these names, or add the field in data()",
@@ -70,6 +85,17 @@ def loss_failed(error: Exception, fields: Iterable[str]) -> CaptureError:
     }
     hint = hints.get(raised[0], "call loss(model(), batch) without Piper to see the whole traceback")
     return refused("the loss, or the model in it, raised an exception", error, hint=hint, kind=LossError)
+
+
+def drawn_once(draw: torch.fx.Node) -> CaptureError:
+    """Return the error for a number that Python drew while torch traced: it would be that of every step."""
+    lines = [line for user in draw.users if (line := line_of(user))]
+    return LossError(
+        _NOT_CAPTURED,
+        by=f"capture ({lines[0]})" if lines else "capture",
+        facts={"why": "what Python's random drew for the trace would be the number of every step"},
+        hint=_DRAW,
+    )
 
 
 def without_result(error: Exception) -> bool:

@@ -1,9 +1,12 @@
 """What cannot be captured is refused with one message: where, what, why, and a way out."""
 
+import random
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,6 +84,109 @@ def test_a_branch_on_a_value() -> None:
         "tracing dynamic control flow.",
         f"  hint: {TRACED}",
     )
+
+
+SCALE = ContextVar("SCALE", default=2.0)
+DRAWS, OWN = torch.Generator(), random.Random(0)
+
+
+def reads_a_context(self: Small, x: Tensor) -> Tensor:
+    return self.b(x) * SCALE.get()
+
+
+def differentiates(self: Small, x: Tensor) -> Tensor:
+    hidden = self.a(x)
+    return self.b(torch.autograd.grad(self.b(hidden).sum(), hidden, create_graph=True)[0])
+
+
+def goes_backward(self: Small, x: Tensor) -> Tensor:
+    self.b(x).sum().backward()
+    return self.b(x)
+
+
+def draws_from_a_generator(self: Small, x: Tensor) -> Tensor:
+    return self.b(x + torch.randn(x.shape, generator=DRAWS))
+
+
+def makes_a_generator(self: Small, x: Tensor) -> Tensor:
+    return self.b(x + torch.randn(x.shape, generator=torch.Generator()))
+
+
+def seeds(self: Small, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return self.b(x + torch.randn_like(x))
+
+
+def draws_a_number(self: Small, x: Tensor) -> Tensor:
+    return self.b(x) * random.random()
+
+
+def draws_by_gauss(self: Small, x: Tensor) -> Tensor:
+    return self.b(x) * random.gauss(0.0, 1.0)
+
+
+def draws_with_numpy(self: Small, x: Tensor) -> Tensor:
+    return self.b(x) * np.random.rand()
+
+
+IN_THE_CONSTRUCTOR = (
+    "read the variable in the model's constructor, into an attribute; what changes from step to step belongs "
+    "in the batch"
+)
+WITH_FUNC = "write torch.func.grad(function)(x), which can be traced"
+NO_GENERATOR = "draw without a generator: the job's seed decides what each step draws"
+WITH_TORCH = (
+    "draw with torch, in every step another number: torch.rand(()); or in data(), into a field of the batch"
+)
+
+
+@pytest.mark.parametrize(
+    ("forward", "hint"),
+    [
+        (reads_a_context, IN_THE_CONSTRUCTOR),
+        (differentiates, WITH_FUNC),
+        (goes_backward, WITH_FUNC),
+        (draws_from_a_generator, NO_GENERATOR),
+        (makes_a_generator, NO_GENERATOR),
+        (seeds, NO_GENERATOR),
+        (draws_a_number, WITH_TORCH),
+        (draws_by_gauss, WITH_TORCH),
+        (draws_with_numpy, WITH_TORCH),
+    ],
+)
+def test_a_call_that_cannot_be_traced_is_refused_with_what_to_write(forward: Forward, hint: str) -> None:
+    message = refusal(forward).splitlines()
+    assert message[0] == f"capture ({HERE}:N): the model and its loss cannot be captured"
+    assert message[2:] == [f"  hint: {hint}"]
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: random.randint(1, 3), lambda: random.uniform(0.0, 1.0), lambda: OWN.random()]
+)
+def test_a_number_that_python_draws_once(draw: Callable[[], float]) -> None:
+    """Dynamo makes such a number an input of the graph, which would be a constant of the plan."""
+
+    def forward(self: Small, x: Tensor) -> Tensor:
+        return self.b(x) * draw()
+
+    assert refusal(forward) == lines(
+        f"capture ({HERE}:N): the model and its loss cannot be captured",
+        "  why:  what Python's random drew for the trace would be the number of every step",
+        f"  hint: {WITH_TORCH}",
+    )
+
+
+def test_what_the_hints_say_can_be_traced() -> None:
+    class Scaled(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = SCALE.get()
+
+        def forward(self, x: Tensor) -> Tensor:
+            slope: Tensor = torch.func.grad(lambda at: self.a(at).tanh().sum())(x)
+            return self.b(slope + torch.randn_like(x)) * self.scale * torch.rand((), dtype=x.dtype)
+
+    trace(Scaled, zoo.regression, zoo.vectors(4, 0), 4)
 
 
 def test_an_error_of_the_model_itself() -> None:
@@ -317,6 +423,15 @@ def test_a_buffer_that_is_replaced() -> None:
         "  module: the model itself",
         "  hint:   change a buffer in place: self.steps.add_(1), not self.steps = self.steps + 1",
     )
+
+
+def test_a_buffer_that_is_replaced_beside_parameters_that_are_put_back() -> None:
+    def loss(model: Small, batch: dict[str, Tensor]) -> Tensor:
+        y: Tensor = torch.func.functional_call(model, dict(model.named_parameters()), (batch["x"],))
+        model.n = model.n + 1
+        return y.square().mean()
+
+    assert refusal(loss=loss).startswith("model: the forward replaces a buffer or parameter\n")
 
 
 LEFT_BEHIND = "model or loss: the forward computes with what its last call left behind"

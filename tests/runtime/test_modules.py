@@ -301,3 +301,45 @@ def test_a_value_of_parameters_is_made_where_it_is_read() -> None:
         ("PP=0", ("a.weight", "a.bias", "scalar"), 1),
         ("PP=1", ("scalar", "b.weight", "b.bias"), 1),
     ]
+
+
+def called_with_other_parameters(model: nn.Module, batch: plain.Batch) -> Tensor:
+    """A student that follows the model itself with halved, detached parameters."""
+    x = batch["x"].to(next(model.parameters()).dtype)
+    halved = {name: parameter.detach() / 2 for name, parameter in model.named_parameters()}
+    wanted: Tensor = torch.func.functional_call(model, halved, (x,))
+    result: Tensor = model(x)
+    return (result - wanted).square().mean()
+
+
+def called_with_its_own(model: nn.Module, batch: plain.Batch) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    state: list[dict[str, Tensor]] = [dict(model.named_parameters()), dict(model.named_buffers())]
+    result: Tensor = torch.func.functional_call(model, state, (batch["x"].to(dtype),))
+    return (result - batch["y"].to(dtype)).square().mean()
+
+
+@pytest.mark.parametrize("loss", [called_with_other_parameters, called_with_its_own])
+def test_functional_call_of_the_whole_model(loss: plain.Loss) -> None:
+    """It puts other tensors into the modules, and then the parameters back: nothing is replaced for good."""
+    strategy = [replicate(at(), [0, 1], zero=3), split(at(), parts=2)]
+    assert difference(lambda: Two(lambda _: None), loss, zoo.vectors, strategy) < EXACT
+
+
+class Forces(nn.Module):
+    """Returns the gradient of an energy of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate("PP"):
+            forces: Tensor = torch.func.grad(lambda at: torch.tanh(self.a(at)).square().sum())(x)
+        with annotate("PP"):
+            result: Tensor = self.b(forces)
+        return result
+
+
+def test_a_gradient_inside_the_forward() -> None:
+    assert difference(Forces, zoo.regression, zoo.vectors) < EXACT

@@ -32,7 +32,7 @@ from piper.capture.trace.recording import (
     number_regions,
 )
 from piper.capture.trace.returned import FORMS, Returned, returned_by_loss
-from piper.capture.trace_errors import loss_failed, node_line, quiet, reason, without_result
+from piper.capture.trace_errors import drawn_once, loss_failed, node_line, quiet, reason, without_result
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Batch, Constant
 from piper.process.flex_on_host import flex_gradients_on_host
@@ -74,7 +74,7 @@ def record(
             if without_result(error):
                 raise _not_a_loss("it returns no tensor") from error
             raise _own_error(error, step, batch) or loss_failed(error, batch) from error
-        _check_side_effects(model, (str(warning.message) for warning in warned))
+        _check_side_effects(model, (str(warning.message) for warning in warned), call.left)
         captured = call.module
         flat = captured.graph._codegen.process_inputs(batch)
         returned = _structure(captured)
@@ -152,20 +152,27 @@ def _own_error(error: Exception, step: LossModule, batch: dict[str, Tensor]) -> 
     return None
 
 
-def _check_side_effects(model: nn.Module, warnings: Iterable[str]) -> None:
-    """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost."""
+def _check_side_effects(model: nn.Module, warnings: Iterable[str], left: Mapping[Place, Left]) -> None:
+    """Refuse a forward that replaces a buffer: a trace only sees values, so the new one would be lost.
+
+    `torch.func.functional_call` puts back what it replaces, so it leaves the module's dict as it was.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
-    for text in warnings:
-        if named := re.search(r"((?:\._modules\['[^']+'\])+)\._(?:buffers|parameters)\b", text):
-            path = re.findall(r"'([^']+)'", named.group(1))[1:]
-            if isinstance(modules.get(".".join(path)), _SpectralNorm):
-                continue  # it writes into its buffers through `out=`, and assigns each to itself
-            raise CaptureError(
-                "the forward replaces a buffer or parameter",
-                by="model",
-                facts={"module": ".".join(path) or "the model itself"},
-                hint="change a buffer in place: self.steps.add_(1), not self.steps = self.steps + 1",
-            )
+    for named in re.finditer(
+        r"((?:\._modules\['[^']+'\])+)\.(_buffers|_parameters)\b(\[)?", "\n".join(warnings)
+    ):
+        path = ".".join(re.findall(r"'([^']+)'", named[1])[1:])
+        module = modules.get(path)
+        if isinstance(module, _SpectralNorm):
+            continue  # it writes into its buffers through `out=`, and assigns each to itself
+        if module is not None and not named[3] and (id(getattr(module, named[2])), None) not in left:
+            continue
+        raise CaptureError(
+            "the forward replaces a buffer or parameter",
+            by="model",
+            facts={"module": path or "the model itself"},
+            hint="change a buffer in place: self.steps.add_(1), not self.steps = self.steps + 1",
+        )
 
 
 def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]:
@@ -254,6 +261,8 @@ class _GraphCopier:
         return self.copies[node]
 
     def _constant(self, node: fx.Node, tensor: object) -> Constant:
+        if str(node.target).startswith("random_value_"):  # Dynamo's name for what Python's random drew
+            raise drawn_once(node)
         if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or tensor.requires_grad:
             raise CaptureError(
                 "the model uses a tensor that is neither a parameter nor a buffer",
