@@ -41,8 +41,9 @@ from piper.directives import Directive, apply
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph, start
 from piper.ir.select import At
-from piper.lower.lower import LOWERING, lower
-from piper.lower.state import LoweringState, Settings
+from piper.lower.buckets import make_buckets
+from piper.lower.lower import LOWERING, first_state, lower
+from piper.lower.state import Settings
 from piper.lower.validate import validate
 from piper.plan.plan import Plans
 from piper.process.gc_pause import no_collection
@@ -260,23 +261,22 @@ def simulated(
     row: Row, outline: CapturedModel, cluster: Cluster, microbatches: int, *, prove: bool = False
 ) -> Simulation:
     """Lower a row's strategy to plans and simulate a step."""
-    samples = row.dp * row.samples * microbatches
-    settings = Settings(samples=samples, state_bytes=8)
-    plans = lowered(apply(start(outline), strategy_of(row, microbatches)), settings, prove=prove)
+    graph = apply(start(outline), strategy_of(row, microbatches))
+    plans = lowered(graph, row.dp * row.samples * microbatches, prove=prove)
     return simulate(plans, outline, Roofline(cluster))
 
 
-def lowered(graph: Graph, settings: Settings, *, prove: bool) -> Plans:
+def lowered(graph: Graph, samples: int, *, prove: bool = False) -> Plans:
     """Lower a graph to plans. A proof takes longer than all rewrites together."""
-    graph = validate(graph, settings.samples)
+    graph, settings = validate(graph, samples), Settings(state_bytes=8)
     if prove:
         return lower(graph, settings)[0]
-    work = LoweringState(graph=graph, settings=settings)
+    state = first_state(graph, settings, make_buckets(graph))
     with no_collection():
         for rewrite, _ in LOWERING:
-            work = rewrite(work)
-    assert work.plans is not None
-    return work.plans
+            state = rewrite(state)
+    assert state.plans is not None
+    return state.plans
 
 
 def step_of(row: Row, outline: CapturedModel, cluster: Cluster, *, full: bool) -> float:

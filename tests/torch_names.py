@@ -18,6 +18,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 
@@ -127,6 +128,7 @@ def is_private(name: str) -> bool:
 
 def missing(names: Iterable[str]) -> list[str]:
     """Return the names that the running torch does not have."""
+    import_module("torch.nn.attention.varlen")  # registers an operator that piper/ names
     return sorted(name for name in names if not is_there(name))
 
 

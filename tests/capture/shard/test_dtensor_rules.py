@@ -64,6 +64,7 @@ def test_an_operation_that_is_not_verified_is_refused() -> None:
         sharded(recorded(sample), [Shard(0)], 2)
 
 
+@pytest.mark.skipif(not NEWEST, reason="DTensor of torch 2.11 has no rule for it, so it is refused before")
 def test_an_operation_that_writes_what_is_whole_is_refused() -> None:
     """Running statistics of a norm would go into a slice."""
 
