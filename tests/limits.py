@@ -28,7 +28,7 @@ mask, experts and clipping, and compares the numbers with one device. It accepts
 | --- | --- | --- |
 """
 FOOTER = """
-These are refused only because nobody has built them: optimizers that need whole tensors (Muon, Adafactor) where tensor or expert
+These are refused because they are not built: optimizers that need whole tensors (Muon, Adafactor) where tensor or expert
 parallelism shards a matrix, experts with biases over several devices, `varlen_attn` with a sharded sequence, and fp8 where several
 devices hold the same heads of keys. Experts compute in the job's precision under fp8. No cell of the matrix has these choices.
 """

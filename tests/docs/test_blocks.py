@@ -5,9 +5,11 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from piper.capture.shard.rules import rules
 from tests.docs.blocks import blocks_of, pages
 from tests.docs.running import Reader
 from tests.runtime.sharing import Shared
@@ -37,7 +39,8 @@ def folder(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
     reader = Reader(Path(page).name)
-    with Shared().capturing():  # commands of a page read its recipes again, and compile the same models
+    # Commands of a page read its recipes again, and compile the same models. A rule that it registers ends with it.
+    with Shared().capturing(), patch.dict(rules()):
         for block in blocks_of(PAGES[page], Path(page).name):
             reader.follow(block)
     reader.finish()
