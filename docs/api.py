@@ -16,8 +16,8 @@ together stands in [the tutorial](tutorial.md). `docs/api.py` writes this page.
 """
 RETURNED = {  # classes that only Piper constructs, and what a script calls: `launch` returns a run
     "piper.Run": (
-        *("train", "step", "batches", "evaluate", "save", "load", "state_dict", "gradients", "optimizer"),
-        *("optimizer_state", "done", "resize", "stop", "close"),
+        *("train", "step", "batches", "evaluate", "predict", "save", "load", "state_dict", "gradients"),
+        *("optimizer", "optimizer_state", "done", "resize", "stop", "close"),
     )
 }
 MODULES = ("schedules", "strategies", "losses", "callbacks", "data", "checkpoint")

@@ -15,6 +15,7 @@ from piper.capture.precision.fp8 import check_machine
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.shard.request import Request
 from piper.capture.trace.record import LossFn
+from piper.capture.trace.returned import Prediction
 from piper.capture.trace.trace import Traced
 from piper.compiler.locate_errors import locate_errors
 from piper.compiler.optimizer_facts import OptimizerFacts, facts_of_optimizer
@@ -43,7 +44,7 @@ from piper.plan.plan import Plans
 from piper.process.usercode import named
 from piper.runtime.accelerator import device_kind
 from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
-from piper.runtime.setup import Shapes, setup_of
+from piper.runtime.setup import Forward, Shapes, setup_of
 from piper.runtime.uneven import COUNTS, counted_loss
 
 if TYPE_CHECKING:
@@ -120,14 +121,14 @@ class Program:
 
         return page_of(self, cluster)
 
-    def evaluation(self, batch: Batch) -> "Program":
+    def evaluation(self, batch: Batch, forward: Forward | None = None) -> "Program":
         """Compile the forward of this program for batches like `batch`, to evaluate what it trains.
 
         The model is in eval mode, nothing is saved for a backward, and the parameters are read where this
-        program holds them.
+        program holds them. forward: what it predicts. None: it computes the loss and metrics.
         """
         job, metrics = self.job, None if self.job.evaluate is None else self.job.evaluate.metrics
-        loss: LossFn = job.loss if metrics is None else metrics
+        loss: LossFn = metrics or job.loss if forward is None else Prediction(forward)
         compiled = self.cache is not None
         recordings = new_recordings(job, self.device, batch, loss, compiled=compiled, forward_only=True)
         return build(job, capturing_with(batch, recordings, self.cache), trained=self)

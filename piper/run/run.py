@@ -7,7 +7,7 @@ a run that goes on from a checkpoint is the run that was not stopped, to the las
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from piper.checkpoint.folder import step_path
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.data.feed import Feed, is_position
 from piper.process.usercode import named
+from piper.run.forward_only import ForwardOnly
 from piper.run.nans import check_finite
 from piper.run.optimizer_groups import OptimizerGroups
 from piper.run.saves import (
@@ -30,7 +31,7 @@ from piper.run.saves import (
     run_folder,
     with_states,
 )
-from piper.run.session import Session, check_samples, evaluation_batches
+from piper.run.session import Session
 from piper.run.sessions import Sessions, asking
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
 from piper.runtime.debug.output_recorder import OutputKey
@@ -39,7 +40,7 @@ from piper.runtime.full_values import by_bucket, holders, whole_buffers, whole_p
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 from piper.workers.answers import WorkerAnswers
-from piper.workers.results import Batch, EvaluationResult, Means, Resumed, StepResult, state_by_name
+from piper.workers.results import Batch, EvaluationResult, Resumed, StepResult, state_by_name
 
 log = logging.getLogger("piper")
 
@@ -60,7 +61,7 @@ class Watch(Callback):
         return run.leaving()
 
 
-class Run:
+class Run(ForwardOnly):
     """A running job. It ends with its `with` block, with `close`, or when nothing refers to it any more."""
 
     stopping = False  # a callback has asked to stop
@@ -258,22 +259,6 @@ class Run:
     def resize(self, devices: int) -> None:
         """Go on with so many devices, if the job is elastic. For callbacks."""
         self.sessions.resize(devices)
-
-    def evaluate(self, batches: Iterable[Batch] | None = None) -> EvaluationResult:
-        """Evaluate on global batches, by default those of the job's `evaluate`; nothing is trained.
-
-        The model is in eval mode. A mean loss counts each batch by its samples, a (sum, weight) by its
-        weight, and so do metrics.
-        """
-        means = Means()
-        for batch in evaluation_batches(self.program.job) if batches is None else batches:
-            check_samples(batch)
-            means = self._evaluate(batch, means)
-        return means.result()
-
-    @asking
-    def _evaluate(self, batch: Batch, means: Means) -> Means:
-        return self.session.evaluate(batch, means)
 
     def save(
         self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None

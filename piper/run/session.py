@@ -22,7 +22,8 @@ from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import SavedWorkers
 from piper.runtime.batch import as_run, check_batch, padded, read_shapes, shapes_of, wanted_batch
 from piper.runtime.compute import slices_of
-from piper.runtime.setup import ProgramLike, Shapes, initial_tensors, setup_of
+from piper.runtime.predictions import predicted_rows
+from piper.runtime.setup import Forward, ProgramLike, Shapes, initial_tensors, setup_of
 from piper.runtime.uneven import COUNTS
 from piper.runtime.worker import Sums
 from piper.workers.answers import ProgramBatch, WorkerAnswers
@@ -53,7 +54,8 @@ class Session(SavedWorkers):
         super().__init__(group)
         self.plans, self.wanted = self.program.plans, wanted_batch(setup_of(self.program))
         self.first = Prepared(number=0, program=self.program, slicer=BatchSlicer(self.plans), buffers={})
-        self.prepared: dict[tuple[bool, Shapes], Prepared] = {}  # by whether it trains, and by shape
+        # by whether it trains, or what it predicts, and by shape
+        self.prepared: dict[tuple[bool | Forward, Shapes], Prepared] = {}
         self.preparations = 0  # how many programs workers have been given since they were started
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step, if known
         self.open = True
@@ -93,6 +95,16 @@ class Session(SavedWorkers):
             means = means.add(ready.program, piece, sums_over_groups(ready.program.plans, answers))
         return replace(means, batches=means.batches + 1)
 
+    def predict(self, batch: Batch, forward: Forward) -> Tensor:
+        """Return the result of a forward for every sample of a global batch, in the order of the batch."""
+        rows: list[Tensor] = []
+        for piece in pieces_of(batch, slices_of(self.plans)):
+            ready = self._prepared(piece.batch, trains=False, forward=forward)
+            self._run(WorkerAnswers.evaluate, ready, piece.batch)
+            answers = self.ask_all(WorkerAnswers.predictions, ready.number)
+            rows.append(predicted_rows(ready.program, answers)[: piece.samples])
+        return torch.cat(rows)
+
     def _run(
         self, call: Callable[[WorkerAnswers, ProgramBatch], Sums], ready: Prepared, batch: Batch
     ) -> dict[int, Sums]:
@@ -101,19 +113,23 @@ class Session(SavedWorkers):
         with self.group.running(ready.program):
             return self.ask(call, given)
 
-    def _prepared(self, batch: Batch, *, trains: bool, given: Batch | None = None) -> Prepared:
+    def _prepared(
+        self, batch: Batch, *, trains: bool, given: Batch | None = None, forward: Forward | None = None
+    ) -> Prepared:
         """Return the program for batches of these shapes. Compile it and prepare the workers if it is new.
 
         given: the batch before it was padded and its samples were repeated, for a message.
+        forward: what it predicts. None: it trains or evaluates.
         """
-        key = (trains, read_shapes(batch, self.wanted) if trains else shapes_of(batch))
+        key = (forward or trains, read_shapes(batch, self.wanted) if trains else shapes_of(batch))
         known = self.prepared.get(key)
         if known is not None and all(self.unread.get(name) is value for name, value in known.buffers.items()):
             return known
         if known is not None:
             program = known.program
         else:
-            program = self._shaped(batch, given or batch) if trains else self.program.evaluation(batch)
+            evaluation = self.program.evaluation
+            program = self._shaped(batch, given or batch) if trains else evaluation(batch, forward)
         buffers, setup = self._unheld(program), setup_of(program)
         self.preparations += 1
         number = self.preparations

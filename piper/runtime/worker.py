@@ -22,6 +22,7 @@ from piper.runtime.device_state import DeviceState
 from piper.runtime.executor import Executor
 from piper.runtime.gradients import total_length
 from piper.runtime.kernels import KERNELS
+from piper.runtime.predictions import PredictionRecorder, predicts
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.stream_executor import Show, StreamExecutor
 
@@ -92,7 +93,8 @@ class Worker:
         bound = [kernels[ins.op](self.env, ins) for ins in plan.instrs]
         self.trail = OutputRecorder(self.env) if options.keep_outputs else None
         self.recorder = Recorder(device, options.profile, setup.device) if options.profile else None
-        watchers = (self.intake, self.trail, self.recorder)
+        self.predictions = PredictionRecorder(self.env) if predicts(setup.outline) else None
+        watchers = (self.intake, self.trail, self.predictions, self.recorder)
         for each in (*(watcher.watch for watcher in watchers if watcher is not None), watch):
             if each is not None:
                 instrs = enumerate(zip(plan.instrs, bound, strict=True))

@@ -29,7 +29,7 @@ from piper.run.elastic import ElasticRange, ElasticRecovery
 from piper.run.recovery import Recovery
 from piper.run.run import Run
 from piper.runtime.batch import as_run, read_shapes, wanted_batch
-from piper.runtime.setup import Code, ProgramLike, Setup, Shapes, setup_of
+from piper.runtime.setup import Code, Forward, ProgramLike, Setup, Shapes, setup_of
 from piper.train.interrupt import SIGNALS
 from piper.workers.messages import pack_setup, unpack_setup
 from piper.workers.processes import nameless_file
@@ -89,9 +89,9 @@ class SentProgram:
             self.here.append(resized(self.whole, self.size))
         return self.here[0]
 
-    def evaluation(self, batch: Mapping[str, Tensor]) -> ProgramLike:
+    def evaluation(self, batch: Mapping[str, Tensor], forward: Forward | None = None) -> ProgramLike:
         """Compile the forward of this program, to evaluate what it trains."""
-        return self.compiled().evaluation(batch)
+        return self.compiled().evaluation(batch, forward)
 
     def shaped(self, batch: Mapping[str, Tensor]) -> ProgramLike:
         """Return the program that trains on batches like `batch`."""

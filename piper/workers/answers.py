@@ -6,6 +6,7 @@ from time import monotonic
 from torch import Tensor
 
 from piper.checkpoint.background import BackgroundSaver
+from piper.ir.ids import Tags
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import DeviceProfile
 from piper.runtime.worker import Sums, Worker
@@ -31,6 +32,11 @@ class WorkerAnswers(BackgroundSaver):
     def evaluate(self, given: ProgramBatch) -> Sums:
         """Evaluate on this device's rows of a batch."""
         return self.worker.evaluate(*given)
+
+    def predictions(self, number: int) -> dict[Tags, Tensor]:
+        """Return what this device predicted in the last evaluation by a program, by microbatch."""
+        recorder = self.worker.others[number].predictions
+        return {} if recorder is None else recorder.take()
 
     def protect(self, _: object = None) -> None:
         """Copy the state into memory that outlives this worker."""

@@ -12,7 +12,7 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.job import Job
 from piper.plan.plan import Plans
 from piper.run.launch import launch_inline
-from piper.runtime.setup import ProgramLike, Shapes
+from piper.runtime.setup import Forward, ProgramLike, Shapes
 from tests.runtime.grid import Cell, batches, compiled
 
 Code = Callable[..., tuple[Tensor, ...]]
@@ -71,8 +71,8 @@ class InBoxes:
     def origins(self, node: str) -> list[str]:
         return self.program.origins(node)
 
-    def evaluation(self, batch: Mapping[str, Tensor]) -> ProgramLike:
-        return self.program.evaluation(batch)
+    def evaluation(self, batch: Mapping[str, Tensor], forward: Forward | None = None) -> ProgramLike:
+        return self.program.evaluation(batch, forward)
 
     @property
     def shapes(self) -> Mapping[Shapes, ProgramLike]:

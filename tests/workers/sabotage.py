@@ -12,7 +12,7 @@ from torch import Tensor
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.job import Job
 from piper.plan.plan import Plans
-from piper.runtime.setup import Code, ProgramLike, Shapes
+from piper.runtime.setup import Code, Forward, ProgramLike, Shapes
 
 Act = Callable[[], None]
 
@@ -67,8 +67,8 @@ class Sabotaged:
     def origins(self, node: str) -> list[str]:
         return self.program.origins(node)
 
-    def evaluation(self, batch: Mapping[str, Tensor]) -> ProgramLike:
-        return self.program.evaluation(batch)
+    def evaluation(self, batch: Mapping[str, Tensor], forward: Forward | None = None) -> ProgramLike:
+        return self.program.evaluation(batch, forward)
 
     @property
     def shapes(self) -> Mapping[Shapes, ProgramLike]:

@@ -31,7 +31,7 @@ from piper.capture.trace.recording import (
     Recording,
     number_regions,
 )
-from piper.capture.trace.returned import FORMS, Returned, returned_by_loss
+from piper.capture.trace.returned import FORMS, Prediction, Returned, check_prediction, returned_by_loss
 from piper.capture.trace_errors import drawn_once, loss_failed, node_line, quiet, reason, without_result
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Batch, Constant
@@ -77,7 +77,7 @@ def record(
         _check_side_effects(model, (str(warning.message) for warning in warned), call.left)
         captured = call.module
         flat = captured.graph._codegen.process_inputs(batch)
-        returned = _structure(captured)
+        returned = _structure(captured, loss, batch)
         _check_later_calls(step, batch, call)
     tensors = dict(zip(captured.graph.find_nodes(op="placeholder"), flat, strict=True))
     regions = [*listed_regions(model), *entered]
@@ -185,13 +185,16 @@ def _sources(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[int, Origin]
     return {**sources, **{id(tensor): Batch(field=name) for name, tensor in batch.items()}}
 
 
-def _structure(captured: fx.GraphModule) -> Returned:
+def _structure(captured: fx.GraphModule, loss: LossFn, batch: dict[str, Tensor]) -> Returned:
     """Return what the loss returned, with graph nodes in place of computed tensors."""
     flat = next(node for node in captured.graph.nodes if node.op == "output").args[0]
     try:
         returned = captured.graph._codegen.process_outputs(flat)
     except AttributeError as error:  # a Python number is read off a tensor after the graph
         raise _not_a_loss("it returns a Python number") from error
+    if isinstance(loss, Prediction):
+        check_prediction(returned, len(next(iter(batch.values()))))
+        return Returned(values=(returned,), predicts=True)
     return returned_by_loss(returned)
 
 
@@ -232,7 +235,8 @@ class _GraphCopier:
                 self._copy(node)
         _check_scores(self.graph)
         results = tuple(self._result(value) for value in returned.values)
-        _check_results(results, forward_only)
+        if not returned.predicts:
+            _check_results(results, forward_only)
         if returned.metrics:
             results = (*results, self._packed(returned.metrics, results[0].meta["example_value"]))
         marks = {node: node.meta.get("custom") or {} for node in self.graph.nodes}

@@ -1,9 +1,9 @@
-"""The forms of what a loss returns: a mean, or a sum with its weight, and metrics with either."""
+"""The forms of what a loss returns: a mean, or a sum with its weight, and metrics; or a prediction."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from piper.errors import CaptureError
 
@@ -17,6 +17,31 @@ class Returned:
 
     values: tuple[object, ...]  # the loss, or its sum and its weight
     metrics: Mapping[str, tuple[object, object]] = field(default_factory=dict)  # the sum and weight of each
+    predicts: bool = False  # the value is a prediction
+
+
+class Prediction:
+    """A forward in place of a loss: its result has a row for each sample, and is kept, not summed."""
+
+    def __init__(self, forward: Callable[[nn.Module, dict[str, Tensor]], object]) -> None:
+        self.forward = forward
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> object:
+        result = self.forward(model, batch)
+        return result.clone() if isinstance(result, Tensor) else result  # it may be a field of the batch
+
+
+def check_prediction(returned: object, samples: int) -> None:
+    """Refuse a prediction that is not one tensor with a row for each sample."""
+    value = returned.meta["example_value"] if isinstance(returned, fx.Node) else returned
+    got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(value, Tensor) or value.shape[:1] != (samples,):
+        raise CaptureError(
+            "a prediction is not a tensor with a row for each sample",
+            by="predict",
+            facts={"got": got, "samples": f"{samples} in a slice"},
+            hint='return one tensor: run.predict(batch, lambda model, batch: model(batch["x"]))',
+        )
 
 
 def returned_by_loss(returned: object) -> Returned:
