@@ -128,7 +128,8 @@ class Program:
         program holds them. forward: what it predicts. None: it computes the loss and metrics.
         """
         job, metrics = self.job, None if self.job.evaluate is None else self.job.evaluate.metrics
-        loss: LossFn = metrics or job.loss if forward is None else Prediction(forward)
+        loss: LossFn = job.loss if metrics is None else metrics
+        loss = loss if forward is None else Prediction(forward)
         compiled = self.cache is not None
         recordings = new_recordings(job, self.device, batch, loss, compiled=compiled, forward_only=True)
         return build(job, capturing_with(batch, recordings, self.cache), trained=self)
