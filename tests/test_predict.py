@@ -49,6 +49,20 @@ def test_the_rows_are_those_of_plain_pytorch(on: str) -> None:
             assert distance(run.predict(batch, logits_of), wanted) < 1e-12
 
 
+def test_microbatches_that_run_on_other_devices_keep_their_rows() -> None:
+    ways = ((range(2), 0), (range(2, 4), 1))  # half of the microbatches go down the ranks, half go up
+    homes = [(stage, parts, abs(way - stage)) for stage in range(2) for parts, way in ways]
+    strategy = [
+        piper.split(piper.at(), parts=4),
+        *(piper.replicate(piper.at(PP=s, MB=m), [2 * r, 2 * r + 1], zero=1) for s, m, r in homes),
+        *piper.schedules.dualpipe(2, 4),
+    ]
+    with piper.launch(piper.compile(job(strategy, data=lambda: [rows(16, 0)]))) as run:
+        run.step(rows(16, 0))
+        batch = rows(19, 1)
+        assert distance(run.predict(batch, logits_of), plain_logits(run, batch)) < 1e-12
+
+
 def test_any_type_and_shape_comes_back_for_each_sample() -> None:
     def chosen(model: nn.Module, batch: Batch) -> Tensor:
         return logits_of(model, batch).argmax(-1)
