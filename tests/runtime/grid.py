@@ -58,7 +58,9 @@ def muon(params: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def adafactor(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(params, lr=1e-2)
+    # It divides by the root of a mean square: with its own eps, gradients that are zero but for rounding (of biases of keys) would
+    # move a parameter as far as others do.
+    return torch.optim.Adafactor(params, lr=1e-2, eps=(1e-8, 1e-3))
 
 
 OPTIMIZERS: Mapping[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
