@@ -71,7 +71,8 @@ class Rank:
         plans, timeout = plans_for(self.size), self.meeting.timeout
         if is_accelerator(self.device):
             return NcclComms(plans, self.number, self.store, self.device, timeout)
-        return GlooComms(plans, self.number, self.store, LOOPBACK, timeout)
+        patience = timedelta(seconds=TIMEOUTS.meeting)  # to connect: some ranks may be late
+        return GlooComms(plans, self.number, self.store, LOOPBACK, timeout, patience=patience)
 
     def wait(self) -> None:
         """Wait until the device has done what it was given."""
