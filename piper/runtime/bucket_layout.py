@@ -102,13 +102,13 @@ class Layout:
 
     def local(self, value: Tensor, index: int) -> Tensor:
         """Return what this device holds of a full parameter: its own slice, where it is sharded."""
-        for held in self.bucket.pieces[index].shardings:
-            value = own_slice(value, held, self.position)
-        return value
+        return own_slice(value, self.bucket.pieces[index].shardings, self.position)
 
 
-def own_slice(value: Tensor, held: Sharding, position: int) -> Tensor:
-    """Return the slice that the device at a position holds of a tensor."""
-    spans = spans_of_dim(value.shape[held.dim], held, held.degree, held.index(position))
-    parts = [value.narrow(held.dim, low, high - low) for low, high in spans]
-    return torch.cat(parts, held.dim) if len(parts) > 1 else parts[0]
+def own_slice(value: Tensor, shardings: Sequence[Sharding], position: int) -> Tensor:
+    """Return the slice that the device at a position holds of a tensor. Outer axes cut before inner ones."""
+    for held in reversed(shardings):
+        spans = spans_of_dim(value.shape[held.dim], held, held.degree, held.index(position))
+        parts = [value.narrow(held.dim, low, high - low) for low, high in spans]
+        value = torch.cat(parts, held.dim) if len(parts) > 1 else parts[0]
+    return value

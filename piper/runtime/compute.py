@@ -236,8 +236,8 @@ def load(env: Env, ins: Instr) -> Bound:
             part, ours = value[low:high], False  # the batch is not ours to keep
         else:
             part, ours = torch.cat([value[low:high] for low, high in spans]), True
-        for held in shardings:
-            part, ours = own_slice(part, held, place).contiguous(), False
+        if shardings:
+            part, ours = own_slice(part, shardings, place).contiguous(), False
         if part.device.type == "cpu" and is_accelerator(device):
             # From pinned memory, so that the host need not wait until the stream gets to it.
             slots[target] = part.pin_memory().to(device, non_blocking=True).to(wanted)

@@ -126,9 +126,8 @@ class Env:
             case "buffer" if self.state.setup is not self.setup and slot.owner in self.state.buffers:
                 return None  # it is taken over from the training worker before each run
             case "buffer":
-                held, value = self.plan.residents[slot], initial(slot.owner)
-                for sharding in held.shardings:
-                    value = own_slice(value, sharding, held.position(self.device))
+                held = self.plan.residents[slot]
+                value = own_slice(initial(slot.owner), held.shardings, held.position(self.device))
                 dtype = self.setup.dtype if value.is_floating_point() else value.dtype
                 return value.to(self.setup.device, dtype, copy=True)
             case "place" | "host_place":

@@ -33,8 +33,7 @@ class ParameterPart:
 
     def of(self, value: Tensor) -> Tensor:
         """Return this part of a parameter or of its gradient."""
-        for sharding in self.shardings:
-            value = own_slice(value, sharding, self.position)
+        value = own_slice(value, self.shardings, self.position)
         return value if self.run is None else value.reshape(-1)[self.run[0] : self.run[1]]
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
