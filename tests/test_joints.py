@@ -1,6 +1,7 @@
 """Compilations of a test run share the traces of equal chunks, and of no others."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
@@ -116,6 +117,24 @@ def test_a_trace_that_was_read_is_the_one_that_was_written(stored: StoredJoints)
             differentiate(trace(found.model, found.loss, found.batch(8, 0), 2))
         joints.append([line for joint in shared.known.values() for line in described(joint)])
     assert joints[0] == joints[1] and len(joints[0]) > 50
+
+
+def test_a_stored_trace_serves_equal_chunks_on_other_lines_and_names_their_lines(
+    stored: StoredJoints,
+) -> None:
+    def lines(model: type[Sine]) -> set[int]:
+        shared = SharedJoints(stored=stored)
+        with patch.object(compose, "trace_joint", shared.trace):
+            differentiate(trace(model, zoo.regression, zoo.vectors(8, 0), 4))
+        stacks = [
+            str(node.meta.get("stack_trace")) for joint in shared.known.values() for node in joint.graph.nodes
+        ]
+        return {int(line) for stack in stacks for line in re.findall(r"test_joints.py\", line (\d+)", stack)}
+
+    there = lines(SineElsewhere)
+    assert traces(Sine, stored=stored) == 0
+    first = Sine.forward.__code__.co_firstlineno
+    assert there == {SineElsewhere.forward.__code__.co_firstlineno + 1} and lines(Sine) == {first + 1}
 
 
 def test_what_calls_an_operation_of_a_test_is_not_stored(stored: StoredJoints) -> None:
