@@ -128,13 +128,8 @@ def test_unpickled_functions_come_from_a_setup_or_a_call_of_the_self_test() -> N
     )  # from the process that forked this one, over a pair of sockets
     assert users == {("workers/messages.py", "unpack_setup"), calls}
     builders = {(where, inside) for where, inside, _ in found({"unpack_setup"})}
-    # the programs that train and that evaluate; and those of fewer devices, which a fork of this very process
-    # compiles and writes into memory without a name
-    assert builders == {
-        ("workers/serve.py", "__init__"),
-        ("workers/serve.py", "prepare"),
-        ("train/elastic_programs.py", "program"),
-    }
+    # the programs that train and that evaluate
+    assert builders == {("workers/serve.py", "__init__"), ("workers/serve.py", "prepare")}
 
 
 def test_code_is_run_from_text_nowhere_else() -> None:

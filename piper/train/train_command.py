@@ -35,7 +35,7 @@ from piper.run.saves import checkpoints_of, past_of, prepare_saves
 from piper.run.single_rank_run import PeakMemory, SingleRankRun, launch_single_rank
 from piper.runtime.worker import Options
 from piper.train.display import ConsoleLog, Stages, display
-from piper.train.elastic_programs import Programs, SizeFile
+from piper.train.elastic_programs import SizeFile, sessions_of
 from piper.train.interrupt import Interrupts, PreemptedError, interrupts, preemptible
 from piper.train.lock import locked
 from piper.train.measure import Measure, Outcome, Rate, Reporter, RunSummary, tokens_in
@@ -238,8 +238,6 @@ def started(
             if not recovering_asked(asked):
                 run = stack.enter_context(launcher(program, asked.on, options))
             else:
-                programs = Programs(program)
-                stack.callback(programs.close)
                 run = stack.enter_context(
                     recovering(
                         program,
@@ -250,10 +248,9 @@ def started(
                         notify=notify,
                         disk=disk_of(folder, program.job),
                         spares=asked.spares,
-                        make=programs.sessions,
+                        make=sessions_of(program),
                     )
                 )
-                programs.prepare()
         with ConsoleLog(console):
             yield run
 

@@ -144,7 +144,7 @@ class Starter(ABC):
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on; `places`: the accelerator of each device."""
         self.program, self.versions = program, versions
-        self.packed = getattr(program, "packed", None)  # of one that came as bytes from another process
+        self.packed = None
 
     def expect(self, group: WorkerGroup, stall: float) -> None:
         """Let workers fail when nothing has moved for so many seconds. Threads have their own timeout."""

@@ -17,12 +17,11 @@ import pytest
 
 from piper.checkpoint.folder import verify
 from piper.compiler import compile
-from piper.run.elastic import ElasticRange
 from piper.run.launch import launch_inline
 from piper.run.recovery import recovering
 from piper.run.run_events import Event
 from piper.runtime.worker import Options
-from piper.train.elastic_programs import Programs
+from piper.train.elastic_programs import sizes_of
 from piper.workers.results import StepResult
 from tests.run import test_elastic
 from tests.run.test_recovery import SHARDED, Killer, shared_memory
@@ -215,20 +214,16 @@ def hangs(asked: Asked) -> Seen:
 def elastic(asked: Asked) -> Seen:
     """Change from four devices to two and back. The numbers are those of one device to 1e-9."""
     program, events, seen = compile(test_elastic.job()), list[Event](), Seen()
-    programs = Programs(program)
-    sizes = ElasticRange(fewest=2, most=4, program=programs.program)
+    sizes = sizes_of(program, 2, 4)
     given = test_elastic.batches(4 * asked.events)
     losses: list[float] = []
-    try:
-        with test_elastic.running(program, sizes, events, "local") as run:
-            for number in asked.numbers():
-                for size, batch in zip((4, 4, 2, 2), given[4 * number :], strict=False):
-                    run.resize(size)
-                    losses.append(run.step(batch).loss)
-                seen.events += 1
-            state = run.state_dict()
-    finally:
-        programs.close()
+    with test_elastic.running(program, sizes, events, "local") as run:
+        for number in asked.numbers():
+            for size, batch in zip((4, 4, 2, 2), given[4 * number :], strict=False):
+                run.resize(size)
+                losses.append(run.step(batch).loss)
+            seen.events += 1
+        state = run.state_dict()
     found = [event.seconds for event in events if event.event == "recovery"]
     seen.seconds, seen.recovered = [s for s in found if s is not None], (len(found) + 1) // 2
     with suppress(AssertionError):

@@ -24,14 +24,14 @@ from piper.directives import Directive, protect, replicate
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.ir.select import at
 from piper.job import Job
-from piper.run.elastic import ElasticRange, ElasticRecovery
+from piper.run.elastic import ElasticRecovery
 from piper.run.launch import launch_inline
 from piper.run.recovery import recovering
 from piper.run.retrying import Disk
 from piper.run.run import Run
 from piper.run.run_events import Event
 from piper.runtime.worker import Options
-from piper.train.elastic_programs import Programs
+from piper.train.elastic_programs import sizes_of
 from piper.workers import ray as launcher
 from piper.workers.agent_workers import AgentWorkerGroup
 from piper.workers.processes import gone
@@ -278,9 +278,7 @@ def test_a_lost_node_without_a_spare_leaves_fewer_devices_until_one_comes(
     given, events, saved = elastic.batches(200), list[Event](), tmp_path / "step-3"
     disk = Disk(folder=tmp_path, past=lambda last: [saved], batches=lambda found: iter(given[found.step :]))
     program = compile(elastic_job(copies))
-    programs = Programs(program)
-    sizes = ElasticRange(fewest=1, most=2, program=programs.program)
-    make = partial(ElasticRecovery, sizes=sizes)
+    make = partial(ElasticRecovery, sizes=sizes_of(program, 1, 2))
     losses: list[float] = []
     nodes = add_nodes(head, 2)
     with recovering(program, "ray", Options(), retries=3, notify=events.append, disk=disk, make=make) as run:
@@ -295,7 +293,6 @@ def test_a_lost_node_without_a_spare_leaves_fewer_devices_until_one_comes(
             if len(elastic_of(run).places) == 2 and len(nodes.worker_nodes) == 2 and len(losses) > 4:
                 break
         elastic.assert_plain(losses, run.state_dict())
-    programs.close()
     assert [event.what for event in events if event.event == "resize"] == [
         "going on with 1 device instead of 2: there is room for 1",
         "going on with 2 devices instead of 1: lost ones are tried",

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import cleandoc
 from itertools import count
@@ -34,7 +34,7 @@ from piper.run.run_events import Event
 from piper.run.session import Session
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.train.elastic_programs import Programs, SentProgram, SizeFile
+from piper.train.elastic_programs import SizeFile, sizes_of
 from piper.workers.answers import WorkerAnswers
 from piper.workers.group import A, R, Starter, WorkerGroup
 from piper.workers.inline import InlineStarter
@@ -89,24 +89,20 @@ def program() -> Program:
 
 
 @pytest.fixture(scope="module")
-def programs(program: Program) -> Iterator[Programs]:
-    """Those of fewer devices are compiled in another process."""
-    made = Programs(program)
-    made.prepare()
-    made.waiter.join(timeout=120)
-    assert not made.waiter.is_alive()
-    yield made
-    made.close()
+def sizes(program: Program) -> ElasticRange:
+    return without_three(program)
 
 
-@pytest.fixture(scope="module")
-def sizes(programs: Programs) -> ElasticRange:
+def without_three(program: Program) -> ElasticRange:
+    """Return the sizes of a job that cannot have three devices."""
+    every = sizes_of(program, 2, 4)
+
     def find(size: int) -> ProgramLike:
         if size == 3:
             raise ConfigError("no", by="test", hint="none")
-        return programs.program(size)
+        return every.program(size)
 
-    return ElasticRange(fewest=2, most=4, program=find)
+    return replace(every, program=find)
 
 
 @contextmanager
@@ -290,22 +286,14 @@ def test_a_protected_job_changes_its_size(copies: int, monkeypatch: pytest.Monke
     asked = piper.protect(piper.at(), copies=copies, apart="device")
     made = job(strategy=lambda devices: [*strategy(devices), asked])
     whole = compile(made)
-    half = Programs(whole)
-    events: list[Event] = []
-
-    def find(size: int) -> ProgramLike:
-        if size == 3:
-            raise ConfigError("no", by="test", hint="none")
-        return half.program(size)
-
-    with running(whole, ElasticRange(fewest=2, most=4, program=find), events) as run:
+    sizes, events = without_three(whole), list[Event]()
+    with running(whole, sizes, events) as run:
         assert_plain(cycles(run, 2, 3), run.state_dict())
-    with running(whole, ElasticRange(fewest=2, most=4, program=find), events) as run:
+    with running(whole, sizes, events) as run:
         broken = Broken(cast(InlineStarter, elastic_of(run).starter))
         elastic_of(run).starter, elastic_of(run).current = cast(Starter, broken), None
         assert_plain([run.step(batch).loss for batch in batches(12)], run.state_dict())
         assert 2 in broken.starts
-    half.close()
     assert not [event for event in events if event.event == "mismatch"]
 
 
@@ -392,9 +380,11 @@ def test_a_preemption_whose_time_is_over_before_the_state_has_moved(
     assert memory() == before
 
 
-def test_programs_of_fewer_devices_are_compiled_in_another_process(programs: Programs) -> None:
-    found = programs.program(2)
-    assert isinstance(found, SentProgram) and [*found.plans.devices] == [0, 1]
+def test_programs_of_fewer_devices_are_compiled_once_from_the_same_capture(
+    program: Program, sizes: ElasticRange
+) -> None:
+    found = sizes.program(2)
+    assert found is sizes.program(2) and [*found.plans.devices] == [0, 1] and sizes.program(4) is program
     assert [directive.devices for directive in strategy_of(found.job)[:2]] == [(0,), (1,)]  # type: ignore[attr-defined]
     assert found.evaluation(batches(1)[0]).plans.buckets.keys() == found.plans.buckets.keys()
 
