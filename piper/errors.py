@@ -1,7 +1,8 @@
 """The errors a user can cause. Our own bugs are assertions instead."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal, Self
 
 
@@ -61,6 +62,25 @@ class WorkerError(PiperError):
     kind: Literal["dead", "error", "stopped", "late"] | None = None
     device: int | None = None
     place: int | None = None
+
+
+CONTENT = (ValueError, LookupError, TypeError, AttributeError)  # of a file that holds something else
+
+
+@contextmanager
+def file_errors(what: str, by: object, hint: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Report what goes wrong with a file inside the block as one message. kinds: errors of its content."""
+    expected: tuple[type[Exception], ...] = (OSError, UnicodeDecodeError, *kinds)
+    try:
+        yield
+    except PiperError:
+        raise
+    except expected as error:
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.strerror:
+            other = error.filename is not None and str(error.filename) != str(by)
+            why = f"{error.strerror}: {error.filename}" if other else error.strerror
+        raise ConfigError(what, by=str(by), facts={"why": why}, hint=hint) from None
 
 
 def deprecated(old: str, new: str, *, gone: str) -> None:

@@ -491,7 +491,7 @@ error: Samples (net.py:<samples_of_tuples>): a sample is tuple, not a dict
 """,
     "net.py:no_token_file": """
 error: missing.bin (net.py:<no_token_file>): the token file cannot be read
-  why:  [Errno 2] No such file or directory: 'missing.bin'
+  why:  No such file or directory
   hint: write one with piper.data.write_tokens, or fix the path
 """,
     "net.py:model_is_none": """
@@ -740,7 +740,7 @@ error: place #0 (net.py:<no_such_stage>): the filter matches no node
 """,
     "net.py:no_such_strategy": """
 error: missing.json: the strategy cannot be read
-  why:  [Errno 2] No such file or directory: 'missing.json'
+  why:  No such file or directory
   hint: give the path of a JSON file
 """,
     "net.py:strategy_not_json": """

@@ -196,7 +196,7 @@ def test_plan_of_a_single_device_moves_nothing(piper: Piper, recipe: Path) -> No
             "from_file",
             """
             error: missing.json: the strategy cannot be read
-              why:  [Errno 2] No such file or directory: 'missing.json'
+              why:  No such file or directory
               hint: give the path of a JSON file
             """,
         ),

@@ -53,8 +53,9 @@ def test_a_file_is_never_replaced(
     assert run(monkeypatch, "init", "mine.py") == 2
     assert (tmp_path / "mine.py").read_text() == "mine\n"
     assert capsys.readouterr().err == cleandoc("""
-        error: mine.py: there is a file of this name
-          hint: choose another name: init replaces nothing
+        error: mine.py: the recipe cannot be written
+          why:  File exists
+          hint: name a new file in a folder that exists and is yours: init replaces nothing
     """) + "\n"  # fmt: skip
 
 
@@ -65,8 +66,8 @@ def test_a_folder_that_does_not_exist(
     assert run(monkeypatch, "init", "there/mine") == 2
     assert capsys.readouterr().err == cleandoc("""
         error: there/mine.py: the recipe cannot be written
-          why:  [Errno 2] No such file or directory: 'there/mine.py'
-          hint: name a file in a folder that exists and is yours
+          why:  No such file or directory
+          hint: name a new file in a folder that exists and is yours: init replaces nothing
     """) + "\n"  # fmt: skip
 
 

@@ -45,20 +45,6 @@ class DamagedError(ConfigError):
         self.path, self.why = path, why
 
 
-class OldFormatError(DamagedError):
-    """A checkpoint of format version 1, which has no digests."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.why = path, "it has format version 1"
-        ConfigError.__init__(
-            self,
-            f"this checkpoint has format version 1, and this Piper reads version {VERSION}",
-            by="load",
-            facts={"path": str(path)},
-            hint="load it with Piper at commit 4ce2bcb, the last that reads version 1, and save it again",
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
     """A parameter or buffer: its full shape and exact type. None: not known, and not compared."""

@@ -13,7 +13,6 @@ from piper.checkpoint.metadata import (
     OURS,
     VERSION,
     DamagedError,
-    OldFormatError,
     Record,
     Stored,
     check_seal,
@@ -58,8 +57,6 @@ def parse(folder: Path, text: str) -> Record:
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise ValueError(f"it is not a {FORMAT}")
         version = fields["version"]
-        if version == 1:
-            raise OldFormatError(folder)
         if version != VERSION:
             raise ValueError(f"it has version {version!r}, and this Piper reads version {VERSION}")
         check_seal(text, fields["digest"])

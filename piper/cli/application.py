@@ -12,29 +12,12 @@ from rich.console import Console
 from piper.cli.answer import with_json
 from piper.cli.json_schema import schema_text
 from piper.cli.options import USER_ERROR
+from piper.cli.reports import REPORTS
 from piper.errors import PiperError
 from piper.version import VERSION
 
-VERBS = tuple(
-    [
-        "simulate",
-        "profile",
-        "diff",
-        "schedule",
-        "view",
-        "init",
-        "export",
-        "import",
-        "tune",
-        "plan",
-        "check",
-        "train",
-        "selftest",
-    ]
-)
 
-
-def app_with(verbs: Iterable[str] = VERBS) -> typer.Typer:
+def app_with(verbs: Iterable[str] = REPORTS) -> typer.Typer:
     """Return the command line with some verbs, whose modules are imported here."""
     app = typer.Typer(
         name="piper",
@@ -56,10 +39,9 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
         try:
-            asked = [verb for verb in sys.argv[1:2] if verb in VERBS]
-            app_with(
-                asked or VERBS
-            )()  # a verb is imported alone: importing all takes as long as `import piper`
+            asked = [verb for verb in sys.argv[1:2] if verb in REPORTS]
+            # A verb is imported alone: importing all takes as long as `import piper`.
+            app_with(asked or REPORTS)()
         except PiperError as error:
             fail("\n".join([str(error), *getattr(error, "__notes__", ())]))  # notes: a worker's traceback
 

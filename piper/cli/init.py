@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from piper.cli.answer import Answer
-from piper.errors import ConfigError
+from piper.errors import file_errors
 
 TEMPLATE = '''"""A small decoder that learns to count, and three strategies. Put your own model and data in.
 
@@ -99,20 +99,10 @@ def init(
 ) -> Answer:
     """Write a recipe to begin with: a small model and strategies for one, two and four devices."""
     path = Path(name) if Path(name).suffix == ".py" else Path(f"{name}.py")
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(TEMPLATE.format(file=path))
-    except FileExistsError:
-        raise ConfigError(
-            "there is a file of this name", by=str(path), hint="choose another name: init replaces nothing"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "the recipe cannot be written",
-            by=str(path),
-            facts={"why": str(error)},
-            hint="name a file in a folder that exists and is yours",
-        ) from None
+    hint = "name a new file in a folder that exists and is yours: init replaces nothing"
+    refused = file_errors("the recipe cannot be written", path, hint, ValueError)
+    with refused, path.open("x", encoding="utf-8") as file:
+        file.write(TEMPLATE.format(file=path))
     text = (
         f"Wrote {path}. Next:\n"
         f"  piper check {path}:four    the same numbers as one device?\n"

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from piper.errors import ConfigError
+from piper.errors import ConfigError, file_errors
 from piper.process.files import not_replaced
 
 DTYPE = "uint16"  # of a token file, unless it says otherwise
@@ -93,19 +93,14 @@ def write_tokens(tokenizer: Tokenizer, text: str, path: Path | str, dtype: str =
         )
     tokens = tokenizer.encode(text).astype(dtype)
     part, target = Path(f"{path}.{os.getpid()}.part"), Path(path)
-    try:
+    with file_errors("the tokens cannot be written", path, "name a file in a folder you own"):
         if target.is_file() and target.stat().st_size:
             if target.read_bytes() != tokens.tobytes():  # a file of numbers does not say who wrote it
                 raise not_replaced(target)
             return len(tokens)
-        tokens.tofile(part)
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise ConfigError(
-            "the tokens cannot be written",
-            by=str(path),
-            facts={"why": str(error)},
-            hint="name a file in a folder you own",
-        ) from None
+        try:
+            tokens.tofile(part)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
     return len(tokens)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from piper.data.batches import Batch, Batches, Places
 from piper.data.tokenizers import DTYPE, ByteTokenizer, Tokenizer
-from piper.errors import ConfigError
+from piper.errors import ConfigError, file_errors
 
 
 class Windows(Batches):
@@ -64,15 +64,8 @@ class TextFile(Windows):
         tokenizer: Tokenizer | None = None,
         shuffle: bool = True,
     ) -> None:
-        try:
+        with file_errors("the text cannot be read", path, "give the path of a UTF-8 text"):
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                "the text cannot be read",
-                by=str(path),
-                facts={"why": str(error)},
-                hint="give the path of a UTF-8 text",
-            ) from None
         tokens = (tokenizer or ByteTokenizer()).encode(text)
         super().__init__(tokens, length, batch, seed, shuffle, by=str(path))
 
@@ -89,15 +82,9 @@ def mapped(path: Path, dtype: str) -> NDArray[np.integer]:
             by=str(path),
             hint="name the integers that the file was written with: 'uint16', 'int32', ...",
         )
-    try:
+    hint = "write one with piper.data.write_tokens, or fix the path"
+    with file_errors("the token file cannot be read", path, hint):
         size = path.stat().st_size
-    except OSError as error:
-        raise ConfigError(
-            "the token file cannot be read",
-            by=str(path),
-            facts={"why": str(error)},
-            hint="write one with piper.data.write_tokens, or fix the path",
-        ) from None
     if size % kind.itemsize or not size:
         raise ConfigError(
             "the token file does not hold whole tokens",

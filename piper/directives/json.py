@@ -9,21 +9,14 @@ from typing import Any, Protocol, cast
 
 from piper.directives.arguments import is_number, is_whole
 from piper.directives.base import STREAM, Directive, form_of, known_directives
-from piper.errors import ConfigError
+from piper.errors import ConfigError, file_errors
 from piper.ir.select import PASSES, Asked, At, Index, at
 
 
 def load_strategy(path: Path) -> list[Directive]:
     """Read a strategy from a JSON file."""
-    try:
+    with file_errors("the strategy cannot be read", path, "give the path of a JSON file"):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            "the strategy cannot be read",
-            by=str(path),
-            facts={"why": str(error)},
-            hint="give the path of a JSON file",
-        ) from None
     return parse_strategy(text, source=path.name)
 
 

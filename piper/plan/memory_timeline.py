@@ -1,7 +1,6 @@
 """How much memory a device holds as it goes through its plan, storage by storage."""
 
 from dataclasses import dataclass
-from operator import itemgetter
 
 from piper.ir.ids import SlotId
 from piper.plan.instr import Instr
@@ -16,7 +15,6 @@ class MemoryTimeline:
     live: tuple[int, ...]  # while instruction i runs: residents, slots and its workspace
     peak: int
     peak_at: int  # the instruction at the peak
-    at_peak: tuple[tuple[str, int], ...]  # what is live there, largest first
 
 
 class Ledger:
@@ -65,9 +63,7 @@ def timeline(plan: Plan) -> MemoryTimeline:
         for slot in ins.frees:
             live_slots.discard(slot)
             ledger.release(slot)
-    return MemoryTimeline(
-        resident=resident, live=tuple(live), peak=peak, peak_at=peak_at, at_peak=tuple(live_at(plan, peak_at))
-    )
+    return MemoryTimeline(resident=resident, live=tuple(live), peak=peak, peak_at=peak_at)
 
 
 def host_peak(plan: Plan) -> int:
@@ -98,23 +94,3 @@ def allocations(plan: Plan) -> dict[SlotId, int]:
         if ins.op == "fetch":
             waiting |= dict.fromkeys(ins.writes, ins)
     return allocated
-
-
-def live_at(plan: Plan, place: int) -> list[tuple[str, int]]:
-    """Return the live slots while one instruction runs, with their bytes, largest first.
-
-    A storage that several slots share counts once.
-    """
-    live: set[SlotId] = set()
-    for ins in plan.instrs[:place]:
-        live.update(ins.writes)
-        live.difference_update(ins.frees)
-    live.update(plan.instrs[place].writes if plan.instrs else ())
-    sizes: dict[str, int] = {name: slot.nbytes for name, slot in plan.residents.items()}
-    for name in live & plan.slots.keys():
-        sizes[name] = plan.slots[name].nbytes
-        sizes.update(plan.slots[name].shares)
-    if plan.instrs and plan.instrs[place].workspace:
-        extra = plan.instrs[place].workspace
-        sizes["workspace" if extra > 0 else "freed while it runs"] = extra
-    return sorted(filter(itemgetter(1), sizes.items()), key=lambda entry: (-entry[1], entry[0]))

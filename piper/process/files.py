@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from piper.errors import ConfigError
+from piper.errors import ConfigError, file_errors
 
 LOOKED = 4096  # bytes at the beginning and at the end in which the mark is looked for
 
@@ -15,16 +15,10 @@ def write_output(path: Path, content: str | bytes, mark: str, what: str = "this 
     """
     data = content.encode() if isinstance(content, str) else content
     assert mark.encode() in data[:LOOKED] + data[-LOOKED:], "else it could not be replaced later"
-    try:
+    hint = "name a file in a folder that exists and that you own"
+    with file_errors(f"{what} cannot be written", path, hint):
         check_output(path, mark)
         path.write_bytes(data)
-    except OSError as error:
-        raise ConfigError(
-            f"{what} cannot be written",
-            by=str(path),
-            facts={"why": error.strerror or str(error)},
-            hint="name a file in a folder that exists and that you own",
-        ) from None
 
 
 def check_output(path: Path, mark: str) -> None:

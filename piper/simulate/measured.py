@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from piper.errors import ConfigError
+from piper.errors import CONTENT, ConfigError, file_errors
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.devices import Devices
 from piper.plan.ops import OPS, Op
@@ -183,7 +183,7 @@ def write_costs(costs: Measured, path: Path) -> None:
 
 def read_costs(path: Path) -> Measured:
     """Read costs from their file."""
-    try:
+    with file_errors("this file holds no costs", path, HINT, *CONTENT):
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["piper_costs"] != FORM:
             raise ValueError(f"it is of form {found['piper_costs']}, not {FORM}")
@@ -204,16 +204,6 @@ def read_costs(path: Path) -> Measured:
             cores=int(found["cores"]),
             node=int(found["node"]),
         )
-    except OSError as error:
-        raise ConfigError(
-            "there are no costs to read",
-            by=str(path),
-            facts={"why": error.strerror or str(error)},
-            hint="write them: piper profile DIR --calibrate FILE",
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ConfigError("this file holds no costs", by=str(path), facts={"why": why}, hint=HINT) from None
 
 
 def written_lines(lines: Mapping[str, Line]) -> dict[str, dict[str, float]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from piper.errors import ConfigError
+from piper.errors import CONTENT, ConfigError, file_errors
 from piper.ir.chunk import PHASES, CapturedModel, Chunk
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION, OPS
@@ -143,7 +143,8 @@ def works_of(chunks: Sequence[Chunk]) -> dict[str, ChunkWork]:
 
 def write_profile(profile: Profile, folder: Path) -> None:
     """Write a profile into a folder of its own."""
-    try:
+    hint = "name a folder you own, on a disk with room: --out DIR"
+    with file_errors("the profile cannot be written", folder, hint):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / ABOUT).is_file() and (others := sorted(path.name for path in folder.iterdir())):
             raise ConfigError(
@@ -154,13 +155,6 @@ def write_profile(profile: Profile, folder: Path) -> None:
             )
         for name, text in files_of(profile):
             (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            "the profile cannot be written",
-            by=str(folder),
-            facts={"why": error.strerror or str(error)},
-            hint="name a folder you own, on a disk with room: --out DIR",
-        ) from None
 
 
 def files_of(profile: Profile) -> Iterator[tuple[str, str]]:
@@ -209,7 +203,8 @@ def find_profile(path: Path) -> Path:
 def read_profile(path: Path) -> Profile:
     """Read a profile back from its folder, or from that of its run."""
     folder = find_profile(path)
-    try:
+    hint = "record it again: piper train RECIPE --profile 5 --out DIR"
+    with file_errors("this profile cannot be read", folder, hint, *CONTENT):
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         tracks = tuple(read_track(folder / DEVICE.format(device)) for device in about["devices"])
         works = {
@@ -230,16 +225,7 @@ def read_profile(path: Path) -> Profile:
             works=works,
         )
         check_whole(profile)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            "this profile cannot be read",
-            by=str(folder),
-            facts={"why": f"{type(error).__name__}: {error}"},
-            hint="record it again: piper train RECIPE --profile 5 --out DIR",
-        ) from None
-    return profile
+        return profile
 
 
 def read_track(path: Path) -> Track:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from piper.errors import ConfigError
+from piper.errors import ConfigError, file_errors
 
 LOCK, FORMAT = "run.lock", "piper run"
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -22,15 +22,9 @@ def locked(folder: Path) -> Iterator[str | None]:
     The file stays when the lock is released: only the kernel's lock on it counts, so no lock is ever stale.
     """
     path = folder / LOCK
-    try:
+    hint = "name a folder you own, on a disk with room: --out DIR"
+    with file_errors("the run's folder cannot be locked", folder, hint):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise ConfigError(
-            "the run's folder cannot be locked",
-            by=str(folder),
-            facts={"why": error.strerror or str(error)},
-            hint="name a folder you own, on a disk with room: --out DIR",
-        ) from None
     warning, locked_here = None, True
 
     def release() -> None:

@@ -13,6 +13,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import assert_never
 
 from piper.compiler import Program
 from piper.directives import strategy_text
-from piper.errors import ConfigError
+from piper.errors import ConfigError, file_errors
 from piper.ir.devices import show
 from piper.ir.format import listed
 from piper.job import Job, strategy_of
@@ -55,14 +56,12 @@ def choose(out: Path | None, recipe: str, resume: bool) -> Path:
 
 def claim(folder: Path) -> None:
     """Make the folder of a run; refuse one that holds files that no run of ours has written."""
-    try:
+    with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         names = sorted(path.name for path in folder.iterdir())
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
-    except OSError as error:
-        raise unwritable(folder, error) from None
     if names and not is_run(folder):
         raise ConfigError(
             "this folder holds files that are not a run's",
@@ -110,14 +109,10 @@ def prepare(folder: Path, job: Job, resume: bool) -> None:
         )
 
 
-def unwritable(path: Path, error: OSError) -> ConfigError:
-    """Return the error of a folder that cannot be written."""
-    return ConfigError(
-        "the run's folder cannot be written",
-        by=str(path),
-        facts={"why": error.strerror or str(error)},
-        hint="name a folder you own, on a disk with room: --out DIR",
-    )
+def writing(folder: Path) -> AbstractContextManager[None]:
+    """Report what cannot be written to a run's folder inside the block."""
+    hint = "name a folder you own, on a disk with room: --out DIR"
+    return file_errors("the run's folder cannot be written", folder, hint)
 
 
 def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> None:
@@ -132,7 +127,7 @@ def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> 
         "devices": show(program.plans.devices),
         "versions": {"python": platform.python_version(), **versions()},
     }
-    try:
+    with writing(folder):
         keep_recipe(Path(file_and_function(recipe)[0]), folder)
         texts = {
             "strategy.txt": strategy_text(strategy_of(job)),
@@ -142,8 +137,6 @@ def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> 
         }
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise unwritable(folder, error) from None
 
 
 def background_of(program: Program, recipe: str) -> Provenance:
@@ -193,11 +186,8 @@ class LinesFile:
 
     def write(self, *objects: Mapping[str, object]) -> None:
         """Add a line for each object. Make the file if there is none."""
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(fields) + "\n" for fields in objects)
-        except OSError as error:
-            raise unwritable(self.path.parent, error) from None
+        with writing(self.path.parent), self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(fields) + "\n" for fields in objects)
 
     def keep(self, done: int) -> None:
         """Keep the lines of `done` steps: a resumed run writes the later ones again."""
@@ -205,13 +195,11 @@ class LinesFile:
             return
         text = self.path.read_text(encoding="utf-8")
         kept = "".join(line for line, step in read_lines(text) if step <= done)
-        try:
-            if kept != text:
+        if kept != text:
+            with writing(self.path.parent):
                 partial = self.path.with_name(f".{self.path.name}.part")
                 partial.write_text(kept, encoding="utf-8")
                 partial.replace(self.path)  # a kill leaves the earlier lines
-        except OSError as error:
-            raise unwritable(self.path.parent, error) from None
 
 
 def read_lines(text: str) -> list[tuple[str, int]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from piper.errors import ConfigError
+from piper.errors import CONTENT, file_errors
 from piper.ir.chunk import (
     PHASES,
     CapturedModel,
@@ -108,18 +108,12 @@ def read_background(folder: Path, plans: Plans) -> Provenance | None:
     path = folder / FILE
     if not path.is_file():
         return None
-    try:
+    hint = f"delete {FILE}: the page is then made of the plan alone"
+    with file_errors("what this run kept for its page cannot be read", path, hint, *CONTENT):
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["piper_view"] != FORM:
             raise ValueError(f"it is of form {data['piper_view']}, not {FORM}")
         return from_object(data) if data["plans"] == digest(plans) else None
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            "what this run kept for its page cannot be read",
-            by=str(path),
-            facts={"why": f"{type(error).__name__}: {error}"},
-            hint=f"delete {FILE}: the page is then made of the plan alone",
-        ) from None
 
 
 def from_object(data: Mapping[str, Any]) -> Provenance:

@@ -15,6 +15,7 @@ RAISING = {  # the call, and which of its arguments may say what is wrong
     "RefusedError": (0,),
     "ScheduleError": (0,),
     "WorkerError": (0,),
+    "file_errors": (0,),
     "need": (1,),
     "raised": (0,),
     "refused": (0, 1),

@@ -17,6 +17,7 @@ from tests.lower.lowering import lower
 from tests.lower.machine import examine
 from tests.lower.outlines import ROWS, fitted, frozen, layered, mixture, normed, skips
 from tests.lower.random_strategies import strategy_of
+from tests.plan.test_memory import held_at
 
 OUTLINES: dict[str, CapturedModel] = {
     "chain": chain(3, width=6, rows=ROWS),
@@ -73,7 +74,7 @@ def test_every_strategy_is_right_or_refused() -> None:
         examine(plans, work.graph, scaffold, clip=clip)
         for plan in plans:
             held = timeline(plan)
-            assert held.peak == sum(nbytes for _, nbytes in held.at_peak) >= held.resident
+            assert held.peak == held_at(plan, held.peak_at) >= held.resident
 
     every()
     assert accepted.total() + len(refused) >= EXAMPLES

@@ -141,9 +141,9 @@ def refusal(path: Path) -> str:
 def test_costs_that_are_not_there(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     assert refusal(path) == (
-        f"{path}: there are no costs to read\n"
+        f"{path}: this file holds no costs\n"
         "  why:  No such file or directory\n"
-        "  hint: write them: piper profile DIR --calibrate FILE"
+        "  hint: make it again: piper profile DIR --calibrate FILE"
     )
 
 

@@ -140,7 +140,7 @@ def test_a_profile_that_is_broken(tmp_path: Path) -> None:
     (tmp_path / "device-1.json").unlink()
     assert refusal(tmp_path) == (
         f"{tmp_path}: this profile cannot be read\n"
-        f"  why:  FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}/device-1.json'\n"
+        f"  why:  No such file or directory: {tmp_path}/device-1.json\n"
         "  hint: record it again: piper train RECIPE --profile 5 --out DIR"
     )
 
