@@ -352,40 +352,6 @@ def test_a_loss_that_trains_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("batch", "got"),
-    [
-        ([torch.zeros(4)], "list"),
-        ({}, "an empty dict"),
-        ({"x": torch.zeros(4), "n": 3}, "a dict of 'x': Tensor, 'n': int"),
-    ],
-)
-def test_a_batch_that_is_no_dict_of_tensors(batch: object, got: str) -> None:
-    assert refusal(batch=batch) == lines(
-        "batch: a batch is a dict of tensors",
-        f"  got:  {got}",
-        '  hint: yield {"tokens": tokens, "labels": labels}, each with one row for each sample',
-    )
-
-
-@pytest.mark.parametrize(
-    ("fields", "what", "samples"),
-    [
-        ({"x": (4, 16), "y": (4, 4)}, "'x' has too few samples", "x 4, y 4"),
-        ({"x": (8, 16), "y": (9, 4)}, "the fields of a batch differ in samples", "x 8, y 9"),
-        ({"x": (8, 16), "y": ()}, "'y' has too few samples", "x 8, y 0"),
-    ],
-)
-def test_a_batch_without_the_samples(fields: dict[str, tuple[int, ...]], what: str, samples: str) -> None:
-    batch = {name: torch.zeros(shape) for name, shape in fields.items()}
-    assert refusal(batch=batch, rows=8) == lines(
-        f"batch: {what}",
-        f"  samples: {samples}",
-        "  needed:  8 in each slice",
-        "  hint:    give every field the samples on its first axis, enough for each device and part",
-    )
-
-
 def test_a_tag_that_at_could_not_take() -> None:
     def forward(self: Small, x: Tensor) -> Tensor:
         with annotate("PASS"):

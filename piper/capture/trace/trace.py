@@ -20,7 +20,6 @@ from piper.capture.trace.recording import Recording
 from piper.capture.trace.regions import Regions, find_regions
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace.sliced_losses import uneven_means
-from piper.errors import CaptureError
 from piper.ir.chunk import CapturedModel, Chunk, Output
 from piper.ir.dtypes import DTYPES, JobPrecision
 from piper.process.gc_pause import no_collection
@@ -59,7 +58,6 @@ def trace(
     forward_only: capture the model as `model.eval()` makes it, with nothing to train.
     built: is called with the model when it is built, before it is traced.
     """
-    check_batch(batch, rows)
     dtype, device = getattr(torch, DTYPES[precision]), torch.device(device)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     model = build_fake(model_fn, mode, dtype, device)
@@ -162,39 +160,3 @@ def _own_results(recording: Recording, regions: Regions) -> tuple[Recording, Reg
     return replace(recording, results=tuple(results), modes=modes), replace(
         regions, region_of=region_of, order=order
     )
-
-
-def check_batch(batch: Mapping[str, Tensor], rows: int) -> None:
-    """Refuse a batch that has no samples to slice."""
-    if not (
-        isinstance(batch, Mapping)
-        and batch
-        and all(isinstance(name, str) and isinstance(field, Tensor) for name, field in batch.items())
-    ):
-        raise CaptureError(
-            "a batch is a dict of tensors",
-            by="batch",
-            facts={"got": _kind_of(batch)},
-            hint='yield {"tokens": tokens, "labels": labels}, each with one row for each sample',
-        )
-    counts = {name: field.shape[0] if field.dim() else 0 for name, field in batch.items()}
-    for name, count in counts.items():
-        if count < rows or count != next(iter(counts.values())):
-            raise CaptureError(
-                f"{name!r} has too few samples"
-                if count < rows
-                else "the fields of a batch differ in samples",
-                by="batch",
-                facts={
-                    "samples": ", ".join(f"{field} {number}" for field, number in counts.items()),
-                    "needed": f"{rows} in each slice",
-                },
-                hint="give every field the samples on its first axis, enough for each device and part",
-            )
-
-
-def _kind_of(batch: object) -> str:
-    if not isinstance(batch, Mapping):
-        return type(batch).__name__
-    fields = ", ".join(f"{name!r}: {type(field).__name__}" for name, field in batch.items())
-    return f"a dict of {fields}" if fields else "an empty dict"
