@@ -65,7 +65,12 @@ ROWS = {
     for row in (
         Row(name="ddp", dp=4, peer="DistributedDataParallel", ours="zero=0"),
         Row(name="fsdp", dp=4, zero=3, peer="FSDP2", ours="zero=3"),
-        Row(name="tp4", tp=4, peer="parallelize_module with sequence parallelism", ours="TP, between=1"),
+        Row(
+            name="tp4",
+            tp=4,
+            peer="parallelize_module with sequence parallelism",
+            ours="TP, between=1, weight gradients beside collectives",
+        ),
         Row(name="1f1b", pp=4, schedule="1f1b", peer="Schedule1F1B", ours="one_f_one_b", asked=0.97),
         Row(
             name="interleaved",
@@ -102,7 +107,7 @@ ROWS = {
             tp=2,
             schedule="1f1b",
             peer="Schedule1F1B + parallelize_module",
-            ours="one_f_one_b, TP, between=1",
+            ours="one_f_one_b, TP, between=1, weight gradients beside collectives",
         ),
         Row(name="ep4", dp=4, ep=4, peer="DDP, experts by all_to_all_single", ours="zero=0, experts sharded"),
         Row(
@@ -289,6 +294,8 @@ def strategy_of(row: Row, microbatches: int) -> list[piper.Directive]:
             strategy.append(piper.shard(piper.at(PP=stage, EP="*"), devices))
     if microbatches > 1:
         strategy.append(piper.split(piper.at(), parts=microbatches))
+    if row.tp > 1:  # in halves: while a collective brings gradients of inputs, those of weights are computed
+        strategy.append(piper.order([[piper.at(PASS="BI"), piper.at(PASS="BW")]]))
     return [*strategy, *order_of(row, microbatches)]
 
 

@@ -26,7 +26,8 @@ Step = tuple[
 ]
 
 Show = Callable[[Mapping[str, int]], None]  # takes the place that each stream is at
-GLANCE = 5e-5  # seconds between looks at whether the step is over
+GLANCE = 5e-5  # seconds between looks at whether the step is over, at least
+LOOKS = 400  # a look comes after the 400th part of the time waited so far: communication needs the cores too
 POLL = 0.2  # seconds between looks at whether anything moves
 
 
@@ -172,10 +173,10 @@ class StreamExecutor:
         if self.alone:
             self.done.synchronize()
             return
-        done, seen, moved, looked = self.done, -1, monotonic(), monotonic()
+        begin = now = moved = looked = monotonic()
+        done, seen = self.done, -1
         while not done.query():
-            sleep(GLANCE)
-            now = monotonic()
+            now = pause(now - begin)
             if now - looked < POLL:
                 continue
             looked, over = now, {place for place, event in self.events.items() if event.query()}
@@ -204,6 +205,12 @@ class StreamExecutor:
 
     def close(self) -> None:
         """Do nothing: the streams are at their end after each step, so nothing is left running."""
+
+
+def pause(waited: float) -> float:
+    """Sleep until the next look at a step, which has been waited for so many seconds. Return the time."""
+    sleep(max(GLANCE, waited / LOOKS))
+    return monotonic()
 
 
 def places_of_streams(plan: Plan, over: Collection[int], ended: Collection[str]) -> dict[str, int]:

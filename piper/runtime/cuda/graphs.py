@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Mapping, Sequence
-from time import monotonic, sleep
+from time import monotonic
 from typing import cast
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from piper.runtime.comm.base import CommError
 from piper.runtime.cuda.graph_inputs import Intake
-from piper.runtime.stream_executor import GLANCE, StreamExecutor
+from piper.runtime.stream_executor import StreamExecutor, pause
 
 WARM = 2  # steps issued one by one: an optimizer makes its state, kernels are chosen, peers meet
 
@@ -103,13 +103,13 @@ class GraphExecutor:
 
     def _wait(self) -> None:
         """Wait until the step is over; nothing is seen of it meanwhile."""
-        inner, begin = self.inner, monotonic()
+        inner = self.inner
+        begin = now = monotonic()
         if inner.alone:
             inner.done.synchronize()
             return
         while not inner.done.query():
-            sleep(GLANCE)
-            if monotonic() - begin > inner.timeout:
+            if (now := pause(now - begin)) - begin > inner.timeout:
                 error = CommError(f"the step has not ended within {inner.timeout:g} s")
                 where = "somewhere in its graph: launched without graphs, it says where"
                 error.add_note(f"on device {inner.device}, {where}")
