@@ -64,6 +64,7 @@ def capture_slices(
             budget=asked.budget,
             products=asked.products,
             ways=asked.policy.ways if chunk.kind == "expert" else 1,
+            clones=asked.policy.clones if chunk.kind == "expert" else 0,
             flat=compiled and (asked.policy.zero >= 2 or parts_of(graph, chunk.name) > 1),
         )
     return {rows: capturing.differentiated(rows, requests, options) for rows in needed}

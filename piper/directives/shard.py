@@ -34,6 +34,7 @@ class Shard(PlacingDirective):
     """
 
     ways: int | None = None
+    clones: int = 0
     stream: str | None = None
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
@@ -47,6 +48,8 @@ class Shard(PlacingDirective):
                 hint="call piper.route and piper.unroute inside the region, and select it by its tag",
             )
         ways = group_size(self.ways, self.devices, by, "expert group")
+        if self.clones:
+            self.check_clones([chunks[name] for name in experts], ways, by)
         for name in experts:
             if chunks[name].experts % ways:
                 raise ScheduleError(
@@ -60,12 +63,26 @@ class Shard(PlacingDirective):
             lambda name, policy: replace(
                 policy,
                 ways=ways,
+                clones=self.clones,
                 by_expert=by_expert(graph, chunks[name], ways),
                 own_rows=chunks[route_of(chunks, name)].own_rows,
                 exchange_stream=self.stream or "exchange",
                 origin=number,
             ),
         )
+
+    def check_clones(self, chunks: Sequence[Chunk], ways: int, by: str) -> None:
+        """Refuse room for more experts than other devices have, and clones of experts with buffers."""
+        for chunk in chunks:
+            others = chunk.experts - chunk.experts // ways
+            if self.clones > others or self.clones < 0 or chunk.buffers:
+                buffers = {"buffers": ", ".join(chunk.buffers)} if chunk.buffers else {}
+                raise ScheduleError(
+                    f"a device cannot have {self.clones} clones of these experts",
+                    by=by,
+                    facts={"region": chunk.name, "experts of other devices": str(others), **buffers},
+                    hint="clones is from 0 to that number, of experts that have parameters only",
+                )
 
 
 def by_expert(graph: Graph, chunk: Chunk, ways: int) -> dict[str, AxisPlacement]:
@@ -93,6 +110,7 @@ def shard(
     ways: int | None = None,
     stream: str | None = None,
     *,
+    clones: int = 0,
     axis: str | None = None,
     weights: Mapping[str, int] | None = None,
     batch: Mapping[str, int] | None = None,
@@ -102,7 +120,8 @@ def shard(
 ) -> Directive:
     """Shard the selected regions over each group of `ways` devices; what they exchange uses `stream`.
 
-    Without `axis` it shards the experts. With it, `weights` (tensor parallelism) names parameters and the
+    Without `axis` it shards the experts. clones: for how many experts of other devices each device has room,
+    to take a part of their rows. With `axis`, `weights` (tensor parallelism) names parameters and the
     dimension along which each is sharded, and `batch` (context parallelism) names the fields that are sharded
     along the sequence. between: the dimension along which activations between regions are sharded too.
     attention: how a sharded sequence attends, "gather" or "heads". balance: "zigzag" gives each device an
@@ -125,5 +144,6 @@ def shard(
         at=given_filter("shard", at),
         devices=given_devices("shard", devices),
         ways=ways,
+        clones=clones,
         stream=given_stream("shard", "stream", stream),
     )

@@ -40,6 +40,7 @@ class Policy:
     gather_stream: str = "gather"
     ways: int = 1  # the degree of the axis along which experts are sharded
     by_expert: Mapping[str, AxisPlacement] = field(default_factory=dict)  # of parameters and buffers
+    clones: int = 0  # experts of other devices of its group of which each device has room for a copy
     own_rows: tuple[str, ...] = ()  # axes along which each device routes rows of its own
     exchange_stream: str = "exchange"
     axes: tuple[AxisPolicy, ...] = ()  # the innermost groups first
@@ -158,6 +159,7 @@ class CodeOptions:
     """The options that the code of a chunk depends on. Other strategies with the same ones use its code."""
 
     ways: int = 1  # over how many devices its experts are sharded
+    clones: int = 0  # experts of other devices that each computes in addition to its own
     budget: float | None = None  # the share of activations that it may save. None: all of them
     products: str | None = None  # the precision of its products. None: the job's
     flat: bool = False  # its compiled backward writes gradients into given memory

@@ -10,9 +10,9 @@ from piper.ir.devices import Devices, interned, show
 from piper.ir.dtypes import itemsize
 from piper.ir.graph import Graph
 from piper.ir.ids import SlotId, param_slot, state_slot
-from piper.ir.mesh import GROUPS, OWNERS, Axis, groups_along, groups_apart
+from piper.ir.mesh import EXPERTS, GROUPS, OWNERS, Axis, groups_along, groups_apart
 from piper.ir.sharding import Shard, Sharding, local_sizes, refined, shardings_on
-from piper.lower.placements import ChunkPlacement, placements_of
+from piper.lower.placements import ChunkPlacement, clones_of, placements_of
 from piper.lower.state import LoweringState
 from piper.plan.bucket import Bucket, Piece
 from piper.plan.plan import Slot
@@ -242,14 +242,17 @@ def bucket_for(
     # float64 is never rounded.
     short = dtype != "float64" and all(each.policy.reduce == "bf16" for each in placements)
     zero = min(h.policy.zero for h in placements) if held.inside > 1 else 0
+    inside: tuple[Devices, ...] = ()
+    if clones := clones_of(placements):  # what chunks read exists for a step only, as under ZeRO-3
+        zero, inside = 3, placement.mesh.by_expert.groups(EXPERTS)
+    elif held.owners and zero == 3:
+        inside = groups_apart(placement.devices, (*held.distinct, held.owners))
     return Bucket(
         name=name,
         pieces=tuple(pieces),
         devices=placement.devices,
         groups=groups,
-        inside=groups_apart(placement.devices, (*held.distinct, held.owners))
-        if held.owners and zero == 3
-        else (),
+        inside=inside,
         across=groups_along(placement.devices, held.across) if held.across else (),
         chunks=tuple(h.chunk for h in placements),
         dtype=dtype,
@@ -258,7 +261,8 @@ def bucket_for(
         trainable=trainable,
         copies=(1 if zero else len(groups[0])) * held.replicas,
         reduced_as="bfloat16" if short and trainable else "",
-        keep=all(h.policy.keep for h in placements),
+        keep=bool(clones) or all(h.policy.keep for h in placements),
+        clones=clones,
         reduce_stream=placement.policy.reduce_stream,
         gather_stream=placement.policy.gather_stream,
         origin=tuple(dict.fromkeys(n for h in placements for n in h.origin)),

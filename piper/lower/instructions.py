@@ -172,6 +172,8 @@ def fill_communication(emission: Emission, node: Communication, instr: PendingIn
             instr.comm, size = emission.comm(key, lambda: how.groups, node.stream)
             held = bucket.elements(how.gets) * bucket.itemsize
             instr.nbytes = (gathered_nbytes(bucket) if how.gets == "whole" else held) * (size - 1) // size
+            if cloned := bucket.cloned(how):
+                instr.nbytes = cloned * bucket.itemsize
         case Reduce():
             fill_reduction(emission, node, instr, number)
         case Mirror():
@@ -247,6 +249,8 @@ def fill_reduction(emission: Emission, node: Reduce, instr: PendingInstr, number
     instr.comm, size = emission.comm(key, lambda: how.groups, node.stream)
     given = bucket.elements(how.gives)
     moved = given * bucket.precision.travel_itemsize * (size - 1) // size
+    if cloned := bucket.cloned(how):
+        moved = cloned * bucket.precision.travel_itemsize
     instr.nbytes = moved if scatters else 2 * moved
     if node.among:
         instr.workspace = cast_workspace(bucket, given + (bucket.elements(how.gets) if scatters else 0))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from piper.errors import ScheduleError
 from piper.ir.chunk import Tags
 from piper.ir.chunk_options import Policy
 from piper.ir.devices import Devices
@@ -106,3 +107,25 @@ def placed(graph: Graph, node: Compute) -> ChunkPlacement:
         origin=node.origin,
         by=graph.placed_by(node),
     )
+
+
+def clones_of(placements: tuple[ChunkPlacement, ...]) -> int:
+    """Return how many experts of other devices each device has room for. Refuse what they do not go with."""
+    clones = placements[0].policy.clones
+    if not clones:
+        return 0
+    policy = placements[0].policy
+    reasons = {
+        "axes": " x ".join(f"{axis.axis}={axis.degree}" for axis in policy.axes),
+        "tied": ", ".join(each.chunk for each in placements) if len(placements) > 1 else "",
+        "ZeRO": f"within={policy.within}" if policy.within is not None else "",
+    }
+    for fact, reason in reasons.items():
+        if reason:
+            raise ScheduleError(
+                "these experts cannot be cloned on other devices",
+                by=placements[0].by,
+                facts={"asked": f"clones={clones} for {placements[0].chunk}", fact: reason},
+                hint="leave out clones, or what does not go with them",
+            )
+    return clones

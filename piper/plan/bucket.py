@@ -47,6 +47,10 @@ class Bucket:
     With zero > 0 each member of a group owns an equal shard of the flat, padded bucket. With `bounds` a shard
     holds whole parameters, for an optimizer that needs them so. `reductions`, `gather_for_use` and
     `gather_updated` say which devices communicate; `owned` and `held` what each has.
+
+    With `clones` a device holds its own experts, and for a step also copies of experts of other devices that
+    lie `inside` the same group. `gather_for_use` sends them, and the first of `reductions` sends their
+    gradients back to be summed. Both move whole experts: those that an `ExpertTable` names.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Bucket:
     inside: tuple[Devices, ...] = ()  # groups that gather parameters, where `groups` share only their updates
     across: tuple[Devices, ...] = ()  # devices of different groups that sum their shards: replicas of groups
     bounds: tuple[int, ...] = ()  # where each shard begins, and the end, in elements. Empty: equal shards
+    clones: int = 0  # experts of other devices that each device has room for
     pieces: tuple[Piece, ...]
 
     @property
@@ -77,6 +82,8 @@ class Bucket:
     @property
     def parts(self) -> int:
         """Return into how many parts, with an owner each, the shard of parameters on a device is cut."""
+        if self.clones:
+            return self.group_size
         return self.group_size // len(self.inside[0]) if self.inside else 1
 
     @property
@@ -91,13 +98,13 @@ class Bucket:
 
         The others follow the last run of a step.
         """
-        if self.group_size == 1:
+        if self.group_size == 1 and not self.clones:
             return ()
         if not self.zero:
             return (ShardCollective(groups=self.groups, gives="whole", gets="whole"),)
-        shard: Extent = "held" if self.inside else "owned"
+        shard: Extent = "held" if self.parts > 1 else "owned"
         steps = [ShardCollective(groups=self.inside or self.groups, gives="whole", gets=shard)]
-        if self.inside:
+        if self.parts > 1:
             steps.append(ShardCollective(groups=self.owners, gives="held", gets="owned", among="over owners"))
         if self.across:
             steps.append(
@@ -115,7 +122,7 @@ class Bucket:
     @property
     def gather_updated(self) -> ShardCollective | None:
         """Return which devices gather what each has updated. None: a device updates all that it holds."""
-        if self.inside:
+        if self.parts > 1:
             return ShardCollective(groups=self.owners, gives="owned", gets="held", among="over owners")
         return ShardCollective(groups=self.groups, gives="owned", gets="whole") if 0 < self.zero < 3 else None
 
@@ -131,11 +138,15 @@ class Bucket:
     def elements(self, extent: Extent = "owned") -> int:
         """Return the most elements that a device has: all, the shard that it holds, or what it updates."""
         if not self.zero or extent == "whole":
-            return self.padded if self.zero else self.numel
+            return self.padded if self.zero and not self.clones else self.numel
         parts = self.parts if extent == "held" else 1
         if not self.bounds:
             return self.padded // self.group_size * parts
         return max(stop - start for start, stop in pairwise(self.bounds[::parts]))
+
+    def cloned(self, how: ShardCollective) -> int:
+        """Return the elements of clones that a device gets or gives in a collective. 0: it moves shards."""
+        return self.numel - self.own_numel if "whole" in (how.gives, how.gets) else 0
 
     def sizes(self, how: ShardCollective, device: int) -> list[int]:
         """Return the elements of the shard that each device of a group has which takes part with one."""
@@ -213,14 +224,27 @@ class Bucket:
 
     @property
     def numel(self) -> int:
+        """Return the elements that chunks read, and give gradients of: those of clones too."""
+        if not self.clones:
+            return self.own_numel
+        return self.own_numel // self.experts * (self.experts + self.clones)
+
+    @property
+    def own_numel(self) -> int:
+        """Return the elements of its parameters, without copies of those of other devices."""
         return sum(piece.numel for piece in self.pieces)
+
+    @property
+    def experts(self) -> int:
+        """Return the experts that a device holds, where there are clones."""
+        return self.pieces[0].shape[0]
 
     @property
     def padded(self) -> int:
         """Return the elements of the flat bucket, padded to divide evenly among its group."""
         if self.bounds:
-            return self.numel
-        return -(-self.numel // self.group_size) * self.group_size
+            return self.own_numel
+        return -(-self.own_numel // self.group_size) * self.group_size
 
     @property
     def nbytes(self) -> int:

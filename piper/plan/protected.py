@@ -133,7 +133,7 @@ class ProtectedState:
             state = plan.residents.get(state_slot(bucket.name))
             each = 0 if bucket.has_master else bucket.itemsize
             self._sizes[bucket.name] = (
-                bucket.numel,
+                bucket.own_numel,
                 each + (state.everywhere // bucket.elements() if state else 0),
             )
         numel, each = self._sizes[bucket.name]

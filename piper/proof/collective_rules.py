@@ -254,8 +254,13 @@ class CollectiveRules:
         return self._aligned[key]
 
     def reduce_scatter(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
-        """Sum gradients over replicas. Each replica adds its shard of the sum to its shard so far."""
+        """Sum gradients over replicas. Each replica adds its shard of the sum to its shard so far.
+
+        Rows of an expert count as its owner's, wherever they are computed. So where the gradients of clones
+        come back to their owner, it keeps its terms.
+        """
         given: dict[int, Terms] = {}
+        returned = False
         for member in members:
             ins = member.ins
             bucket = self.state.plans.buckets.get(bucket_named(ins))
@@ -275,12 +280,14 @@ class CollectiveRules:
                 self.state.complain(member, f"scatters into {ins.writes[0]}, which holds no shard of a sum")
                 return
             self._check_members(member, comm, bucket, step)
+            returned = bool(bucket.cloned(step))
             wanted: Value = (self.state.expected.weights(bucket), step.gives, ())
             terms = self._terms_read(member, read, wanted)
             if terms is None:
                 return
             given[member.program] = terms
-        for member, terms in zip(members, self.summed(comm, members, given), strict=True):
+        sums = [given[m.program] for m in members] if returned else self.summed(comm, members, given)
+        for member, terms in zip(members, sums, strict=True):
             slots, ins = self.state.slots[member.program], member.ins
             bucket = self.state.plans.buckets[bucket_named(ins)]
             wanted = (self.state.expected.weights(bucket), HELD[ins.writes[0].kind], ())

@@ -47,8 +47,9 @@ def shard_problems(plans: Plans, whole: bool) -> Iterator[str]:
             continue
         if len(bounds) != bucket.group_size + 1 or list(bounds) != sorted(bounds):
             yield f"{bucket.name} has no shard for each of its {bucket.group_size} replicas"
-        elif (bounds[0], bounds[-1]) != (0, bucket.numel):
-            yield f"the shards of {bucket.name} hold {bounds[0]} to {bounds[-1]} of {bucket.numel} elements"
+        elif (bounds[0], bounds[-1]) != (0, bucket.own_numel):
+            all_of_it = f"{bucket.own_numel} elements"
+            yield f"the shards of {bucket.name} hold {bounds[0]} to {bounds[-1]} of {all_of_it}"
         else:
             for piece in bucket.pieces:
                 if any(piece.offset < bound < piece.offset + piece.numel for bound in bounds):
@@ -149,7 +150,9 @@ def bucket_problems(
         yield f"{bucket.name} has siblings {bucket.siblings}; it should have {siblings}"
     if any((b.zero, b.group_size) != (bucket.zero, bucket.group_size) for b in family):
         yield f"{bucket.name} is sharded, zero={bucket.zero}, otherwise than {', '.join(siblings)}"
-    if bucket.zero not in range(4) or (bucket.zero and bucket.group_size == 1):
+    if any(spec.graph.policy(name).clones != bucket.clones for name in bucket.chunks):
+        yield f"{bucket.name} has room for {bucket.clones} clones; its chunks ask for another number"
+    if bucket.zero not in range(4) or (bucket.zero and bucket.group_size == 1 and not bucket.clones):
         yield f"{bucket.name} is sharded, zero={bucket.zero}, over groups of {bucket.group_size}"
 
 
@@ -170,6 +173,8 @@ def group_problems(
         apart_along = (*holding.distinct, *across)
         groups = groups_apart(bucket.devices, apart_along, *owners)
         inside = groups_apart(bucket.devices, (*apart_along, *owners)) if owners and bucket.zero == 3 else ()
+        if bucket.clones:  # experts are cloned among the devices that shard them
+            inside = groups_along(bucket.devices, tuple(sharding.axis for sharding in holding.shardings))
         summed = groups_along(bucket.devices, across) if across else ()
         for how, reduces, wanted in (
             ("within", bucket.groups, groups),

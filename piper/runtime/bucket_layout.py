@@ -7,6 +7,7 @@ from torch import Tensor
 
 from piper.ir.sharding import Sharding, spans_of_dim
 from piper.plan.bucket import Bucket, ShardCollective
+from piper.plan.expert_table import NOTHING, first_table
 from piper.runtime.comm.base import Group
 
 
@@ -33,15 +34,16 @@ class Layout:
         self.start, self.stop = bucket.owned(device)
         self.held = bucket.held(device)  # of the parameters
         self._sizes: dict[tuple[str, str], list[int]] = {}  # of the shards in each collective, if they differ
-        self.shapes = [piece.shape for piece in bucket.pieces]
         self.index = {piece.name: i for i, piece in enumerate(bucket.pieces)}
-        shown = [(piece.shape, torch.empty(piece.shape, device="meta").stride()) for piece in bucket.pieces]
-        self.views = [(*how, piece.offset) for how, piece in zip(shown, bucket.pieces, strict=True)]
+        self.views = [view_of(piece.shape, piece.offset) for piece in bucket.pieces]
+        self.clones: Clones | None = None
+        if bucket.clones:
+            self.clones = Clones(bucket, device)
+            self.views = self.clones.views
 
     def pieces(self, flat: Tensor) -> list[Tensor]:
         """Return the pieces of a flat bucket, in their shapes."""
-        start = flat.storage_offset()  # `as_strided` counts from there, and takes half the time of `split`
-        return [flat.as_strided(shape, stride, start + offset) for shape, stride, offset in self.views]
+        return shown(flat, self.views)
 
     def over(self, flat: Tensor) -> Flat:
         """Return a flat tensor with its pieces."""
@@ -89,13 +91,17 @@ class Layout:
 
     def gather(self, group: Group, how: ShardCollective, shard: Tensor, out: Tensor) -> None:
         """Write every member's shard into a flat tensor."""
-        if self.bucket.bounds:
+        if self.clones is not None and how.gets == "whole":
+            self.clones.lend(group, shard, out)
+        elif self.bucket.bounds:
             group.all_gather_uneven(shard, out, self.sizes(how))
         else:
             group.all_gather(shard, out)
 
     def scatter(self, group: Group, how: ShardCollective, flat: Tensor) -> Tensor:
         """Return this device's shard of the sum of what all members give."""
+        if self.clones is not None and how.gives == "whole":
+            return self.clones.give_back(group, flat, self.bucket.elements(how.gets))
         if self.bucket.bounds:
             return group.reduce_scatter_uneven(flat, self.sizes(how))
         return group.reduce_scatter(flat, self.bucket.elements(how.gets))
@@ -103,6 +109,98 @@ class Layout:
     def local(self, value: Tensor, index: int) -> Tensor:
         """Return what this device holds of a full parameter: its own slice, where it is sharded."""
         return own_slice(value, self.bucket.pieces[index].shardings, self.position)
+
+
+View = tuple[tuple[int, ...], tuple[int, ...], int]  # the shape, the strides and the offset of a piece
+
+
+def view_of(shape: tuple[int, ...], offset: int) -> View:
+    """Return how a piece of a flat bucket is seen."""
+    return shape, torch.empty(shape, device="meta").stride(), offset
+
+
+def shown(flat: Tensor, views: Sequence[View]) -> list[Tensor]:
+    """Return the pieces of a flat tensor, in their shapes."""
+    start = flat.storage_offset()  # `as_strided` counts from there, and takes half the time of `split`
+    return [flat.as_strided(shape, stride, start + offset) for shape, stride, offset in views]
+
+
+class Clones:
+    """The experts of a bucket on one device, its own and copies of others, and how they get there and back.
+
+    table: which ones, for this step; the same on all devices of the group.
+    """
+
+    def __init__(self, bucket: Bucket, device: int) -> None:
+        group = next(group for group in bucket.inside if device in group)
+        self.own, self.slots, self.place = bucket.experts, bucket.experts + bucket.clones, group.index(device)
+        self.table = first_table(len(group), self.own, bucket.clones)
+        self.held = [view_of(piece.shape, piece.offset) for piece in bucket.pieces]
+        self.views = [
+            view_of((self.slots, *piece.shape[1:]), piece.offset // self.own * self.slots)
+            for piece in bucket.pieces
+        ]
+
+    def leaving(self) -> list[list[int]]:
+        """Return the own experts that each device of the group has clones of, in the order of its slots."""
+        first = self.place * self.own
+        mine = range(first, first + self.own)
+        return [[e - first for e in slots[self.own :] if e in mine] for slots in self.table.experts]
+
+    def arriving(self) -> list[list[int]]:
+        """Return the slots of this device's clones, by the device that owns the expert."""
+        slots: list[list[int]] = [[] for _ in self.table.experts]
+        for slot, expert in enumerate(self.table.experts[self.place]):
+            if slot >= self.own and expert != NOTHING:
+                slots[expert // self.own].append(slot)
+        return slots
+
+    def lend(self, group: Group, held: Tensor, out: Tensor) -> None:
+        """Write a device's own experts, and copies of those that the table says, into a flat tensor."""
+        mine, all_slots = shown(held, self.held), shown(out, self.views)
+        for piece, own in zip(all_slots, mine, strict=True):
+            piece[: self.own] = own
+            piece[self.own :] = 0  # a slot without a clone gets no rows
+        leaving, arriving = self.leaving(), self.arriving()
+        rows = torch.cat(
+            [one_row(mine, expert) for experts in leaving for expert in experts] or [one_row(mine, 0)[:0]]
+        )
+        parts = group.all_to_all(rows, list(map(len, leaving)), list(map(len, arriving)))
+        for slots, part in zip(arriving, parts, strict=True):
+            for slot, row in zip(slots, part, strict=True):
+                put_row(all_slots, slot, row)
+
+    def give_back(self, group: Group, flat: Tensor, length: int) -> Tensor:
+        """Return the gradients of a device's own experts, with those of their clones on other devices."""
+        pieces = shown(flat, self.views)
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        total = torch.zeros(length, dtype=wide, device=flat.device)
+        mine = shown(total, self.held)
+        for own, piece in zip(mine, pieces, strict=True):
+            own.copy_(piece[: self.own])
+        leaving, arriving = self.leaving(), self.arriving()
+        rows = torch.cat(
+            [one_row(pieces, slot) for slots in arriving for slot in slots] or [one_row(pieces, 0)[:0]]
+        )
+        parts = group.all_to_all(rows, list(map(len, arriving)), list(map(len, leaving)))
+        for experts, part in zip(leaving, parts, strict=True):
+            for expert, row in zip(experts, part, strict=True):
+                put_row(mine, expert, row, add=True)
+        return total
+
+
+def one_row(pieces: Sequence[Tensor], index: int) -> Tensor:
+    """Return all parameters of one expert as a row."""
+    return torch.cat([piece[index].reshape(-1) for piece in pieces]).view(1, -1)
+
+
+def put_row(pieces: Sequence[Tensor], index: int, row: Tensor, *, add: bool = False) -> None:
+    """Write a row into the parameters of an expert, or add it to them."""
+    for piece, part in zip(pieces, row.split([piece[index].numel() for piece in pieces]), strict=True):
+        if add:
+            piece[index] += part.view_as(piece[index])
+        else:
+            piece[index] = part.view_as(piece[index])
 
 
 def own_slice(value: Tensor, shardings: Sequence[Sharding], position: int) -> Tensor:

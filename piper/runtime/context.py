@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from piper.ir.chunk import Chunk
+from piper.ir.chunk import Chunk, Output
 from piper.ir.ids import SlotId
 from piper.ir.mesh import axis_through
+from piper.plan.expert_table import ExpertTable
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import allocations
 from piper.plan.plan import Plan
@@ -19,6 +20,7 @@ from piper.runtime.accelerator import generator
 from piper.runtime.bucket_layout import Layout, own_slice
 from piper.runtime.comm.base import Comms, Group
 from piper.runtime.device_state import DeviceState
+from piper.runtime.expert_exchange import Division
 from piper.runtime.host_state import HostMemory
 from piper.runtime.setup import Initial, Setup
 
@@ -110,6 +112,8 @@ class Env:
         self.host_memory = HostMemory()
         self.streams: Mapping[str, torch.Stream] = {}  # on an accelerator, of the executor; empty: all on one
         self.batch: Mapping[str, BatchField] = {}
+        self.rows: dict[str, Tensor] = {}  # of each expert in this step, by chunks of experts with clones
+        self.divisions: dict[str, tuple[ExpertTable, Division]] = {}  # of the last step, by such chunks
         self.vault: Vault | None = None  # None: instructions that copy the state do nothing
         self.step = 0
         # Where the generator stands before a later piece of a region, and in which step, by place and number.
@@ -143,6 +147,31 @@ class Env:
     def at(self, slot: SlotId) -> int:
         """Return the number of a slot."""
         return self.index[slot]
+
+    def clones_behind(self, route: str) -> str:
+        """Return the chunk of experts that a route sends rows to if they have clones. Else an empty name."""
+        for layout in self.layouts.values():
+            for name in layout.bucket.chunks if layout.clones is not None else ():
+                source = self.chunks[name].inputs[0]
+                if isinstance(source, Output) and source.chunk == route:
+                    return name
+        return ""
+
+    def move_experts(self, tables: Mapping[str, ExpertTable]) -> None:
+        """Compute experts where tables say, by chunk, from this step on."""
+        for layout in self.layouts.values():
+            for name in tables.keys() & set(layout.bucket.chunks):
+                assert layout.clones is not None, f"{name} has no clones"
+                layout.clones.table = tables[name]
+
+    def division(self, region: str) -> Division:
+        """Return how the rows of a chunk of experts are divided among their copies in this step."""
+        clones = next(layout.clones for layout in self.layouts.values() if region in layout.bucket.chunks)
+        assert clones is not None, f"{region} has no clones"
+        known = self.divisions.get(region)
+        if known is None or known[0] is not clones.table:
+            known = self.divisions[region] = clones.table, Division.of(clones.table, self.setup.device)
+        return known[1]
 
     def group(self, ins: Instr) -> Group:
         """Return the group of this device that an instruction communicates within."""

@@ -102,11 +102,20 @@ def counts(env: Env, ins: Instr) -> Bound:
     """Agree within an expert group on how many rows travel."""
     group, slots = env.group(ins), env.slots
     source, (splits, local) = env.at(ins.reads[0]), map(env.at, ins.writes)
+    assert isinstance(ins.payload, Routing)
+    region, again = env.clones_behind(ins.payload.run.chunk), ins.payload.run.again
 
     def run() -> None:
         slots[splits], slots[local] = expert_exchange.count(group, cast(Tensor, slots[source]))
 
-    return run
+    def run_divided() -> None:
+        division = env.division(region)
+        divided = expert_exchange.count_divided(group, cast(Tensor, slots[source]), division)
+        slots[splits], slots[local], rows = divided
+        if not again:
+            env.rows[region] = env.rows[region] + rows if region in env.rows else rows
+
+    return run_divided if region else run
 
 
 def exchange(env: Env, ins: Instr) -> Bound:

@@ -219,12 +219,12 @@ class _Differentiator:
 
     def _on_one_device(self, chunk: Chunk) -> Chunk:
         """Return the chunk on one of the devices that share its experts, with the counts of those only."""
-        ways = self.ways.get(chunk.name, 1)
+        ways, clones = self.ways.get(chunk.name, (1, 0))
         if chunk.kind == "route":
             rows, counts = chunk.outputs
-            return replace(chunk, outputs=(rows, _fewer(counts, ways)))
+            return replace(chunk, outputs=(rows, _fewer(counts, ways, clones)))
         specs = (
-            _fewer(spec, ways)
+            _fewer(spec, ways, clones)
             if isinstance(source, Output) and (source.chunk, source.index) in self.counts
             else spec
             for spec, source in zip(chunk.input_specs, chunk.inputs, strict=True)
@@ -239,14 +239,16 @@ class _Differentiator:
         return replace(chunk, phases=phases)
 
     def _compute(self, piece: CapturedChunk, chunk: Chunk) -> Chunk:
-        ways, options = self.ways.get(chunk.name, 1), self.options[chunk.name]
+        (ways, clones), options = self.ways.get(chunk.name, (1, 0)), self.options[chunk.name]
+        if clones:
+            piece = _with_clones(piece, ways, clones)
         if options.products is not None:
             piece, chunk = in_fp8(piece), replace(chunk, precision=options.products)
         compiled = self.known.find(
             piece,
             trained=[self.parameters[name].trainable for name in chunk.params],
             tangents=sorted(self.wanted[chunk.name]),
-            params=[_fewer(_spec(self.parameters[name]), ways) for name in chunk.params],
+            params=[_fewer(_spec(self.parameters[name]), ways, clones) for name in chunk.params],
             options=replace(options, ways=ways),
         )
         self.codes[compiled.key] = compiled.code
@@ -263,13 +265,16 @@ def _spec(parameter: Parameter) -> TensorSpec:
     return TensorSpec(shape=shape, dtype=parameter.dtype, nbytes=math.prod(shape) * width)
 
 
-def _ways_by_chunk(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, int]:
-    """Return the degree by which the experts of each expert chunk and of its markers are sharded."""
-    degrees: dict[str, int] = {}
+def _ways_by_chunk(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, tuple[int, int]]:
+    """Return by which degree the experts of each expert chunk and of its markers are sharded.
+
+    And how many experts of other devices each device computes in addition.
+    """
+    degrees: dict[str, tuple[int, int]] = {}
     for chunk in outline.chunks:
         if chunk.kind == "expert":
-            degrees[chunk.name] = options[chunk.name].ways
-            _check_experts(outline, chunk, degrees[chunk.name])
+            degrees[chunk.name] = options[chunk.name].ways, options[chunk.name].clones
+            _check_experts(outline, chunk, options[chunk.name].ways)
             for source in chunk.inputs:
                 assert isinstance(source, Output)
                 degrees[source.chunk] = degrees[chunk.name]
@@ -277,7 +282,7 @@ def _ways_by_chunk(outline: CapturedModel, options: Mapping[str, CodeOptions]) -
         if chunk.kind == "unroute":
             route = chunk.inputs[1]
             assert isinstance(route, Output)
-            degrees[chunk.name] = degrees.get(route.chunk, 1)
+            degrees[chunk.name] = degrees.get(route.chunk, (1, 0))
     return degrees
 
 
@@ -295,11 +300,23 @@ def _check_experts(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
             )
 
 
-def _fewer(spec: TensorSpec, ways: int) -> TensorSpec:
-    """Return the share that one device holds of a tensor with one entry for each expert."""
+def _fewer(spec: TensorSpec, ways: int, clones: int = 0) -> TensorSpec:
+    """Return what one device has of a tensor with one entry for each expert: its share, and clones."""
     if not spec.shape:
         return spec
-    return replace(spec, shape=(spec.shape[0] // ways, *spec.shape[1:]), nbytes=spec.nbytes // ways)
+    here = spec.shape[0] // ways + clones
+    nbytes = spec.nbytes // spec.shape[0] * here if clones else spec.nbytes // ways
+    return replace(spec, shape=(here, *spec.shape[1:]), nbytes=nbytes)
+
+
+def _with_clones(piece: CapturedChunk, ways: int, clones: int) -> CapturedChunk:
+    """Return an expert chunk as if each of `ways` devices had so many experts more."""
+    body = piece.body
+    assert body is not None and body.experts is not None, "only expert chunks have clones"
+    more = ways * clones
+    params = tuple(param.new_empty(param.shape[0] + more, *param.shape[1:]) for param in body.params)
+    experts = replace(body.experts, total=body.experts.total + more)
+    return replace(piece, body=replace(body, params=params, experts=experts))
 
 
 def _finished(chunk: Chunk, key: str, shape: Shape) -> Chunk:
