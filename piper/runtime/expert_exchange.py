@@ -13,7 +13,7 @@ instructions between the two overlap with it.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,10 +27,10 @@ from piper.runtime.comm.base import Group
 class Lengths:
     """How many rows travel, as the host knows it."""
 
-    given: list[list[int]]  # to each member, by slot
     gives: list[int]  # to each member
     gets: list[int]  # from each member
     blocks: list[list[int]]  # rows received: by sender, then by expert
+    given: list[list[int]] = field(default_factory=list, compare=False)  # sent: by member, by slot
 
 
 @dataclass(slots=True, kw_only=True)

@@ -34,13 +34,13 @@ class Layer(nn.Module):
         self.router = nn.Linear(WIDTH, EXPERTS)
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 5) / 2)
         self.down = nn.Parameter(torch.randn(EXPERTS, 5, WIDTH) / 2)
-        with torch.no_grad():
-            self.router.bias += torch.linspace(1.5, -1.5, EXPERTS)
+        self.router.bias.data.add_(torch.linspace(1.5, -1.5, EXPERTS))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dense(x)
         score, chosen = self.router(x).softmax(dim=-1).max(dim=-1)
-        return x + score[:, None] * self.mix(x, chosen)
+        result: Tensor = x + score[:, None] * self.mix(x, chosen)
+        return result
 
     def mix(self, x: Tensor, chosen: Tensor) -> Tensor:
         counts = nn.functional.one_hot(chosen, EXPERTS).sum(dim=0)
