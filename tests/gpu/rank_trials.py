@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from piper import schedules
-from piper.directives import Directive, offload, place, remat, replicate, shard, split
+from piper.directives import Directive, average, offload, place, remat, replicate, shard, split
 from piper.ir.select import at
 from piper.job import Job
 from piper.runtime.worker import Options
-from tests.runtime import divided, test_fp8
+from tests.runtime import averaging, divided, moving, test_averages, test_fp8, test_packed, test_two_axes
 from tests.runtime.grid import Cell, batches, case_at, case_of, job, strategy
 
 MOST = 4  # ranks
@@ -172,7 +172,7 @@ DIVIDED = [
     ("decoder4", "tp4"),
     *(("decoder", f"tp2dp2{zero}") for zero in ("", "z1", "z2", "z3")),
     *(("decoder", name) for name in ("tp2pp2", "tp2zb", "tp2zbv", "tp2dualpipev")),
-    *(("moe", name) for name in ("tp2ep2", "sp2ep2")),
+    *(("moe", name) for name in ("tp2ep2", "sp2ep2", "sp2ep4", "sp4ep2", "cp2ep4", "cp4ep2")),
 ]
 
 
@@ -222,6 +222,88 @@ def of_sizes(cell: Cell, *sizes: int) -> Trial:
     return replace(of_cell(cell, name="sizes"), batches=given)
 
 
+def of_job(name: str, group: str, make: Callable[[], Job]) -> Trial:
+    """Return a trial of a job, on its own data."""
+    return Trial(
+        name=name, group=group, job=make, batches=lambda: [dict(batch) for batch in make().data()][:6]
+    )
+
+
+def within(case: str, zero: int, optimizer_within: int | None = None) -> Trial:
+    """Return a trial of two replicas of groups of two that shard by ZeRO."""
+    cell = Cell(case=case, schedule="none", dp=4, zero=zero, rows=1, clip=0.3)
+    groups = replicate(at(), range(4), zero=zero, within=2, optimizer_within=optimizer_within)
+    return of_cell(cell, instead=[groups, split(at(), parts=2)], name=f"within-2-{optimizer_within}")
+
+
+def apart(name: str, strategy: list[Directive]) -> Trial:
+    """Return a trial of groups that train apart and average."""
+    return of_job(f"average-{name}", "average", partial(averaging.job, *strategy, clip=0.05))
+
+
+def packed(kind: str, strategy: str) -> Trial:
+    """Return a trial of packed documents."""
+    made = partial(test_packed.job, kind, "several", strategy)
+    return of_job(f"packed-{kind}-{strategy.replace(' ', '-')}", f"packed-{kind}", made)
+
+
+def two_axes(name: str) -> Trial:
+    """Return a trial of two axes that cut the same dimension."""
+
+    def make() -> Job:
+        strategy = test_two_axes.STRATEGIES[name]
+        return Job(
+            model=test_two_axes.Net,
+            loss=test_two_axes.loss,
+            data=test_two_axes.data,
+            strategy=strategy,
+            optimizer=momentum,
+            precision="fp64",
+        )
+
+    return of_job(f"two-axes-{name.replace(' ', '-')}", "two-axes", make)
+
+
+def narrow_shards(model: str, strategy: str) -> Trial:
+    """Return a trial of products in fp8 of a divided model."""
+
+    def make() -> Job:
+        made = divided.job(model, strategy)
+        return replace(made, strategy=[*made.strategy, test_fp8.FP8])  # type: ignore[misc]
+
+    return replace(of_job(f"fp8-{model}-{strategy}", "fp8", make), batches=divided.batches)
+
+
+def moving_experts(zero: int) -> Job:
+    """Return a job whose experts have clones on other devices."""
+    return Job(
+        model=moving.Mixture,
+        loss=moving.loss,
+        data=lambda: moving.batches(3),
+        strategy=moving.cloned(zero=zero),
+        optimizer=moving.adam,
+        precision="fp64",
+    )
+
+
+OUTER = {"lr": 0.7, "momentum": 0.5}
+WHOLE = [
+    within("mlp", 3),
+    within("decoder_untied", 2),
+    within("decoder_untied", 3, optimizer_within=4),
+    apart("zero3", test_averages.zero(3)),
+    apart("pipeline", test_averages.PIPELINE),
+    apart(
+        "behind", [*test_averages.zero(1)[1:], average(at(), across=[0, 2], every=3, outer=OUTER, overlap=1)]
+    ),
+    *(packed("flex", name) for name in ("1f1b", "tp", "gather4 zigzag", "heads", "ring4 zigzag", "tp ring")),
+    packed("sdpa", "tp gather"),
+    two_axes("weights"),
+    two_axes("the sequence"),
+    *(of_job(f"clones-zero{zero}", "clones", partial(moving_experts, zero)) for zero in (0, 2)),
+    narrow_shards("decoder", "sp2"),
+    narrow_shards("moe", "cp2ep4"),
+]
 TRIALS = [
     *map(of_cell, CELLS),
     replicas("mlp", 3, 3),  # shards that three devices cannot share evenly
@@ -234,6 +316,7 @@ TRIALS = [
     ring(4),
     *OPTIONS,
     *COMPILED_TRIALS,
+    *WHOLE,
     rounded("products", test_fp8.FP8),
     rounded("gathers", test_fp8.GATHERED),
     of_sizes(Cell(case="decoder", schedule="1f1b", dp=2, zero=3, rows=1), 4, 3, 4, 2),
