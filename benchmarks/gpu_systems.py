@@ -1,7 +1,7 @@
 """Piper beside the systems themselves, as whole jobs of four NCCL ranks on one GPU.
 
-    pip install --target build/wheels/site --no-deps torchtitan==0.2.2 torchdata tyro docstring-parser
-    PYTHONPATH=.:build/wheels/site python -m benchmarks.gpu_systems --size small --out systems.jsonl
+    pip install --target build/site --no-deps torchtitan==0.2.2 torchdata tyro docstring-parser typeguard
+    PYTHONPATH=.:build/site python -m benchmarks.gpu_systems --size small --out systems.jsonl
 
 TorchTitan runs its own trainer, Llama, FSDP, pipeline and compilation, at the sizes of `gpu_ranks`, with the
 weights of the same seed and the same batch: the first ten losses agree. Output and conventions are those of

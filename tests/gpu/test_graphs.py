@@ -124,6 +124,17 @@ def test_compiled_chunks(tmp_path: Path) -> None:
     assert_equal_bits(trained(program, given, GRAPHS), trained(program, given, PLAIN))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_experts_of_one_device(compiled: bool, tmp_path: Path) -> None:
+    """One kernel multiplies the rows of all experts: the host need not know how many each has."""
+    cell = Cell(case="moe", schedule="none", parts=2, clip=0.3)
+    strategy = [piper.split(piper.at(), parts=cell.parts)]
+    asked = job(cell, strategy=strategy, optimizer=adamw, scheduler=falling, precision="bf16")
+    program = compile(asked, device="cuda", compile=compiled, cache=tmp_path)
+    given = batches(cell, STEPS)
+    assert_equal_bits(trained(program, given, GRAPHS), trained(program, given, PLAIN))
+
+
 def test_a_process_of_its_own() -> None:
     cell = LOCAL[0]
     program, given = program_of(cell), batches(cell, STEPS)

@@ -41,6 +41,7 @@ from tests.runtime.grid import Cell, batches, compiled, job
 DENSE = Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=3, clip=0.3)
 DRAWS = Cell(case="dropout", schedule="1f1b")
 EXPERTS = Cell(case="moe", schedule="1f1b", dp=2, ways=2)
+WHOLE_EXPERTS = Cell(case="moe", schedule="1f1b", dp=2)
 
 
 def number() -> list[Tensor]:
@@ -58,7 +59,8 @@ def on_cuda(cell: Cell) -> Setup:
         (DENSE, []),
         (Cell(case="convnet", schedule="1f1b"), []),  # buffers are copied back
         (DRAWS, ["PP=0: the host sets the seed of random numbers again in every step"]),
-        (EXPERTS, ["PP=0 EP=0: how many rows go to each expert is known only while it runs"]),
+        (EXPERTS, ["PP=0 EP=0: how many rows go to each device is known only while it runs"]),
+        (WHOLE_EXPERTS, ["PP=0 EP=0: one product for all experts takes bf16 and widths that 8 divides"]),
     ],
     ids=str,
 )
@@ -66,6 +68,13 @@ def test_what_of_a_plan_needs_the_host(cell: Cell, reasons: list[str]) -> None:
     program = compiled(cell)
     chunks = {chunk.name: chunk for chunk in program.outline.chunks}
     assert static_reasons(program.plans.of(0), chunks) == reasons
+
+
+def test_experts_that_one_kernel_multiplies_need_no_host() -> None:
+    program = compile(job(WHOLE_EXPERTS, precision="bf16"), device="cpu")
+    chunks = {chunk.name: chunk for chunk in program.outline.chunks}
+    assert any(chunk.kind == "expert" for chunk in chunks.values())
+    assert not any(static_reasons(plan, chunks) for plan in program.plans)
 
 
 def test_many_chunks_are_not_all_named() -> None:

@@ -60,15 +60,24 @@ def not_static(reasons: Iterable[str]) -> ConfigError:
 def static_reasons(plan: Plan, chunks: Mapping[str, Chunk]) -> list[str]:
     """Return the reasons why a plan needs the host while it runs."""
     named = dict.fromkeys(ins.computes.chunk for ins in plan.instrs if ins.op == "compute")
-    routed = [name for name in named if chunks[name].kind == "expert"]
+    experts = [name for name in named if chunks[name].kind == "expert"]
     drawn = [name for name in named if chunks[name].random]
     operations = {ins.op for ins in plan.instrs}
     reasons = [f"{op}: {reason}" for op, reason in BY_HOST.items() if op in operations]
-    if routed:
-        reasons.append(f"{listed(routed)}: how many rows go to each expert is known only while it runs")
+    if experts and "exchange" in operations:
+        reasons.append(f"{listed(experts)}: how many rows go to each device is known only while it runs")
+    elif singly := [name for name in experts if not grouped(chunks[name])]:
+        reasons.append(f"{listed(singly)}: one product for all experts takes bf16 and widths that 8 divides")
     if drawn:
         reasons.append(f"{listed(drawn)}: the host sets the seed of random numbers again in every step")
     return reasons
+
+
+def grouped(chunk: Chunk) -> bool:
+    """Return whether one kernel multiplies the rows of all experts, so that only the device counts them."""
+    specs = (*chunk.input_specs, *chunk.outputs, *chunk.saved)
+    rows = [spec for spec in specs if spec.dynamic_rows and len(spec.shape) > 1]
+    return all(spec.dtype == "bfloat16" and spec.shape[-1] % 8 == 0 for spec in rows)
 
 
 def listed(names: Sequence[str]) -> str:
