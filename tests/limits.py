@@ -28,9 +28,8 @@ mask, experts and clipping, and compares the numbers with one device. It accepts
 | --- | --- | --- |
 """
 FOOTER = """
-These are refused because they are not built: optimizers that need whole tensors (Muon, Adafactor) where tensor
-parallelism shards a matrix, experts with biases over several devices, `varlen_attn` with a sharded sequence, and fp8 where several
-devices hold the same heads of keys. Experts compute in the job's precision under fp8. No cell of the matrix has these choices.
+These are refused because they are not built: experts with biases over several devices, `varlen_attn` with a sharded sequence, and fp8
+where several devices hold the same heads of keys. Experts compute in the job's precision under fp8. No cell of the matrix has these choices.
 """
 
 
@@ -112,14 +111,6 @@ LIMITS = (
         message="would cut groups of 4 devices apart",
         job=_groups(case="moe", dp=8, ways=4),
         meets=lambda cell: cell.within is not None and cell.within < cell.ways < cell.dp,
-    ),
-    Limit(
-        what="Adafactor of experts over several devices",
-        why="it scales its update by the norm of the whole parameter, which has all experts, and each device has some of them",
-        instead="another optimizer for the experts, such as AdamW",
-        message="cannot work on sharded parameters",
-        job=lambda: grid.job(Cell(case="moe", dp=2, ways=2, optimizer="adafactor")),
-        meets=lambda cell: cell.optimizer == "adafactor" and cell.ways > 1,
     ),
     Limit(
         what="sequence parallelism (`between=`) along an axis outside one that shards the sequence (`batch=`)",

@@ -236,7 +236,7 @@ def test_the_proof_notices_a_parameter_that_is_cut_apart(program: Program) -> No
     name, bucket = next(iter(plans.buckets.items()))
     for bounds, why in (
         ((0, 1, bucket.numel), "cuts first.weight apart, which its optimizer needs whole"),
-        ((), "has no shard for each of its 2 replicas"),
+        ((), "has no shard for each of its 2 owners"),
         ((0, bucket.numel, bucket.numel + 1), f"hold 0 to {bucket.numel + 1} of {bucket.numel} elements"),
     ):
         edited = {**plans.buckets, name: replace(bucket, bounds=bounds)}

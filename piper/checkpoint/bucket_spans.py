@@ -75,9 +75,9 @@ def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
     buckets = []
     _, device = plans.place_in_group(device)  # every group saves its own values
     for bucket in plans.buckets_on(device):
-        first = any(device in group for group in bucket.distinct)
+        first = any(device in group for group in bucket.as_updated.distinct)
         if first and not written_elsewhere(plans.buckets.values(), bucket):
-            buckets.append(bucket)
+            buckets.append(bucket.as_updated)
     return buckets
 
 

@@ -122,20 +122,31 @@ def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Cal
     if holding.master is None:
         exact = copied(holding.flat)
     else:
-        exact = torch.zeros(len(holding.flat), dtype=torch.float32)
-    sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
-    reader.read(
-        range_of(f"model.{saved_name(worker, reader.record, name)}", sizes[name], runs, exact, low)
-        for name, own_runs in spans(bucket, worker.device, low, high).items()
-        for runs in own_runs
-    )
+        exact = torch.zeros(len(holding.flat), dtype=holding.master.dtype)
+    read_into(worker, bucket, reader, exact, (low, high))
+    full = None
+    if holding.master is not None and bucket.slices:
+        full = copied(holding.master)
+        read_into(worker, bucket.as_updated, reader, full, bucket.as_updated.owned(worker.device))
 
     def adopt() -> None:
         holding.flat.detach().copy_(exact)
         if holding.master is not None:
-            holding.master.copy_(exact[own[0] - low : own[1] - low])
+            holding.master.copy_(exact[own[0] - low : own[1] - low] if full is None else full)
 
     return adopt
+
+
+def read_into(
+    worker: Worker, bucket: Bucket, reader: CheckpointReader, target: Tensor, extent: tuple[int, int]
+) -> None:
+    """Read the parameters of a bucket between two of its elements."""
+    sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
+    reader.read(
+        range_of(f"model.{saved_name(worker, reader.record, name)}", sizes[name], runs, target, extent[0])
+        for name, own_runs in spans(bucket, worker.device, *extent).items()
+        for runs in own_runs
+    )
 
 
 def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReader) -> Callable[[], None]:
@@ -154,7 +165,7 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
     numbers = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     state: dict[int, dict[str, object]] = {}
     for name, segments in worker.env.state.segments.items():
-        bucket = worker.setup.plans.buckets[name]
+        bucket = worker.setup.plans.buckets[name].as_updated
         tensors = dict(segments)
         own = spans(bucket, worker.device, *bucket.owned(worker.device))
         for called, own_runs in own.items():

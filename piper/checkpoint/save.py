@@ -66,7 +66,7 @@ def copy_parts(
     parts: list[TensorRange] = []
     moments: dict[str, Shapes] = {}
     numbers: dict[str, dict[str, Plain]] = {}
-    for bucket in buckets:
+    for bucket in (each.as_updated for each in buckets):
         low, high = bucket.owned(device)
         owned = worker.env.state.holdings[bucket.name].trained
         states = states_of(worker, bucket)

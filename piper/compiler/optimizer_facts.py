@@ -1,5 +1,6 @@
 """Finds out what a job's optimizer keeps and needs, by trying it on what each device holds."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from piper.compiler.optimizer_probe import Probe, probe_optimizer
@@ -29,11 +30,13 @@ def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> Optim
     try:
         probe = probe_optimizer(job.optimizer, sizes, trained, made_by)
     except ConfigError:
-        if not any(bucket.zero for bucket in trained):
+        if not any(bucket.zero or piece.shardings for bucket in trained for piece in bucket.pieces):
             raise
         whole = True
-        cut = trained_in(with_whole_parameters(buckets))
-        probe = probe_optimizer(job.optimizer, sizes, cut, made_by)
+        cut = with_whole_parameters(buckets)
+        probe = probe_optimizer(job.optimizer, sizes, trained_in(cut), made_by)
+        sliced = {chunk: b.pieces[0].name for b in cut.read.values() if b.slices for chunk in b.chunks}
+        check_offloaded(probe, graph, sliced)
     check_streamed(probe, graph)
     optimizer = empty_optimizer(job.optimizer, trained, sizes) if job.scheduler is not None else None
     if optimizer is not None and job.scheduler is not None:
@@ -42,8 +45,23 @@ def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> Optim
 
 
 def trained_in(buckets: ProgramBuckets) -> tuple[Bucket, ...]:
-    """Return the buckets of parameters that a backward reaches."""
-    return tuple(bucket for bucket in buckets.read.values() if bucket.trainable)
+    """Return the buckets of parameters that a backward reaches, as their optimizer sees them."""
+    return tuple(bucket.as_updated for bucket in buckets.read.values() if bucket.trainable)
+
+
+def check_offloaded(probe: Probe, graph: Graph, sliced: Mapping[str, str]) -> None:
+    """Refuse to offload the state of parameters that are updated in full. sliced: one of them, by chunk."""
+    for chunk, offload in graph.chosen(lambda options: options.offload_state).items():
+        if chunk in sliced:
+            raise ScheduleError(
+                f"the state of {probe.name} for sharded parameters cannot be offloaded",
+                by=graph.directives[offload.by].title,
+                facts={
+                    "parameter": sliced[chunk],
+                    "why": "one device updates it in full, and gives the others their slices",
+                },
+                hint="use an elementwise optimizer such as AdamW, or leave this directive out",
+            )
 
 
 def check_streamed(probe: Probe, graph: Graph) -> None:

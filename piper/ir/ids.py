@@ -30,6 +30,7 @@ SlotKind = Literal[
     "grad",  # of a bucket, added up
     "grad_inside",  # a device's shard of it, reduced inside its group
     "grad_shard",  # a device's shard of it, reduced
+    "grad_full",  # of the parameters that a device updates in full, where devices have slices
     "param",
     "state",  # of the optimizer
     "copy",  # of what a device owns of a bucket, in memory that outlives workers

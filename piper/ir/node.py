@@ -137,6 +137,7 @@ class SlotNode(StepNode):
     about: str = ""  # a bucket, or what else it is about
     groups: tuple[Devices, ...] = ()  # that communicate. Empty: it has no peers
     nbytes: int = 0  # that it moves to or from the host, or to its peers
+    workspace: int = 0  # bytes that it needs in addition to its slots
     payload: object = None  # what its operation needs beyond its slots, also of `plan/ops.py`
 
     @property

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from piper.errors import ScheduleError
 from piper.ir.averaging import Averaging
 from piper.ir.devices import show
-from piper.ir.dtypes import itemsize
 from piper.ir.ids import SlotId, state_slot
 from piper.ir.node import SlotNode, Update
 from piper.lower.edit import SequenceEdit
@@ -159,8 +158,7 @@ def joined_by(plan: Plan, comm: Comm) -> Plan:
 
 def trained_bytes(bucket: Bucket) -> int:
     """Return the bytes that a device trains of a bucket, in the type of the optimizer."""
-    each = itemsize("float32") if bucket.has_master else bucket.itemsize
-    return bucket.elements() * each
+    return bucket.state_elements * bucket.precision.sum_itemsize
 
 
 def sent_bytes(averaging: Averaging, bucket: Bucket) -> int:

@@ -86,21 +86,26 @@ def with_whole_parameters(buckets: ProgramBuckets) -> ProgramBuckets:
     PP=0/0: a, b, c in 2 equal shards, of which the border lies inside b
     -->
     PP=0/0: a, c | b     each owner has about as many elements as the others, over all buckets
+
+    The owner is one of the devices of a group of ZeRO, and of those that have slices of the parameter.
     """
-    loads: dict[tuple[Devices, ...], list[int]] = {}
+    loads: dict[tuple[tuple[Devices, ...], ...], list[int]] = {}
     owners: dict[str, int] = {}  # by parameter: the copies of a tied one have their owners in the same place
     cut: dict[str, Bucket] = {}
     for bucket in buckets.read.values():
-        if not bucket.zero or not bucket.trainable:
-            cut[bucket.name] = bucket
+        axes = tuple(sharding.axis for sharding in bucket.pieces[0].shardings)
+        bucket = replace(bucket, slices=groups_along(bucket.devices, axes) if axes else ())
+        ranks = (bucket.group_size if bucket.zero else 1) * bucket.slice_count
+        if ranks == 1 or not bucket.trainable:
+            cut[bucket.name] = replace(bucket, slices=())
             continue
-        load = loads.setdefault(bucket.groups, [0] * bucket.group_size)
+        load = loads.setdefault((bucket.groups, bucket.slices), [0] * ranks)
         for piece in sorted(bucket.pieces, key=lambda piece: -piece.numel):
             owner = owners.setdefault(piece.name, load.index(min(load)))
             load[owner] += piece.numel
         pieces: list[Piece] = []
         bounds = [0]
-        for rank in range(bucket.group_size):
+        for rank in range(ranks):
             for piece in bucket.pieces:
                 if owners[piece.name] == rank:
                     pieces.append(replace(piece, offset=sum(p.numel for p in pieces)))
@@ -206,14 +211,16 @@ def chunk_buckets(
     Parameters of one bucket have the same dtype and are held by the devices in the same way, and all or none
     are among `narrow`.
     """
-    kinds: dict[tuple[str, bool, tuple[Axis, ...], int, bool], list[tuple[Parameter, HeldParameter]]] = {}
+    kinds: dict[tuple[object, ...], list[tuple[Parameter, HeldParameter]]] = {}
     for param in params:
         held = held_by(param, placement)
-        kind = (param.dtype, param.trainable, held.distinct, held.replicas, param.name in narrow)
+        sliced = tuple(sharding.axis for sharding in held.shardings)
+        kind = (param.dtype, param.trainable, held.distinct, held.replicas, sliced, param.name in narrow)
         kinds.setdefault(kind, []).append((param, held))
     limit = placement.policy.bucket_mb
     number = 0
-    for (dtype, trainable, *_), members in kinds.items():
+    for members in kinds.values():
+        dtype, trainable = members[0][0].dtype, members[0][0].trainable
         pieces: list[Piece] = []
         filled = 0
         for param, held in members:
@@ -387,7 +394,8 @@ def residents_of(buckets: Iterable[Bucket], state: LoweringState) -> dict[SlotId
         held = bucket.elements("held" if bucket.gather_for_use else "whole")
         residents[param_slot(bucket.name)] = Slot(nbytes=held * bucket.itemsize)
         if bucket.trainable:
-            nbytes = bucket.elements() * (state.settings.state_bytes + bucket.precision.master_bytes)
+            master = bucket.precision.sum_itemsize if bucket.has_master else 0
+            nbytes = bucket.state_elements * (state.settings.state_bytes + master)
             offloaded = not away.keys().isdisjoint(bucket.chunks)
             residents[state_slot(bucket.name)] = Slot(
                 nbytes=0 if offloaded else nbytes, host=nbytes if offloaded else 0

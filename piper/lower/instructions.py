@@ -126,7 +126,7 @@ def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
             emission.begun.add((number, node.writes[0]))
         case SlotNode():
             instr.op, instr.nbytes = cast(Op, node.op), node.nbytes
-            instr.payload = cast(Payload, node.payload)
+            instr.payload, instr.workspace = cast(Payload, node.payload), node.workspace
             if node.groups:
                 key = (node.op, node.about, node.stream)
                 instr.comm, _ = emission.comm(key, lambda: node.groups, node.stream)

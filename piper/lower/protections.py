@@ -132,7 +132,7 @@ def buffer_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
 def owners(bucket: Bucket) -> Owners:
     """Return the devices that own the same elements of a bucket, by their slice and shard."""
     devices_of: Owners = {}
-    for device, share in bucket.shares().items():
+    for device, share in bucket.as_updated.shares().items():
         devices_of.setdefault(share, []).append(device)
     return devices_of
 

@@ -1,12 +1,12 @@
 """The start and the end of a step: batch fields loaded at first use, then losses, norms and updates."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from piper.ir.chunk import CapturedModel, Output
 from piper.ir.devices import Devices, show
 from piper.ir.ids import LOSS, METRICS, NORM, TOTAL, WEIGHT, SlotId, buffer_slot, param_slot
-from piper.ir.node import Broadcast, Compute, Gather, Load, Norm, Reduce, Total, Transfer, Update
+from piper.ir.node import Broadcast, Compute, Gather, Load, Norm, Reduce, SlotNode, Total, Transfer, Update
 from piper.ir.sharding import shardings_on
 from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
@@ -15,8 +15,34 @@ from piper.lower.reductions import accumulate
 from piper.lower.state import LoweringState
 from piper.lower.value_table import output_slot
 from piper.plan.bucket import Bucket
-from piper.plan.ops import OfChunk
+from piper.plan.ops import OfBucket, OfChunk
 from piper.plan.plan import Slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reshard(SlotNode):
+    """Give slices of gradients to the devices that update parameters in full, or slices of these back."""
+
+    op = "reshard"
+
+    @classmethod
+    def of(cls, bucket: Bucket, source: SlotId, target: SlotId) -> "Reshard":
+        """Return the node that reshards a gradient into full ones, or the updated parameters into slices."""
+        back = source == target
+        itemsize = bucket.itemsize if back else bucket.precision.sum_itemsize
+        slices, full = bucket.elements() * itemsize, bucket.state_elements * itemsize
+        return cls(
+            about=f"{bucket.name} {'from' if back else 'for'} update",
+            devices=bucket.devices,
+            groups=bucket.slices,
+            payload=OfBucket(bucket=bucket.name),
+            reads=(source,),
+            writes=(target,),
+            stream=bucket.gather_stream if back else bucket.reduce_stream,
+            nbytes=slices * (bucket.slice_count - 1) // bucket.slice_count,
+            workspace=full + (slices if back else 0),  # what is sent, or what arrives
+            origin=bucket.origin,
+        )
 
 
 def add_loads(state: LoweringState) -> LoweringState:
@@ -117,6 +143,8 @@ def add_updates(state: LoweringState) -> LoweringState:
     reduce ...
     -->
     reduce ..., norm, total, update, gather (zero 1, 2), broadcast (buffers)
+
+    Where an optimizer needs parameters in full of which devices have slices: reshard, update, reshard.
     """
     written = {value for node in state.sequence for value in node.writes}
     trained = [b for b in state.buckets.values() if b.gradient() in written]
@@ -131,6 +159,10 @@ def add_updates(state: LoweringState) -> LoweringState:
         reads = [b.gradient() for b in buckets]
         reads += [extra for extra, placement in extras.items() if devices[0] in placement]
         edit.append(Norm(devices=devices, reads=tuple(reads), writes=(NORM,)))
+    sliced = [bucket for bucket in trained if bucket.slices]
+    for bucket in sliced:
+        edit.append(Reshard.of(bucket, bucket.gradient(), bucket.applied))
+        edit.values[bucket.applied] = Slot(nbytes=bucket.state_elements * bucket.precision.sum_itemsize)
     size = 24 + 16 * len(outline.metric_names)  # the squared norm, the loss, its weight and the metrics
     edit.append(Total(devices=everyone, groups=(everyone,), reads=(NORM,), writes=(TOTAL,), nbytes=size))
     for devices, buckets in groups.items():
@@ -138,11 +170,12 @@ def add_updates(state: LoweringState) -> LoweringState:
             edit.append(
                 Update(
                     devices=devices,
-                    reads=(*(b.gradient() for b in buckets), *((TOTAL,) if waits_for_total else ())),
+                    reads=(*(b.applied for b in buckets), *((TOTAL,) if waits_for_total else ())),
                     writes=tuple(param_slot(b.name) for b in buckets),
                     origin=tuple(dict.fromkeys(n for b in buckets for n in b.origin)),
                 )
             )
+    edit.append(*(Reshard.of(b, param_slot(b.name), param_slot(b.name)) for b in sliced))
     edit.append(*(gather_updated(bucket) for bucket in trained if bucket.gather_updated))
     edit.append(*broadcasts(state))
     edit.values[NORM] = Slot(nbytes=size)
@@ -159,7 +192,7 @@ def every_gradient_is_applied(state: LoweringState) -> Iterator[str]:
                 applied.setdefault(value, set()).update(node.devices)
     written = {value for node in state.sequence for value in node.writes}
     for bucket in state.buckets.values():
-        slot = bucket.gradient()
+        slot = bucket.applied
         if slot in written and applied.get(slot, set()) != set(bucket.devices):
             yield f"{slot} is applied on {sorted(applied.get(slot, set()))}, not on {bucket.devices}"
 

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 from piper.ir.devices import Devices
 from piper.ir.dtypes import MixedPrecision
 from piper.ir.ids import SlotId, SlotKind
-from piper.ir.sharding import Sharding
+from piper.ir.sharding import Sharding, whole_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,9 @@ class Bucket:
     With `clones` a device holds its own experts, and for a step also copies of experts of other devices that
     lie `inside` the same group. `gather_for_use` sends them, and the first of `reductions` sends their
     gradients back to be summed. Both move whole experts: those that an `ExpertTable` names.
+
+    With `slices` a device updates some parameters in full, of which it computes with a slice: `as_updated` says
+    which.
     """
 
     name: str
@@ -73,6 +76,8 @@ class Bucket:
     across: tuple[Devices, ...] = ()  # devices of different groups that sum their shards: replicas of groups
     bounds: tuple[int, ...] = ()  # where each shard begins, and the end, in elements. Empty: equal shards
     clones: int = 0  # experts of other devices that each device has room for
+    slices: tuple[Devices, ...] = ()  # devices that have the slices of the same parameters, in groups of
+    # which each member updates some in full: `bounds` cuts each shard for them. Empty: they update slices
     pieces: tuple[Piece, ...]
 
     @property
@@ -126,8 +131,56 @@ class Bucket:
             return ShardCollective(groups=self.owners, gives="owned", gets="held", among="over owners")
         return ShardCollective(groups=self.groups, gives="owned", gets="whole") if 0 < self.zero < 3 else None
 
+    @property
+    def as_updated(self) -> "Bucket":
+        """Return the bucket as its optimizer sees it: parameters in full, where devices update these.
+
+        Each group has an owner for each parameter, as under ZeRO.
+        """
+        if not self.slices:
+            return self
+        having = {device: group for group in self.slices for device in group}
+        first = [group for group in self.groups if having[group[0]][0] == group[0]]
+        joint = tuple(tuple(each for device in group for each in having[device]) for group in first)
+        pieces = [
+            replace(
+                piece,
+                shape=whole_sizes(piece.shape, piece.shardings),
+                offset=piece.offset * self.slice_count,
+                shardings=(),
+            )
+            for piece in self.pieces
+        ]
+        return replace(
+            self,
+            groups=joint if self.zero else self.slices,
+            zero=max(1, self.zero),
+            pieces=tuple(pieces),
+            bounds=tuple(bound * self.slice_count for bound in self.bounds),
+            slices=(),
+            inside=(),
+            across=(),
+            clones=0,
+        )
+
+    @property
+    def slice_count(self) -> int:
+        """Return how many devices have slices of the same parameters, and update some of them in full."""
+        return len(self.slices[0]) if self.slices else 1
+
+    def slice_sizes(self, device: int) -> list[int]:
+        """Return how much a device has of what each device with other slices updates in full, in elements."""
+        first = self.rank(device) * self.slice_count if self.zero else 0
+        own = self.bounds[first : first + self.slice_count + 1]
+        return [stop - start for start, stop in pairwise(own)]
+
+    @property
+    def applied(self) -> SlotId:
+        """Return the slot of the gradient that an update applies."""
+        return SlotId("grad_full", self.name) if self.slices else self.gradient()
+
     def gradient(self, extent: Extent = "owned") -> SlotId:
-        """Return the slot of its gradient on a device: the sum that an update applies, or one before it."""
+        """Return the slot of its gradient on a device: the sum of what it owns, or one before it."""
         kinds: Mapping[Extent, SlotKind] = {
             "whole": "grad",
             "held": "grad_inside",
@@ -142,7 +195,7 @@ class Bucket:
         parts = self.parts if extent == "held" else 1
         if not self.bounds:
             return self.padded // self.group_size * parts
-        return max(stop - start for start, stop in pairwise(self.bounds[::parts]))
+        return max(stop - start for start, stop in pairwise(self.bounds[:: parts * self.slice_count]))
 
     def cloned(self, how: ShardCollective) -> int:
         """Return the elements of clones that a device gets or gives in a collective. 0: it moves shards."""
@@ -179,7 +232,7 @@ class Bucket:
     def shard(self, rank: int) -> tuple[int, int]:
         """Return where the shard that a member of a group updates begins and ends in the flat bucket."""
         if self.bounds:
-            return self.bounds[rank], self.bounds[rank + 1]
+            return self.bounds[rank * self.slice_count], self.bounds[(rank + 1) * self.slice_count]
         length = self.padded // self.group_size
         return rank * length, (rank + 1) * length
 
@@ -219,8 +272,8 @@ class Bucket:
 
     @property
     def travels(self) -> bool:
-        """Return whether this bucket's gradient is summed over devices, for which it must be contiguous."""
-        return self.group_size > 1 or bool(self.siblings)
+        """Return whether this bucket's gradient is sent to other devices, for which it is contiguous."""
+        return self.group_size > 1 or bool(self.siblings or self.slices)
 
     @property
     def numel(self) -> int:
@@ -258,5 +311,10 @@ class Bucket:
 
     @property
     def has_master(self) -> bool:
-        """Return whether the optimizer trains a copy of its parameters in a longer type."""
-        return self.trainable and self.precision.has_master
+        """Return whether the optimizer trains a copy of its parameters: in a longer type, or in full."""
+        return self.trainable and (self.precision.has_master or bool(self.slices))
+
+    @property
+    def state_elements(self) -> int:
+        """Return the most elements for which the optimizer of a device has state."""
+        return self.as_updated.elements()

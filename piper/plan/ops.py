@@ -26,6 +26,7 @@ Op = Literal[
     "accumulate",
     "all_reduce",
     "reduce_scatter",
+    "reshard",  # slices of gradients into full tensors on the devices that update these, or parameters back
     "norm",
     "total",
     "update",
@@ -188,6 +189,7 @@ _ALL = (
     Operation(op="accumulate", label="accumulate", mark="a", short="sum"),
     _communication("all_reduce", "all-reduce", "r", "ring twice", short="reduce", sized=True),
     _communication("reduce_scatter", "reduce-scatter", "r", "ring", short="reduce", sized=True, outward=True),
+    _communication("reshard", "reshard", "h", "direct", sized=True),
     Operation(op="norm", label="norm", mark="n"),
     _communication("total", "total", "t", "ring twice", may_be_alone=True),
     Operation(op="update", label="update", mark="u"),
@@ -212,6 +214,7 @@ PAYLOADS: Mapping[Op, type] = {
     "accumulate": Adding,
     "all_reduce": OfBucket,
     "reduce_scatter": OfBucket,
+    "reshard": OfBucket,
     "broadcast": OfChunk,
 }  # the other ops need nothing beyond their slots
 TRAVELS: Mapping[CollectiveOp, Op] = {  # as which operation each collective travels

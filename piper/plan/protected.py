@@ -118,7 +118,7 @@ class ProtectedState:
         if bucket.name not in self._owned:
             key = ownership(bucket)
             if key not in self._shared:
-                self._shared[key] = bucket.shares()
+                self._shared[key] = bucket.as_updated.shares()
             self._owned[bucket.name] = self._shared[key]
         return self._owned[bucket.name]
 
@@ -133,11 +133,12 @@ class ProtectedState:
             state = plan.residents.get(state_slot(bucket.name))
             each = 0 if bucket.has_master else bucket.itemsize
             self._sizes[bucket.name] = (
-                bucket.own_numel,
-                each + (state.everywhere // bucket.elements() if state else 0),
+                bucket.as_updated.own_numel,
+                each + (state.everywhere // bucket.state_elements if state else 0),
             )
         numel, each = self._sizes[bucket.name]
-        start, stop = bucket.shard(self._slices(bucket)[device][1]) if bucket.zero else (0, numel)
+        trained = bucket.as_updated
+        start, stop = trained.shard(self._slices(bucket)[device][1]) if trained.zero else (0, numel)
         return max(0, min(stop, numel) - start) * each
 
     @cached_property
@@ -269,7 +270,7 @@ class StateCopy:
 def ownership(bucket: Bucket) -> tuple[object, ...]:
     """Return what decides which device owns which elements of a bucket."""
     shardings = tuple(sharding for piece in bucket.pieces for sharding in piece.shardings)
-    return bucket.devices, bucket.groups, bool(bucket.zero), shardings
+    return bucket.devices, bucket.groups, bool(bucket.zero), shardings, bucket.slices
 
 
 def sent(plan: Plan, ins: Instr, own: list[StateSection]) -> list[StateSection]:

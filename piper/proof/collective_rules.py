@@ -14,8 +14,8 @@ from piper.proof.amounts import Amount
 from piper.proof.covers import Contributor
 from piper.proof.decode import bucket_named, collected, described, routed, shown_collective, subject
 from piper.proof.local_rules import LocalRules
-from piper.proof.symbolic_state import ProgramInstr, SymbolicState
-from piper.proof.symbolic_values import NO_COVER, SymbolicValue, Terms, Value
+from piper.proof.symbolic_state import ProgramInstr, SymbolicState, resharded_version
+from piper.proof.symbolic_values import IN_FULL, NO_COVER, SymbolicValue, Terms, Value
 
 FOR_USE = {"old shard": "old", "new shard": "new"}  # versions of parameters, and of what is gathered of them
 AFTER_UPDATE = {version: version for version in ("old", "new", "old shard", "new shard")} | {
@@ -39,6 +39,7 @@ class CollectiveRules:
             "gather": self.gather,
             "all_reduce": self.all_reduce,
             "reduce_scatter": self.reduce_scatter,
+            "reshard": self.reshard,
             "total": self.total,
             "broadcast": self.broadcast,
             "mirror": self.mirror,
@@ -297,6 +298,31 @@ class CollectiveRules:
                     return
                 terms = self.state.merged(before, terms)
             slots[ins.writes[0]] = (*wanted[:2], terms)
+
+    def reshard(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
+        """Bring complete gradients to the devices that update in full, or updated parameters back."""
+        for member in members:
+            ins, name = member.ins, bucket_named(member.ins)
+            bucket = self.state.plans.buckets.get(name)
+            if bucket is None or not bucket.slices or not self.state.is_on(member.program, bucket):
+                self.state.complain(member, f"reshards {name!r}, of which this device updates none in full")
+                continue
+            if comm is None:
+                self.state.complain(member, f"has no communicator; {bucket.slice_count} devices have slices")
+            else:
+                self.state.check_groups(member, comm, f"slices of {name}", partial(tuple, bucket.slices))
+            slots, slot = self.state.slots[member.program], param_slot(name)
+            if (ins.reads, ins.writes) == ((slot,), (slot,)):
+                wanted = self.state.value(SymbolicValue("param", name), IN_FULL)
+                if slots.get(slot) != wanted:
+                    self.state.mismatch(member, slot, slots.get(slot), wanted)
+                slots[slot] = self.state.value(SymbolicValue("param", name), resharded_version(bucket))
+            elif (ins.reads, ins.writes) == ((bucket.gradient(),), (bucket.applied,)):
+                final = self.local.check_final(member, ins.reads[0], bucket)
+                slots[bucket.applied] = (final[0], IN_FULL, final[2])
+            else:
+                read, written = ", ".join(ins.reads), ", ".join(ins.writes)
+                self.state.complain(member, f"reshards {read} into {written}")
 
     def _terms_read(self, member: ProgramInstr, read: Sequence[SlotId], wanted: Value) -> Terms | None:
         """Return the terms of the sum that a member reads, if it reads one. None: it is another value."""

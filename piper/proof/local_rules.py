@@ -11,7 +11,7 @@ from piper.proof.decode import described, rows_of
 from piper.proof.expected import Expected
 from piper.proof.meshes import in_any_order
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
-from piper.proof.symbolic_values import NO_COVER, SymbolicValue, Value, shown_cuts
+from piper.proof.symbolic_values import IN_FULL, NO_COVER, SymbolicValue, Value, shown_cuts
 
 
 class LocalRules:
@@ -328,11 +328,16 @@ class LocalRules:
             state.complain(at, f"leaves out {missing}")
         self._write(at, (state.value(SymbolicValue("norm")),))
 
-    def check_final(self, at: ProgramInstr, slot: SlotId, bucket: Bucket) -> None:
-        """Complain unless a slot holds the complete gradient of a bucket, or of its shard."""
+    def check_final(self, at: ProgramInstr, slot: SlotId, bucket: Bucket, *, full: bool = False) -> Value:
+        """Complain unless a slot holds the complete gradient of a bucket, of its shard, or in full of some.
+
+        Return that gradient.
+        """
         terms = self.state.expected.final_gradient(at.program, bucket)
-        about = "owned" if bucket.zero else "whole"
-        self._check_sum(at, slot, (self.state.expected.weights(bucket), about, terms))
+        about = IN_FULL if full else "owned" if bucket.zero else "whole"
+        final = (self.state.expected.weights(bucket), about, terms)
+        self._check_sum(at, slot, final)
+        return final
 
     def _check_sum(self, at: ProgramInstr, slot: SlotId, should: Value) -> None:
         value = self.state.slots[at.program].get(slot)
@@ -363,7 +368,7 @@ class LocalRules:
             if bucket is None:
                 state.complain(at, f"updates {written}, which this device must not train")
                 continue
-            self.check_final(at, slot, bucket)
+            self.check_final(at, slot, bucket, full=bool(bucket.slices))
             before, after, _ = updated_versions(bucket)
             symbol = SymbolicValue("param", bucket.name)
             if slots.get(written) != state.value(symbol, before):

@@ -16,7 +16,7 @@ from piper.proof.covers import Cells, Cover, Covers, Segment
 from piper.proof.expected import Expectations
 from piper.proof.once import once
 from piper.proof.specification import Specification
-from piper.proof.symbolic_values import SymbolicValue, SymbolTable, Terms, Value, places_along
+from piper.proof.symbolic_values import IN_FULL, SymbolicValue, SymbolTable, Terms, Value, places_along
 
 Slots = dict[SlotId, Value]
 
@@ -225,7 +225,14 @@ class SymbolicState:
 def updated_versions(bucket: Bucket) -> tuple[str, str, str]:
     """Return the versions of what a device holds of a bucket: before and after its update, and at the end."""
     shard = " shard" if bucket.gather_for_use else ""
-    return f"old{shard}", f"{'partly ' if bucket.gather_updated else ''}new{shard}", f"new{shard}"
+    updated = IN_FULL if bucket.slices else resharded_version(bucket)
+    return f"old{shard}", updated, f"new{shard}"
+
+
+def resharded_version(bucket: Bucket) -> str:
+    """Return the version of what a device holds of a bucket when it has its own shard of the updated one."""
+    shard = " shard" if bucket.gather_for_use else ""
+    return f"{'partly ' if bucket.gather_updated else ''}new{shard}"
 
 
 def show_cells(cells: Cells) -> str:

@@ -37,6 +37,7 @@ Kind = Literal[
     "resident",  # a slot that no instruction should read
 ]
 NO_COVER = -1
+IN_FULL = "in full"  # parameters, or gradients of them, where they are updated and devices have slices
 Terms = tuple[tuple[Cover, Amount], ...]  # a sum over samples: for each cover what is summed over its cells
 Value = tuple[int, Tags | str, int | Terms]
 # ^ the number of a SymbolicValue; the microbatch or the state; of a gradient its readers, of a sum its terms
@@ -99,6 +100,7 @@ class SymbolTable:
             givers = " + ".join(label if count == 1 else f"{count} x {label}" for label, count in given)
             return f"the gradient of output {symbol.index} of {symbol.name}{microbatch} from {givers}"
         shown = ", ".join(symbol.names[:3]) + (" ..." if symbol.names[3:] else "")
+        extent = {IN_FULL: "full ", "held": "a shard of ", "owned": "a shard of "}
         words: dict[Kind, str] = {
             "output": f"output {symbol.index} of {symbol.name}",
             "batch": f"field {symbol.name}" + (f" ({shown})" if shown else ""),
@@ -107,7 +109,7 @@ class SymbolTable:
             "saved": symbol.name,
             "carried": f"what BI of {symbol.name} carries",
             "splits": f"the row counts of {symbol.name}",
-            "weights": f"{'a shard of ' if about in ('held', 'owned') else ''}gradients of {shown}",
+            "weights": f"{extent.get(str(about), '')}gradients of {shown}",
             "sum": f"the sum of the {symbol.name}",
             "param": f"the {about} parameters of {symbol.name}",
             "buffer": f"the buffer {symbol.name}",

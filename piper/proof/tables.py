@@ -43,10 +43,15 @@ def shard_problems(plans: Plans, whole: bool) -> Iterator[str]:
     """
     for bucket in plans.buckets.values():
         bounds = bucket.bounds
-        if not bounds and not (whole and bucket.zero and bucket.trainable):
+        axes = {tuple(sharding.axis for sharding in piece.shardings) for piece in bucket.pieces}
+        sliced = any(axes) and whole and bucket.trainable
+        if sliced and {bucket.slices} != {groups_along(bucket.devices, each) for each in axes}:
+            yield f"{bucket.name} has slices of parameters that its optimizer needs in full"
+        if not bounds and not (whole and (bucket.zero or sliced) and bucket.trainable):
             continue
-        if len(bounds) != bucket.group_size + 1 or list(bounds) != sorted(bounds):
-            yield f"{bucket.name} has no shard for each of its {bucket.group_size} replicas"
+        shards = (bucket.group_size if bucket.zero else 1) * bucket.slice_count
+        if len(bounds) != shards + 1 or list(bounds) != sorted(bounds):
+            yield f"{bucket.name} has no shard for each of its {shards} owners"
         elif (bounds[0], bounds[-1]) != (0, bucket.own_numel):
             all_of_it = f"{bucket.own_numel} elements"
             yield f"the shards of {bucket.name} hold {bounds[0]} to {bounds[-1]} of {all_of_it}"

@@ -1,11 +1,12 @@
 """Buckets in memory: one flat tensor, seen piece by piece, whole or in the shard that a device owns."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from piper.ir.sharding import Sharding, spans_of_dim
+from piper.ir.sharding import FlatRuns, Sharding, flat_runs, spans_of_dim
 from piper.plan.bucket import Bucket, ShardCollective
 from piper.plan.expert_table import NOTHING, first_table
 from piper.runtime.comm.base import Group
@@ -210,3 +211,50 @@ def own_slice(value: Tensor, shardings: Sequence[Sharding], position: int) -> Te
         parts = [value.narrow(held.dim, low, high - low) for low, high in spans]
         value = torch.cat(parts, held.dim) if len(parts) > 1 else parts[0]
     return value
+
+
+class Resharding:
+    """How the slices of some devices make up the parameters that one of them updates in full."""
+
+    def __init__(self, bucket: Bucket, device: int) -> None:
+        group = next(group for group in bucket.slices if device in group)
+        self.sizes = bucket.slice_sizes(device)  # of what this device gives to each, or gets back
+        self.mine = self.sizes[group.index(device)]  # of what each gives to this device
+        start, stop = (bound // len(group) for bound in bucket.as_updated.owned(device))
+        self.runs = [
+            [
+                replace(runs, here=runs.here + at, there=runs.there + at * len(group))
+                for piece in bucket.pieces
+                if start <= (at := piece.offset - start) + start < stop
+                for runs in flat_runs(piece.shape, piece.shardings, bucket.devices.index(member))
+            ]
+            for member in group
+        ]
+
+    def assemble(self, group: Group, slices: Tensor) -> Tensor:
+        """Return in full what this device updates, given its slices of what all of them update."""
+        given = group.all_to_all(slices, self.sizes, [self.mine] * len(self.sizes))
+        full = slices.new_empty(self.mine * len(self.sizes))
+        for slice_of_all, runs in zip(given, self.runs, strict=True):
+            for run in runs:
+                strided(full, run, run.there, run.there_step).copy_(
+                    strided(slice_of_all, run, run.here, run.here_step)
+                )
+        return full
+
+    def spread(self, group: Group, full: Tensor, slices: Tensor) -> None:
+        """Write this device's slices, given in full what it has updated."""
+        parts = []
+        for runs in self.runs:
+            parts.append(slices.new_empty(self.mine))
+            for run in runs:
+                strided(parts[-1], run, run.here, run.here_step).copy_(
+                    strided(full, run, run.there, run.there_step)
+                )
+        for mine, given in zip(slices.split(self.sizes), group.swap(parts, self.sizes), strict=True):
+            mine.copy_(given)
+
+
+def strided(flat: Tensor, runs: FlatRuns, start: int, step: int) -> Tensor:
+    """Return the runs of a flat tensor that begin at equal distances."""
+    return flat.as_strided((runs.count, runs.length), (step, 1), flat.storage_offset() + start)

@@ -37,6 +37,7 @@ class BucketState:
     ) -> None:
         """Fill a device's part of a bucket. away: the memory of the host that its state is in, if it is."""
         self.bucket, self.layout = bucket, Layout(bucket, device)
+        self.trains = Layout(bucket.as_updated, device) if bucket.slices else self.layout
         layout, dtype = self.layout, getattr(torch, bucket.dtype)
         sharded = bucket.zero == 3
         begin, end = layout.held
@@ -47,21 +48,30 @@ class BucketState:
             self.buffer = away.take(4 * len(self.own), setup.device)  # pinned as long as it is held
             self.master = self.buffer.data.view(torch.float32).zero_()
         elif bucket.has_master:
-            self.master = torch.zeros_like(self.own, dtype=torch.float32)
+            trained = self.trains.stop - self.trains.start
+            self.master = torch.zeros(trained, dtype=layout.sums, device=setup.device)
         for index, piece in enumerate(bucket.pieces):
             value = layout.local(initial(piece.name), index).reshape(-1)
             low, high = max(piece.offset, begin), min(piece.offset + piece.numel, end)
             if low < high:  # the device is given no more than its part
                 given = value[low - piece.offset : high - piece.offset].to(setup.device)
                 fill(self.flat, begin, given, low)
-                if self.master is not None:
+                if self.master is not None and not bucket.slices:
                     fill(self.master, layout.start, given, low)
+        if self.master is not None and bucket.slices:
+            for name, tensor in self.trains.segments(self.master):
+                tensor.copy_(initial(name))
         self.param: Flat | Tensor = self.flat if sharded else layout.over(self.flat)
 
     @property
     def trained(self) -> Tensor:
         """Return the elements that this device updates, in the type that the optimizer sees."""
         return self.own if self.master is None else self.master
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether what this device trains is what it holds, in a longer type."""
+        return self.master is not None and not self.bucket.slices
 
 
 class DeviceState:
@@ -89,11 +99,11 @@ class DeviceState:
                 # Leaves of their own over the same memory: what computes need not know of gradients.
                 self.segments[name] = [
                     (piece, tensor.detach().requires_grad_())
-                    for piece, tensor in holding.layout.segments(holding.trained)
+                    for piece, tensor in holding.trains.segments(holding.trained)
                 ]
         self.away = {
             name: HostState(
-                self.holdings[name].layout,
+                self.holdings[name].trains,
                 [tensor for _, tensor in self.segments[name]],
                 self.holdings[name].master,
                 memory,
@@ -120,7 +130,7 @@ class DeviceState:
         copies = dict[Tensor, Tensor]()
         for name, segments in self.segments.items():
             holding = self.holdings[name]
-            if holding.master is not None:
+            if holding.rounds:
                 computing = dict(holding.layout.segments(holding.own))
                 copies |= {tensor: computing[piece] for piece, tensor in segments}
         return copies
@@ -188,7 +198,7 @@ class DeviceState:
         The names are those of the parameters that have it; the others count as zeros.
         """
         found = torch.zeros_like(self.holdings[bucket].trained)
-        places = dict(self.holdings[bucket].layout.segments(found))
+        places = dict(self.holdings[bucket].trains.segments(found))
         state = {} if self.optimizer is None else self.optimizer.state
         names = []
         for piece, tensor in self.segments[bucket]:
@@ -209,7 +219,7 @@ class DeviceState:
     def _pairs(self, gradients: Mapping[str, list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield what the optimizer updates, with its gradient."""
         for name, gradient in gradients.items():
-            given = self.holdings[name].layout.apart(gradient)
+            given = self.holdings[name].trains.apart(gradient)
             for piece, tensor in self.segments[name]:
                 if piece in self.reached:  # the others have no gradient at all, as in plain PyTorch
                     yield tensor, given[piece]

@@ -18,7 +18,7 @@ Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
 def whole_parameters(buckets: Iterable[Bucket], owned: Owned) -> dict[str, Tensor]:
     """Return every parameter in full, by name; of the copies of a tied parameter, the first."""
     found: dict[str, Tensor] = {}
-    for bucket in buckets:
+    for bucket in (each.as_updated for each in buckets):
         flats = {group[0]: whole_flat(bucket, group, owned) for group in bucket.distinct}
         for piece in bucket.pieces:
             if piece.name not in found:
@@ -86,7 +86,7 @@ def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
     """Return which devices to ask for which buckets, so that their answers hold every element once."""
     asked: dict[int, list[str]] = {}
     for bucket in buckets:
-        for group in bucket.distinct:
+        for group in bucket.as_updated.distinct:
             for device in group:
                 asked.setdefault(device, []).append(bucket.name)
     return asked

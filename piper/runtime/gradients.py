@@ -10,7 +10,7 @@ from torch import Tensor
 from piper.ir.chunk import CapturedModel
 from piper.plan.instr import Instr
 from piper.runtime.accelerator import is_accelerator
-from piper.runtime.bucket_layout import Flat, Layout
+from piper.runtime.bucket_layout import Flat, Layout, Resharding
 from piper.runtime.context import Bound, Env
 from piper.runtime.fp8_gathers import gather_in_fp8
 
@@ -146,6 +146,22 @@ def gather(env: Env, ins: Instr) -> Bound:
     return gather_updated if updated else gather_whole
 
 
+def reshard(env: Env, ins: Instr) -> Bound:
+    """Bring slices of gradients to the devices that update parameters in full, or slices of these back."""
+    group, holding, slots = env.group(ins), env.state.holdings[ins.bucket], env.slots
+    how = Resharding(holding.bucket, env.state.device)
+    source, target = env.at(ins.reads[0]), env.at(ins.writes[0])
+
+    def assemble() -> None:
+        (slices,) = parts_of(slots[source])
+        slots[target] = how.assemble(group, slices)
+
+    def spread() -> None:
+        how.spread(group, holding.trained.detach(), holding.own)
+
+    return spread if ins.reads == ins.writes else assemble
+
+
 def norm(env: Env, ins: Instr) -> Bound:
     """Compute this device's loss, weight and squared norm; over all devices, each element counts once."""
     slots, target = env.slots, env.at(ins.writes[0])
@@ -213,7 +229,8 @@ def total(env: Env, ins: Instr) -> Bound:
 def update(env: Env, ins: Instr) -> Bound:
     """Step the optimizer."""
     slots = env.slots
-    places = {slot.owner: env.at(slot) for slot in ins.reads if slot.kind in ("grad", "grad_shard")}
+    kinds = ("grad", "grad_shard", "grad_full")
+    places = {slot.owner: env.at(slot) for slot in ins.reads if slot.kind in kinds}
     sums = next((env.at(slot) for slot in ins.reads if slot.kind == "total"), None)
 
     def run() -> None:

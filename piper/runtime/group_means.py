@@ -56,12 +56,12 @@ class BucketAverage:
 
     def take(self, mean: Tensor) -> None:
         """Take the mean of all groups, or what the outer optimizer makes of it, as the parameters."""
-        new = dict(self.bucket_state.layout.segments(mean))
+        new = dict(self.bucket_state.trains.segments(mean))
         for piece, state in self.outer_states() if self.averaging.outer_values else ():
             if AVERAGED in state:
                 step_by(self.averaging.outer, state[AVERAGED], state.get(MOMENTUM), new[piece])
         self.bucket_state.trained.copy_(mean)
-        if self.bucket_state.master is not None:
+        if self.bucket_state.rounds:
             self.bucket_state.own.copy_(mean)
 
     def exchange(self, group: Group, part: int) -> None:
@@ -81,8 +81,8 @@ class BucketAverage:
             if AVERAGED in state:
                 step_by(self.averaging.outer, state[AVERAGED], state.get(MOMENTUM), new)
             mine[piece].detach().copy_(torch.lerp(new, mine[piece].detach(), self.averaging.keep))
-        if self.bucket_state.master is not None:
-            self.bucket_state.own.copy_(self.bucket_state.master)
+        if self.bucket_state.rounds:
+            self.bucket_state.own.copy_(self.bucket_state.trained)
 
     def send(self) -> None:
         """Let what the device trains travel from now on."""

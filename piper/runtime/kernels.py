@@ -20,6 +20,7 @@ from piper.runtime.gradients import (
     gather,
     norm,
     reduce_scatter,
+    reshard,
     total,
     update,
 )
@@ -148,6 +149,7 @@ KERNELS: Mapping[Op, Callable[[Env, Instr], Bound]] = {
     "accumulate": accumulate,
     "all_reduce": all_reduce,
     "reduce_scatter": reduce_scatter,
+    "reshard": reshard,
     "norm": norm,
     "total": total,
     "update": update,
