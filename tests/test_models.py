@@ -3,7 +3,6 @@
 import math
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,17 +199,6 @@ def test_a_missing_registry_is_explained(monkeypatch: pytest.MonkeyPatch) -> Non
         "register_experts: transformers has no registry of experts\n"
         "  cause: import of transformers.integrations.moe halted; None in sys.modules\n"
         "  hint:  install transformers 5 or later: pip install 'transformers>=5'"
-    )
-
-
-def test_experts_with_biases_are_refused() -> None:
-    experts = SimpleNamespace(has_bias=True)
-    with pytest.raises(ConfigError) as error:
-        huggingface.run_experts(experts, torch.zeros(1, 2), torch.zeros(1, 1), torch.zeros(1, 1))
-    assert str(error.value) == (
-        "run_experts: these experts have biases\n"
-        "  module: SimpleNamespace\n"
-        "  hint:   leave experts_implementation at its default for this model"
     )
 
 

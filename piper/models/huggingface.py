@@ -7,6 +7,7 @@ annotate_modules(model, {"PP": [...], "EP": ["model.layers.*.mlp.experts"]})
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from piper.errors import ConfigError
@@ -40,21 +41,22 @@ def run_experts(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -
 
     tokens: [n, d]; chosen and weights: [n, k].
     """
-    if experts.has_bias:
-        raise ConfigError(
-            "these experts have biases",
-            by="run_experts",
-            facts={"module": type(experts).__name__},
-            hint="leave experts_implementation at its default for this model",
-        )
     order, counts = group_by_expert(chosen, experts.num_experts)
     grouped = tokens[order // chosen.shape[-1]]
     rows, received = route(grouped, counts)
-    stored_out_in = not experts.is_transposed  # transformers' usual layout is [experts, out, in]
-    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    hidden = grouped_mm(rows, first, received, transpose=stored_out_in)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        stored_out_in = not experts.is_transposed  # transformers' usual layout is [experts, out, in]
+        y = grouped_mm(x, getattr(experts, name), received, transpose=stored_out_in)
+        if not experts.has_bias:
+            return y
+        expert_of_row = torch.repeat_interleave(received, output_size=x.shape[0])
+        biases: Tensor = getattr(experts, f"{name}_bias")
+        return y + biases[expert_of_row]
+
+    hidden = linear(rows, "gate_up_proj" if experts.has_gate else "up_proj")
     hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-    y = grouped_mm(hidden, experts.down_proj, received, transpose=stored_out_in)
+    y = linear(hidden, "down_proj")
     return collect(unroute(y, received, grouped.shape[0]), weights, order).to(tokens.dtype)
 
 

@@ -1,6 +1,6 @@
 """GPT-OSS: sinks, sliding windows and experts with biases, in an unmodified model of transformers.
 
-Its experts have biases, which `shard` by expert refuses: they are sharded as all else is, by ZeRO-3. A ZB-V.
+Its experts have biases, and are sharded as all else is, by ZeRO-3. A ZB-V.
 """
 
 from functools import partial
