@@ -28,8 +28,8 @@ mask, experts and clipping, and compares the numbers with one device. It accepts
 | --- | --- | --- |
 """
 FOOTER = """
-These are refused because they are not built: experts with biases over several devices, `varlen_attn` with a sharded sequence, and fp8
-where several devices hold the same heads of keys. Experts compute in the job's precision under fp8. No cell of the matrix has these choices.
+`varlen_attn` with a sharded sequence is refused because it is not built. Under fp8 experts compute in the job's precision, and so do
+weights of keys and values of which several devices have the same heads. No cell of the matrix has these choices.
 """
 
 

@@ -6,7 +6,6 @@ from piper.directives.arguments import argument, one_of
 from piper.directives.base import ChunkDirective, given_filter, registered
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
-from piper.ir.mesh import copies_along
 from piper.ir.node import Compute
 from piper.ir.select import At
 
@@ -39,25 +38,9 @@ class Precision(ChunkDirective):
                 facts={"asked": str(self.at), "left out": "attention, routers, grouped experts, the head"},
                 hint="select the regions of linear layers",
             )
-        self._check_copies(graph, chosen, by)
         return graph.with_options(
             chosen, lambda _, options: replace(options, products=self.products, gather=self.gather)
         )
-
-    def _check_copies(self, graph: Graph, chosen: list[str], by: str) -> None:
-        """Refuse weights of heads that several devices hold: each would round a term of their gradient."""
-        weights = {name for chunk in chosen for name in graph.chunks[chunk].products}
-        for param in graph.outline.parameters:
-            axes = [held.axis for held in param.placements]
-            copied = [axis for axis in axes if copies_along(axis) in axes]
-            if param.name in weights and copied:
-                raise ScheduleError(
-                    f"{param.name} has fewer heads than {copied[0]} has devices, which would each round a "
-                    "term of its gradient",
-                    by=by,
-                    facts={"asked": str(self.at)},
-                    hint="choose `ways` of that axis up to the number of heads, or leave precision out",
-                )
 
 
 def precision(at: At, products: str, gather: str | None = None) -> Precision:

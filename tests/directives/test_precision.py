@@ -9,11 +9,9 @@ import pytest
 from piper.directives import Directive, apply, order, precision, replicate, split
 from piper.directives.json import parse_strategy
 from piper.errors import ScheduleError
-from piper.ir.chunk import CapturedModel, Parameter
+from piper.ir.chunk import CapturedModel
 from piper.ir.graph import Graph, start
-from piper.ir.mesh import copies_along
 from piper.ir.select import at
-from piper.ir.sharding import AxisPlacement, Shard
 from piper.lower.validate import validate
 from tests.chain import chain
 
@@ -103,17 +101,6 @@ def test_a_region_without_products() -> None:
           asked:    at(PP=0)
           left out: attention, routers, grouped experts, the head
           hint:     select the regions of linear layers
-    """)
-
-
-def test_heads_that_several_devices_hold() -> None:
-    copies = AxisPlacement(axis=copies_along("TP"), degree=2, partial=True)
-    own = AxisPlacement(axis="TP", degree=2, placement=Shard(0))
-    weight = Parameter(name="a.weight", shape=(4, 4), dtype="float32", placements=(copies, own))
-    assert said(precision(at(PP=0), "fp8"), outline=replace(DENSE, parameters=(weight,))) == cleandoc("""
-        precision #0 (here): a.weight has fewer heads than TP has devices, which would each round a term of its gradient
-          asked: at(PP=0)
-          hint:  choose `ways` of that axis up to the number of heads, or leave precision out
     """)
 
 

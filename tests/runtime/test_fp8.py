@@ -213,6 +213,7 @@ def test_slices_of_weights_are_rounded_by_scales_of_their_own() -> None:
 
 DIVIDED = [
     ("decoder", "tp2cp2dp2"),
+    ("decoder", "tp4"),  # two devices have the same heads of keys
     *(
         pytest.param(model, strategy, marks=pytest.mark.slow)
         for model, strategy in [
@@ -221,6 +222,7 @@ DIVIDED = [
             ("gpt2", "tp2"),
             ("llama", "tp2zb"),
             ("llama", "tp2pp2"),
+            ("llama", "tp4"),
             ("moe", "sp2ep4"),
             ("moe", "cp2ep4"),
         ]

@@ -13,6 +13,7 @@ from piper.capture.shard.axis_sharding import AxisSharding
 from piper.capture.shard.layout import CopiedShard, divides
 from piper.capture.shard.shard_forward import shard_forward
 from piper.capture.trace.functionalize import simplify
+from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import FromParameter, Recording
 from piper.capture.trace.regions import find_regions
 from piper.capture.trace.trace import Traced, cut_model
@@ -130,6 +131,10 @@ def _sharded_once(
     forward = shard_forward(recording, sharding, meshes.__contains__, peers)
     _check_gradients(request, [each for each in parameters if each.name in used], forward.summed)
     shards = forward.sharding.weights
+    copied = {name for name, shard in shards.items() if isinstance(shard, CopiedShard)}
+    for node in forward.recording.graph.nodes:
+        if node.meta.get(WEIGHT) in copied:  # each device has a term of its gradient, which is not rounded
+            node.meta = {key: value for key, value in node.meta.items() if key != WEIGHT}
     sharded = tuple(
         replace(
             parameter,
