@@ -7,7 +7,8 @@ from piper.compiler.optimizer_probe import Probe, probe_optimizer
 from piper.errors import ConfigError, ScheduleError
 from piper.ir.graph import Graph
 from piper.job import Job
-from piper.lower.buckets import ProgramBuckets, with_whole_parameters
+from piper.lower.buckets import ProgramBuckets
+from piper.lower.whole_parameters import with_whole_parameters
 from piper.plan.bucket import Bucket
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 

@@ -52,8 +52,7 @@ class Bucket:
     lie `inside` the same group. `gather_for_use` sends them, and the first of `reductions` sends their
     gradients back to be summed. Both move whole experts: those that an `ExpertTable` names.
 
-    With `slices` a device updates some parameters in full, of which it computes with a slice: `as_updated` says
-    which.
+    With `slices` a device computes with slices of parameters, and updates some of them in full: `as_updated`.
     """
 
     name: str

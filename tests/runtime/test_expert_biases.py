@@ -1,6 +1,6 @@
 """Experts with biases over several devices, against plain PyTorch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import pytest
@@ -28,7 +28,10 @@ def gpt_oss(implementation: str) -> nn.Module:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.5)
-    regions = {"PP": [["model.layers.0"], ["model.layers.1"]], "EP": ["model.layers.*.mlp.experts"]}
+    regions: dict[str, Sequence[str | Sequence[str]]] = {
+        "PP": [["model.layers.0"], ["model.layers.1"]],
+        "EP": ["model.layers.*.mlp.experts"],
+    }
     return piper.annotate_modules(model, regions)
 
 
