@@ -159,6 +159,8 @@ def sides_of(row: str) -> list[str]:
 
     Torch's zero-bubble schedules run the backward of a compiled block twice, so there they also run eagerly.
     """
+    if not ROWS[row].peer:
+        return ["piper"]
     return ["peer", EAGER, "piper"] if ROWS[row].schedule == "zbv" else ["peer", "piper"]
 
 

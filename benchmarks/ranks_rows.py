@@ -15,7 +15,8 @@ from piper.models.causal import CausalDecoder, Sizes
 RANKS = 4
 SEED = 0
 FIELDS = {"tokens": 1, "labels": 1}  # and the dimension of their positions
-Schedule = Literal["", "1f1b", "interleaved", "zbv"]
+Schedule = Literal["", "1f1b", "interleaved", "zbv", "dualpipe-v"]
+FOLDED = ("zbv", "dualpipe-v")  # each rank has two stages, one on the way down a V and one on the way up
 Precision = Literal["bf16", "fp32"]
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 Batch = dict[str, Tensor]
@@ -23,7 +24,10 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A way to divide a job over four ranks, what both sides are called, and what is asked of the ratio."""
+    """A way to divide a job over four ranks, what both sides are called, and what is asked of the ratio.
+
+    peer: empty: ours alone runs it.
+    """
 
     name: str
     peer: str
@@ -41,11 +45,11 @@ class Row:
     @property
     def stages(self) -> int:
         """Return the number of stages of the model."""
-        return self.pp * (2 if self.schedule in ("interleaved", "zbv") else 1)
+        return self.pp * (2 if self.schedule in ("interleaved", *FOLDED) else 1)
 
     def rank_of(self, stage: int) -> int:
         """Return the rank of the pipeline that runs a stage."""
-        if self.schedule == "zbv" and stage >= self.pp:
+        if self.schedule in FOLDED and stage >= self.pp:
             return 2 * self.pp - 1 - stage
         return stage % self.pp
 
@@ -118,6 +122,15 @@ ROWS = {
             schedule="1f1b",
             peer="Schedule1F1B, experts by all_to_all_single",
             ours="one_f_one_b, experts sharded",
+        ),
+        Row(
+            name="dualpipev_ep2",
+            pp=2,
+            dp=2,
+            ep=2,
+            schedule="dualpipe-v",
+            peer="",
+            ours="dualpipe_v, experts sharded: beside pp2_ep2",
         ),
         Row(name="cp4", cp=4, peer="DDP + context_parallel", ours="CP, ring, zigzag"),
     )
@@ -205,6 +218,7 @@ SIZES = {
                         "pp2_tp2": (4, 4),
                         "ep4": (4, 1),
                         "pp2_ep2": (4, 4),
+                        "dualpipev_ep2": (4, 4),
                     },
                 ),
                 "cp4": Shape(model=SMALL, length=LONG, samples=1),
@@ -226,6 +240,7 @@ SIZES = {
                         "pp2_fsdp2_reshard": (6, 4),
                         "ep4": (8, 1),
                         "pp2_ep2": (4, 4),
+                        "dualpipev_ep2": (4, 4),
                     },
                 ),
                 **shapes(
@@ -308,6 +323,8 @@ def order_of(row: Row, microbatches: int) -> Sequence[piper.Directive]:
             return piper.schedules.interleaved_1f1b(row.pp, microbatches, stages_per_rank=2)
         case "zbv":
             return piper.schedules.zbv(row.pp, microbatches)
+        case "dualpipe-v":
+            return piper.schedules.dualpipe_v(row.pp, microbatches)
     return ()
 
 
