@@ -12,7 +12,16 @@ from piper.directives import Directive, average, offload, place, remat, replicat
 from piper.ir.select import at
 from piper.job import Job
 from piper.runtime.worker import Options
-from tests.runtime import averaging, divided, moving, test_averages, test_fp8, test_packed, test_two_axes
+from tests.runtime import (
+    averaging,
+    divided,
+    moving,
+    test_averages,
+    test_fp8,
+    test_full_updates,
+    test_packed,
+    test_two_axes,
+)
 from tests.runtime.grid import Cell, batches, case_at, case_of, job, strategy
 
 MOST = 4  # ranks
@@ -274,6 +283,13 @@ def narrow_shards(model: str, strategy: str) -> Trial:
     return replace(of_job(f"fp8-{model}-{strategy}", "fp8", make), batches=divided.batches)
 
 
+def full_update(model: str, strategy: str, optimizer: str) -> Trial:
+    """Return a trial of an optimizer that needs whole tensors where they are sharded."""
+    made = partial(test_full_updates.job, model, strategy, optimizer)
+    trial = of_job(f"{optimizer}-{model}-{strategy}", f"divided-{model}-{optimizer}", made)
+    return replace(trial, batches=divided.batches)
+
+
 def moving_experts(zero: int) -> Job:
     """Return a job whose experts have clones on other devices."""
     return Job(
@@ -301,6 +317,9 @@ WHOLE = [
     two_axes("weights"),
     two_axes("the sequence"),
     *(of_job(f"clones-zero{zero}", "clones", partial(moving_experts, zero)) for zero in (0, 2)),
+    full_update("decoder", "tp2dp2z3", "muon"),
+    full_update("decoder", "tp2pp2", "adafactor"),
+    full_update("moe", "sp2ep2", "adafactor"),
     narrow_shards("decoder", "sp2"),
     narrow_shards("moe", "cp2ep4"),
 ]
