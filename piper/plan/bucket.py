@@ -292,6 +292,11 @@ class Bucket:
         return self.pieces[0].shape[0]
 
     @property
+    def table_sizes(self) -> tuple[int, int, int]:
+        """Return the devices of a table of its experts, the experts of each, and its slots for clones."""
+        return len(self.inside[0]), self.experts, self.clones
+
+    @property
     def padded(self) -> int:
         """Return the elements of the flat bucket, padded to divide evenly among its group."""
         if self.bounds:

@@ -7,8 +7,6 @@ optimizer state and checkpoints do not know of it: a clone is a copy for one ste
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from piper.errors import ConfigError
-
 NOTHING = -1  # in a slot for a clone that is not used
 
 
@@ -79,29 +77,21 @@ def without_clones(devices: int, own: int, clones: int) -> ExpertTable:
     )
 
 
-def check_table(table: ExpertTable, devices: int, own: int, clones: int, region: str) -> None:
-    """Refuse a table that is not of a region: of other sizes, or in which rows of an expert go nowhere."""
-    right = len(table.experts) == len(table.shares) == devices
-    right = right and all(len(row) == own + clones for row in (*table.experts, *table.shares))
-    for place, experts in enumerate(table.experts if right else ()):
-        held = [expert for expert in experts if expert != NOTHING]
-        right = right and experts[:own] == (*range(place * own, (place + 1) * own),)
-        right = right and len(set(held)) == len(held) and all(e < devices * own for e in held)
-    right = right and all(
-        (share >= 0) if expert != NOTHING else share == 0
-        for pair in zip(table.experts, table.shares, strict=True)
-        for expert, share in zip(*pair, strict=True)
-    )
-    copies = table.copies() if right else {}
-    if not all(
-        sum(table.shares[p][s] for p, s in copies.get(e, ())) for e in range(devices * own if right else 1)
-    ):
-        raise ConfigError(
-            "the table of experts does not fit its region",
-            by="move_experts",
-            facts={"region": region, "devices": str(devices), "slots": f"{own} own, {clones} for clones"},
-            hint="a device's own experts come first; each expert has a share somewhere; -1 is an unused slot",
-        )
+def fits(table: ExpertTable, devices: int, own: int, clones: int) -> bool:
+    """Return whether a table has these sizes, and gives the rows of each expert to a device that has it."""
+    sizes = [len(row) for row in (*table.experts, *table.shares)]
+    if sizes != [own + clones] * 2 * devices or len(table.experts) != devices:
+        return False
+    for place, (experts, shares) in enumerate(zip(table.experts, table.shares, strict=True)):
+        used = [expert for expert in experts if expert != NOTHING]
+        if experts[:own] != (*range(place * own, (place + 1) * own),) or len(set(used)) < len(used):
+            return False
+        pairs = zip(experts, shares, strict=True)
+        if not all(
+            share >= 0 and NOTHING <= e < devices * own and (share == 0 or e >= 0) for e, share in pairs
+        ):
+            return False
+    return all(sum(table.shares[place][slot] for place, slot in each) for each in table.copies().values())
 
 
 def balanced_tables(rows: Sequence[int], devices: int, clones: int) -> Iterator[ExpertTable]:

@@ -131,6 +131,15 @@ class Plans:
         """Return the groups of devices that train apart: one of all devices where none do."""
         return (self.devices,) if self.averaging is None else self.averaging.groups
 
+    @property
+    def cloned(self) -> dict[str, Bucket]:
+        """Return a bucket of each chunk whose experts can be cloned."""
+        cloned: dict[str, Bucket] = {}
+        for bucket in self.buckets.values():
+            for chunk in bucket.chunks if bucket.clones else ():
+                cloned.setdefault(chunk, bucket)
+        return cloned
+
     def buckets_on(self, device: int) -> list[Bucket]:
         """Return the buckets that a device holds."""
         return [bucket for bucket in self.buckets.values() if device in bucket.devices]

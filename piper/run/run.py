@@ -7,7 +7,7 @@ a run that goes on from a checkpoint is the run that was not stopped, to the las
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ from piper.callbacks import Callback, Running, named_callbacks
 from piper.checkpoint.folder import step_path
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.data.feed import Feed, is_position
+from piper.plan.expert_table import ExpertTable
 from piper.process.usercode import named
 from piper.run.forward_only import ForwardOnly
 from piper.run.nans import check_finite
@@ -115,7 +116,16 @@ class Run(ForwardOnly):
 
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
-        return self.sessions.step(batch)
+        return self.sessions.step(self.sessions.with_tables(batch))
+
+    @property
+    def routed(self) -> Mapping[str, Sequence[int]]:
+        """Return the rows of each expert in the last step, by regions whose experts can move."""
+        return self.session.rows
+
+    def move_experts(self, tables: Mapping[str, ExpertTable]) -> None:
+        """Compute experts where tables say, by region, from the next step on. For callbacks."""
+        self.sessions.move_experts(tables)
 
     def train(self, steps: int | None = None) -> Iterator[StepResult]:
         """Train so many more steps on the job's data, by default up to the job's `steps`.

@@ -22,6 +22,7 @@ from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import SavedWorkers
 from piper.runtime.batch import as_run, check_batch, padded, read_shapes, shapes_of, wanted_batch
 from piper.runtime.compute import slices_of
+from piper.runtime.expert_exchange import TABLES
 from piper.runtime.predictions import predicted_rows
 from piper.runtime.setup import Forward, ProgramLike, Shapes, initial_tensors, setup_of
 from piper.runtime.uneven import COUNTS
@@ -29,7 +30,15 @@ from piper.runtime.worker import Sums
 from piper.workers.answers import ProgramBatch, WorkerAnswers
 from piper.workers.group import WorkerGroup
 from piper.workers.messages import BatchSlicer
-from piper.workers.results import Batch, Means, SampleGroup, StepResult, result_of, sums_over_groups
+from piper.workers.results import (
+    Batch,
+    Means,
+    SampleGroup,
+    StepResult,
+    result_of,
+    rows_by_expert,
+    sums_over_groups,
+)
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -57,6 +66,7 @@ class Session(SavedWorkers):
         # by whether it trains, or what it predicts, and by shape
         self.prepared: dict[tuple[bool | Forward, Shapes], Prepared] = {}
         self.preparations = 0  # how many programs workers have been given since they were started
+        self.rows: dict[str, tuple[int, ...]] = {}  # of each expert in the last step, by regions with clones
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step, if known
         self.open = True
 
@@ -78,13 +88,16 @@ class Session(SavedWorkers):
 
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
+        tables = {name: field for name, field in batch.items() if name.startswith(TABLES)}
+        batch = {name: field for name, field in batch.items() if name not in tables} if tables else batch
         check_batch(batch, self.wanted)
         rows, first = as_run(self.program, batch, self.wanted)
         ready = self.first if first else self._prepared(rows, trains=True, given=batch)
-        answers = self._run(WorkerAnswers.step, ready, rows)
+        answers = self._run(WorkerAnswers.step, ready, rows, tables)
         self.busy = {device: sums.busy for device, sums in answers.items()}
         self.poll()
         plans = ready.program.plans
+        self.rows = rows_by_expert(plans, answers)
         return result_of(plans, ready.program.outline, sums_over_groups(plans, answers))
 
     def evaluate(self, batch: Batch, means: Means) -> Means:
@@ -106,10 +119,20 @@ class Session(SavedWorkers):
         return torch.cat(rows)
 
     def _run(
-        self, call: Callable[[WorkerAnswers, ProgramBatch], Sums], ready: Prepared, batch: Batch
+        self,
+        call: Callable[[WorkerAnswers, ProgramBatch], Sums],
+        ready: Prepared,
+        batch: Batch,
+        tables: Batch | None = None,
     ) -> dict[int, Sums]:
-        """Let all workers run a program on their rows of a batch. Each answers the sums over all devices."""
-        given = {device: (ready.number, ready.slicer.cut(batch, device)) for device in self.devices}
+        """Let all workers run a program on their rows of a batch. Each answers the sums over all devices.
+
+        tables: of experts, which all of them need.
+        """
+        given: dict[int, ProgramBatch] = {
+            device: (ready.number, {**ready.slicer.cut(batch, device), **(tables or {})})
+            for device in self.devices
+        }
         with self.group.running(ready.program):
             return self.ask(call, given)
 

@@ -1,12 +1,14 @@
 """The sessions of a run. Here a run has one; `recovery` starts others when it ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from piper.errors import ConfigError
+from piper.plan.expert_table import ExpertTable, fits
 from piper.run.session import Session
+from piper.runtime.expert_exchange import table_fields
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.workers.group import Starter
@@ -27,6 +29,7 @@ class Sessions:
         self.program, self.options, self.starter = program, options, starter
         self.done = 0  # steps that are trained, those before a loaded checkpoint included
         self.current: Session | None = None
+        self.tables: dict[str, ExpertTable] = {}  # of experts, by region. Others are as the plan has them
 
     def begin(self) -> None:
         """Start all workers."""
@@ -56,6 +59,40 @@ class Sessions:
 
     def _step(self, batch: Batch) -> StepResult:
         return self.session.step(batch)
+
+    def move_experts(self, tables: Mapping[str, ExpertTable]) -> None:
+        """Compute experts where tables say, by region, from the next step on."""
+        for region, table in tables.items():
+            bucket = self.program.plans.cloned.get(region)
+            if bucket is None:
+                raise ConfigError(
+                    f"{region!r} has no experts that could move",
+                    by="move_experts",
+                    facts={"regions": ", ".join(self.program.plans.cloned) or "none"},
+                    hint="name one of these regions; shard(..., clones=n) makes one",
+                )
+            devices, own, clones = bucket.table_sizes
+            if not fits(table, devices, own, clones):
+                raise ConfigError(
+                    "the table of experts does not fit its region",
+                    by="move_experts",
+                    facts={
+                        "region": region,
+                        "sizes": f"{devices} devices, {own} own slots, {clones} for clones",
+                    },
+                    hint="own experts come first; each expert has a share somewhere; -1 is an unused slot",
+                )
+        self.tables |= tables
+
+    def with_tables(self, batch: Batch) -> Batch:
+        """Return a batch with the tables of experts that its step needs: those that fit the program."""
+        cloned = self.program.plans.cloned  # another one where the number of devices has changed
+        fitting = {
+            region: table
+            for region, table in self.tables.items()
+            if region in cloned and fits(table, *cloned[region].table_sizes)
+        }
+        return {**batch, **table_fields(fitting)} if fitting else batch
 
     def complete(self, data: Callable[[], object]) -> None:
         """Note that all of the last step is done; `data`: what a checkpoint has besides tensors."""

@@ -169,7 +169,7 @@ class Env:
         clones = next(layout.clones for layout in self.layouts.values() if region in layout.bucket.chunks)
         assert clones is not None, f"{region} has no clones"
         known = self.divisions.get(region)
-        if known is None or known[0] is not clones.table:
+        if known is None or known[0] != clones.table:
             known = self.divisions[region] = clones.table, Division.of(clones.table, self.setup.device)
         return known[1]
 

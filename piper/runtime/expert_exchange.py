@@ -12,7 +12,7 @@ instructions between the two overlap with it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 from piper.plan.expert_table import ExpertTable
 from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.comm.base import Group
+
+TABLES = "piper_experts_of "  # fields of a batch that begin so are tables of experts, by region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,21 @@ def count(group: Group, counts: Tensor) -> tuple[Splits, Tensor]:
     taken = torch.stack(group.swap([row.view(1, -1) for row in given], [1] * group.size)).view_as(given)
     here, arrival = on_its_way(torch.stack((given, taken)))
     return Splits(given=given, taken=taken, counts=here, arrival=arrival), taken.sum(0)
+
+
+def table_fields(tables: Mapping[str, ExpertTable]) -> dict[str, Tensor]:
+    """Return tables of experts, by region, as fields of a batch, with which a step is repeated, too."""
+    return {TABLES + region: torch.tensor([t.experts, t.shares]) for region, t in tables.items()}
+
+
+def tables_in(fields: Mapping[str, object]) -> dict[str, ExpertTable]:
+    """Return the tables of experts that are fields of a batch, by region."""
+    tables = {}
+    for name, field_ in fields.items():
+        if name.startswith(TABLES) and isinstance(field_, Tensor):
+            experts, shares = (tuple(map(tuple, rows)) for rows in field_.tolist())
+            tables[name.removeprefix(TABLES)] = ExpertTable(experts=experts, shares=shares)
+    return tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """One device of a job: its state, its plan, and one step at a time. The same under every launcher."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -20,6 +20,7 @@ from piper.runtime.debug.output_recorder import OutputRecorder
 from piper.runtime.debug.profiler import Recorder
 from piper.runtime.device_state import DeviceState
 from piper.runtime.executor import Executor
+from piper.runtime.expert_exchange import tables_in
 from piper.runtime.gradients import total_length
 from piper.runtime.kernels import KERNELS
 from piper.runtime.predictions import PredictionRecorder, predicts
@@ -36,6 +37,8 @@ class Sums:
     weight: float
     metrics: tuple[float, ...] = ()  # the sum and the weight of each metric, one after another
     busy: float = 0.0  # seconds that this device computed, where a launcher counts them
+    rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # ^ of each expert in this device's group, by chunks of experts that have clones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +165,15 @@ class Worker:
         """Run the plan once on this device's rows of a global batch, and return the sums over all devices."""
         env = self.env
         env.batch = batch
+        env.rows.clear()
+        env.move_experts(tables_in(batch))
         self.executor.run()
         env.batch = {}
         if not is_accelerator(self.setup.device):
             self._fetch()
         squares, loss, weight, *metrics = self.on_host.tolist()
-        return Sums(squares=squares, loss=loss, weight=weight, metrics=tuple(metrics))
+        rows = {region: tuple(counts.tolist()) for region, counts in env.rows.items()}
+        return Sums(squares=squares, loss=loss, weight=weight, metrics=tuple(metrics), rows=rows)
 
     def prepare(
         self,

@@ -13,7 +13,8 @@ from piper.runtime.worker import Sums, Worker
 from piper.workers.messages import BatchSlice
 from piper.workers.transport.versions import WorkerVersions
 
-ProgramBatch = tuple[int, Mapping[str, BatchSlice]]  # the number of a program, and a device's rows of a batch
+ProgramBatch = tuple[int, Mapping[str, BatchSlice | Tensor]]
+# ^ the number of a program, and a device's rows of a batch, with the tables of experts
 
 
 class WorkerAnswers(BackgroundSaver):

@@ -79,6 +79,15 @@ def sums_over_groups(plans: Plans, answers: Mapping[int, Sums]) -> Sums:
     )
 
 
+def rows_by_expert(plans: Plans, answers: Mapping[int, Sums]) -> dict[str, tuple[int, ...]]:
+    """Return the rows of each expert in a step, by chunks of experts that have clones: over all groups."""
+    rows: dict[str, tuple[int, ...]] = {}
+    for region, bucket in plans.cloned.items():
+        counts = [answers[group[0]].rows[region] for group in bucket.inside if group[0] in answers]
+        rows[region] = tuple(map(sum, zip(*counts, strict=True)))
+    return rows
+
+
 def metrics_of(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
     """Return metrics by name: each a sum divided by its weight. sums: the sum and the weight of each."""
     pairs = zip(sums[::2], sums[1::2], strict=True)

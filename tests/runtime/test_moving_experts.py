@@ -1,20 +1,32 @@
 """Experts with clones on other devices have the numbers of plain PyTorch, wherever their rows are computed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import piper
 from piper import Directive, at, replicate, shard, split
-from piper.errors import ScheduleError
-from piper.plan.expert_table import first_table
+from piper.errors import ConfigError, ScheduleError
+from piper.plan.expert_table import (
+    NOTHING,
+    ExpertTable,
+    balanced_tables,
+    first_table,
+    fits,
+    without_clones,
+)
 from piper.plan.text import read_plans, show_plans
 from piper.proof.values import value_problems
 from piper.run.launch import launch_inline
+from piper.runtime.expert_exchange import Division
 from piper.runtime.worker import Options
 from tests import plain
-from tests.runtime.moving import PlainMixture, adam, batches, cloned, loss, program
+from tests.runtime.moving import ROWS, Layer, PlainMixture, adam, batches, cloned, loss, program
 
 MICROBATCHES = split(at(), axis="MB", parts=2)
 STAGES = [
@@ -102,3 +114,88 @@ def test_memory_of_a_step_counts_clones() -> None:
     assert gathered.nbytes == 2 * expert
     assert with_clones.plans[0].slots[gathered.writes[0]].nbytes == (2 + 2) * expert
     assert not any(ins.op == "gather" for ins in without.plans[0].instrs)
+
+
+def skewed_table(rows: Sequence[int]) -> ExpertTable:
+    return list(balanced_tables(rows, 4, 2))[-1]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_experts_that_move_after_each_step_have_the_numbers_of_one_device(
+    zero: int, wanted: plain.Trained
+) -> None:
+    tables = [
+        first_table(4, 2, 2),
+        without_clones(4, 2, 2),
+        skewed_table([40, 9, 3, 3, 2, 2, 2, 3]),
+        ExpertTable(  # the first expert is computed by all devices but its owner
+            experts=((0, 1, 7, -1), (2, 3, 0, 4), (4, 5, 0, -1), (6, 7, 3, 0)),
+            shares=((0, 5, 3, 0), (1, 1, 2, 1), (1, 1, 7, 0), (1, 1, 3, 4)),
+        ),
+    ]
+    losses = []
+    with launch_inline(program([*cloned(zero=zero), MICROBATCHES])) as run:
+        regions = list(run.program.plans.cloned)
+        for number, batch in enumerate(batches(3)):
+            run.move_experts({regions[0]: tables[number], regions[1]: tables[number + 1]})
+            losses.append(run.step(batch).loss)
+            assert [sum(rows) for rows in run.routed.values()] == [ROWS, ROWS]
+        state = run.state_dict()
+    assert losses == pytest.approx(wanted.losses, abs=1e-12)
+    assert plain.largest_difference(wanted.state, state) < 1e-12
+
+
+def test_rows_are_counted_by_expert() -> None:
+    layer = plain_layer()
+    chosen = layer.router(layer.dense(batches(1)[0]["x"])).argmax(-1)
+    for ways in (4, 2):
+        with launch_inline(program(cloned(ways=ways))) as run:
+            run.step(batches(1)[0])
+            assert list(next(iter(run.routed.values()))) == torch.bincount(chosen, minlength=8).tolist()
+
+
+def plain_layer() -> Layer:
+    torch.manual_seed(0)
+    layer = PlainMixture().double().layers[0]
+    assert isinstance(layer, Layer)
+    return layer
+
+
+@given(rows=st.lists(st.integers(0, 500), min_size=8, max_size=8), clones=st.integers(0, 6))
+@settings(max_examples=60, deadline=None)
+def test_each_further_clone_makes_the_busiest_device_less_busy(rows: list[int], clones: int) -> None:
+    busiest = []
+    for table in balanced_tables(rows, 4, clones):
+        assert fits(table, 4, 2, clones)
+        assert sum(table.loads(rows)) == pytest.approx(sum(rows))
+        busiest.append(max(table.loads(rows)))
+    assert all(after <= before + 1e-9 for before, after in pairwise(busiest))
+
+
+@given(counts=st.lists(st.lists(st.integers(0, 9), min_size=8, max_size=8), min_size=4, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_the_rows_of_an_expert_are_divided_among_its_copies(counts: list[list[int]]) -> None:
+    table = skewed_table([sum(each) for each in zip(*counts, strict=True)])
+    given_to = Division.of(table, torch.device("cpu")).rows(torch.tensor(counts)).view(4, 4, 4).tolist()
+    for expert, copies in table.copies().items():
+        for sender in range(4):
+            assert sum(given_to[sender][place][slot] for place, slot in copies) == counts[sender][expert]
+    unused = [(p, s) for p, row in enumerate(table.experts) for s, e in enumerate(row) if e == NOTHING]
+    assert all(given_to[sender][place][slot] == 0 for sender in range(4) for place, slot in unused)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        first_table(4, 2, 1),
+        ExpertTable(experts=((0, 1, 1, -1),) * 4, shares=((1, 1, 1, 0),) * 4),
+        replace(without_clones(4, 2, 2), shares=((0, 1, 0, 0),) * 4),
+        replace(without_clones(4, 2, 2), shares=((1, 1, 1, 0),) * 4),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused(table: ExpertTable) -> None:
+    with launch_inline(program(cloned())) as run:
+        with pytest.raises(ConfigError, match="the table of experts does not fit its region"):
+            run.move_experts({next(iter(run.program.plans.cloned)): table})
+        with pytest.raises(ConfigError, match="'elsewhere' has no experts that could move"):
+            run.move_experts({"elsewhere": first_table(4, 2, 2)})
