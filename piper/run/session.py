@@ -88,8 +88,8 @@ class Session(SavedWorkers):
 
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
-        tables = {name: field for name, field in batch.items() if name.startswith(TABLES)}
-        batch = {name: field for name, field in batch.items() if name not in tables} if tables else batch
+        tables = {TABLES: batch[TABLES]} if TABLES in batch else {}
+        batch = {name: field for name, field in batch.items() if name != TABLES} if tables else batch
         check_batch(batch, self.wanted)
         rows, first = as_run(self.program, batch, self.wanted)
         ready = self.first if first else self._prepared(rows, trains=True, given=batch)

@@ -8,7 +8,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from piper.errors import ConfigError
 from piper.plan.expert_table import ExpertTable, fits
 from piper.run.session import Session
-from piper.runtime.expert_exchange import table_fields
+from piper.runtime.expert_exchange import TABLES, field_of_tables
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.workers.group import Starter
@@ -92,7 +92,7 @@ class Sessions:
             for region, table in self.tables.items()
             if region in cloned and fits(table, *cloned[region].table_sizes)
         }
-        return {**batch, **table_fields(fitting)} if fitting else batch
+        return {**batch, TABLES: field_of_tables(fitting, cloned)} if fitting else batch
 
     def complete(self, data: Callable[[], object]) -> None:
         """Note that all of the last step is done; `data`: what a checkpoint has besides tensors."""

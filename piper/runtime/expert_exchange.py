@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from piper.plan.expert_table import ExpertTable
+from piper.plan.bucket import Bucket
+from piper.plan.expert_table import ExpertTable, first_table, fits
 from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.comm.base import Group
 
-TABLES = "piper_experts_of "  # fields of a batch that begin so are tables of experts, by region
+TABLES = "piper_experts"  # the field of a batch that says where experts are computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,18 +68,27 @@ def count(group: Group, counts: Tensor) -> tuple[Splits, Tensor]:
     return Splits(given=given, taken=taken, counts=here, arrival=arrival), taken.sum(0)
 
 
-def table_fields(tables: Mapping[str, ExpertTable]) -> dict[str, Tensor]:
-    """Return tables of experts, by region, as fields of a batch, with which a step is repeated, too."""
-    return {TABLES + region: torch.tensor([t.experts, t.shares]) for region, t in tables.items()}
+def field_of_tables(tables: Mapping[str, ExpertTable], cloned: Mapping[str, Bucket]) -> Tensor:
+    """Return tables of experts as a field of a batch: a step is repeated with those that it had.
+
+    cloned: a bucket of each region whose experts have clones. All regions are in it, one after the other.
+    """
+    chosen = [tables.get(region) or first_table(*bucket.table_sizes) for region, bucket in cloned.items()]
+    return torch.cat([torch.tensor([table.experts, table.shares]).view(-1) for table in chosen])
 
 
-def tables_in(fields: Mapping[str, object]) -> dict[str, ExpertTable]:
-    """Return the tables of experts that are fields of a batch, by region."""
+def tables_of_field(field: Tensor, cloned: Mapping[str, Bucket]) -> dict[str, ExpertTable]:
+    """Return the tables of experts in a field of a batch. None of them fit where there are other devices."""
+    shapes = [(2, devices, own + more) for devices, own, more in (b.table_sizes for b in cloned.values())]
+    if sum(map(math.prod, shapes)) != len(field):
+        return {}
+    parts = field.split([math.prod(shape) for shape in shapes])
     tables = {}
-    for name, field_ in fields.items():
-        if name.startswith(TABLES) and isinstance(field_, Tensor):
-            experts, shares = (tuple(map(tuple, rows)) for rows in field_.tolist())
-            tables[name.removeprefix(TABLES)] = ExpertTable(experts=experts, shares=shares)
+    for (region, bucket), part, shape in zip(cloned.items(), parts, shapes, strict=True):
+        experts, shares = (tuple(map(tuple, rows)) for rows in part.view(shape).tolist())
+        table = ExpertTable(experts=experts, shares=shares)
+        if fits(table, *bucket.table_sizes):
+            tables[region] = table
     return tables
 
 

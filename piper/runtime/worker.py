@@ -20,7 +20,7 @@ from piper.runtime.debug.output_recorder import OutputRecorder
 from piper.runtime.debug.profiler import Recorder
 from piper.runtime.device_state import DeviceState
 from piper.runtime.executor import Executor
-from piper.runtime.expert_exchange import tables_in
+from piper.runtime.expert_exchange import TABLES, tables_of_field
 from piper.runtime.gradients import total_length
 from piper.runtime.kernels import KERNELS
 from piper.runtime.predictions import PredictionRecorder, predicts
@@ -166,7 +166,8 @@ class Worker:
         env = self.env
         env.batch = batch
         env.rows.clear()
-        env.move_experts(tables_in(batch))
+        if isinstance(tables := batch.get(TABLES), Tensor):
+            env.move_experts(tables_of_field(tables, self.setup.plans.cloned))
         self.executor.run()
         env.batch = {}
         if not is_accelerator(self.setup.device):
