@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +172,7 @@ def import_hf(folder: Path | str, model: "PreTrainedModel | None" = None) -> Map
     model: of the class and config that the weights are for. Where a folder has other names, as those of
     Mixtral do, transformers then converts them, and all weights are read at once.
     """
-    weights = Weights(Path(folder))
+    weights = weights_in(Path(folder))
     if model is None or all(any(name in weights for name in names) for names in ties_of(model)):
         return weights
     return converted(Path(folder), model)
@@ -197,50 +198,45 @@ def converted(folder: Path, model: "PreTrainedModel") -> Mapping[str, Tensor]:
     return state
 
 
-class Weights(Mapping[str, Tensor]):
-    """The tensors of a folder of safetensors files by name, each layer's experts fused into one."""
+class Lazy(Mapping[str, Any]):
+    """Values by name, each read when asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files = files_of(folder)
-        self.experts: dict[str, int] = {}
-        self.names: list[str] = []
-        for name in self.files:
-            if (match := EXPERT.fullmatch(name)) is not None:
-                self.experts[match[1]] = max(self.experts.get(match[1], 0), int(match[2]) + 1)
-            else:
-                self.names.append(name)
-        for layer in self.experts:
-            self.names += [f"{layer}.gate_up_proj", f"{layer}.down_proj"]
+    def __init__(self, readers: Mapping[str, Callable[[], object]]) -> None:
+        self.readers = readers
 
-    def __getitem__(self, name: str) -> Tensor:
-        layer, _, which = name.rpartition(".")
-        if layer not in self.experts or name in self.files:
-            return self._read(name)
-        every = range(self.experts[layer])
-        if which == "down_proj":
-            return torch.stack([self._read(f"{layer}.{e}.down_proj.weight") for e in every])
-        if which == "gate_up_proj":
-            return torch.stack([self._gate_up(layer, e) for e in every])
-        raise KeyError(name)
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401  whatever its reader returns
+        return self.readers[name]()
 
-    def _gate_up(self, layer: str, expert: int) -> Tensor:
-        return torch.cat([self._read(f"{layer}.{expert}.{half}_proj.weight") for half in ("gate", "up")])
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readers)
 
-    def _read(self, name: str) -> Tensor:
-        path = self.folder / self.files[name]
+    def __len__(self) -> int:
+        return len(self.readers)
+
+
+def weights_in(folder: Path) -> Lazy:
+    """Return the tensors of a folder of safetensors files by name, each layer's experts fused into one."""
+    files = files_of(folder)
+    experts: dict[str, int] = {}
+    for match in filter(None, map(EXPERT.fullmatch, files)):
+        experts[match[1]] = max(experts.get(match[1], 0), int(match[2]) + 1)
+
+    def read(name: str) -> Tensor:
+        path = folder / files[name]
         try:
             with safe_open(path, framework="pt") as opened:
                 tensor: Tensor = opened.get_tensor(name)
                 return tensor
         except (OSError, SafetensorError) as error:
-            raise unusable(self.folder, f"{path.name}: {error}") from error
+            raise unusable(folder, f"{path.name}: {error}") from error
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+    def fused(layer: str, *parts: str) -> Tensor:
+        names = [[f"{layer}.{e}.{part}_proj.weight" for part in parts] for e in range(experts[layer])]
+        return torch.stack([torch.cat([*map(read, each)]) for each in names])
 
-    def __len__(self) -> int:
-        return len(self.names)
+    readers = {f"{layer}.down_proj": partial(fused, layer, "down") for layer in experts}
+    readers |= {f"{layer}.gate_up_proj": partial(fused, layer, "gate", "up") for layer in experts}
+    return Lazy(readers | {name: partial(read, name) for name in files if not EXPERT.fullmatch(name)})
 
 
 def files_of(folder: Path) -> dict[str, str]:

@@ -13,12 +13,14 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from piper.checkpoint.huggingface import Lazy
 from piper.errors import ConfigError
 from piper.ir.format import listed
 
@@ -26,28 +28,8 @@ WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fs
 KEPT = re.compile(r"(?:^|\.)state\.")
 GROUPS = re.compile(r"(?:^|\.)param_groups(?:\.|$)")
 STEPS = ("train_state.step", "step", "global_step")
-BESIDE = (
-    "train_state.",
-    "lr_scheduler.",
-    "dataloader.",
-)  # of TorchTitan, next to parameters without a prefix
+BESIDE = ("train_state.", "lr_scheduler.", "dataloader.")  # of TorchTitan, next to unprefixed parameters
 Options = Mapping[str, object]
-
-
-class Renamed(Mapping[str, Tensor]):
-    """Tensors of a source under other names, each read when asked for."""
-
-    def __init__(self, source: Mapping[str, object], names: Mapping[str, str]) -> None:
-        self.source, self.names = source, names
-
-    def __getitem__(self, name: str) -> Tensor:
-        return cast(Tensor, self.source[self.names[name]])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +74,7 @@ def find_state(
         kept = kept_state(path, keys, optimizer, names, numbered)
     return PlainState(
         path=path,
-        values=Renamed(source, {name: keys[key] for name, key in values.items()}),
+        values=Lazy({name: partial(source.__getitem__, keys[key]) for name, key in values.items()}),
         source=source,
         kept=kept,
         options=options,

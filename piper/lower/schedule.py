@@ -14,7 +14,7 @@ from piper.ir.ids import SlotId
 from piper.ir.node import COMPUTE_STREAM, Compute, Node, Transfer
 from piper.lower.cost import cost_of
 from piper.lower.state import LoweringState
-from piper.plan.prove import in_order
+from piper.plan.prove import in_order, shortest_path
 
 SEARCHED = 256  # orders tried to find the shortest cycle; one cycle is enough to correct the strategy
 SHOWN = 6  # nodes of a cycle that an error names at each end
@@ -102,7 +102,7 @@ def cycle_error(graph: PrecedenceGraph, stuck: set[int], state: LoweringState) -
     for tries, (first, then) in enumerate(closing):
         if best and (tries >= SEARCHED or len(best) == 2):
             break
-        path = shortest_path(graph, then, first, stuck, len(best) or len(graph.nodes))
+        path = shortest_path(graph.followers, then, (first,), stuck, len(best) or len(graph.nodes))
         if path and (not best or len(path) < len(best)):
             best = path
     best = closed_by_latest(graph, best)
@@ -150,27 +150,6 @@ def on_cycles(graph: PrecedenceGraph, stuck: set[int]) -> set[int]:
             if not left[i]:
                 dead.append(i)
     return remaining
-
-
-def shortest_path(graph: PrecedenceGraph, start: int, goal: int, among: set[int], limit: int) -> list[int]:
-    """Return the shortest path between two nodes, empty if there is none."""
-    came: dict[int, int] = {start: -1}
-    frontier = [start]
-    while frontier and goal not in came and limit > 0:
-        limit -= 1
-        following: list[int] = []
-        for i in frontier:
-            for j in graph.followers[i]:
-                if j in among and j not in came:
-                    came[j] = i
-                    following.append(j)
-        frontier = following
-    if goal not in came:
-        return []
-    path = [goal]
-    while came[path[-1]] >= 0:
-        path.append(came[path[-1]])
-    return path[::-1]
 
 
 def path_lengths(graph: PrecedenceGraph, order: list[int], costs: list[float]) -> list[float]:

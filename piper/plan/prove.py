@@ -13,8 +13,7 @@ A device's plan stands for all devices that share it. That loses nothing: a circ
 circle among the plans they share.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 from piper.plan.instr import Instr
@@ -168,34 +167,39 @@ def events_of(plans: Plans) -> tuple[list[str], list[list[int]]]:
 
 def shortest_circle(followers: list[list[int]], stuck: set[int]) -> list[int]:
     """Return the shortest cycle through a vertex of some cycle that is cheap to find."""
-    before: dict[int, int] = {}  # each stuck vertex waits for another, so going back leads into a cycle
+    before: dict[int, list[int]] = {}  # each stuck vertex waits for another: going back leads into a cycle
     for a in stuck:
         for b in followers[a]:
             if b in stuck:
-                before[b] = a
+                before.setdefault(b, []).append(a)
     walked: dict[int, None] = {}
     at = min(stuck)
     while at not in walked:
         walked[at] = None
-        at = before[at]
+        at = before[at][-1]
     places = list(walked)
-    circles = [circle_through(start, followers, stuck) for start in places[places.index(at) :][:SEARCHED]]
-    return min(circles, key=len)
+    starts = places[places.index(at) :][:SEARCHED]
+    return min((shortest_path(followers, a, before[a], stuck, len(stuck)) for a in starts), key=len)
 
 
-def circle_through(start: int, followers: list[list[int]], stuck: set[int]) -> list[int]:
-    """Return the shortest path from a vertex of a cycle back to itself."""
+def shortest_path(
+    followers: Sequence[Sequence[int]], start: int, goals: Collection[int], among: set[int], limit: int
+) -> list[int]:
+    """Return the shortest path from a vertex to one of the goals, empty if none has at most `limit` edges."""
     came = {start: -1}
-    frontier = deque([start])
-    while frontier:
-        a = frontier.popleft()
-        for b in followers[a]:
-            if b == start:
-                path = [a]
-                while path[-1] != start:
-                    path.append(came[path[-1]])
-                return path[::-1]
-            if b in stuck and b not in came:
-                came[b] = a
-                frontier.append(b)
-    raise AssertionError("it is on no circle")
+    frontier = [start]
+    while frontier and limit >= 0:
+        if (goal := next((a for a in frontier if a in goals), None)) is not None:
+            path = [goal]
+            while path[-1] != start:
+                path.append(came[path[-1]])
+            return path[::-1]
+        limit -= 1
+        following: list[int] = []
+        for a in frontier:
+            for b in followers[a]:
+                if b in among and b not in came:
+                    came[b] = a
+                    following.append(b)
+        frontier = following
+    return []

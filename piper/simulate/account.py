@@ -1,7 +1,9 @@
 """Accounts of a device's time: computation, bubbles, and communication that computation does not hide."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from piper.plan.ops import OPS, Op
 from piper.plan.plan import Plan
@@ -83,15 +85,9 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 def uncovered(start: float, end: float, busy: Sequence[Interval]) -> float:
     """Return how much of the interval from `start` to `end` lies outside the sorted intervals `busy`."""
-    low, high = 0, len(busy)
-    while low < high:  # the first that ends after the interval begins
-        middle = (low + high) // 2
-        if busy[middle][1] <= start:
-            low = middle + 1
-        else:
-            high = middle
+    first = bisect_right(busy, start, key=itemgetter(1))  # that ends after the interval begins
     left = end - start
-    for begin, stop in busy[low:]:
+    for begin, stop in busy[first:]:
         if begin >= end:
             break
         left -= min(stop, end) - max(begin, start)

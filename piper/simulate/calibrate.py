@@ -46,7 +46,7 @@ def calibrate(
     for one in (profile, *others):
         check_same_model(profile, one)
         samples.chunks = {}
-        add_samples(samples, one, by_thread=one.accelerator == "cpu")
+        samples_of(one, samples, by_thread=one.accelerator == "cpu")
         for (name, phase), found in samples.chunks.items():
             keyed.setdefault((one.works[name].key, phase), []).extend(found)
     chunks: dict[str, dict[str, float]] = {}
@@ -77,18 +77,12 @@ def calibrate(
     )
 
 
-def samples_of(profile: Profile, *, by_thread: bool) -> MeasuredTimes:
-    """Collect the times of all recorded steps of all devices.
+def samples_of(profile: Profile, into: MeasuredTimes | None = None, *, by_thread: bool) -> MeasuredTimes:
+    """Collect the times of all recorded steps of all devices; `into`: what they are added to.
 
     by_thread: count the time for which an instruction's thread was computing, not the clock on the wall.
     """
-    samples = MeasuredTimes()
-    add_samples(samples, profile, by_thread=by_thread)
-    return samples
-
-
-def add_samples(samples: MeasuredTimes, profile: Profile, *, by_thread: bool) -> None:
-    """Add the times of all recorded steps of all devices."""
+    samples = MeasuredTimes() if into is None else into
     for step in range(profile.count):
         timelines = profile.timelines(step)
         for track in profile.tracks:
@@ -96,6 +90,7 @@ def add_samples(samples: MeasuredTimes, profile: Profile, *, by_thread: bool) ->
             host = [row[2] for row in track.steps[step]] if by_thread else None
             add_spans(samples, plan, timeline, host)
             add_gaps(samples, plan, timeline)
+    return samples
 
 
 def add_spans(samples: MeasuredTimes, plan: Plan, timeline: Timeline, host: list[float] | None) -> None:

@@ -139,9 +139,7 @@ def critical_path(engine: Engine) -> tuple[PathNode, ...]:
     at = max(range(len(engine.end)), key=lambda number: (engine.end[number], -number))
     while at != NO_INSTRUCTION:
         meeting = engine.graph.meeting[at]
-        late = (
-            at if meeting < 0 else engine.late[meeting]
-        )  # of a communication: the member that was ready last
+        late = at if meeting < 0 else engine.late[meeting]  # who was ready last, of a communication
         before = engine.cause[late]
         path.append(link_of(engine, at, late, before))
         at = before

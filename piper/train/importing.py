@@ -3,7 +3,7 @@
 import json
 import math
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from piper.capture.trace.build_model import build_fake
 from piper.checkpoint.dcp import BROKEN, METADATA, DcpFolder, unreadable
 from piper.checkpoint.folder import step_path
-from piper.checkpoint.huggingface import Weights, import_hf, is_adapted
+from piper.checkpoint.huggingface import Lazy, import_hf, is_adapted
 from piper.checkpoint.json_state import Plain, decode, encode
 from piper.checkpoint.load import WAYS
 from piper.checkpoint.metadata import Record, Trainer
@@ -39,6 +39,7 @@ CLOSE = 1e-6  # of a learning rate: the file's and the schedule's are equal up t
 DECOUPLED = "decoupled_weight_decay"
 VARIES = (*WAYS, "initial_lr", "param_names", "differentiable", DECOUPLED)
 # ^ options that a schedule adds, or that versions of torch have or do not have
+Source = tuple[Mapping[str, object], set[str]]  # values by flat names, and which of them are tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,33 +91,17 @@ def pretrained(recipe: str, job: Job, path: Path) -> Mapping[str, Tensor]:
     return import_hf(path, model if hasattr(model, "save_pretrained") else None)
 
 
-class LazySource(Mapping[str, object]):
-    """Values by flat names, each made when asked for. tensors: which of them are tensors."""
-
-    def __init__(self, readers: Mapping[str, Callable[[], object]], tensors: set[str]) -> None:
-        self.readers, self.tensors = readers, tensors
-
-    def __getitem__(self, name: str) -> object:
-        return self.readers[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.readers)
-
-    def __len__(self) -> int:
-        return len(self.readers)
-
-
-def source_of(path: Path) -> DcpFolder | LazySource | None:
+def source_of(path: Path) -> Source | None:
     """Open a DCP folder, a file of torch.save, or an export of ours. None: a folder of weights alone."""
     if (path / METADATA).is_file():
-        return DcpFolder(path)
+        return (folder := DcpFolder(path)), folder.tensors
     file = path / TORCH if path.is_dir() else path
     if file.is_file():
         return torch_source(file)
     return safetensors_source(path) if (path / SETTINGS).is_file() else None
 
 
-def torch_source(file: Path) -> LazySource:
+def torch_source(file: Path) -> Source:
     """Open a file of torch.save. Only tensors, numbers, text and containers are read."""
     try:
         state: object = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
@@ -124,13 +109,12 @@ def torch_source(file: Path) -> LazySource:
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise unreadable(file, why[0]) from error
     flat = dict(flattened(state))
-    readers = {name: partial(flat.__getitem__, name) for name in flat}
-    return LazySource(readers, {name for name, value in flat.items() if isinstance(value, Tensor)})
+    return flat, {name for name, value in flat.items() if isinstance(value, Tensor)}
 
 
-def safetensors_source(folder: Path) -> LazySource:
+def safetensors_source(folder: Path) -> Source:
     """Open an export in safetensors files: the weights, the optimizer's tensors and its options."""
-    weights = Weights(folder)
+    weights = import_hf(folder)
     readers: dict[str, Callable[[], object]] = {
         f"model.{name}": partial(weights.__getitem__, name) for name in weights
     }
@@ -147,7 +131,7 @@ def safetensors_source(folder: Path) -> LazySource:
     readers |= {f"optimizer.{name}": partial(read_tensor, folder / OPTIMIZER, name) for name in names}
     tensors = set(readers)
     plain |= {f"optimizer.{name}": value for name, value in numbers.items()}
-    return LazySource(readers | {name: partial(plain.__getitem__, name) for name in plain}, tensors)
+    return Lazy(readers | {name: partial(plain.__getitem__, name) for name in plain}), tensors
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
@@ -161,7 +145,7 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 
 def state_in(
-    program: Program, path: Path, source: DcpFolder | LazySource
+    program: Program, path: Path, source: Source
 ) -> tuple[Mapping[str, Tensor], TrainedStart | None]:
     """Return the weights in a source, and what it has of a training. None: it has weights alone."""
     outline = program.outline
@@ -169,7 +153,7 @@ def state_in(
     optimizer, groups = grouped(program.job, sizes) if sizes else (None, [])
     names = {name for p in outline.parameters for name in (p.name, *p.aliases)}
     names |= {name for b in outline.buffers for name in b.saved_as}
-    state = find_state(path, source, source.tensors, names, groups)
+    state = find_state(path, *source, names, groups)
     if optimizer is None or not (state.kept or state.options):
         return state.values, None
     trainer = trainer_of(program.job, state, optimizer, groups)
