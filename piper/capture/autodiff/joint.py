@@ -12,6 +12,7 @@ from torch._functorch._aot_autograd import descriptors as aot
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piper.capture.compile.operators import DECOMPOSITIONS
@@ -62,8 +63,9 @@ def trace_joint(
     """
     shapes = ShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
-    module = fx.GraphModule(body.root, _with_results(body, tangents))
-    with quiet(), contextlib.ExitStack() as stack:
+    # Nothing here calls the code of a graph module, and writing it takes a twentieth of the time.
+    with quiet(), _use_lazy_graph_module(True), contextlib.ExitStack() as stack:
+        module = _make_graph_module(body.root, _with_results(body, tangents))
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(torch.enable_grad())
         if any(name_of(node) == "lstm" for node in body.graph.nodes if node.op == "call_function"):
