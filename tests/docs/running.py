@@ -3,18 +3,23 @@
 import io
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from runpy import run_path
 from types import ModuleType
+from typing import Any
+from unittest.mock import patch
 
 import typer
 from typer.exceptions import TyperException
 
 from piper.cli import app_with, main
 from piper.errors import PiperError
+from tests import warm
 from tests.docs.blocks import Block, looks_like
 
 NOT_RUN = "not run:"
@@ -25,6 +30,16 @@ SECONDS = 150  # that a command of the shell may take: torchrun starts processes
 
 class BrokenPageError(AssertionError):
     """A block that does not do what the page says."""
+
+
+class WarmPopen(warm.Popen):
+    """A process that a command of a page starts. Where it is `piper` or `torchrun`, it has imported torch already."""
+
+    def __init__(self, words: Sequence[str], *rest: Any, **options: Any) -> None:  # noqa: ANN401
+        program = shutil.which(words[0]) if words[0] in ("piper", "torchrun") else None
+        super().__init__(
+            words if program is None else [sys.executable, program, *words[1:]], *rest, **options
+        )
 
 
 class Reader:
@@ -127,12 +142,13 @@ def run_commands(block: Block) -> None:
             raise BrokenPageError(f"{block.where}: {command} ended with {code}\n{printed}")
 
 
+@patch.object(subprocess, "Popen", WarmPopen)
 def run_command(command: str) -> tuple[int, str]:
     """Run a command of a page: ours and Python's in this process, which has torch; what it printed."""
     words = shlex.split(command, comments=True)
     if words[0] not in ("piper", "python") or words[1] == "-m":
         done = subprocess.run(
-            ["bash", "-c", command],
+            words if words[0] == "torchrun" else ["bash", "-c", command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

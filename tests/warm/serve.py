@@ -74,8 +74,10 @@ def preload() -> None:
     from piper.run import launch
     from piper.train import train_command
     from piper.workers import serve as worker_server
+    from tests.joints import share_joints
     from tests.runtime import grid
 
+    share_joints()  # programs of the tests compile the same models again and again
     assert all((_dynamo, run, cli.app_with(), compiler, launch, worker_server, train_command, grid))
 
 
