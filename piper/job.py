@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Union, get_args
 
 from piper.callbacks import Callback
 from piper.directives import Directive
 from piper.directives.base import known_directives
+from piper.directives.by_length import ByLength, by_length
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError, PiperError
 from piper.ir.devices import show
@@ -111,7 +112,7 @@ class Job:
     model: "Callable[[], nn.Module]"
     loss: "Loss"
     data: Callable[[], Iterable[Batch]]
-    strategy: Strategy | Path | str | Callable[[Sequence[int]], Strategy] = ()
+    strategy: Strategy | Mapping[int, Strategy] | Path | str | Callable[[Sequence[int]], Strategy] = ()
     optimizer: "Callable[[Iterable[Tensor]], Optimizer]" = adamw
     scheduler: "Callable[[Optimizer], LRScheduler] | None" = None
     precision: JobPrecision = "fp32"
@@ -132,7 +133,10 @@ class Job:
         for callback in self.callbacks:
             object.__setattr__(self, "optimizer", callback.wrap_optimizer(self.optimizer))
         check_elastic(self.strategy, self.elastic)
-        if not isinstance(self.strategy, Path | str) and not callable(self.strategy):
+        if isinstance(self.strategy, Mapping):
+            check_lengths(self.strategy)
+            object.__setattr__(self, "strategy", by_length(self.strategy))
+        elif not isinstance(self.strategy, Path | str) and not callable(self.strategy):
             check_strategy(self.strategy)
 
 
@@ -220,11 +224,28 @@ def check_elastic(strategy: object, elastic: object) -> None:
 def strategy_of(job: Job) -> list[Directive]:
     """Return a job's directives, read from its file where it names one; if elastic, for all devices."""
     if isinstance(job.strategy, Path | str):
-        return load_strategy(Path(job.strategy))
+        return list(load_strategy(Path(job.strategy)))
     if job.elastic is not None:
         return list(directives_for(job, job.elastic[1]))
     assert not callable(job.strategy), "a function comes with `elastic`"
+    assert not isinstance(job.strategy, Mapping), "a job makes a ByLength of it"
     return list(job.strategy)
+
+
+def job_for(job: Job, batch: Batch) -> Job:
+    """Return a job with the strategy chosen that batches like `batch` take, where that depends on them."""
+    strategy = job.strategy
+    if isinstance(strategy, Path | str):
+        strategy = load_strategy(Path(strategy))
+    if not isinstance(strategy, ByLength):
+        return job
+    chosen = strategy.for_batch(batch)
+    return job if chosen is job.strategy else replace(job, strategy=chosen)
+
+
+def limit_of(job: Job) -> int | None:
+    """Return the length up to which the strategy of a job serves. None: it serves all lengths."""
+    return job.strategy.limit if isinstance(job.strategy, ByLength) else None
 
 
 def directives_for(job: Job, size: int) -> Strategy:
@@ -239,6 +260,12 @@ def directives_for(job: Job, size: int) -> Strategy:
     except Exception as error:
         hint = "return directives for every number of devices from the fewest to the most"
         raise ConfigError(f"the strategy failed: {said(error)}", by=by, hint=hint) from error
+    need(
+        not isinstance(strategy, Mapping),
+        "the strategy depends on the devices and on the length of the batch",
+        "return one list of directives for all lengths, or leave elastic= out",
+        by,
+    )
     check_strategy(strategy)
     for number, directive in enumerate(strategy):
         named = getattr(directive, "devices", ())
@@ -249,6 +276,18 @@ def directives_for(job: Job, size: int) -> Strategy:
             by,
         )
     return strategy
+
+
+def check_lengths(strategies: Mapping[int, Strategy]) -> None:
+    """Refuse strategies by length without a length, with one that is no whole number, or a bad strategy."""
+    lengths = ", ".join(map(repr, strategies)) or "none"
+    need(
+        bool(strategies) and all(whole(length, 1) for length in strategies),
+        f"the lengths of the strategies are {lengths}",
+        "give each strategy the longest batch that it is for, a whole number: {4096: short, 65536: long}",
+    )
+    for strategy in strategies.values():
+        check_strategy(strategy)
 
 
 def check_strategy(strategy: object) -> None:

@@ -20,7 +20,7 @@ from piper.capture.trace.trace import Traced
 from piper.compiler.locate_errors import locate_errors
 from piper.compiler.optimizer_facts import OptimizerFacts, facts_of_optimizer
 from piper.compiler.requests import requests_of
-from piper.compiler.shared_state import check_same_state, reads_state_of
+from piper.compiler.shared_state import check_same_layout, check_same_state, reads_state_of
 from piper.compiler.slices import (
     capture_slices,
     check_sums,
@@ -34,10 +34,11 @@ from piper.directives import Directive, Remat, ShardAxis, apply
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
-from piper.job import Batch, Job, strategy_of
-from piper.lower.buckets import make_buckets, share_buckets
+from piper.job import Batch, Job, job_for, strategy_of
+from piper.lower.buckets import make_buckets
 from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
+from piper.lower.shared_buckets import share_buckets
 from piper.lower.state import LoweringState, Settings
 from piper.lower.validate import check_axes, validate
 from piper.lower.whole_parameters import with_whole_parameters
@@ -154,9 +155,7 @@ class Program:
         fresh = new_recordings(self.job, self.device, batch, loss, compiled=self.cache is not None)
         known = (program.recordings for program in (self, *self.shapes.values()))
         recordings = next((one for one in known if one.fields == fresh.fields), fresh)
-        settings = self.work.settings
-        optimizer = OptimizerFacts(state_bytes=settings.state_bytes, whole=settings.whole)
-        program = build(self.job, capturing_with(batch, recordings, self.cache), optimizer=optimizer)
+        program = build(job_for(self.job, batch), capturing_with(batch, recordings, self.cache), first=self)
         check_same_state(self, program, batch)
         return program
 
@@ -186,6 +185,7 @@ def compile(  # the contract's name; `builtins.compile` is of no use to our user
             else "give a Job: piper.compile(piper.Job(model=..., loss=..., data=...))",
         )
     batch = first_batch(job)
+    job = job_for(job, batch)
     known = known_recordings(job, device_kind(device), batch, captured, compiled=compile)
     program = build(job, capturing_with(batch, known, Path(cache) if compile else None))
     for rows in bucket_batches(batch, job.buckets):
@@ -199,11 +199,13 @@ def build(
     *,
     optimizer: OptimizerFacts | None = None,
     trained: Program | None = None,
+    first: Program | None = None,
 ) -> Program:
     """Compile a job whose model is captured as `capturing` does.
 
     optimizer: the facts that an earlier compilation found out. None: the optimizer is tried.
     trained: the program of which this one evaluates the parameters. It has no backward.
+    first: the program of which this one trains the parameters too, on batches of other sizes.
     """
     strategy, batch = strategy_of(job), capturing.batch
     samples = len(next(iter(batch.values())))
@@ -225,9 +227,15 @@ def build(
             graph = reads_state_of(trained, graph)
             buckets = share_buckets(graph, trained.work.buckets)
             facts = OptimizerFacts(state_bytes=trained.work.settings.state_bytes)
+        elif first is not None:
+            own, settings = make_buckets(graph), first.work.settings
+            check_same_layout(first, job, graph, own, batch)
+            buckets = share_buckets(graph, first.work.buckets, own)
+            facts = OptimizerFacts(state_bytes=settings.state_bytes, whole=settings.whole)
         else:
             buckets = make_buckets(graph)
             facts = optimizer or facts_of_optimizer(job, graph, buckets)
+            buckets = with_whole_parameters(buckets) if facts.whole else buckets
         settings = Settings(
             clip=job.clip_norm is not None and trained is None,
             state_bytes=facts.state_bytes,
@@ -235,7 +243,7 @@ def build(
             trains=trained is None,
         )
         log.debug("Lowering and proving the plans")
-        plans, work = lower(graph, settings, with_whole_parameters(buckets) if facts.whole else buckets)
+        plans, work = lower(graph, settings, buckets)
     reasons = [] if trained is not None else [reason for code in codes.values() for reason in code.reasons()]
     return Program(
         job=job,

@@ -3,11 +3,15 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from piper.errors import CaptureError
+from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import CapturedModel, Parameter
 from piper.ir.devices import show
 from piper.ir.graph import Graph
-from piper.job import Batch
+from piper.job import Batch, Job, limit_of
+from piper.lower.buckets import ProgramBuckets
+from piper.lower.shared_buckets import held_otherwise
+from piper.plan.bucket import Bucket
+from piper.plan.plan import Plan, Slot
 from piper.runtime.uneven import COUNTS
 
 if TYPE_CHECKING:
@@ -78,20 +82,65 @@ def layout_of(parameter: Parameter) -> object:
     return parameter.shape, parameter.dtype, placements
 
 
+def check_same_layout(program: "Program", job: Job, graph: Graph, own: ProgramBuckets, batch: Batch) -> None:
+    """Refuse a graph whose parameters do not lie as those of the first program; `own`: its buckets."""
+    here, there = program.outline.reached, graph.outline.reached
+    if apart := sorted(here ^ there):
+        raise another_model(batch, "parameters", f"{apart[0]} is trained only for one of them")
+    same_strategy = limit_of(program.job) == limit_of(job)
+    if not same_strategy and graph.averaging is not None:
+        raise other_layout(program.job, job, "groups that train apart", ("one strategy", "another one"))
+    for name, its, ours in held_otherwise(own.read, program.work.buckets):
+        if same_strategy or ours is None or its is None:
+            which = "lies otherwise" if ours and its else "is used only"
+            raise another_model(batch, "parameters", f"{name} {which} for one of them")
+        raise other_layout(program.job, job, name, (described(ours), described(its)))
+
+
 def check_same_state(program: "Program", other: "Program", batch: Batch) -> None:
-    """Refuse a program that needs other parameters or buffers on some device than the first one."""
-    here, there = program.outline.reached, other.outline.reached
-    if (here, program.plans.buckets) != (there, other.plans.buckets):
-        apart = sorted(here ^ there)
-        which = (
-            f"{apart[0]} is trained only for one of them" if apart else "their order or their chunks differ"
-        )
-        raise another_model(batch, "parameters", which)
+    """Refuse a program that needs other buffers than the first one, or keeps state elsewhere, on a device."""
     written = {name for chunk in other.outline.chunks for name in chunk.mutated}
     for device in other.plans.devices:
-        missing = other.plans.of(device).buffers.keys() - program.plans.of(device).buffers.keys()
+        ours, its = program.plans.of(device), other.plans.of(device)
+        missing = its.buffers.keys() - ours.buffers.keys()
         if not missing.isdisjoint(written):
             raise another_model(batch, "buffers", f"{min(missing & written)} is written only for one of them")
+        for slot in its.residents.keys() & ours.residents.keys():
+            held, needed = (where_it_lies(plan.residents[slot]) for plan in (ours, its))
+            if slot.kind in ("param", "state", "buffer") and held != needed:
+                raise other_layout(program.job, other.job, f"{slot.owner} on device {device}", (held, needed))
+        if copied(ours) != copied(its):
+            what = f"the copies of the state of device {device}"
+            raise other_layout(program.job, other.job, what, (str(copied(ours)), str(copied(its))))
+
+
+def where_it_lies(slot: Slot) -> str:
+    """Return in words where a device has what outlives a step."""
+    cut = f", sharded along dimension {slot.sharding.dim} over {show(slot.placed)}" if slot.shardings else ""
+    return f"{slot.nbytes} bytes on the device, {slot.host} on the host{cut}"
+
+
+def copied(plan: Plan) -> list[tuple[str, ...]]:
+    """Return what the instructions of a plan copy so that it outlives a worker, in order."""
+    return [tuple(map(str, ins.reads)) for ins in plan.instrs if ins.op in ("protect", "mirror")]
+
+
+def described(bucket: Bucket) -> str:
+    """Return in words how the devices of a bucket hold its parameters."""
+    shardings = {sharding.degree for piece in bucket.pieces for sharding in piece.shardings}
+    cut = f", in {max(shardings)} shards" if shardings else ""
+    return f"on {show(bucket.devices)}{cut}, ZeRO-{bucket.zero} in groups of {bucket.group_size}"
+
+
+def other_layout(first: Job, job: Job, what: str, held: tuple[str, str]) -> ScheduleError:
+    """Return the error of two strategies of a job that do not hold some state alike."""
+    return ScheduleError(
+        f"the strategies for two lengths hold {what} differently",
+        by="strategy",
+        facts={f"up to {limit_of(each)}": how for each, how in zip((first, job), held, strict=True)},
+        hint="let all strategies of a job have the same devices, stages, zero=, within= and weights=; "
+        "they may slice batches differently: samples by replicate, positions by shard(axis=, batch=)",
+    )
 
 
 def another_model(batch: Batch, what: str, which: str) -> CaptureError:

@@ -1,6 +1,7 @@
 """Strategies as JSON, in the published form: a list of objects, one per directive."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
@@ -9,19 +10,20 @@ from typing import Any, Protocol, cast
 
 from piper.directives.arguments import is_number, is_whole
 from piper.directives.base import STREAM, Directive, form_of, known_directives
+from piper.directives.by_length import ByLength, by_length
 from piper.errors import ConfigError, file_errors
 from piper.ir.select import PASSES, Asked, At, Index, at
 
 
-def load_strategy(path: Path) -> list[Directive]:
-    """Read a strategy from a JSON file."""
+def load_strategy(path: Path) -> Sequence[Directive]:
+    """Read a strategy from a JSON file, or one for each of several lengths."""
     with file_errors("the strategy cannot be read", path, "give the path of a JSON file"):
         text = path.read_text(encoding="utf-8")
     return parse_strategy(text, source=path.name)
 
 
-def parse_strategy(text: str, source: str = "strategy") -> list[Directive]:
-    """Read a strategy from JSON text. Unknown keys are errors."""
+def parse_strategy(text: str, source: str = "strategy") -> Sequence[Directive]:
+    """Read a strategy from JSON text: a list, or an object of lists by length. Unknown keys are errors."""
     try:
         entries = json.loads(text)
     except json.JSONDecodeError as error:
@@ -31,17 +33,29 @@ def parse_strategy(text: str, source: str = "strategy") -> list[Directive]:
             facts={"column": str(error.colno), "why": error.msg},
             hint='a strategy is a list of objects: [{"op": "place", "filter": {"PP": 0}, "devices": [0]}]',
         ) from None
+    if isinstance(entries, dict) and entries and all(LENGTH.fullmatch(length) for length in entries):
+        several = {int(n): read_entries(each, f"{source}[{n!r}]") for n, each in entries.items()}
+        return by_length(several)
+    return read_entries(entries, source)
+
+
+def read_entries(entries: object, source: str) -> list[Directive]:
+    """Read the directives of one strategy."""
     if not isinstance(entries, list):
         raise ConfigError(
             f"a strategy is a list, not {kind(entries)}",
             by=source,
-            hint='put the directives in brackets: [{"op": "place", ...}]',
+            hint='put the directives in brackets: [{"op": "place", ...}]; '
+            'or give a list for each length: {"4096": [...], "65536": [...]}',
         )
     return [read_entry(entry, f"{source}[{number}]") for number, entry in enumerate(entries)]
 
 
 def show_strategy(strategy: Sequence[Directive]) -> str:
     """Write a strategy as JSON text that `parse_strategy` reads back: one directive on each line."""
+    if isinstance(strategy, ByLength):
+        several = (f'"{limit}": {show_strategy(each).strip()}' for limit, each in strategy.strategies.items())
+        return "{" + ",\n".join(several) + "}\n"
     lines = (json.dumps(write_entry(directive)) for directive in strategy)
     return "[\n " + ",\n ".join(lines) + "\n]\n"
 
@@ -240,6 +254,7 @@ def is_word(value: object) -> bool:
     return isinstance(value, str) and STREAM.fullmatch(value) is not None
 
 
+LENGTH = re.compile(r"[1-9][0-9]*")  # of the batches that a strategy is for
 read_flag = checked(lambda value: isinstance(value, bool))
 read_word, read_whole, read_number = checked(is_word), checked(is_whole), checked(is_number)
 read_devices = checked(lambda value: isinstance(value, list) and all(map(is_whole, value)), tuple)

@@ -80,35 +80,6 @@ def hold_buckets(state: LoweringState) -> LoweringState:
     )
 
 
-def share_buckets(graph: Graph, trained: Mapping[str, Bucket]) -> ProgramBuckets:
-    """Read parameters from the buckets of another program of the same job, which trains them.
-
-    PP=0/0 (trained, read by PP=0)
-    -->
-    PP=0/0 (not trained, read by the chunks of this program that use its parameters)
-    """
-    placements = placements_of(graph)
-    readers: dict[str, list[str]] = {}
-    for chunk in graph.outline.chunks:
-        for name in chunk.params:
-            having = (b for b in trained.values() if any(piece.name == name for piece in b.pieces))
-            bucket = next(b for b in having if set(placements[chunk.name].devices) <= set(b.devices))
-            if chunk.name not in readers.setdefault(bucket.name, []):
-                readers[bucket.name].append(chunk.name)
-    read: dict[str, Bucket] = {}
-    for bucket in trained.values():
-        if bucket.name in readers:
-            siblings = tuple(name for name in bucket.siblings if name in readers)
-            read[bucket.name] = replace(
-                bucket,
-                chunks=tuple(readers[bucket.name]),
-                trainable=False,
-                siblings=siblings,
-                copies=bucket.copies * (1 + len(siblings)) // (1 + len(bucket.siblings)),
-            )
-    return ProgramBuckets(read=read, held=trained)
-
-
 def every_parameter_has_a_bucket(state: LoweringState) -> Iterator[str]:
     """Yield each parameter that is not in exactly one of its chunk's buckets."""
     for chunk in state.graph.outline.chunks:

@@ -37,11 +37,12 @@ def add_gathers(state: LoweringState) -> LoweringState:
         devices: [not sharded.keys().isdisjoint(sequence[place].reads) for place in places]
         for devices, places in computes.items()
     }
+    regions = {chunk.name: chunk.tags for chunk in state.graph.outline.chunks}
     edit = SequenceEdit(state)
     for shard, bucket in sharded.items():
         arriving = gathered_nbytes(bucket) if bucket.gathered_as else 0  # held until it is made wide
         edit.values[whole(bucket)] = Slot(nbytes=bucket.nbytes + arriving)
-        runs = use_runs(readers[shard], sequence, computes, whole_step=bucket.keep)
+        runs = use_runs(readers[shard], sequence, computes, regions, whole_step=bucket.keep)
         for joint in joint_runs(runs, lambda run: run.computes[run.first]):
             first = pass_at(sequence, joint[0].places[0])
             slot = whole(bucket).of_run(first)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from piper.ir.devices import Devices, columns
-from piper.ir.ids import SlotId
+from piper.ir.ids import SlotId, Tags
 from piper.ir.node import Accumulate, Compute, Reduce
 from piper.lower.edit import SequenceEdit
 from piper.lower.sequence import computes_by_set, joint_runs, pass_at, use_runs
@@ -27,12 +27,13 @@ def add_reductions(state: LoweringState) -> LoweringState:
     edit = SequenceEdit(state)
     sets = {state.sequence[place].devices for given in givers.values() for place in given}
     computes = computes_by_set(state.sequence, sets)
+    regions = {chunk.name: chunk.tags for chunk in state.graph.outline.chunks}
     for bucket in state.buckets.values():
         given = givers.get(bucket.name, {})
         if not given:
             continue
         if bucket.zero >= 2:
-            reduce_each_run(edit, bucket, given, computes)
+            reduce_each_run(edit, bucket, given, computes, regions)
         else:
             reduce_once(edit, bucket, given)
     return edit.apply()
@@ -146,6 +147,13 @@ def reduce_gradient(
         edit.after(behind, node, rank=place)
 
 
+def gives_all(state: LoweringState, bucket: Bucket, place: int) -> bool:
+    """Return whether a backward gives the gradients of all parameters of a bucket: others can add to them."""
+    run = pass_at(state.sequence, place)
+    given = state.graph.chunks[run.chunk].phases[run.phase].grad_params
+    return all(piece.name in given for piece in bucket.pieces)
+
+
 def reduce_once(edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId]) -> None:
     """Accumulate all gradients on each device, then reduce once."""
     total = bucket.gradient("whole")
@@ -154,6 +162,7 @@ def reduce_once(edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId]) ->
     each = bucket.itemsize if alone else bucket.precision.sum_itemsize
     edit.values[total] = Slot(nbytes=bucket.numel * each)
     in_place = alone or (not bucket.travels and bucket.precision.sum_dtype == bucket.dtype)
+    in_place = in_place and gives_all(edit.state, bucket, min(given))
     begun: dict[Devices, bool] = {}
     for place, value in given.items():
         if not begun and in_place:  # the first gradient can be added to as it is
@@ -166,14 +175,18 @@ def reduce_once(edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId]) ->
 
 
 def reduce_each_run(
-    edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId], computes: Mapping[Devices, list[int]]
+    edit: SequenceEdit,
+    bucket: Bucket,
+    given: dict[int, SlotId],
+    computes: Mapping[Devices, list[int]],
+    regions: Mapping[str, Tags],
 ) -> None:
     """Reduce after each run of backwards, so that no whole gradient outlives its reduction.
 
     The reduction is issued behind one more compute node, which it may overlap: it starts when the run has
     ended, and the gradient counts as live until that node has ended too.
     """
-    runs = use_runs(given, edit.sequence, computes, whole_step=bucket.keep)
+    runs = use_runs(given, edit.sequence, computes, regions, whole_step=bucket.keep)
     joints = [*joint_runs(runs, lambda run: run.computes[run.last])]
     for count, joint in enumerate(joints):
         places = [place for run in joint for place in run.places]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from piper.ir.devices import Devices
-from piper.ir.ids import Pass
+from piper.ir.ids import Pass, Tags
 from piper.ir.node import Compute, Node
 
 PATIENCE = 1  # compute nodes of a set while it waits for another one to join a communication
@@ -61,12 +61,14 @@ def use_runs(
     users: Iterable[int],
     sequence: Sequence[Node],
     computes: Mapping[Devices, list[int]],
+    regions: Mapping[str, Tags],
     *,
     whole_step: bool = False,
 ) -> Iterator[UseRun]:
     """Yield the runs of neighbouring compute nodes, on the same devices in any order, that use a bucket.
 
     users: the places of the nodes that use it. whole_step: all uses of a set of devices are one run.
+    regions: of chunks. Where collectives cut a region into pieces, one pass is one run.
     """
     devices_of = {place: sequence[place].devices for place in users}
     same_members: dict[tuple[int, ...], list[Devices]] = {}
@@ -78,12 +80,23 @@ def use_runs(
         for number, place in enumerate(places):
             if devices_of.get(place) not in sets:
                 continue
-            if run and number > run[-1] + 1 and not whole_step:
+            if (
+                run
+                and number > run[-1] + 1
+                and not (whole_step or same_region(sequence[places[run[-1]]], sequence[place], regions))
+            ):
                 yield UseRun(devices=sets[0], computes=places, users=run)
                 run = []
             run.append(number)
         if run:
             yield UseRun(devices=sets[0], computes=places, users=run)
+
+
+def same_region(node: Node, other: Node, regions: Mapping[str, Tags]) -> bool:
+    """Return whether two compute nodes are pieces of one pass of a region over a microbatch."""
+    assert isinstance(node, Compute) and isinstance(other, Compute), "buckets are used by compute nodes"
+    alike = (node.phase, node.again, node.part) == (other.phase, other.again, other.part)
+    return alike and regions[node.chunk] == regions[other.chunk]
 
 
 def joint_runs(runs: Iterable[UseRun], by: Callable[[UseRun], int]) -> Iterator[list[UseRun]]:

@@ -20,7 +20,15 @@ from piper.ir.format import size
 from piper.job import Job
 from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import SavedWorkers
-from piper.runtime.batch import as_run, check_batch, padded, read_shapes, shapes_of, wanted_batch
+from piper.runtime.batch import (
+    as_run,
+    check_batch,
+    padded,
+    read_shapes,
+    shapes_of,
+    wanted_batch,
+    with_strategy_for,
+)
 from piper.runtime.compute import slices_of
 from piper.runtime.expert_exchange import TABLES
 from piper.runtime.predictions import predicted_rows
@@ -102,7 +110,7 @@ class Session(SavedWorkers):
 
     def evaluate(self, batch: Batch, means: Means) -> Means:
         """Evaluate on one global batch. Return the sums so far with those of the batch."""
-        for piece in pieces_of(padded(batch, self.program.job.buckets), slices_of(self.plans)):
+        for piece in self._pieces(padded(batch, self.program.job.buckets)):
             ready = self._prepared(piece.batch, trains=False)
             answers = self._run(WorkerAnswers.evaluate, ready, piece.batch)
             means = means.add(ready.program, piece, sums_over_groups(ready.program.plans, answers))
@@ -111,12 +119,16 @@ class Session(SavedWorkers):
     def predict(self, batch: Batch, forward: Forward) -> Tensor:
         """Return the result of a forward for every sample of a global batch, in the order of the batch."""
         rows: list[Tensor] = []
-        for piece in pieces_of(batch, slices_of(self.plans)):
+        for piece in self._pieces(batch):
             ready = self._prepared(piece.batch, trains=False, forward=forward)
             self._run(WorkerAnswers.evaluate, ready, piece.batch)
             answers = self.ask_all(WorkerAnswers.predictions, ready.number)
             rows.append(predicted_rows(ready.program, answers)[: piece.samples])
         return torch.cat(rows)
+
+    def _pieces(self, batch: Batch) -> Iterator[SampleGroup]:
+        """Yield a batch in pieces that the programs which evaluate batches of its length can slice."""
+        return pieces_of(batch, slices_of((with_strategy_for(self.program, batch) or self.program).plans))
 
     def _run(
         self,
@@ -151,8 +163,8 @@ class Session(SavedWorkers):
         if known is not None:
             program = known.program
         else:
-            evaluation = self.program.evaluation
-            program = self._shaped(batch, given or batch) if trains else evaluation(batch, forward)
+            like = with_strategy_for(self.program, batch) or self.program
+            program = self._shaped(batch, given or batch) if trains else like.evaluation(batch, forward)
         buffers, setup = self._unheld(program), setup_of(program)
         self.preparations += 1
         number = self.preparations

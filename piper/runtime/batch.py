@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from piper.directives.by_length import ByLength
 from piper.errors import ConfigError
 from piper.ir.chunk import Batch
 from piper.ir.sharding import whole_sizes
-from piper.job import Buckets
+from piper.job import Buckets, limit_of
 from piper.runtime.compute import parts_of
 from piper.runtime.setup import ProgramLike, Setup, Shapes
 from piper.runtime.uneven import COUNTS, divides, filled
@@ -112,7 +113,18 @@ def as_run(
     same = all(tuple(batch[name].shape) == shape for name, shape in wanted.shapes.items())
     if same and COUNTS not in batch:
         return batch, True
-    return batch if divides(batch, program.plans) else filled(batch, program.plans, program.outline), False
+    known = with_strategy_for(program, batch)
+    fits = known is None or divides(batch, known.plans)
+    return batch if known is None or fits else filled(batch, known.plans, known.outline), False
+
+
+def with_strategy_for(program: ProgramLike, batch: Mapping[str, Tensor]) -> ProgramLike | None:
+    """Return the first program that was compiled with the strategy of a batch. None: there is none."""
+    strategy = program.job.strategy
+    if not isinstance(strategy, ByLength):
+        return program
+    limit = strategy.for_batch(batch).limit
+    return next((one for one in (program, *program.shapes.values()) if limit_of(one.job) == limit), None)
 
 
 def padded(batch: Mapping[str, Tensor], buckets: Buckets | None) -> Mapping[str, Tensor]:

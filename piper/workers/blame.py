@@ -275,7 +275,9 @@ class Watcher:
 
     def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
         """Return an instruction that marks its stream while it runs."""
-        marks, mark, number = self.marks, self.streams.setdefault(ins.stream, len(self.streams)), place + 1
+        marks, number = self.marks, place + 1
+        # Streams beyond those that were counted share the last mark.
+        mark = self.streams.setdefault(ins.stream, min(len(self.streams), len(marks) - 1))
 
         def marked() -> None:
             marks[mark] = number

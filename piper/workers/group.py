@@ -21,6 +21,7 @@ from piper.workers.transport.versions import Versions
 
 A = TypeVar("A")
 R = TypeVar("R")
+LATER_STREAMS = 32  # of programs for other batches, which may have a strategy of their own
 
 
 class Readable(Protocol):
@@ -100,8 +101,8 @@ class WorkerGroup(ABC):
 
 
 def streams_of(plans: Plans) -> int:
-    """Return the largest number of streams of any device."""
-    return max(len({ins.stream for ins in plan.instrs}) for plan in plans)
+    """Return the largest number of streams of any device, and some for programs that come later."""
+    return LATER_STREAMS + max(len({ins.stream for ins in plan.instrs}) for plan in plans)
 
 
 def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

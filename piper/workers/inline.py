@@ -38,7 +38,7 @@ class InlineWorkerGroup(WorkerGroup):
         super().__init__(program, options)
         self.versions, self.protects = versions, versions is not None
         self.world = World(program.plans, options.timeout)
-        self.worlds = [self.world]  # and those of programs that have other communicators
+        self.worlds = [(program.plans, self.world)]  # and those of programs that have other communicators
         self.watchers = {
             device: Watcher(device, private_marks(streams_of(program.plans)), self.failures.append)
             for device in self.devices
@@ -95,10 +95,10 @@ class InlineWorkerGroup(WorkerGroup):
         return blame(self.snapshot(statuses, self.options.timeout))
 
     def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
-        world = self.world
-        if not speaks_in(setup.plans, self.program.plans):
-            world = World(setup.plans, self.options.timeout)
-            self.worlds.append(world)
+        known = next((world for plans, world in self.worlds if speaks_in(setup.plans, plans)), None)
+        world = known or World(setup.plans, self.options.timeout)
+        if known is None:
+            self.worlds.append((setup.plans, world))
         for device, worker in self.workers.items():
             member = world.member(device)
             worker.prepare(number, setup, member, buffers.__getitem__, world.stop, trains=trains)
@@ -110,7 +110,7 @@ class InlineWorkerGroup(WorkerGroup):
         if self.threads_before is not None:
             torch.set_num_threads(self.threads_before)
             self.threads_before = None
-        for world in self.worlds:
+        for _, world in self.worlds:
             world.stop()
         self.threads.shutdown()
         for worker in self.workers.values():

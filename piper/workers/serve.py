@@ -103,9 +103,10 @@ class WorkerServer(WorkerAnswers):
         trains the worker's parameters on batches of another shape. Otherwise it evaluates.
         """
         number, packed, buffers, trains = given
-        setup, comms = unpack_setup(packed), self.worker.env.comms
-        if not speaks_in(setup.plans, self.worker.setup.plans):
-            comms = self._comms(setup, f"program-{number}")
+        setup = unpack_setup(packed)
+        programs = (self.worker, *self.worker.others.values())
+        known = next((one for one in programs if speaks_in(setup.plans, one.setup.plans)), None)
+        comms = self._comms(setup, f"program-{number}") if known is None else known.env.comms
         self.worker.prepare(number, setup, comms, buffers.__getitem__, comms.abort, trains=trains)
 
     def evaluate(self, given: ProgramBatch) -> Sums:
