@@ -239,13 +239,23 @@ def job_for(job: Job, batch: Batch) -> Job:
         strategy = load_strategy(Path(strategy))
     if not isinstance(strategy, ByLength):
         return job
-    chosen = strategy.for_batch(batch)
-    return job if chosen is job.strategy else replace(job, strategy=chosen)
+    chosen = replace(strategy, limit=strategy.limit_for(length_of(batch)))
+    return job if chosen == job.strategy else replace(job, strategy=chosen)
 
 
-def limit_of(job: Job) -> int | None:
-    """Return the length up to which the strategy of a job serves. None: it serves all lengths."""
-    return job.strategy.limit if isinstance(job.strategy, ByLength) else None
+def limit_of(job: Job, batch: Batch | None = None) -> int | None:
+    """Return the length up to which the strategy of a job serves, or its strategy for batches like `batch`.
+
+    None: it serves all lengths.
+    """
+    if not isinstance(job.strategy, ByLength):
+        return None
+    return job.strategy.limit if batch is None else job.strategy.limit_for(length_of(batch))
+
+
+def length_of(batch: Batch) -> int:
+    """Return the length of a batch: the largest size of axis 1 among its fields. 1: they have one axis."""
+    return max((field.shape[1] for field in batch.values() if field.dim() > 1), default=1)
 
 
 def directives_for(job: Job, size: int) -> Strategy:

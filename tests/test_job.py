@@ -110,9 +110,9 @@ def line_of(begin: str) -> int:
             """,
         ),
         (
-            {"strategy": {}},
+            {"strategy": 3},
             """
-            Job (test_job.py:LINE): strategy is dict, not a list of directives
+            Job (test_job.py:LINE): strategy is int, not a list of directives
               hint: put directives in a list, or give the path of a JSON file
             """,
         ),

@@ -18,6 +18,7 @@ from piper.directives import Directive
 from piper.directives.by_length import ByLength
 from piper.directives.json import parse_strategy, show_strategy
 from piper.errors import ConfigError, ScheduleError
+from piper.job import limit_of
 from piper.run.launch import launch_inline
 
 Batch = Mapping[str, Tensor]
@@ -248,6 +249,6 @@ def test_the_json_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("length", "limit"), [(1, 4), (4, 4), (5, 16), (16, 16), (17, 16)])
 def test_a_batch_takes_the_least_limit_that_it_fits(length: int, limit: int) -> None:
-    both = ByLength(strategies={4: (), 16: ()}, limit=4)
-    assert both.for_batch(rows(2, length)).limit == limit
-    assert both.for_batch({"x": torch.ones(3)}).limit == 4
+    given = job([rows(2, length)], strategy={4: (), 16: ()})
+    assert limit_of(given, rows(2, length)) == limit
+    assert limit_of(given, {"x": torch.ones(3)}) == 4

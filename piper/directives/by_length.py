@@ -1,21 +1,18 @@
 """A strategy that depends on the length of the batch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, overload
+from dataclasses import dataclass
+from typing import overload
 
 from piper.directives.base import Directive
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByLength(Sequence[Directive]):
     """A strategy for each length of batches. As a sequence it has the directives of the one that is chosen.
 
-    A batch takes the strategy of the least limit that is not below its length: the largest size of axis 1
-    among its fields. One that is longer than all limits takes the strategy of the largest.
+    A batch takes the strategy of the least limit that is not below its length. One that is longer than all
+    limits takes the strategy of the largest.
     """
 
     strategies: Mapping[int, Sequence[Directive]]  # by limit
@@ -31,11 +28,9 @@ class ByLength(Sequence[Directive]):
     def __len__(self) -> int:
         return len(self.strategies[self.limit])
 
-    def for_batch(self, batch: Mapping[str, "Tensor"]) -> "ByLength":
-        """Return the same strategies, with the one chosen that batches like `batch` take."""
-        length = max((field.shape[1] for field in batch.values() if field.dim() > 1), default=1)
-        limit = min((limit for limit in self.strategies if limit >= length), default=max(self.strategies))
-        return self if limit == self.limit else replace(self, limit=limit)
+    def limit_for(self, length: int) -> int:
+        """Return the limit whose strategy batches of a length take."""
+        return min((limit for limit in self.strategies if limit >= length), default=max(self.strategies))
 
 
 def by_length(strategies: Mapping[int, Sequence[Directive]]) -> ByLength:

@@ -80,11 +80,8 @@ def use_runs(
         for number, place in enumerate(places):
             if devices_of.get(place) not in sets:
                 continue
-            if (
-                run
-                and number > run[-1] + 1
-                and not (whole_step or same_region(sequence[places[run[-1]]], sequence[place], regions))
-            ):
+            apart = run and not same_region(sequence[places[run[-1]]], sequence[place], regions)
+            if apart and number > run[-1] + 1 and not whole_step:
                 yield UseRun(devices=sets[0], computes=places, users=run)
                 run = []
             run.append(number)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from piper.directives.by_length import ByLength
 from piper.errors import ConfigError
 from piper.ir.chunk import Batch
 from piper.ir.sharding import whole_sizes
@@ -120,10 +119,7 @@ def as_run(
 
 def with_strategy_for(program: ProgramLike, batch: Mapping[str, Tensor]) -> ProgramLike | None:
     """Return the first program that was compiled with the strategy of a batch. None: there is none."""
-    strategy = program.job.strategy
-    if not isinstance(strategy, ByLength):
-        return program
-    limit = strategy.for_batch(batch).limit
+    limit = limit_of(program.job, batch)
     return next((one for one in (program, *program.shapes.values()) if limit_of(one.job) == limit), None)
 
 
