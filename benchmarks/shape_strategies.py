@@ -1,0 +1,291 @@
+"""A strategy for each length against the best single one: an 8B decoder on 64 simulated H100.
+
+    python benchmarks/shape_strategies.py
+
+Documents have long-tailed lengths: a lognormal distribution with a median of 1,024 tokens and a sigma of 1.5,
+cut at 524,288 tokens, and at 131,072. They are packed into rows of 8,192, 32,768, 131,072 or 524,288 tokens,
+by the shortest row that a document fits in, and every step trains on 2 million tokens in rows of one length.
+So the share of the steps with rows of a length is the share of all tokens that lie in its documents. A row
+costs what one document of its length costs, under every strategy.
+
+A strategy is a degree of tensor and of context parallelism with a kind of attention, the devices over which
+ZeRO-3 shards, the microbatches, and whether layers are recomputed where a step does not fit otherwise.
+Strategies by length hold every parameter alike, so that a step may switch without moving any. Two layers are
+captured, and repeated. Nothing is measured: `piper simulate` prices each step, and the memory of a device
+limits it.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import piper
+from piper.directives import Directive, apply
+from piper.ir.chunk import CapturedModel
+from piper.ir.graph import start
+from piper.lower.buckets import make_buckets
+from piper.lower.lower import LOWERING, first_state
+from piper.lower.shared_buckets import held_otherwise
+from piper.lower.state import Settings
+from piper.lower.validate import validate
+from piper.models import decoder
+from piper.models.layers import rope
+from piper.plan.bucket import Bucket
+from piper.process.gc_pause import no_collection
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Roofline
+from piper.simulate.memory import communicators_of
+from piper.simulate.simulate import simulate
+
+sys.path.append(str(Path(__file__).parent))
+from repeated import repeated
+
+DEVICES, CLUSTER = 64, "h100"
+LAYERS, VOCAB, DIM, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 128_256, 4096, 14_336, 32, 8, 128
+LENGTHS = (8192, 32_768, 131_072, 524_288)
+TOKENS = 2**21  # of a step
+MEDIAN, SIGMA = 1024, 1.5  # of the documents' lengths
+FIELDS = {"tokens": 1, "labels": 1}
+FAMILIES = (  # within, tensor, context, attention, microbatches
+    *((within, 1, 1, "", count) for within in (8, 64) for count in (1, 4)),
+    *((within, 1, 4, "heads", count) for within in (8, 64) for count in (2, 4)),
+    *((within, 1, 8, "heads", count) for within in (8, 64) for count in (1, 2, 4)),
+    (64, 1, 16, "ring", 4),
+    (64, 1, 32, "ring", 2),
+    (64, 1, 64, "ring", 4),
+    (64, 8, 1, "", 4),
+    (64, 8, 4, "ring", 2),
+    (64, 8, 8, "ring", 4),
+)
+
+
+def shares(lengths: Sequence[int]) -> dict[int, float]:
+    """Return the share of all tokens that lie in documents of each row length; longer ones are left out.
+
+    Weighted by tokens, lognormal lengths are lognormal with the same sigma around another median.
+    """
+
+    def below(length: float) -> float:
+        return 0.5 * (1 + math.erf((math.log(length / MEDIAN) - SIGMA**2) / SIGMA / math.sqrt(2)))
+
+    whole = below(lengths[-1])
+    ends = [0.0, *(below(length) / whole for length in lengths)]
+    return {length: high - low for length, low, high in zip(lengths, ends, ends[1:], strict=False)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A strategy: how many devices share a sequence and how they attend, microbatches and recomputation."""
+
+    within: int  # devices over which ZeRO-3 shards; such groups hold the same
+    tensor: int = 1
+    context: int = 1
+    attention: str = ""
+    microbatches: int = 1
+    recompute: bool = False  # layers save only their inputs
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Return what decides where parameters lie. Strategies with the same can follow each other."""
+        return self.within, self.tensor
+
+    @property
+    def group(self) -> int:
+        """Return how many devices share their samples."""
+        return self.tensor * self.context
+
+    @property
+    def name(self) -> str:
+        degrees = [f"DP{DEVICES // self.group}"]
+        degrees += [f"TP{self.tensor}"] if self.tensor > 1 else []
+        degrees += [f"CP{self.context} {self.attention}"] if self.context > 1 else []
+        saved = ", layers again" if self.recompute else ""
+        parts = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
+        return f"{' x '.join(degrees)}, ZeRO-3 in {self.within}, {parts}{saved}"
+
+    def rows(self, length: int) -> int:
+        """Return the rows of a microbatch that a group of devices gets. 0: a row is too long."""
+        return TOKENS // self.microbatches // (DEVICES // self.group) // length
+
+    def directives(self, devices: range, layers: int, microbatches: int) -> list[Directive]:
+        """Return the strategy on some devices, for a model of so many layers."""
+        strategy: list[Directive] = []
+        if self.within:
+            inside = self.within if self.within < len(devices) else None
+            strategy.append(piper.replicate(piper.at(), devices, zero=3, within=inside))
+        if self.tensor > 1:
+            weights = decoder.SHARDED_WEIGHTS
+            strategy.append(
+                piper.shard(piper.at(), devices, ways=self.tensor, axis="TP", weights=weights, between=1)
+            )
+        if self.context > 1:
+            strategy.append(
+                piper.shard(
+                    piper.at(), devices, ways=self.context, axis="CP", batch=FIELDS,
+                    attention=self.attention, balance="zigzag",
+                )
+            )  # fmt: skip
+        if self.recompute:
+            layer = piper.at(LAYER=range(1, layers + 1))
+            strategy.append(piper.remat(layer, budget=0.0, across="LAYER"))
+        if microbatches > 1:
+            strategy.append(piper.split(piper.at(), parts=microbatches))
+        return strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A simulated step."""
+
+    seconds: float
+    peak: float  # GiB of the fullest device
+    fits: bool
+    exposed: float  # of the step: communication that computing does not hide
+    buckets: Mapping[str, Bucket]
+
+
+class Decoder(nn.Module):
+    """Tokens to logits: the embedding, each of two layers and the head are regions LAYER."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = decoder.Config(
+            vocab=VOCAB, dim=DIM, layers=2, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, hidden=HIDDEN
+        )
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(decoder.block(config) for _ in range(2))
+        self.norm, self.head = nn.RMSNorm(DIM), nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with piper.annotate("LAYER"):
+            x = self.embedding(tokens)
+        for layer in self.layers:
+            with piper.annotate("LAYER"):
+                x = layer(x, rope(tokens.shape[1], HEAD_DIM, 500_000.0, like=x))
+        with piper.annotate("LAYER"):
+            logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+@cache
+def captured(choice: Choice, length: int) -> CapturedModel:
+    """Capture two layers for one group of devices, and repeat the second."""
+    tokens = torch.zeros(1, length, dtype=torch.long).expand(choice.rows(length), length)
+    devices = range(choice.group)
+    job = piper.Job(
+        model=Decoder,
+        loss=decoder.token_loss,
+        data=lambda: [{"tokens": tokens, "labels": tokens}],
+        strategy=choice.directives(devices, 2, 1),
+        optimizer=lambda params: torch.optim.AdamW(params, fused=True),
+        precision="bf16",
+    )
+    return repeated(piper.compile(job, device="cpu", compile=True).outline, LAYERS)
+
+
+@cache
+def planned(choice: Choice, length: int) -> Step:
+    """Plan and simulate a step with rows of one length."""
+    outline = captured(replace(choice, within=0), length)
+    strategy = choice.directives(range(DEVICES), LAYERS, choice.microbatches)
+    graph = validate(apply(start(outline), strategy), TOKENS // length)
+    buckets = make_buckets(graph)
+    state = first_state(graph, Settings(state_bytes=8), buckets)
+    with no_collection():
+        for rewrite, _ in LOWERING:
+            state = rewrite(state)
+    assert state.plans is not None
+    cluster = load_cluster(CLUSTER)
+    step = simulate(state.plans, outline, Roofline(cluster))
+    (plan,), peak = state.plans, max(memory.peak for memory in step.memories)
+    return Step(
+        seconds=step.step,
+        peak=peak / 2**30,
+        fits=peak <= cluster.usable(communicators_of(plan)),
+        exposed=step.mean[1] / step.step,
+        buckets=buckets.read,
+    )
+
+
+def served(choice: Choice, length: int) -> Choice | None:
+    """Return a choice that saves as much as fits for rows of one length. None: it cannot serve them."""
+    if not choice.rows(length):
+        return None
+    choices = (choice, replace(choice, recompute=True))
+    return next((each for each in choices if planned(each, length).fits), None)
+
+
+def mean_seconds(choices: Mapping[int, Choice]) -> float:
+    """Return the mean seconds of a step over the distribution, given the choice for each length."""
+    lengths = shares(tuple(choices)).items()
+    return sum(share * planned(choices[length], length).seconds for length, share in lengths)
+
+
+def single_strategies(fitting: Mapping[Choice, Mapping[int, Choice]], lengths: Sequence[int]) -> list[Choice]:
+    """Return the strategies that serve all lengths, the fastest first. They recompute for all or for none."""
+    several = [
+        replace(family, recompute=any(choices[length].recompute for length in lengths))
+        for family, choices in fitting.items()
+        if choices.keys() >= set(lengths)
+    ]
+    return sorted(several, key=lambda choice: mean_seconds(dict.fromkeys(lengths, choice)))
+
+
+def best_by_length(
+    fitting: Mapping[Choice, Mapping[int, Choice]], lengths: Sequence[int]
+) -> dict[int, Choice]:
+    """Return the fastest choice for each length, among those that hold parameters alike."""
+    mixes: list[dict[int, Choice]] = []
+    for layout in dict.fromkeys(family.layout for family in fitting):
+        alike = [choices for family, choices in fitting.items() if family.layout == layout]
+        mix: dict[int, Choice] = {}
+        for length in lengths:
+            serving = [choices[length] for choices in alike if length in choices]
+            if serving:
+                mix[length] = min(serving, key=lambda choice: planned(choice, length).seconds)
+        mixes += [mix] if len(mix) == len(lengths) else []
+    return min(mixes, key=mean_seconds)
+
+
+def show(fitting: Mapping[Choice, Mapping[int, Choice]], lengths: Sequence[int]) -> None:
+    """Print the best strategies by length beside the best single ones."""
+    mix, single = best_by_length(fitting, lengths), single_strategies(fitting, lengths)
+    first, *others = (planned(choice, length).buckets for length, choice in mix.items())
+    assert not any(next(held_otherwise(other, first), None) for other in others), "a parameter would move"
+    print(f"\nDocuments of at most {lengths[-1]:,} tokens: of each length, by length and the best single one")
+    for length, share in shares(lengths).items():
+        for choice in (mix[length], single[0]):
+            step = planned(choice, length)
+            numbers = f"{step.seconds:6.2f} s, {step.peak:4.1f} GiB, {step.exposed:4.0%} exposed"
+            print(f"{length:8} {share:6.1%} of tokens  {choice.name:62} {numbers}")
+    print("Mean seconds of a step:")
+    mixed = mean_seconds(mix)
+    print(f"  {mixed:6.2f}          by length")
+    for choice in single:
+        alone = mean_seconds(dict.fromkeys(lengths, choice))
+        print(f"  {alone:6.2f}  {alone / mixed:5.2f}x  {choice.name}")
+
+
+def main() -> None:
+    fitting: dict[Choice, dict[int, Choice]] = {}
+    for within, tensor, context, attention, count in FAMILIES:
+        family = Choice(
+            within=within, tensor=tensor, context=context, attention=attention, microbatches=count
+        )
+        choices = {length: served(family, length) for length in LENGTHS}
+        fitting[family] = {length: choice for length, choice in choices.items() if choice is not None}
+        for length, choice in fitting[family].items():
+            step = planned(choice, length)
+            print(f"{length:8}  {choice.name:62} {step.seconds:6.2f} s, {step.peak:4.1f} GiB", flush=True)
+    for longest in (3, 4):
+        show(fitting, LENGTHS[:longest])
+
+
+if __name__ == "__main__":
+    main()
