@@ -85,13 +85,5 @@ def layout_of(bucket: Bucket, piece: Piece) -> object:
     """Return how a parameter lies on devices: who holds, reduces and updates what of it, in which types."""
     sets = (bucket.devices, bucket.groups, bucket.inside, bucket.across)
     types = (bucket.dtype, bucket.reduced_as, bucket.gathered_as)
-    return (
-        sets,
-        types,
-        bucket.zero,
-        bucket.trainable,
-        bucket.copies,
-        bucket.clones,
-        piece.shape,
-        piece.shardings,
-    )
+    counts = (bucket.zero, bucket.copies, bucket.clones)
+    return sets, types, counts, bucket.trainable, piece.shape, piece.shardings
