@@ -1,5 +1,6 @@
 """Regions are numbered in the order they are made, and cost nothing when nobody captures."""
 
+import copy
 import inspect
 
 import pytest
@@ -179,6 +180,22 @@ def test_annotate_modules_changes_no_result() -> None:
     marked = annotate_modules(Plain(), {"PP": ["layers.*"]})
     assert torch.equal(marked(x), wanted(x))
     assert marked.state_dict().keys() == wanted.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "regions", [{"PP": ["0"]}, {"PP": ["0", "1"], "LAYER": ["0"]}], ids=["once", "twice"]
+)
+def test_a_copy_of_an_annotated_model_has_its_own_parameters(regions: dict[str, list[str]]) -> None:
+    model = annotate_modules(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), regions)
+    copied, x = copy.deepcopy(model), torch.ones(1, 2)
+    with torch.no_grad():
+        before = model(x)
+        for parameter in copied.parameters():
+            parameter.zero_()
+        assert torch.equal(model(x), before) and not copied(x).any()
+    copied(x).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in copied.parameters())
 
 
 def test_an_unknown_path_names_what_is_close() -> None:

@@ -5,12 +5,13 @@ different for each region. Marks grow in the order the regions were made, so cap
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from types import MethodType
 
 import torch
 from torch import nn
@@ -110,9 +111,21 @@ def annotate_modules(model: nn.Module, regions: Mapping[str, Sequence[Entry]]) -
             listed.append(Region(tag=tag, mark=(start, number), where=", ".join(paths)))
             for path in paths:
                 module = modules[path]
-                # Dynamo cannot trace a hook that opens a region; it can trace a wrapped forward.
-                module.forward = traceback.annotate_fn({PREFIX + tag: (start, number)})(module.forward)
+                module.forward = _marked(module.forward, {PREFIX + tag: (start, number)})
     return model
+
+
+def _marked(forward: Callable[..., object], mark: dict[str, Mark]) -> Callable[..., object]:
+    """Return the forward of a module that opens a region. A copy of the module calls its own.
+
+    Dynamo cannot trace a hook that opens a region; it can trace a wrapped forward.
+    """
+    wrap = traceback.annotate_fn(mark)
+    if isinstance(
+        forward, MethodType
+    ):  # `copy.deepcopy` binds a method to the copy, and keeps any other function
+        return MethodType(wrap(forward.__func__), forward.__self__)
+    return wrap(forward)
 
 
 def _regions(tag: str, entries: Sequence[Entry], paths: Sequence[str]) -> Iterator[list[str]]:
