@@ -150,6 +150,12 @@ class Host:
         """Take the host's link down. Its processes go on."""
         command(*self.switch.enter("ip", "link", "set", self.port, "down"))
 
+    def slow(self, rate: str) -> None:
+        """Let the host send no faster than a rate of `tc`, such as 100mbit."""
+        self.run(
+            "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "1s"
+        )
+
     def plug(self) -> None:
         """Bring the link up again."""
         command(*self.switch.enter("ip", "link", "set", self.port, "up"))

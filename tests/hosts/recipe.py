@@ -1,13 +1,16 @@
 """A recipe for tests on several hosts: two stages in double precision, and steps that take a tenth of a second."""
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import piper
+from piper.callbacks import Callback, Running, StepNumbers
 from piper.data import Samples
 from piper.data.batches import Batch, Places
 
@@ -96,3 +99,69 @@ def job(strategy: list[piper.Directive]) -> piper.Job:
         precision="fp64",
         checkpoint=piper.Checkpoint(folder="checkpoints", every=5),
     )
+
+
+WIDTH, LAYERS, HEADERS = 512, 4, 66  # bytes of Ethernet, IP and TCP in front of each packet
+
+
+class Wide(nn.Module):
+    """As many parameters as make what the driver sends small beside what devices exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with piper.annotate("LAYER"):
+                x = torch.tanh(layer(x))
+        return x
+
+
+class Counted(Callback):
+    """Writes the bytes that the driver's machine has sent in all after each step, without the headers of packets."""
+
+    def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
+        lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
+        (numbers,) = (line.split()[1:] for line in lines if line.split()[0] == "eth0:")
+        size, packets = int(numbers[8]), int(numbers[9])
+        with (run.folder / "traffic.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "sent": size - HEADERS * packets}) + "\n")
+
+
+def wide(**groups: int) -> piper.Job:
+    """ZeRO-3 on four devices of two machines."""
+    drawn = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(0))
+    strategy = [piper.replicate(piper.at(), range(4), zero=3, **groups), piper.split(piper.at(), parts=2)]
+    return replace(
+        job(strategy),
+        model=Wide,
+        data=lambda: Samples([{"x": row} for row in drawn], batch=8, seed=1),
+        callbacks=[Counted()],
+        checkpoint=None,
+        steps=7,
+    )
+
+
+def flat() -> piper.Job:
+    """Parameters are gathered and gradients reduced over all devices."""
+    return wide()
+
+
+def groups() -> piper.Job:
+    """Both happen inside a machine, and shards are summed between the two."""
+    return wide(within=2)
+
+
+def owners() -> piper.Job:
+    """The optimizer's state is sharded over all devices."""
+    return wide(within=2, optimizer_within=4)
+
+
+def copied_groups() -> piper.Job:
+    """The state of a machine is that of the other one: protection copies nothing between them."""
+    strategy = [
+        piper.replicate(piper.at(), range(4), zero=3, within=2),
+        piper.protect(piper.at(), copies=1, devices_per_machine=2),
+    ]
+    return job(strategy)

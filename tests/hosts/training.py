@@ -87,11 +87,18 @@ def on_one_device(folder: Path, job: str = "alone") -> list[float]:
 
 
 def torchrun(
-    host: Host, number: int, head: Host, run: Path, *words: str, job: str = "pair", hosts: int = 2
+    host: Host,
+    number: int,
+    head: Host,
+    run: Path,
+    *words: str,
+    job: str = "pair",
+    hosts: int = 2,
+    each: int = 1,
 ) -> subprocess.Popen[str]:
-    """Start torchrun on one of several hosts, as docs/multi-node.md says."""
+    """Start torchrun on one of several hosts, as docs/multi-node.md says. each: the ranks of a host."""
     return host.start(
-        *("torchrun", "--nnodes", str(hosts), "--node-rank", str(number), "--nproc-per-node", "1"),
+        *("torchrun", "--nnodes", str(hosts), "--node-rank", str(number), "--nproc-per-node", str(each)),
         *("--master-addr", head.address, "--master-port", "29500"),
         *("-m", "piper", "train", f"{RECIPE}:{job}", "--out", str(run), *words),
         env=ENVIRONMENT,
