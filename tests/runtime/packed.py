@@ -99,13 +99,13 @@ class Layer(nn.Module):
 
 
 class Packed(nn.Module):
-    """Tokens to logits, each document by itself. kind: the attention. stages: regions PP."""
+    """Tokens to logits, each document by itself. kind: the attention. stages: regions PP, of which each layer is one by default."""
 
-    def __init__(self, kind: str, stages: int = 2, block: int = 4) -> None:
+    def __init__(self, kind: str, stages: int = 2, block: int = 4, layers: int | None = None) -> None:
         super().__init__()
-        self.kind, self.block = kind, block
+        self.kind, self.block, self.stages = kind, block, stages
         self.embedding, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(16, DIM)
-        self.layers = nn.ModuleList(Layer(kind) for _ in range(stages))
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(layers or stages))
         self.head = nn.Linear(DIM, VOCAB, bias=False)
 
     def forward(
@@ -119,12 +119,14 @@ class Packed(nn.Module):
             mask: Tensor | BlockMask = (starts + rows).flatten().int()
         else:
             mask = self.mask(documents, places)
-        for number, layer in enumerate(self.layers):
+        each = len(self.layers) // self.stages
+        for stage in range(self.stages):
             with piper.annotate("PP"):
-                if number == 0:
+                if stage == 0:
                     x = self.embedding(tokens) + self.positions(positions)
-                x = layer(x, mask)
-                if number == len(self.layers) - 1:
+                for layer in self.layers[stage * each : (stage + 1) * each]:
+                    x = layer(x, mask)
+                if stage == self.stages - 1:
                     x = self.head(x)
         logits: Tensor = x
         return logits
@@ -164,7 +166,7 @@ def by_document(model: Packed, fields: Mapping[str, Tensor], packing: Sequence[S
             tokens, labels = (fields[name][row, start : start + size] for name in ("tokens", "labels"))
             x = state["embedding.weight"][tokens] + state["positions.weight"][:size]
             for number in range(len(model.layers)):
-                x = _layer(x, state, f"layers.{number}", model.kind)
+                x = plain_layer(x, state, f"layers.{number}", model.kind)
             scores = x @ state["head.weight"].T
             for place in range(size):
                 if labels[place] >= 0:
@@ -173,7 +175,9 @@ def by_document(model: Packed, fields: Mapping[str, Tensor], packing: Sequence[S
     return total / count
 
 
-def _layer(x: Tensor, state: Mapping[str, Tensor], name: str, kind: str) -> Tensor:
+def plain_layer(x: Tensor, state: Mapping[str, Tensor], name: str, kind: str) -> Tensor:
+    """Return what a layer gives for the tokens of one document: [tokens, width]."""
+
     def linear(part: str, given: Tensor) -> Tensor:
         return given @ state[f"{name}.{part}.weight"].T + state[f"{name}.{part}.bias"]
 

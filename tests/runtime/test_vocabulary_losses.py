@@ -172,7 +172,6 @@ CASES = [
     for model in (TwoTokens, Llama)
     for loss in (fused, unfused)
     for name in STRATEGIES
-    if not (name == "tp4" and model is Llama)  # two heads of keys
 ]
 
 
