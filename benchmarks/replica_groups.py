@@ -107,8 +107,8 @@ def main() -> None:
         "```",
         "",
         f"{DEVICES} devices in {DEVICES // MACHINE} machines, 8 layers of an 8B decoder, {MICROBATCHES} "
-        f"microbatches of {LENGTH} tokens on each. At least {WANTED}x is wanted where the link between machines "
-        "is the bottleneck.",
+        f"microbatches of {LENGTH} tokens on each. At least {WANTED}x is wanted where the link between "
+        "machines is the bottleneck.",
         "",
         "| link of a device between machines | layout | step ms | times as fast as flat | GiB |",
         "| --- | --- | --- | --- | --- |",
