@@ -129,10 +129,13 @@ class Counted(Callback):
             file.write(json.dumps({"step": step, "sent": size - HEADERS * packets}) + "\n")
 
 
-def wide(**groups: int) -> piper.Job:
+def wide(within: int | None = None, owners: int | None = None) -> piper.Job:
     """ZeRO-3 on four devices of two machines."""
     drawn = torch.randn(48, WIDTH, generator=torch.Generator().manual_seed(0))
-    strategy = [piper.replicate(piper.at(), range(4), zero=3, **groups), piper.split(piper.at(), parts=2)]
+    strategy: list[piper.Directive] = [
+        piper.replicate(piper.at(), range(4), zero=3, within=within, optimizer_within=owners),
+        piper.split(piper.at(), parts=2),
+    ]
     return replace(
         job(strategy),
         model=Wide,
@@ -143,11 +146,6 @@ def wide(**groups: int) -> piper.Job:
     )
 
 
-def flat() -> piper.Job:
-    """Parameters are gathered and gradients reduced over all devices."""
-    return wide()
-
-
 def groups() -> piper.Job:
     """Both happen inside a machine, and shards are summed between the two."""
     return wide(within=2)
@@ -155,12 +153,12 @@ def groups() -> piper.Job:
 
 def owners() -> piper.Job:
     """The optimizer's state is sharded over all devices."""
-    return wide(within=2, optimizer_within=4)
+    return wide(within=2, owners=4)
 
 
 def copied_groups() -> piper.Job:
     """The state of a machine is that of the other one: protection copies nothing between them."""
-    strategy = [
+    strategy: list[piper.Directive] = [
         piper.replicate(piper.at(), range(4), zero=3, within=2),
         piper.protect(piper.at(), copies=1, devices_per_machine=2),
     ]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import piper
-from piper.ir.mesh import Devices
+from piper.ir.devices import Devices
 from piper.plan.plan import Plans
 from piper.recipe import load_recipe
 from tests.hosts.machines import hosts
