@@ -1,10 +1,13 @@
-"""Checks that a checkpoint fits a program: the same parameters and buffers, trained in the same way."""
+"""Checks that a checkpoint fits a program: the same parameters and buffers, trained in the same way.
+
+Which parameters are trained may differ: a part that is frozen for a while, or two that take turns.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from piper.checkpoint.metadata import Record, Spec, Trainer
+from piper.checkpoint.metadata import Record, Spec, Trainer, kept_by
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel
 from piper.ir.format import listed
@@ -48,9 +51,44 @@ def check_model(path: Path, record: Record, wanted: Mapping[str, Spec]) -> None:
 
 
 def alike(saved: Spec, here: Spec) -> bool:
-    """Return whether two specs agree in every field that both know."""
-    pairs = ((saved.dtype, here.dtype), (saved.trainable, here.trainable))
-    return saved.shape == here.shape and all(a == b for a, b in pairs if a is not None and b is not None)
+    """Return whether a saved value can be loaded: its shape is the same, and its type as far as it must be.
+
+    A parameter has the type of its master copy where it is trained and that of the computation where it is
+    frozen, so types are compared only where both train it or neither does.
+    """
+    turned = {saved.trainable, here.trainable} == {True, False}
+    known = saved.dtype is not None and here.dtype is not None
+    return saved.shape == here.shape and (turned or not known or saved.dtype == here.dtype)
+
+
+def can_keep(record: Record, name: str) -> bool:
+    """Return whether any layout can hold the optimizer's state of a frozen parameter: it goes by element."""
+    return not any(record.moments.get(name, {}).values())  # shapes of tensors that go with whole parameters
+
+
+def changes_in_training(record: Record, wanted: Mapping[str, Spec]) -> str | None:
+    """Return in one line what becomes of the optimizer's state where other parameters are trained now.
+
+    None: the same parameters are trained, or the checkpoint holds values only.
+    """
+    before = {name for name, spec in record.values.items() if spec.trainable}
+    trained = {name for name, spec in wanted.items() if spec.trainable}
+    if record.seed is None or before == trained:
+        return None
+    saved = kept_by(record.moments, record.numbers)
+    unused = [name for name in wanted if name in saved and name not in trained]
+    held = [name for name in unused if wanted[name].trainable is not None and can_keep(record, name)]
+    lines = {
+        "begin with a fresh state of the optimizer": [
+            name for name in wanted if name in trained - before - saved.keys()
+        ],
+        "go on with the state they had when they were frozen": [
+            name for name in wanted if name in (trained - before) & saved.keys()
+        ],
+        "are frozen, and later checkpoints keep their state": held,
+        "are frozen, and their state is dropped": [name for name in unused if name not in held],
+    }
+    return "; ".join(f"{len(names)} {what} ({listed(names)})" for what, names in lines.items() if names)
 
 
 def differences_in(missing: Iterable[str], unexpected: Iterable[str], other: Iterable[str]) -> dict[str, str]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from piper.checkpoint.bucket_spans import length_of, spans
+from piper.checkpoint.bucket_spans import length_of, saved_buckets, spans
+from piper.checkpoint.compatibility import can_keep
 from piper.checkpoint.folder import settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named
 from piper.checkpoint.metadata import FILE, DamagedError, Record, name_in_group
@@ -86,6 +87,7 @@ def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], ob
         stored = saved_name(worker, record, name)
         reader.read(buffer_parts(stored, slots[name], worker.device, value, flat))
         adoptions.append(partial(value.copy_, flat.view(value.shape)))
+    adoptions.append(read_unused(worker, reader))
     if worker.env.state.optimizer is not None and record.seed is not None:
         adoptions.append(read_optimizer(worker, worker.env.state.optimizer, reader))
         scheduler = worker.env.state.scheduler
@@ -169,14 +171,38 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
         tensors = dict(segments)
         own = spans(bucket, worker.device, *bucket.owned(worker.device))
         for called, own_runs in own.items():
-            kept = moments_of(saved_name(worker, record, called), own_runs, tensors[called], reader)
+            shape = tuple(tensors[called].shape)
+            kept = moments_of(saved_name(worker, record, called), own_runs, shape, reader)
             if kept:
                 state[numbers[id(tensors[called])]] = kept
     merged = [
-        {**now, **saved, **{key: now[key] for key in WAYS if key in now}}
+        {**now, **saved, **{key: now[key] for key in (*WAYS, "param_names") if key in now}}
         for now, saved in zip(here, groups, strict=True)
     ]
     return partial(adopt_optimizer, optimizer, state, merged, numbers)
+
+
+def read_unused(worker: Worker, reader: CheckpointReader) -> Callable[[], None]:
+    """Read what an optimizer kept for parameters that this job has frozen: the next checkpoint keeps it.
+
+    Of devices that hold the same elements, only the one that saves them reads it.
+    """
+    record, device = reader.record, worker.device
+    unused: dict[str, dict[str, dict[str, object]]] = {}
+    for bucket in saved_buckets(worker.setup.plans, device):
+        if bucket.trainable:
+            continue
+        states = {
+            name: moments_of(stored, own_runs, (length_of(own_runs),), reader)
+            for name, own_runs in spans(bucket, device, *bucket.owned(device)).items()
+            if can_keep(record, stored := saved_name(worker, record, name))
+        }
+        unused[bucket.name] = {name: state for name, state in states.items() if state}
+
+    def adopt() -> None:
+        worker.env.state.unused = unused
+
+    return adopt
 
 
 def adopt_optimizer(
@@ -196,9 +222,12 @@ def adopt_optimizer(
 
 
 def moments_of(
-    owner: str, own_runs: Sequence[FlatRuns], trained: Tensor, reader: CheckpointReader
+    owner: str, own_runs: Sequence[FlatRuns], whole: tuple[int, ...], reader: CheckpointReader
 ) -> dict[str, object]:
-    """Return what the optimizer keeps for one parameter, for the runs of it that this device trains."""
+    """Return what the optimizer keeps for one parameter, for the runs of it that this device has.
+
+    whole: the shape of what the device has of the parameter.
+    """
     record = reader.record
     moments: dict[str, object] = {}
     for key, shape in record.moments.get(owner, {}).items():
@@ -211,7 +240,7 @@ def moments_of(
         reader.read(
             range_of(name, stored.size, runs, flat, begin) for runs in (own_runs if like else [all_of_it])
         )
-        moments[key] = flat.view(trained.shape if like else cast("tuple[int, ...]", shape))
+        moments[key] = flat.view(whole if like else cast("tuple[int, ...]", shape))
     plain = cast("dict[str, Plain]", record.numbers.get(owner, {}))
     return moments | {key: decode(value) for key, value in plain.items()}
 

@@ -35,15 +35,17 @@ class PlainExport:
         record = self.values.record
         model = {name: self._weight(own) for name, own in self.model.items()}
         kept: dict[str, dict[str, object]] = {}
+        trained = {name for _, names in self.groups for name in names}  # and none that is frozen by now
         for name, keys in record.moments.items():
-            for key, shape in keys.items():
+            for key, shape in keys.items() if name in trained else ():
                 whole = record.model[name].shape if shape is None else shape
                 stored = f"optimizer.{name}.{key}"
                 dtype = dtype_named(record.tensors[stored].dtype)
                 kept.setdefault(name, {})[key] = StoredTensor(key=stored, shape=whole, dtype=dtype)
         for name, numbers in record.numbers.items():
             plain = {key: decode(value) for key, value in numbers.items()}
-            kept.setdefault(name, {}).update(plain)
+            if name in trained:
+                kept.setdefault(name, {}).update(plain)
         return model, kept
 
     def _weight(self, name: str) -> "StoredTensor":

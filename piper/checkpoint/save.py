@@ -135,8 +135,10 @@ def moment_parts(
 
 
 def states_of(worker: Worker, bucket: Bucket) -> Mapping[str, Mapping[str, object]]:
-    """Return what the optimizer keeps for the parameters of a bucket."""
+    """Return what the optimizer keeps for the parameters of a bucket, or kept for those that are frozen."""
     state = worker.env.state
+    if not bucket.trainable:
+        return state.unused.get(bucket.name, {})
     if state.optimizer is None:
         return {}
     states = state.optimizer.state

@@ -1,5 +1,6 @@
 """The driver's side of checkpoints: workers write and read their parts, the driver commits."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from piper.checkpoint.background import Done
 from piper.checkpoint.bucket_spans import held_names
-from piper.checkpoint.compatibility import check_model, check_trainer, wanted_model
+from piper.checkpoint.compatibility import changes_in_training, check_model, check_trainer, wanted_model
 from piper.checkpoint.folder import Retention, begun, commit, discard, settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
 from piper.checkpoint.metadata import FILE, DamagedError, Spec, Trainer, name_in_group
@@ -30,6 +31,7 @@ from piper.workers.group import WorkerGroup
 from piper.workers.results import Resumed
 from piper.workers.timeouts import TIMEOUTS
 
+log = logging.getLogger("piper")
 A = TypeVar("A")
 R = TypeVar("R")
 
@@ -135,7 +137,8 @@ class SavedWorkers(ABC):
         self.settle()
         folder = settled(Path(path).absolute())
         record = read_record(folder)
-        check_model(folder, record, wanted_model(self.program.plans, self.program.outline))
+        wanted = wanted_model(self.program.plans, self.program.outline)
+        check_model(folder, record, wanted)
         check_trainer(folder, record, trainer_names(self.program), self.program.job.seed)
         try:
             data = decode(record.data)
@@ -161,6 +164,8 @@ class SavedWorkers(ABC):
         except BaseException:
             self.close()  # some workers may have the new state and some the old
             raise
+        if changes := changes_in_training(record, wanted):
+            log.warning("%s was saved with other parameters trained: %s", folder, changes)
         self.unread.update(unread)
         self.retention.trust(folder)
         data, callbacks = split_states(data)

@@ -93,6 +93,8 @@ class DeviceState:
         self.keep_gradients = False
         self.renewed: list[Callable[[], None]] = []  # what kernels do when the state was loaded
         self.gradients: dict[str, Tensor] = {}
+        self.unused: dict[str, dict[str, dict[str, object]]] = {}
+        # ^ what an optimizer kept for frozen parameters, by bucket and name, as a checkpoint had it
         self.segments: dict[str, list[tuple[str, Tensor]]] = {}
         for name, holding in self.holdings.items():
             if holding.bucket.trainable:
