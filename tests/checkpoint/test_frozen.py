@@ -1,6 +1,7 @@
 """A checkpoint goes on in a job that trains other parameters of the same model: frozen parts, and turns."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,12 @@ def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.02)
 
 
-def square(model: nn.Module, batch: zoo.Batch) -> Tensor:
-    return (model(batch["x"]) - batch["y"]).square().mean()
+def square(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    error: Tensor = model(batch["x"]) - batch["y"]
+    return error.square().mean()
 
 
-def program(strategy: list[Directive], *frozen: str, precision: JobPrecision = "fp64") -> Program:
+def program(strategy: Sequence[Directive], *frozen: str, precision: JobPrecision = "fp64") -> Program:
     return compile(
         Job(
             model=lambda: zoo.freeze(zoo.MLP(4), *frozen) if frozen else zoo.MLP(4),
@@ -51,7 +53,7 @@ def program(strategy: list[Directive], *frozen: str, precision: JobPrecision = "
 def step_alone(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
     """One step of plain PyTorch. A frozen parameter has no gradient, so AdamW leaves it and its state."""
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
     return loss.item()
 
@@ -64,9 +66,9 @@ def in_float64(batch: zoo.Batch) -> zoo.Batch:
     ("first", "then", "last"), [(ZERO0, ZERO3, STAGES), (ZERO3, STAGES, ZERO0)], ids=["zero0", "zero3"]
 )
 def test_a_part_is_frozen_for_a_while(
-    first: list[Directive],
-    then: list[Directive],
-    last: list[Directive],
+    first: Sequence[Directive],
+    then: Sequence[Directive],
+    last: Sequence[Directive],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -106,11 +108,15 @@ class Gan(nn.Module):
         self.d = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def deceive(model: nn.Module, batch: zoo.Batch) -> Tensor:
+def frozen_gan(part: str) -> nn.Module:
+    return zoo.freeze(Gan(), part)
+
+
+def deceive(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return nn.functional.softplus(-model.d(model.g(batch["x"]))).mean()  # type: ignore[operator]
 
 
-def discern(model: nn.Module, batch: zoo.Batch) -> Tensor:
+def discern(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     made, real = model.d(model.g(batch["x"])), model.d(batch["y"])  # type: ignore[operator]
     return (nn.functional.softplus(made) + nn.functional.softplus(-real)).mean()
 
@@ -130,11 +136,11 @@ def test_two_parts_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     generator, discriminator = (
         compile(
             Job(
-                model=lambda frozen=frozen: zoo.freeze(Gan(), frozen),
+                model=partial(frozen_gan, frozen),
                 loss=loss,
                 data=lambda: GIVEN,
                 strategy=strategy,
-                optimizer=two_rates,
+                optimizer=two_rates,  # type: ignore[arg-type]  # its argument's name asks for pairs
                 precision="fp64",
             )
         )
