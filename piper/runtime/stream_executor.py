@@ -208,7 +208,7 @@ class StreamExecutor:
 
 
 def pause(waited: float) -> float:
-    """Sleep until the next look at a step, which has been waited for so many seconds. Return the time."""
+    """Wait for the next look at a step, which has been waited for so many seconds. Return the time."""
     sleep(max(GLANCE, waited / LOOKS))
     return monotonic()
 
