@@ -4,6 +4,7 @@ Zero bubble runs backwards in two halves, the weight half filling the gaps.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import zip_longest
 
 from piper.directives.order import Order
@@ -21,7 +22,8 @@ def one_f_one_b(stages: int, microbatches: int, *, stage: Stage = "PP", part: st
     rank 1  .   1F0 1F1 .   .   1B0 --  1F2 1B1 --  1F3 1B2 --  .   1B3 --  .   .
     rank 2  .   .   2F0 2B0 --  2F1 2B1 --  2F2 2B2 --  2F3 2B3 --  .   .   .   .
     """
-    return orders(one_f_one_b_grid(stages, microbatches), stage=stage, part=part)
+    need_whole("one_f_one_b", stages=stages, microbatches=microbatches)
+    return orders(alternate(stages, microbatches, split=False), stage=stage, part=part)
 
 
 def interleaved_1f1b(
@@ -35,8 +37,8 @@ def interleaved_1f1b(
     rank 0  0F0 0F1 0F2 2F0 2F1 2F2 .   2B0 --  .   2B1 --  .   2B2 --  0B0 --  0B1 --  0B2 --
     rank 1  .   1F0 1F1 1F2 3F0 3B0 --  3F1 3B1 --  3F2 3B2 --  1B0 --  1B1 --  1B2 --  .   .
     """
-    grid = interleaved_1f1b_grid(ranks, microbatches, stages_per_rank)
-    return orders(grid, stage=stage, part=part)
+    need_whole("interleaved_1f1b", ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    return orders(alternate(ranks, microbatches, stages_per_rank, split=False), stage=stage, part=part)
 
 
 def zero_bubble(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
@@ -49,7 +51,8 @@ def zero_bubble(stages: int, microbatches: int, *, stage: Stage = "PP", part: st
     rank 1  .   1F0 1F1 .   1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
     rank 2  .   .   2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
     """
-    return orders(zero_bubble_grid(stages, microbatches), stage=stage, part=part)
+    need_whole("zero_bubble", stages=stages, microbatches=microbatches)
+    return orders(alternate(stages, microbatches, split=True), stage=stage, part=part)
 
 
 def interleaved_zero_bubble(
@@ -63,47 +66,25 @@ def interleaved_zero_bubble(
     rank 0  0F0 0F1 0F2 2F0 2F1 .   2I0 2W0 2F2 2I1 2W1 2I2 2W2 0I0 0W0 0I1 0W1 0I2 0W2
     rank 1  .   1F0 1F1 1F2 3F0 3I0 3F1 3I1 3W0 3F2 3I2 3W1 1I0 3W2 1I1 1W0 1I2 1W1 1W2
     """
-    grid = interleaved_zero_bubble_grid(ranks, microbatches, stages_per_rank)
-    return orders(grid, stage=stage, part=part)
-
-
-@fixed("1f1b", 1, stages_per_rank=1, instead="interleaved-1f1b")
-def one_f_one_b_grid(stages: int, microbatches: int) -> Grid:
-    """Return the grid of `one_f_one_b`."""
-    need_whole("one_f_one_b", stages=stages, microbatches=microbatches)
-    return alternate(stages, microbatches, 1, split=False)
-
-
-@interleaved("interleaved-1f1b", 2)
-def interleaved_1f1b_grid(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Grid:
-    """Return the grid of `interleaved_1f1b`."""
-    need_whole("interleaved_1f1b", ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    return alternate(ranks, microbatches, stages_per_rank, split=False)
-
-
-@fixed("zero-bubble", 3, stages_per_rank=1, instead="interleaved-zero-bubble")
-def zero_bubble_grid(stages: int, microbatches: int) -> Grid:
-    """Return the grid of `zero_bubble`."""
-    need_whole("zero_bubble", stages=stages, microbatches=microbatches)
-    return alternate(stages, microbatches, 1, split=True)
-
-
-@interleaved("interleaved-zero-bubble", 4)
-def interleaved_zero_bubble_grid(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Grid:
-    """Return the grid of `interleaved_zero_bubble`."""
     need_whole(
         "interleaved_zero_bubble", ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
     )
-    return alternate(ranks, microbatches, stages_per_rank, split=True)
+    return orders(alternate(ranks, microbatches, stages_per_rank, split=True), stage=stage, part=part)
 
 
-def alternate(ranks: int, microbatches: int, stages_per_rank: int, *, split: bool) -> Grid:
+def alternate(ranks: int, microbatches: int, stages_per_rank: int = 1, *, split: bool) -> Grid:
     """Return the grid in which each rank warms up with forwards, then runs them and backwards in turn.
 
     split: backwards are BI, and the BW of an older microbatch.
     """
     rows = (alternating_row(rank, ranks, microbatches, stages_per_rank, split) for rank in range(ranks))
     return Grid(rows=tuple(rows))
+
+
+fixed("1f1b", 1, stages_per_rank=1, instead="interleaved-1f1b")(partial(alternate, split=False))
+interleaved("interleaved-1f1b", 2)(partial(alternate, split=False))
+fixed("zero-bubble", 3, stages_per_rank=1, instead="interleaved-zero-bubble")(partial(alternate, split=True))
+interleaved("interleaved-zero-bubble", 4)(partial(alternate, split=True))
 
 
 def alternating_row(rank: int, ranks: int, microbatches: int, stages_per_rank: int, split: bool) -> Row:
