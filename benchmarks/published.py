@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from lowering import lowered
 from published_models import Decoder, Sizes, divided_weights, loss
 from repeated import repeated
 from shorter import shorter_lengths
@@ -39,14 +40,8 @@ from shorter import shorter_lengths
 import piper
 from piper.directives import Directive, apply
 from piper.ir.chunk import CapturedModel
-from piper.ir.graph import Graph, start
+from piper.ir.graph import start
 from piper.ir.select import At
-from piper.lower.buckets import make_buckets
-from piper.lower.lower import LOWERING, first_state, lower
-from piper.lower.state import Settings
-from piper.lower.validate import validate
-from piper.plan.plan import Plans
-from piper.process.gc_pause import no_collection
 from piper.schedules.grid import Grid, orders
 from piper.schedules.names import grid_for
 from piper.simulate.cluster import Cluster, load_cluster
@@ -264,19 +259,6 @@ def simulated(
     graph = apply(start(outline), strategy_of(row, microbatches))
     plans = lowered(graph, row.dp * row.samples * microbatches, prove=prove)
     return simulate(plans, outline, Roofline(cluster))
-
-
-def lowered(graph: Graph, samples: int, *, prove: bool = False) -> Plans:
-    """Lower a graph to plans. A proof takes longer than all rewrites together."""
-    graph, settings = validate(graph, samples), Settings(state_bytes=8)
-    if prove:
-        return lower(graph, settings)[0]
-    state = first_state(graph, settings, make_buckets(graph))
-    with no_collection():
-        for rewrite, _ in LOWERING:
-            state = rewrite(state)
-    assert state.plans is not None
-    return state.plans
 
 
 def step_of(row: Row, outline: CapturedModel, cluster: Cluster, *, full: bool) -> float:

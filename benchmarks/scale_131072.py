@@ -208,14 +208,11 @@ def work_of_token() -> float:
 
 def planned(degrees: Degrees, *, proof: bool) -> Planned:
     """Plan a job, prove it where asked, and simulate a step."""
+    from lowering import lowered
+
     from piper.directives import apply
     from piper.ir.graph import start
-    from piper.lower.buckets import make_buckets
-    from piper.lower.lower import LOWERING, first_state, lower
-    from piper.lower.state import Settings
-    from piper.lower.validate import validate
     from piper.plan.protected import survival
-    from piper.process.gc_pause import no_collection
     from piper.simulate.cluster import load_cluster
     from piper.simulate.costs import Roofline
     from piper.simulate.simulate import simulate
@@ -223,17 +220,7 @@ def planned(degrees: Degrees, *, proof: bool) -> Planned:
     times = [time.process_time()]
     outline = captured(degrees)
     times.append(time.process_time())
-    graph = validate(apply(start(outline), strategy_of(degrees)), degrees.batch)
-    settings = Settings(state_bytes=8)
-    if proof:
-        plans, _ = lower(graph, settings)
-    else:
-        state = first_state(graph, settings, make_buckets(graph))
-        with no_collection():
-            for rewrite, _ in LOWERING:
-                state = rewrite(state)
-        assert state.plans is not None
-        plans = state.plans
+    plans = lowered(apply(start(outline), strategy_of(degrees)), degrees.batch, prove=proof)
     times.append(time.process_time())
     step = simulate(plans, outline, Roofline(load_cluster(CLUSTER)))
     times.append(time.process_time())

@@ -255,11 +255,12 @@ def files() -> dict[str, str]:
     return {"paper.md": page(found), **{f"pictures/{name}": svg for name, svg in pictures(found).items()}}
 
 
-def main() -> None:
-    for name, text in files().items():
+def write(made: dict[str, str]) -> None:
+    """Write the files of a page, and say which."""
+    for name, text in made.items():
         (DOCS / name).write_text(text, encoding="utf-8")
         sys.stdout.write(f"docs/{name}\n")
 
 
 if __name__ == "__main__":
-    main()
+    write(files())

@@ -3,10 +3,9 @@
 Every number of the page is one of the results. A test makes the page again and compares it byte for byte.
 """
 
-import sys
 from pathlib import Path
 
-from paper import Row, Tables, table, tables_of
+from paper import Row, Tables, table, tables_of, write
 from pictures.bars import Bar, Group, bars
 
 DOCS = Path(__file__).parent
@@ -71,11 +70,5 @@ def files() -> dict[str, str]:
     return {"scale.md": page, "pictures/scale-strategies.svg": picture(found["strategies"])}
 
 
-def main() -> None:
-    for name, text in files().items():
-        (DOCS / name).write_text(text, encoding="utf-8")
-        sys.stdout.write(f"docs/{name}\n")
-
-
 if __name__ == "__main__":
-    main()
+    write(files())
