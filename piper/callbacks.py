@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, cast
 
 from piper.errors import ConfigError
 from piper.process.usercode import calling_line
@@ -54,6 +54,20 @@ class Running(Protocol):
     def optimizer_state(self, key: str) -> "dict[str, Tensor]": ...
 
 
+class RunWithExperts(Protocol):
+    """What a run can do with experts that have clones."""
+
+    @property
+    def routed(self) -> Mapping[str, Sequence[int]]:
+        """Return the rows of each expert in the last step, by regions whose experts can move."""
+
+    def balance_experts(
+        self, costs: Path | str = "h100", rows: Mapping[str, Sequence[int]] | None = None, least: float = 0.02
+    ) -> float: ...
+    def expert_places(self) -> dict[str, list[list[list[int]]]]: ...
+    def restore_experts(self, places: Mapping[str, Sequence[Sequence[Sequence[int]]]]) -> None: ...
+
+
 class Callback:
     """A callback that does nothing. Override what you need.
 
@@ -74,6 +88,9 @@ class Callback:
 
     def on_end(self, run: Running, step: int) -> None:
         """Run at the end of a training, also after `run.stop()`."""
+
+    def on_load(self, run: Running) -> None:
+        """Run after a checkpoint is loaded, and with it the state of this callback."""
 
     def state_dict(self) -> dict[str, object]:
         """Return what a checkpoint keeps of this callback: numbers, texts and lists of them."""
@@ -240,6 +257,44 @@ class EMA(Callback):
         if not found:
             refuse("there is no average yet", "train a step first")
         return {name: found.get(name, value) for name, value in state.items()}
+
+
+class MoveExperts(Callback):
+    """Moves experts after every so many steps to where the simulator says that a step is shortest.
+
+    The strategy has room for clones: `shard(..., clones=n)`. Rows are counted over these steps.
+    costs: the name or the file of a cluster, or the file of measured costs. least: by which part a step must
+    become shorter.
+    """
+
+    def __init__(self, every: int = 10, costs: Path | str = "h100", *, least: float = 0.02) -> None:
+        if every < 1:
+            refuse(f"every={every}", "move experts after 1 step or more")
+        self.every, self.costs, self.least = every, costs, least
+        self.rows: dict[str, list[int]] = {}
+        self.places: dict[str, list[list[list[int]]]] = {}  # where experts are computed, by region
+
+    def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
+        """Count rows. Move experts where it is time to."""
+        routing = cast(RunWithExperts, run)
+        for region, rows in routing.routed.items():
+            before = self.rows.get(region, [0] * len(rows))
+            self.rows[region] = [count + more for count, more in zip(before, rows, strict=True)]
+        if step % self.every == 0:
+            routing.balance_experts(self.costs, self.rows, self.least)
+            self.rows, self.places = {}, routing.expert_places()
+
+    def on_load(self, run: Running) -> None:
+        """Compute experts where they were computed before, if there are as many devices."""
+        cast(RunWithExperts, run).restore_experts(self.places)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the rows since the last move, and where experts are computed."""
+        return {"rows": self.rows, "places": self.places}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue to count."""
+        self.rows, self.places = state["rows"], state["places"]
 
 
 class TensorBoard(Callback):

@@ -96,6 +96,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "plan",
         "process",
         "runtime",
+        "simulate",  # where experts are best computed
         "torch",
         "workers",
     },

@@ -26,9 +26,11 @@ class ExpertTable:
         return 1 + max(expert for slots in self.experts for expert in slots) // len(self.experts)
 
     @property
-    def clones(self) -> int:
-        """Return how many clones a device has at most."""
-        return max(sum(e != NOTHING for e in slots[self.own :]) for slots in self.experts)
+    def moved(self) -> int:
+        """Return how many experts a device gets at most as clones, or sends to others."""
+        clones = [[e for e in slots[self.own :] if e != NOTHING] for slots in self.experts]
+        owners = [expert // self.own for each in clones for expert in each]
+        return max(*map(len, clones), *(owners.count(place) for place in range(len(self.experts))))
 
     def copies(self) -> dict[int, list[tuple[int, int]]]:
         """Return the slots of each expert: the device and the slot, in order."""

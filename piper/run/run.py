@@ -7,7 +7,7 @@ a run that goes on from a checkpoint is the run that was not stopped, to the las
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +19,9 @@ from piper.callbacks import Callback, Running, named_callbacks
 from piper.checkpoint.folder import step_path
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.data.feed import Feed, is_position
-from piper.plan.expert_table import ExpertTable
 from piper.process.usercode import named
 from piper.run.forward_only import ForwardOnly
+from piper.run.moving_experts import MovesExperts
 from piper.run.nans import check_finite
 from piper.run.optimizer_groups import OptimizerGroups
 from piper.run.saves import (
@@ -62,7 +62,7 @@ class Watch(Callback):
         return run.leaving()
 
 
-class Run(ForwardOnly):
+class Run(ForwardOnly, MovesExperts):
     """A running job. It ends with its `with` block, with `close`, or when nothing refers to it any more."""
 
     stopping = False  # a callback has asked to stop
@@ -117,15 +117,6 @@ class Run(ForwardOnly):
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch, of any sizes: the program of a new shape is compiled first."""
         return self.sessions.step(self.sessions.with_tables(batch))
-
-    @property
-    def routed(self) -> Mapping[str, Sequence[int]]:
-        """Return the rows of each expert in the last step, by regions whose experts can move."""
-        return self.session.rows
-
-    def move_experts(self, tables: Mapping[str, ExpertTable]) -> None:
-        """Compute experts where tables say, by region, from the next step on. For callbacks."""
-        self.sessions.move_experts(tables)
 
     def train(self, steps: int | None = None) -> Iterator[StepResult]:
         """Train so many more steps on the job's data, by default up to the job's `steps`.
@@ -313,6 +304,7 @@ class Run(ForwardOnly):
         for name, callback in named_callbacks(self.program.job.callbacks).items():
             if name in resumed.callbacks:
                 callback.load_state_dict(cast("Mapping[str, object]", resumed.callbacks[name]))
+                callback.on_load(cast(Running, self))
         self.complete()
         return resumed
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import piper
 from piper import Directive, at, replicate, shard, split
+from piper.compiler import Program
 from piper.errors import ConfigError, ScheduleError
 from piper.plan.expert_table import (
     NOTHING,
@@ -25,6 +27,9 @@ from piper.proof.values import value_problems
 from piper.run.launch import launch_inline
 from piper.runtime.expert_exchange import Division
 from piper.runtime.worker import Options
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Roofline
+from piper.simulate.routing import best_tables, routed_step
 from tests import plain
 from tests.runtime.moving import ROWS, Layer, PlainMixture, adam, batches, cloned, loss, program
 
@@ -199,3 +204,55 @@ def test_a_table_that_does_not_fit_is_refused(table: ExpertTable) -> None:
             run.move_experts({next(iter(run.program.plans.cloned)): table})
         with pytest.raises(ConfigError, match="'elsewhere' has no experts that could move"):
             run.move_experts({"elsewhere": first_table(4, 2, 2)})
+
+
+def test_a_clock_moves_hot_experts_and_joins_them_when_they_are_cold() -> None:
+    with launch_inline(program(cloned())) as run:
+        assert run.balance_experts() == 1.0  # nothing is counted yet
+        run.step(batches(1)[0])
+        first, second = run.program.plans.cloned
+        hot, even = [900, 20, 20, 20, 20, 20, 0, 0], [125] * 8
+        assert run.balance_experts("h100", {first: hot, second: even}, least=-1.0) > 1.0
+        places = run.expert_places()
+        assert sum(row.count(0) for row in places[first][0]) > 1  # the hot expert has copies
+        assert [row[2:] for row in places[second][0]] == [[NOTHING, NOTHING]] * 4
+        run.balance_experts("h100", {first: even, second: even}, least=-1.0)
+        assert [row[2:] for row in run.expert_places()[first][0]] == [[NOTHING, NOTHING]] * 4
+
+
+def test_the_busiest_device_and_clones_take_time_on_the_clock() -> None:
+    compiled = program(cloned())
+    plans, outline, costs = compiled.plans, compiled.outline, Roofline(load_cluster("cpu"))
+    rows = {region: [700, 50, 50, 50, 50, 50, 25, 25] for region in plans.cloned}
+    even = {region: [125] * 8 for region in plans.cloned}
+
+    def seconds(rows: dict[str, list[int]], table: ExpertTable) -> float:
+        return routed_step(plans, outline, costs, rows, dict.fromkeys(plans.cloned, table)).seconds
+
+    none, some = without_clones(4, 2, 2), first_table(4, 2, 2)
+    assert seconds(even, none) < seconds(rows, none)
+    assert seconds(even, none) < seconds(even, some)
+    assert best_tables(plans, outline, costs, even).seconds == seconds(even, none)
+
+
+def test_a_resumed_run_computes_experts_where_it_did_to_the_last_bit(tmp_path: Path) -> None:
+    def moved() -> Program:
+        callbacks = [piper.callbacks.MoveExperts(every=2, costs="cpu", least=-1.0)]
+        return program([*cloned(zero=3), MICROBATCHES], callbacks=callbacks, steps=4)
+
+    with launch_inline(moved()) as run:
+        losses = [result.loss for result in run.train(3)]
+        places = run.expert_places()
+        assert places
+        run.save(tmp_path / "checkpoint")
+        losses += [result.loss for result in run.train(1)]
+        state = run.state_dict()
+    with launch_inline(moved()) as run:
+        run.load(tmp_path / "checkpoint")
+        assert run.expert_places() == places
+        assert [result.loss for result in run.train(1)] == losses[3:]
+        for name, value in run.state_dict().items():
+            assert torch.equal(value, state[name])
+    with launch_inline(program([replicate(at(), devices=[0, 1])])) as run:  # any other layout loads it
+        run.load(tmp_path / "checkpoint")
+        assert [result.loss for result in run.train(1)] == pytest.approx(losses[3:], abs=1e-12)
