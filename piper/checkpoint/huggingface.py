@@ -96,7 +96,7 @@ def shell(model: "PretrainedConfig | PreTrainedModel") -> Any:  # noqa: ANN401  
     raise ConfigError(
         f"a {type(model).__name__} is not a model of transformers",
         by="export_hf",
-        hint="give the model that the job builds, or its config; run.state_dict() has the values of others",
+        hint="export other models with --format safetensors, torch or dcp; run.state_dict() has their values",
     )
 
 
@@ -141,6 +141,12 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Return whether a model is one of transformers, without importing transformers."""
+    transformers = sys.modules.get("transformers")  # a model of it has imported it
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def is_adapted(model: nn.Module) -> bool:

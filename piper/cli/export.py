@@ -20,14 +20,15 @@ def export(
     ],
     folder: Annotated[Path, typer.Argument(help="The folder to write: a new or empty one.", metavar="DIR")],
     form: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--format",
             help="hf: a model for from_pretrained. peft: only the adapter. With the optimizer's state: "
-            "dcp: a folder for dcp.load. torchtitan: one with its names. safetensors. torch: a file.",
+            "dcp: a folder for dcp.load. torchtitan: one with its names. safetensors. torch: a file. "
+            "Else hf for a model of transformers, and safetensors for any other.",
             metavar="|".join(FORMS),
         ),
-    ] = "hf",
+    ] = None,
     to: Annotated[str | None, typer.Option("--to", help="The old name of --format.", hidden=True)] = None,
     recipe: Annotated[
         str | None,
@@ -47,12 +48,12 @@ def export(
     from piper.ir.dtypes import DTYPES
     from piper.ir.format import count, size
     from piper.recipe import load_recipe
-    from piper.train.exporting import checkpoint_of, export_state, export_values, recipe_of_run
+    from piper.train.exporting import checkpoint_of, export_state, export_values, form_for, recipe_of_run
 
     if to is not None:
         deprecated("--to", "--format", gone="0.2")
         form = to
-    if form not in FORMS:
+    if form not in (None, *FORMS):
         raise ConfigError(
             f"there is no format {form!r}", by="--format", hint="--format is one of " + ", ".join(FORMS)
         )
@@ -66,6 +67,7 @@ def export(
         )
     job = load_recipe(recipe or recipe_of_run(Path(run)))
     checkpoint = checkpoint_of(Path(run), job)
+    form = form or form_for(job)
     values = Values(checkpoint)
     wanted = getattr(torch, DTYPES[dtype]) if dtype else None
     if form in ("hf", "peft"):

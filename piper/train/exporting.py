@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -11,17 +12,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from piper.capture.trace.build_model import build_fake
+from piper.checkpoint.compatibility import check_model
 from piper.checkpoint.huggingface import (
     export_adapter,
     export_hf,
     is_adapted,
+    is_pretrained,
     merged,
     ties_of,
     write_export,
 )
 from piper.checkpoint.json_state import decode
 from piper.checkpoint.load import WAYS, Values
-from piper.checkpoint.metadata import FILE, DamagedError
+from piper.checkpoint.metadata import FILE, DamagedError, Spec
 from piper.checkpoint.plain_export import FORMATS, PlainExport
 from piper.checkpoint.plain_state import Options
 from piper.errors import ConfigError
@@ -32,6 +35,12 @@ from piper.runtime.setup import build_model
 from piper.runtime.standins import Sizes, hollow, whole_view
 from piper.runtime.trainers import make_optimizer
 from piper.train.run_folder import ABOUT, read_about
+
+
+def form_for(job: Job) -> str:
+    """Return the format of an export that names none: hf for models of transformers, else safetensors."""
+    model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+    return "hf" if is_adapted(model) or is_pretrained(model) else "safetensors"
 
 
 def export_values(
@@ -65,11 +74,17 @@ def export_values(
 def export_state(job: Job, values: Values, folder: Path, *, form: str, dtype: torch.dtype | None) -> str:
     """Write weights, optimizer and step of a checkpoint for other programs; return the class of the model."""
     model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     names: dict[str, str] = {}
     for several in ties_of(model):
-        own = next((name for name in several if name in values), None)
-        names |= {} if own is None else dict.fromkeys(several, own)
+        own = next((name for name in several if name in values), several[0])
+        names |= dict.fromkeys(several, own)
     record = values.record
+    wanted = {own: Spec(shape=shapes[name]) for name, own in names.items()}
+    saved_too = {
+        name: spec for name, spec in record.values.items() if name in wanted or spec.trainable is not None
+    }
+    check_model(values.folder, replace(record, model=saved_too), wanted)
     groups: list[tuple[Options, Sequence[str]]] = []
     if record.trainer.groups is not None:
         sizes = {name: spec.shape for name, spec in record.model.items() if spec.trainable}

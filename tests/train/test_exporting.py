@@ -44,7 +44,12 @@ def unsaved():
 
 
 def plain():
-    return job(model=lambda: torch.nn.Linear(2, 2))
+    rows = {"x": torch.arange(8.0).view(4, 2)}
+    return job(
+        model=lambda: torch.nn.Linear(2, 2),
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        data=lambda: [rows],
+    )
 
 
 def larger():
@@ -128,6 +133,24 @@ def test_a_run_goes_to_transformers_and_starts_another_run(
     assert abs(first["loss"] - expected) < 1e-6
 
 
+def test_a_model_that_is_not_of_transformers(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --format it becomes a file of safetensors, which plain PyTorch loads by name."""
+    from safetensors.torch import load_file
+
+    assert shell(monkeypatch, capsys, "train net.py:plain --on inline --out own --steps 1")[0] == 0
+    code, out, _ = shell(monkeypatch, capsys, "export own weights-of-own --json")
+    report = json.loads(out)
+    assert (code, report["format"], report["model"]) == (0, "safetensors", "Linear")
+    linear, saved = torch.nn.Linear(2, 2), Values(shell.folder / "own/checkpoints/step-00000001")
+    linear.load_state_dict(load_file(shell.folder / "weights-of-own/model.safetensors"))
+    assert torch.equal(linear.weight, saved["weight"]) and torch.equal(linear.bias, saved["bias"])
+    code, _, err = shell(monkeypatch, capsys, "export run wrong --recipe net.py:plain")
+    assert code == 2 and not (shell.folder / "wrong").exists()
+    assert "this checkpoint is of another model" in err and "missing:    weight, bias" in err
+
+
 def test_a_checkpoint_as_another_type(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,9 +189,9 @@ REFUSED = {
           looked: in missing/checkpoints
           hint:   let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))
     """,
-    "export run out-1 --recipe net.py:plain": """
+    "export run out-1 --recipe net.py:plain --format hf": """
         error: export_hf: a Linear is not a model of transformers
-          hint: give the model that the job builds, or its config; run.state_dict() has the values of others
+          hint: export other models with --format safetensors, torch or dcp; run.state_dict() has their values
     """,
     "import net.py:unsaved run": """
         error: net.py:unsaved: the job saves no checkpoints, so it cannot go on from one either
