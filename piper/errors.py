@@ -76,7 +76,7 @@ def file_errors(what: str, by: object, hint: str, *kinds: type[Exception]) -> It
     except PiperError:
         raise
     except expected as error:
-        why = f"{type(error).__name__}: {error}"
+        why = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.strerror:
             other = error.filename is not None and str(error.filename) != str(by)
             why = f"{error.strerror}: {error.filename}" if other else error.strerror

@@ -11,7 +11,7 @@ from math import ceil, inf, lcm, log2
 from pathlib import Path
 from typing import Any, cast
 
-from piper.errors import ConfigError
+from piper.errors import ConfigError, file_errors
 from piper.ir.devices import Devices
 from piper.plan.ops import OPS, Op
 
@@ -156,10 +156,8 @@ def known_clusters() -> list[str]:
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """Load a cluster by its name, or from a TOML file of the user's."""
     spec = str(name_or_path)
-    if spec in known_clusters():
-        text = (files("piper.simulate") / "clusters" / f"{spec}.toml").read_text(encoding="utf-8")
-        return read_cluster(text, spec, spec)
-    path = Path(spec)
+    known = spec in known_clusters()
+    path = files("piper.simulate") / "clusters" / f"{spec}.toml" if known else Path(spec)
     if not path.is_file():
         raise ConfigError(
             f"there is no cluster {spec!r}",
@@ -167,79 +165,63 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
             facts={"known": ", ".join(known_clusters())},
             hint="name one of these, or a TOML file; `piper profile --cluster-out FILE` writes one",
         )
-    try:
-        return read_cluster(path.read_text(encoding="utf-8"), path.stem, spec)
-    except (OSError, UnicodeDecodeError) as error:
-        raise bad_file(spec, str(error)) from None
+    hint = "`piper profile --cluster-out FILE` writes one to start from; memory in bytes, times in seconds"
+    with file_errors("this file describes no cluster", spec, hint, ValueError):
+        return read_cluster(path.read_text(encoding="utf-8"), path.name.removesuffix(".toml"))
 
 
-def read_cluster(text: str, name: str, source: str) -> Cluster:
+def read_cluster(text: str, name: str) -> Cluster:
     """Read a cluster from the text of its file."""
-    try:
-        found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise bad_file(source, str(error)) from None
+    found = tomllib.loads(text)
     if missing := sorted(REQUIRED - found.keys()):
-        raise bad_file(source, f"{missing[0]!r} is missing")
+        raise ValueError(f"{missing[0]!r} is missing")
     table, links = found.pop("flops"), found.pop("link")
     if not isinstance(table, dict) or not table:
-        raise bad_file(source, "'flops' is not a table of peaks by type")
+        raise ValueError("'flops' is not a table of peaks by type")
     if not isinstance(links, list) or not links:
-        raise bad_file(source, "'link' is not a list of tables")
+        raise ValueError("'link' is not a list of tables")
     return Cluster(
         name=name,
-        links=read_links(links, source),
-        flops={dtype: number(source, f"flops.{dtype}", peak) for dtype, peak in table.items()},
-        **numbers_of(Cluster, found, source, "nothing"),
+        links=read_links(links),
+        flops={dtype: number(f"flops.{dtype}", peak) for dtype, peak in table.items()},
+        **numbers_of(Cluster, found, "nothing"),
     )
 
 
-def read_links(links: list[object], source: str) -> tuple[Link, ...]:
+def read_links(links: list[object]) -> tuple[Link, ...]:
     """Read the levels of a cluster's network. Each must join more devices than the one before."""
     made: list[Link] = []
     for place, entry in enumerate(links):
         where = f"link[{place}]"
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            raise bad_file(source, f"{where} has no name")
+            raise ValueError(f"{where} has no name")
         level = {**entry}
         name = level.pop("name")
         for key in ("bandwidth", "latency"):
             if key not in level:
-                raise bad_file(source, f"{where} ({name}) has no {key!r}")
-        link = Link(name=name, **numbers_of(Link, level, source, f"nothing of {where} ({name})", f"{where}."))
+                raise ValueError(f"{where} ({name}) has no {key!r}")
+        link = Link(name=name, **numbers_of(Link, level, f"nothing of {where} ({name})", f"{where}."))
         if made and (not made[-1].devices or 0 < link.devices <= made[-1].devices):
-            raise bad_file(source, f"{where} ({name}) joins no more devices than {made[-1].name}")
+            raise ValueError(f"{where} ({name}) joins no more devices than {made[-1].name}")
         made.append(link)
     return tuple(made)
 
 
-def numbers_of(
-    record: type, found: Mapping[str, object], source: str, nothing: str, prefix: str = ""
-) -> dict[str, Any]:
+def numbers_of(record: type, found: Mapping[str, object], nothing: str, prefix: str = "") -> dict[str, Any]:
     """Return the numbers of a table as the fields of a record have them. nothing: begins the error's text."""
     types = {field.name: field.type for field in fields(record)}
     if unknown := sorted(key for key in found if types.get(key) not in NUMBERS):
-        raise bad_file(source, f"{nothing} is called {unknown[0]!r}")
-    values = {key: number(source, prefix + key, value) for key, value in found.items()}
+        raise ValueError(f"{nothing} is called {unknown[0]!r}")
+    values = {key: number(prefix + key, value) for key, value in found.items()}
     return {key: int(value) if types[key] is int else value for key, value in values.items()}
 
 
-def number(source: str, key: str, value: object) -> float:
-    """Return a value of a cluster's file as a float, or raise the error of a bad file."""
+def number(key: str, value: object) -> float:
+    """Return a value of a cluster's file as a float, or refuse it."""
     positive = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
     if not positive or (not value and not key.endswith(MAY_BE_ZERO)):
-        raise bad_file(source, f"{key} is {value!r}, not a positive number")
+        raise ValueError(f"{key} is {value!r}, not a positive number")
     found = float(cast(float, value))
     if key.endswith(PARTS) and found >= 1:
-        raise bad_file(source, f"{key} is {found:g}, which leaves nothing")
+        raise ValueError(f"{key} is {found:g}, which leaves nothing")
     return found
-
-
-def bad_file(source: str, why: str) -> ConfigError:
-    """Return the error of a file that describes no cluster."""
-    return ConfigError(
-        "this file describes no cluster",
-        by=source,
-        facts={"why": why},
-        hint="`piper profile --cluster-out FILE` writes one to start from; memory in bytes, times in seconds",
-    )

@@ -153,7 +153,7 @@ def test_a_profile_of_other_plans(tmp_path: Path) -> None:
     (tmp_path / "device-1.json").write_text(json.dumps(other))
     assert refusal(tmp_path) == (
         f"{tmp_path}: this profile cannot be read\n"
-        "  why:  ValueError: device 1 has not one time for each of its 1 instructions\n"
+        "  why:  device 1 has not one time for each of its 1 instructions\n"
         "  hint: record it again: piper train RECIPE --profile 5 --out DIR"
     )
 

@@ -77,7 +77,7 @@ def test_a_folder_that_keeps_nothing_or_something_of_other_plans(kept: Path, tmp
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"piper_view":2}', "ValueError: it is of form 2, not 1"),
+        ('{"piper_view":2}', "it is of form 2, not 1"),
         ("{}", "KeyError: 'piper_view'"),
         ("[]", "TypeError: list indices must be integers or slices, not str"),
         ("", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
