@@ -77,7 +77,7 @@ def test_a_directive_knows_where_it_was_written() -> None:
             '{"op": "place"}',
             """
             strategy: a strategy is a list, not an object
-              hint: put the directives in brackets: [{"op": "place", ...}]
+              hint: put the directives in brackets: [{"op": "place", ...}]; or give a list for each length: {"4096": [...], "65536": [...]}
             """,
         ),
         (
