@@ -7,10 +7,13 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
+
+from torch import Tensor, nn
 
 import piper
 from piper.compiler import Program
@@ -48,6 +51,7 @@ def act(program: Program, folder: Path, what: str) -> dict[str, object]:
             seen["uneven"] = run.step({name: value[:3] for name, value in batches(CELL, 1)[0].items()}).loss
             seen["trained"] = [result.loss for result in run.train(1)]
             seen["evaluated"] = run.evaluate(batches(CELL, 2)).loss
+            seen["predicted"] = run.predict(batches(CELL, 1)[0], forward).tolist()
             seen["rates"] = [group["lr"] for group in run.optimizer]
             run.save(folder / "saved")
             if rank == "0":
@@ -69,6 +73,11 @@ def act(program: Program, folder: Path, what: str) -> dict[str, object]:
         seen["lost"] = error_of(Sabotaged(program=program, arg="F PP=1", act=sabotage.stop), timeout=90)
         seen["took"] = time.monotonic() - began
     return seen
+
+
+def forward(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    y: Tensor = model(batch["x"])
+    return y
 
 
 def elsewhere(world: RankEnvironment, address: DriverAddress, hear: Hear) -> ServedAgent:

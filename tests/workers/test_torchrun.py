@@ -27,7 +27,7 @@ from piper.workers.results import StepResult
 from tests.hosts.training import events
 from tests.runtime.grid import batches, job
 from tests.workers.family import family, free_port, wait_for
-from tests.workers.ranks import CELL
+from tests.workers.ranks import CELL, forward
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("ranks.py")
@@ -151,6 +151,7 @@ def of_one_process(program: Program) -> dict[str, object]:
             "uneven": run.step(smaller).loss,
             "trained": [result.loss for result in run.train(1)],
             "evaluated": run.evaluate(batches(CELL, 2)).loss,
+            "predicted": run.predict(batches(CELL, 1)[0], forward).tolist(),
             "rates": [group["lr"] for group in run.optimizer],
             "state": {name: value.tolist() for name, value in run.state_dict().items()},
             "resumed": [run.step(batches(CELL, 1)[0]).loss],
