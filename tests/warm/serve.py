@@ -36,9 +36,11 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     path = [entry for entry in sys.path if entry not in ("", str(popen.ROOT))]
     subprocess.Popen = popen.Popen  # type: ignore[misc]  # before torchrun, among others, imports it
+    gc.disable()  # while it imports a million objects
     preload()
     gc.collect()
     gc.freeze()
+    gc.enable()
     fork_programs(socket.socket(fileno=descriptor), path)
 
 
