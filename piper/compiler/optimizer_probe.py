@@ -191,8 +191,13 @@ def measured(
         for value in state.values()
         if isinstance(value, Tensor) and value.dim()  # counters of steps have no axes
     )
-    ours = type(optimizer).__module__.startswith("torch.")
-    return small, Probe(name=type(optimizer).__name__, state_bytes=kept // max(1, count), ours=ours)
+    name, state_bytes = type(optimizer).__name__, kept // max(1, count)
+    return small, Probe(name=name, state_bytes=state_bytes, ours=is_ours(optimizer))
+
+
+def is_ours(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of torch's own."""
+    return type(optimizer).__module__.startswith("torch.")
 
 
 def trial_of(
@@ -229,6 +234,12 @@ def set_up(trial: Trial, view: View, groups: Groups | None) -> tuple[Optimizer, 
     for group in optimizer.param_groups:
         if isinstance(group["lr"], float | int) and not group["lr"]:
             group["lr"] = RATE
+        if (
+            group.get("foreach", False) is None
+            and is_ours(optimizer)
+            and isinstance(group["lr"], float | int)
+        ):
+            group["foreach"] = True  # one call for all tensors, which torch prefers only on accelerators
     return optimizer, tensors
 
 
@@ -260,7 +271,9 @@ def step(trial: Trial, view: View, optimizer: Optimizer, tensors: Sequence[Tenso
 def stepped(trial: Trial, view: View, groups: Groups | None, seed: int) -> list[Tensor]:
     """Return how far an optimizer moves each part of a view."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(
+            seed
+        )  # `torch.manual_seed` also notes a stack for each accelerator
         optimizer, tensors = set_up(trial, view, groups)
         step(trial, view, optimizer, tensors)
     starts = [part.of(trial.start[part.name]) for part in view.parts]
