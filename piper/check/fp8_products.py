@@ -56,6 +56,11 @@ class Fp8Products(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if str(func) == "piper.grouped_mm.default" and args[1].untyped_storage().data_ptr() in self.weights:
+            rows, weight, counts, transpose = args
+            matrices = weight if transpose else weight.transpose(1, 2)
+            parts = rows.split(counts.tolist())
+            return torch.cat([_RoundedRows.apply(*pair) for pair in zip(parts, matrices, strict=True)])  # type: ignore[no-untyped-call]
         operands = factors(func, args, kwargs or {})
         if operands is not None:
             x, weight, bias = operands
@@ -153,6 +158,24 @@ class _Rounded(torch.autograd.Function):
                 cut = (left * left_scale).T @ (right * right_scale)
                 of_weight[outputs[:, None], inputs] += cut
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None, None
+
+
+class _RoundedRows(torch.autograd.Function):
+    """The rows of one expert times its weight [out, in]; the gradient of the weight is not rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(x, weight)
+        values, scale = nearest(widened(x), E4M3, dim=-1)
+        matrix, rows = nearest(widened(weight), E4M3, dim=-1)
+        return ((values * scale) @ (matrix * rows).T).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        x, weight = ctx.saved_tensors
+        matrix, rows = nearest(widened(weight), E4M3, dim=-1)
+        values, scale = nearest(widened(grad) * rows.squeeze(-1), E4M3, dim=-1)
+        return ((values * scale) @ matrix).to(x.dtype), grad.T @ x
 
 
 def widened(values: Tensor) -> Tensor:

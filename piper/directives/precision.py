@@ -35,7 +35,7 @@ class Precision(ChunkDirective):
             raise ScheduleError(
                 "nothing here multiplies by the weight of a linear layer",
                 by=by,
-                facts={"asked": str(self.at), "left out": "attention, routers, grouped experts, the head"},
+                facts={"asked": str(self.at), "left out": "attention, routers, the head"},
                 hint="select the regions of linear layers",
             )
         return graph.with_options(
@@ -46,8 +46,8 @@ class Precision(ChunkDirective):
 def precision(at: At, products: str, gather: str | None = None) -> Precision:
     """Run the products of the selected regions' linear layers in `products`, which is "fp8".
 
-    Attention, routers, grouped experts and the head stay in the job's precision, and so do parameters,
-    their gradients' sums and the optimizer.
+    Attention, routers and the head stay in the job's precision, and so do parameters, their gradients' sums,
+    the optimizer, and the gradients of the weights of experts.
     gather: "fp8" lets the weights of these products travel in fp8 where zero=3 gathers them.
     """
     return Precision(at=given_filter("precision", at), products=products, gather=gather)

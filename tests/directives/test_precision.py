@@ -99,7 +99,7 @@ def test_a_region_without_products() -> None:
     assert said(precision(at(PP=0), "fp8"), outline=chain(2)) == cleandoc("""
         precision #0 (here): nothing here multiplies by the weight of a linear layer
           asked:    at(PP=0)
-          left out: attention, routers, grouped experts, the head
+          left out: attention, routers, the head
           hint:     select the regions of linear layers
     """)
 

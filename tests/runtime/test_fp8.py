@@ -195,14 +195,23 @@ def test_compiled_code_has_the_numbers_of_one_device(tmp_path: Path) -> None:
     assert checked(compiled).ok
 
 
-@pytest.mark.slow
-def test_experts_that_are_divided_beside_products_in_fp8() -> None:
-    cell = Cell(case="moe", schedule="zero-bubble", dp=2, ways=2, parts=2)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(case="qwen3_moe_hf", schedule="1f1b", dp=2, ways=2, zero=1, parts=2),
+        pytest.param(Cell(case="moe", schedule="zero-bubble", dp=2, ways=2, parts=2), marks=pytest.mark.slow),
+        pytest.param(Cell(case="moe", schedule="1f1b", dp=2, zero=3, parts=2), marks=pytest.mark.slow),
+    ],
+    ids=lambda cell: f"{cell.case} {cell.schedule}",
+)
+def test_grouped_products_of_experts_run_in_fp8(cell: Cell) -> None:
     program = compile(replace(cell_job(cell), strategy=[*strategy(cell), FP8]))
+    experts = [chunk for chunk in program.outline.chunks if chunk.kind == "expert"]
+    assert experts and all(len(chunk.products) == 2 and chunk.precision for chunk in experts)
     report = check(
         program, lambda started, options: launcher(started, "inline", options), batches_of(cell, 2)
     )
-    assert report.ok, report
+    assert report.ok and report.notes == (), report
 
 
 def test_slices_of_weights_are_rounded_by_scales_of_their_own() -> None:
@@ -214,6 +223,7 @@ def test_slices_of_weights_are_rounded_by_scales_of_their_own() -> None:
 DIVIDED = [
     ("decoder", "tp2cp2dp2"),
     ("decoder", "tp4"),  # two devices have the same heads of keys
+    ("moe", "tp2ep2"),
     *(
         pytest.param(model, strategy, marks=pytest.mark.slow)
         for model, strategy in [

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import piper
+from piper.check.check import check
 from piper.compiler import Program, compile
 from piper.directives import Directive, replicate, shard, split
 from piper.errors import ScheduleError
@@ -93,13 +94,21 @@ def differs(program: Program, launch: Callable[[Program], piper.Run] = launch_in
         pytest.param("decoder", "tp4", marks=pytest.mark.slow),  # two devices have the same heads of keys
         pytest.param("gpt2", "tp2dp2z2", marks=pytest.mark.slow),
         pytest.param("gpt2", "tp2pp2", marks=pytest.mark.slow),
-        pytest.param("moe", "tp2ep2", marks=pytest.mark.slow),
     ],
 )
 def test_it_trains_as_in_plain_pytorch(model: str, strategy: str, optimizer: str) -> None:
     program = compile(job(model, strategy, optimizer), device="cpu")
     assert any(bucket.slices for bucket in program.plans.buckets.values())
     assert differs(program) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", ["tp2ep2", "sp2ep4"])
+def test_experts_are_updated_as_on_one_device(strategy: str, optimizer: str) -> None:
+    program = compile(job("moe", strategy, optimizer), device="cpu")
+    report = check(program, launch_inline, divided.batches(2), tol=1e-9)
+    assert report.ok, report
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from piper.capture.compile.operators import DECOMPOSITIONS
 from piper.capture.cost.aliases import label_memory
-from piper.capture.precision.fp8 import fp8_linear, merge_rounding
+from piper.capture.precision.fp8 import REWRITTEN, merge_rounding
 from piper.capture.quirks.attention_sums import correct_sums
 from piper.capture.trace.effects import name_of
 from piper.capture.trace.piece import Body
@@ -84,7 +84,7 @@ def trace_joint(
     correct_sums(traced.graph)
     _without_aliases(traced.graph)
     _with_memory(traced.graph)
-    if any(node.target is fp8_linear for node in body.graph.nodes):
+    if any(node.target in REWRITTEN for node in body.graph.nodes):
         merge_rounding(traced.graph)
     label_memory(traced.graph)
     return _described(traced, body, _sizes(body, rows))

@@ -104,7 +104,7 @@ def flops_of(node: fx.Node, sizes: SymbolicSizes) -> int:
     assert isinstance(target, torch._ops.OpOverload)
     if "_varlen_attn" in target.name():
         return _sparse_flops(node, sizes, backward="backward" in target.name())
-    if target.name().startswith("piper::grouped_mm"):
+    if target.name().startswith(("piper::grouped_mm", "piper::fp8_grouped_mm")):
         return _grouped_flops(node, sizes)
     if target.name() in ("piper::fp8_mm", "aten::_scaled_mm"):
         return 2 * math.prod(product_shape(node, sizes))

@@ -7,16 +7,19 @@
 A scale is the largest magnitude divided by the largest number of the type. Values are multiplied by the
 inverse before they are rounded. The first two depend on single rows, so they are the same however samples
 are sliced; the third is a sum over rows, and sees the slice that it is given. Sums are wide, and the result
-has the type of x.
+has the type of x. Of grouped products the first two are the same, expert by expert; the third is not rounded:
+which rows meet in it depends on where experts are.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from piper.capture.trace.linear_layers import WEIGHT, factors_of
+from piper.capture.trace.linear_layers import WEIGHT, factors_of, is_grouped
 from piper.capture.trace.piece import Body, CapturedChunk
 from piper.errors import ScheduleError
 
@@ -70,6 +73,44 @@ class _Product(torch.autograd.Function):
         return of_x, of_weight
 
 
+def fp8_grouped(rows: Tensor, weight: Tensor, counts: Tensor, transpose: bool = False) -> Tensor:
+    """Multiply each expert's rows by that expert's weight in fp8. transpose: it is [experts, out, in]."""
+    stored = weight if transpose else weight.transpose(1, 2)
+    result: Tensor = _GroupedProduct.apply(rows, stored, counts)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The forward and both backward products of experts with weights [experts, out, in]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:  # noqa: ANN401
+        peaks, weight_peaks = peaks_of(x), peaks_of(weight)
+        ctx.save_for_backward(x, weight, counts, weight_peaks)
+        scales, rows = scale_of(peaks, E4M3), scale_of(weight_peaks, E4M3)
+        narrow = rounded(weight, weight_peaks, E4M3)
+        result: Tensor = fp8_grouped_mm(rounded(x, peaks, E4M3), narrow, scales, rows, counts, x.dtype)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # noqa: ANN401
+        x, weight, counts, weight_peaks = ctx.saved_tensors
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            rows = scale_of(weight_peaks, E4M3)
+            expert_of_row = torch.repeat_interleave(counts, output_size=grad.shape[0])
+            folded = grad.to(rows.dtype) * rows.squeeze(2)[expert_of_row]
+            peaks = peaks_of(folded)
+            narrow = rounded(weight, weight_peaks, E4M3).transpose(1, 2)
+            ones = rows.new_ones((weight.shape[0], weight.shape[2], 1))
+            of_x = fp8_grouped_mm(
+                rounded(folded, peaks, E4M3), narrow, scale_of(peaks, E4M3), ones, counts, x.dtype
+            )
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.ops.piper.grouped_mm_weight(grad.contiguous(), x, counts, weight.shape[0])
+        return of_x, of_weight, None
+
+
 def peaks_of(values: Tensor) -> Tensor:
     """Return the largest magnitude of each row.
 
@@ -77,7 +118,7 @@ def peaks_of(values: Tensor) -> Tensor:
     numbers it takes four, because NaN has to win; as bits it does.
     """
     magnitudes = values.to(wide(values.dtype)).abs()
-    return magnitudes.view(BITS[magnitudes.dtype]).amax(1, keepdim=True).view(magnitudes.dtype)
+    return magnitudes.view(BITS[magnitudes.dtype]).amax(-1, keepdim=True).view(magnitudes.dtype)
 
 
 def scale_of(peaks: Tensor, kind: torch.dtype) -> Tensor:
@@ -138,6 +179,40 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
+@torch.library.custom_op("piper::fp8_grouped_mm", mutates_args=())
+def fp8_grouped_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, counts: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Multiply each expert's rows of `a` by the rows of its matrix: [n, k] and [experts, m, k] to [n, m].
+
+    On tensor cores where they can: the type is not float64 and the sides divide by 16.
+    """
+    a, b = a.contiguous(), b.contiguous()
+    aligned = not any(side % ALIGNED for side in b.shape[1:])
+    if a.is_cuda and aligned and dtype is not torch.float64 and a.shape[0]:
+        rows = torch._scaled_grouped_mm(
+            a,
+            b.transpose(1, 2),
+            scale_a.squeeze(1),
+            scale_b.squeeze(2).contiguous(),
+            offs=counts.cumsum(0).to(torch.int32),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return rows.to(dtype)
+    ends = counts.cumsum(0).tolist()
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+    for expert, (start, end) in enumerate(pairwise([0, *ends])):
+        sums = a[start:end].to(scale_a.dtype) @ b[expert].to(scale_b.dtype).t()
+        out[start:end] = (sums * scale_a[start:end] * scale_b[expert].t()).to(dtype)
+    return out
+
+
+@fp8_grouped_mm.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
 def check_machine(device: str, by: str) -> None:
     """Refuse products in fp8 on a GPU that has none."""
     if device == "cuda" and torch.cuda.get_device_capability() < CAPABLE:
@@ -154,21 +229,28 @@ def check_machine(device: str, by: str) -> None:
 def in_fp8(piece: CapturedChunk) -> CapturedChunk:
     """Return a chunk whose marked products run in fp8."""
     assert piece.body is not None, "a marker has no code"
-    segments = tuple(replace(segment, body=_rewritten(segment.body)) for segment in piece.segments)
-    return replace(piece, body=_rewritten(piece.body), segments=segments)
+    products = piece.chunk.products
+    segments = tuple(replace(segment, body=_rewritten(segment.body, products)) for segment in piece.segments)
+    return replace(piece, body=_rewritten(piece.body, products), segments=segments)
 
 
-def _rewritten(body: Body) -> Body:
-    """Replace the marked products of a body.
+def _rewritten(body: Body, products: Collection[str]) -> Body:
+    """Replace the products of a body with some weights.
 
-    linear(x, w, b)
+    linear(x, w, b), grouped_mm(x, w, counts)
     -->
-    fp8_linear(x, w, b)
+    fp8_linear(x, w, b), fp8_grouped(x, w, counts)
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in body.graph.nodes:
-        factors = factors_of(node) if WEIGHT in node.meta else None
+        chosen = node.meta.get(WEIGHT) in products
+        factors = factors_of(node) if chosen else None
+        if chosen and is_grouped(node):
+            args = fx.node.map_arg(node.args, copies.__getitem__)
+            copies[node] = graph.call_function(fp8_grouped, args)
+            copies[node].meta = dict(node.meta)
+            continue
         if factors is None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
             continue
@@ -179,6 +261,9 @@ def _rewritten(body: Body) -> Body:
         copies[node] = graph.call_function(fp8_linear, (copies[factors.x], weight, bias))
         copies[node].meta = dict(node.meta)
     return replace(body, graph=graph)
+
+
+REWRITTEN = (fp8_linear, fp8_grouped)
 
 
 def merge_rounding(graph: fx.Graph) -> None:

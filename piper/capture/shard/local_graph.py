@@ -11,7 +11,7 @@ from torch.fx.node import Argument, map_arg
 from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError
 from piper.capture.shard.layout import CopiedShard, in_words, local_shape, slices_of
 from piper.capture.shard.reshapes import value_of
-from piper.capture.trace.linear_layers import WEIGHT, factors_of
+from piper.capture.trace.linear_layers import WEIGHT, weight_of
 from piper.capture.trace.markers import OWN_ROWS, collective
 from piper.capture.trace.recording import Mode, Recording
 from piper.capture.trace_errors import node_line
@@ -77,7 +77,7 @@ class LocalGraph:
             args = (self.emit(aten.clone.default, (args[0],)), *args[1:])  # what a collective gives stays
         call = self.graph.call_function(target, args, dict(kwargs or {}))  # type: ignore[arg-type]
         mode = self.recording.modes.get(self.node, Mode())
-        marks = ("custom", "stack_trace", OWN_ROWS, *((WEIGHT,) if factors_of(call) is not None else ()))
+        marks = ("custom", "stack_trace", OWN_ROWS, *((WEIGHT,) if weight_of(call) is not None else ()))
         call.meta = {key: self.node.meta[key] for key in marks if key in self.node.meta}
 
         def value(used: fx.Node) -> Argument:

@@ -10,7 +10,7 @@ from piper.capture.trace.cut import Cut
 from piper.capture.trace.effects import draws, writes
 from piper.capture.trace.functionalize import memory_of, value, written_memory
 from piper.capture.trace.graph_walks import upstream
-from piper.capture.trace.linear_layers import WEIGHT, weights_of
+from piper.capture.trace.linear_layers import WEIGHT, is_grouped, weights_of
 from piper.capture.trace.markers import OWN_ROWS, how_of, marker
 from piper.capture.trace.piece import Body, CapturedChunk, Experts, Segment, SegmentOutput
 from piper.capture.trace.recording import FromBuffer, FromParameter, Mode, Recording
@@ -113,7 +113,7 @@ class Assembler:
             random=any(draws(node) for node in nodes),
             experts=self.experts.get(cut.name, 0),
             fixed=tuple(index for index, node in enumerate(results) if node in self.regions.fixed),
-            products=() if cut.kind == "expert" else weights_of(nodes),
+            products=weights_of([node for node in nodes if is_grouped(node) or cut.kind != "expert"]),
             rowwise=() if cut.kind == "expert" else weights_of(nodes, rowwise=True),
         )
         body = self._body(nodes, results, _experts(chunk))

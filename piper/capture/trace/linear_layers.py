@@ -1,4 +1,4 @@
-"""Finds the products of linear layers: a value times a weight, which may run in a narrower type.
+"""Finds the products of linear layers and of experts: a value times a weight, in a type that may be narrower.
 
 Three kinds of products are left alone. Attention multiplies no weight. A router's scores decide where rows
 go, and a head's scores are what the loss compares; both are known by what reads them: no further product
@@ -60,8 +60,21 @@ def factors_of(node: fx.Node) -> LinearProduct | None:
     return LinearProduct(x=x, weight=weight, bias=bias, transposed=transposed)
 
 
+def is_grouped(node: fx.Node) -> bool:
+    """Return whether a node multiplies rows by the weights of experts."""
+    return node.op == "call_function" and str(node.target) in ("piper.grouped_mm.default", "piper.grouped_mm")
+
+
+def weight_of(node: fx.Node) -> fx.Node | None:
+    """Return the weight of what may be a product of a linear layer or of experts. None: it is none."""
+    if is_grouped(node):
+        return node.args[1] if isinstance(node.args[1], fx.Node) else None
+    product = factors_of(node)
+    return None if product is None else product.weight
+
+
 def mark_products(recording: Recording) -> None:
-    """Note on each product of a linear layer the name of its weight.
+    """Note on each product of a linear layer, or of experts, the name of its weight.
 
     A weight counts if it is a parameter, or a view of one, and nothing but such products reads it. So a
     weight has one precision.
@@ -76,16 +89,17 @@ def mark_products(recording: Recording) -> None:
     others: set[str] = set()  # parameters that something else reads too
     for node in recording.graph.nodes:
         read = {name for each in node.all_input_nodes if (name := owners.get(memory_of(each))) is not None}
-        product = factors_of(node)
-        name = None if product is None else owners.get(memory_of(product.weight))
-        fits = product is not None and _fits(product) and not recording.modes[node].autocast
-        if name is not None and fits and node not in scores:
+        product, weight = factors_of(node), weight_of(node)
+        name = None if weight is None else owners.get(memory_of(weight))
+        fits = name is not None and (product is None or _fits(product)) and not recording.modes[node].autocast
+        if fits and name is not None and node not in scores:
             products.setdefault(name, []).append(node)
             read.discard(name)
         if memory_of(node) not in owners:  # else it is a view of a parameter
             others |= read
     for name, nodes in products.items():
-        for node in nodes if name not in others else ():
+        alike = len(set(map(is_grouped, nodes))) == 1
+        for node in nodes if alike and name not in others else ():
             node.meta[WEIGHT] = name
 
 
