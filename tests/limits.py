@@ -28,8 +28,8 @@ mask, experts and clipping, and compares the numbers with one device. It accepts
 | --- | --- | --- |
 """
 FOOTER = """
-`varlen_attn` with a sharded sequence is refused because it is not built. Under fp8 weights of keys and values of which several devices have the
-same heads compute in the job's precision, and so do gradients of the weights of experts. No cell of the matrix has these choices.
+`varlen_attn` on a ring is refused because it is not built. Under fp8 weights of keys and values of which several devices have the same heads
+compute in the job's precision, and so do gradients of the weights of experts. No cell of the matrix has these choices.
 """
 
 

@@ -86,7 +86,7 @@ REST = [
     if (kind, packing, strategy) not in ALWAYS
     and (packing == "several" or (kind == "flex" and strategy in ("1f1b", "sp", "gather", "ring zigzag")))
     and not (kind in ("alibi", "softcap") and "ring" in strategy)
-] + [("varlen", "several", strategy) for strategy in ("zero", "1f1b", "tp", "sp")]
+] + [("varlen", "several", strategy) for strategy in ("zero", "1f1b", "tp", "sp", "gather", "heads")]
 
 
 @cache
@@ -135,6 +135,7 @@ def test_every_packing_under_every_strategy(shared: Shared, kind: str, packing: 
     ("kind", "packing", "strategy"),
     [
         ("flex", "several", "ring zigzag"),
+        ("varlen", "several", "gather zigzag"),
         *(
             pytest.param(kind, packing, strategy, marks=pytest.mark.slow)
             for kind, packing, strategy in (
@@ -142,6 +143,7 @@ def test_every_packing_under_every_strategy(shared: Shared, kind: str, packing: 
                 ("softcap", "several", "gather4 zigzag"),
                 ("sdpa", "several", "ring"),
                 ("varlen", "several", "tp"),
+                ("varlen", "single tokens", "heads"),
                 ("flex", "whole", "tp"),
             )
         ),
@@ -307,10 +309,10 @@ def test_a_ring_refuses_scores_that_change() -> None:
     assert "packed.py" in str(refused.value) and 'use attention="gather" there' in str(refused.value)
 
 
-def test_documents_end_to_end_are_not_sharded_by_the_sequence() -> None:
-    with pytest.raises(CaptureError, match="its documents would lie on several devices") as refused:
-        compile(job("varlen", "several", "gather"), device="cpu")
-    assert "packed.py" in str(refused.value) and "write flex_attention" in str(refused.value)
+def test_documents_end_to_end_do_not_go_round_a_ring() -> None:
+    with pytest.raises(CaptureError, match="its documents lie on several devices of a ring") as refused:
+        compile(job("varlen", "several", "ring"), device="cpu")
+    assert "packed.py" in str(refused.value) and 'attention="heads"' in str(refused.value)
 
 
 def test_scores_that_are_trained_are_refused() -> None:

@@ -52,9 +52,7 @@ def attention(d: Sharder, node: fx.Node) -> None:
     elif d.sharding.attention == "ring":
         _by_ring(d, node, operands, have)
     elif d.sharding.attention == "heads":
-        heads = Shard(HEADS, d.sharding.inner)  # so a device of an inner group has some of its own heads
-        if not all(divides(d.shape(x)[HEADS], heads, d.degree) for x in operands):
-            heads = Shard(HEADS)
+        heads = _heads_for(d, operands)
         _on_heads(d, node, operands, heads)
         if node.target is FLEX:  # of its results the output alone
             output = d.emit(operator.getitem, (d.local[node], 0))
@@ -64,6 +62,12 @@ def attention(d: Sharder, node: fx.Node) -> None:
         d.done(node, by_sequence, have)  # the heads are exchanged for the sequence
     else:
         _by_queries(d, node, operands, have)
+
+
+def _heads_for(d: Sharder, operands: Sequence[fx.Node]) -> Shard:
+    """Return how heads are sharded that are exchanged for a sharded sequence."""
+    heads = Shard(HEADS, d.sharding.inner)  # so a device of an inner group has some of its own heads
+    return heads if all(divides(d.shape(x)[HEADS], heads, d.degree) for x in operands) else Shard(HEADS)
 
 
 def _on_heads(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard) -> None:
@@ -338,20 +342,28 @@ def by_heads(d: Sharder, node: fx.Node) -> None:
 
 
 def within_documents(d: Sharder, node: fx.Node) -> None:
-    """Attend within documents that lie end to end, [tokens, heads, head size], on a device's own heads."""
+    """Attend within documents that lie end to end, [tokens, heads, head size], on a device's own heads.
+
+    A sharded sequence is exchanged for heads and back: documents go on from one device to the next.
+    """
     operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
     have = next((layout for x in operands if isinstance(layout := d.settle(x), Shard)), None)
     if have is None:
         d.plain(node)
         return
-    if have.dim != HEADS:
-        hint = "write flex_attention with a mask of document numbers"
-        raise NoRuleError("its documents would lie on several devices", hint)
+    by_sequence = have.dim != HEADS
+    if by_sequence and d.sharding.attention == "ring":
+        raise NoRuleError("its documents lie on several devices of a ring", 'use attention="heads" there')
+    heads = _heads_for(d, operands) if by_sequence else have
     local = {x: d.to(x, REPLICATE, varies=True) for x in node.all_input_nodes if x not in operands}
-    local |= {x: _own_heads(d, x, operands[0], have) for x in operands}
+    local |= {x: _own_heads(d, x, operands[0], heads) for x in operands}
     result = d.replay(node, local)
     d.copied.discard(result)
-    d.done(node, result, [have, have.at(0), REPLICATE])
+    if by_sequence:
+        output = d.emit(operator.getitem, (result, 0))
+        d.done(node, d.exchange(output, change(d.sharding.axis, d.degree, heads, have, varies=True)), have)
+    else:
+        d.done(node, result, [have, have.at(0), REPLICATE])
 
 
 RULES: dict[object, Rule] = {
