@@ -59,6 +59,7 @@ class ChangedDevices:
             groups=self.sets(bucket.groups),
             inside=self.sets(bucket.inside),
             across=self.sets(bucket.across),
+            slices=self.sets(bucket.slices),
         )
 
     def chunk(self, chunk: PlacedChunk) -> PlacedChunk:

@@ -1,5 +1,6 @@
 """Optimizers that need whole tensors where tensor parallelism or experts shard them, against plain PyTorch."""
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 import piper
 from piper.check.check import check
 from piper.compiler import Program, compile
-from piper.directives import Directive, replicate, shard, split
+from piper.directives import Directive, average, protect, replicate, shard, split
 from piper.errors import ScheduleError
 from piper.ir.select import at
 from piper.job import Job
@@ -23,7 +24,9 @@ from piper.plan.prove import ProofError
 from piper.plan.text import read_plans, show_plans
 from piper.proof.values import prove_values
 from piper.run.launch import launch_inline, launch_local
+from piper.runtime.worker import Options
 from piper.schedules import one_f_one_b
+from piper.workers.transport.versions import Versions
 from tests import plain
 from tests.runtime import divided, grid
 from tests.runtime.divided import Model
@@ -200,3 +203,38 @@ def test_state_that_is_updated_in_full_stays_on_the_device() -> None:
         ScheduleError, match="the state of Adafactor for sharded parameters cannot be offloaded"
     ):
         compile(replace(made, strategy=[*made.strategy, away]), device="cpu")  # type: ignore[misc]
+
+
+def test_a_lost_device_leaves_what_it_updates_in_the_memory_of_another(program: Program) -> None:
+    asked = [*job("decoder", "tp2dp2z1", "adafactor").strategy, protect(at(), copies=1, apart="device")]  # type: ignore[misc]
+    protected = compile(replace(program.job, strategy=asked), device="cpu", captured=program)
+    first, second, third = divided.batches(3)
+    versions = Versions(protected.plans)
+    with launch_inline(protected, Options(), versions.files) as run:
+        run.session.protect()
+        run.step(first)
+        run.step(second)
+        wanted, unread, state = run.step(third), dict(run.session.unread), run.state_dict()
+    for descriptor in versions.descriptors[1]:
+        os.ftruncate(descriptor, 0)
+    assert versions.newest() == 2 and versions.whole
+    with launch_inline(protected, Options(blank=True), versions.files) as run:
+        run.session.restore(2, unread)
+        assert run.step(third) == wanted
+        assert all(torch.equal(state[name], value) for name, value in run.state_dict().items())
+    versions.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", [{"within": 4}, {"within": 4, "optimizer_within": 8}, {}], ids=str)
+def test_groups_of_zero_and_groups_that_average(program: Program, choices: dict[str, int]) -> None:
+    devices = list(range(8))
+    weights = divided.MODELS["decoder"]().weights
+    zero = replicate(at(), devices, zero=3, **choices)  # type: ignore[arg-type]
+    strategy = [zero, shard(at(), devices, 2, axis="TP", weights=weights)]
+    if not choices:
+        strategy.append(average(at(), across=[0, 4], every=1))
+    made = compile(replace(program.job, strategy=strategy), device="cpu", captured=program)
+    assert any(bucket.slices for bucket in made.plans.buckets.values())
+    report = check(made, launch_inline, divided.batches(2), tol=1e-9)
+    assert report.ok, report
