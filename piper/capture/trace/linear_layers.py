@@ -92,7 +92,7 @@ def mark_products(recording: Recording) -> None:
         product, weight = factors_of(node), weight_of(node)
         name = None if weight is None else owners.get(memory_of(weight))
         fits = name is not None and (product is None or _fits(product)) and not recording.modes[node].autocast
-        if fits and name is not None and node not in scores:
+        if name is not None and fits and node not in scores:
             products.setdefault(name, []).append(node)
             read.discard(name)
         if memory_of(node) not in owners:  # else it is a view of a parameter
