@@ -53,6 +53,9 @@ STRATEGIES: dict[str, list[Directive]] = {
     "remat of regions": [*cloned(), MICROBATCHES, piper.remat(at(), 0, across="PP")],
     "1F1B": STAGES,
     "offloaded state": [*cloned(), piper.offload(at(), what="optimizer")],
+    "protected state": [*cloned(), piper.protect(at(), copies=1, apart="device")],
+    "several buckets": [replicate(at(), range(4), zero=3, bucket_mb=0.0001), *cloned()[1:]],
+    "zero bubble": [*STAGES[:5], *piper.schedules.zero_bubble(stages=2, microbatches=2)],
 }
 
 
