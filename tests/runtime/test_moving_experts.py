@@ -1,9 +1,12 @@
 """Experts with clones on other devices have the numbers of plain PyTorch, wherever their rows are computed."""
 
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -25,11 +28,13 @@ from piper.plan.expert_table import (
 from piper.plan.text import read_plans, show_plans
 from piper.proof.values import value_problems
 from piper.run.launch import launch_inline
+from piper.run.recovery import recovering
 from piper.runtime.expert_exchange import Division
 from piper.runtime.worker import Options
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.routing import best_tables, routed_step
+from piper.workers.local import LocalWorkerGroup
 from tests import plain
 from tests.runtime.moving import ROWS, Layer, PlainMixture, adam, batches, cloned, loss, program
 
@@ -259,3 +264,21 @@ def test_a_resumed_run_computes_experts_where_it_did_to_the_last_bit(tmp_path: P
     with launch_inline(program([replicate(at(), devices=[0, 1])])) as run:  # any other layout loads it
         run.load(tmp_path / "checkpoint")
         assert [result.loss for result in run.train(1)] == pytest.approx(losses[3:], abs=1e-12)
+
+
+def test_a_killed_worker_is_replaced_and_its_steps_have_the_tables_that_they_had() -> None:
+    def moved() -> Program:
+        callbacks = [piper.callbacks.MoveExperts(every=1, costs="cpu", least=-1.0)]
+        return program(cloned(), callbacks=callbacks, steps=4)
+
+    with launch_inline(moved()) as run:
+        losses = [result.loss for result in run.train()]
+    events: list[str] = []
+    got = []
+    with recovering(moved(), "local", Options(), retries=2, notify=lambda e: events.append(e.event)) as run:
+        for number, result in enumerate(run.train()):
+            got.append(result.loss)
+            if number == 2:
+                os.kill(cast(LocalWorkerGroup, run.session.group).processes[3], signal.SIGKILL)
+    assert got == losses
+    assert "recovery" in events and "mismatch" not in events
