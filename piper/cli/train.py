@@ -116,7 +116,7 @@ def train_and_report(asked: "TrainOptions") -> Answer:
 
 def train_report(outcome: "Outcome") -> TrainReport:
     """Return how a run ended, for scripts."""
-    from piper.train.run_folder import METRICS
+    from piper.view.provenance import METRICS
 
     first, last = outcome.first, outcome.last
     stopped = ("preempted" if outcome.preempted else "interrupted") if outcome.stopped else None

@@ -1,6 +1,7 @@
 """`piper view`: a strategy as a page, a picture, a trace or text."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from piper.simulate.profile import ABOUT, FOLDER, Profile, read_profile
 from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans, stage_tags
 from piper.view.plan_trace import plan_trace
-from piper.view.provenance import FILE, Provenance, read_background
+from piper.view.provenance import FILE, Provenance, read_background, read_losses
 from piper.view.report import page
 from piper.view.subject import Subject, strategy_lines
 from piper.view.svg_grid import grid
@@ -104,7 +105,8 @@ def subject_of(
                 facts={"asked": asked},
                 hint="name the recipe instead: piper view file.py:function",
             )
-        return subject_of_run(Path(target), cluster=cluster, costs=costs, measured=measured)
+        run = subject_of_run(Path(target), cluster=cluster, costs=costs, measured=measured)
+        return replace(run, losses=read_losses(Path(target)))
     if ":" not in target:
         raise ConfigError(
             "there is no such recipe or run",

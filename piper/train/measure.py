@@ -14,7 +14,7 @@ from piper.plan.bucket import Bucket
 from piper.runtime.standins import Sizes
 from piper.runtime.trainers import advance, empty_optimizer, make_scheduler
 from piper.simulate.throughput import TOKENS
-from piper.train.run_folder import METRICS
+from piper.view.provenance import METRICS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,11 +30,11 @@ from piper.recipe import file_and_function
 from piper.run.run_events import Event
 from piper.train.lock import LOCK, read_lock
 from piper.version import VERSION
-from piper.view.provenance import FILE, Provenance, show_background
+from piper.view.provenance import FILE, METRICS, Provenance, show_background
 from piper.view.subject import strategy_lines
 
 RUNS = "runs"  # where folders without a given name go
-METRICS, EVALUATIONS, EVENTS, ABOUT = "metrics.jsonl", "evaluations.jsonl", "events.jsonl", "run.json"
+EVALUATIONS, EVENTS, ABOUT = "evaluations.jsonl", "events.jsonl", "run.json"
 PACKAGES = ("torch", "numpy", "transformers", "ray")
 SHOWN = 0.1  # seconds of waiting for agents that the display shows
 

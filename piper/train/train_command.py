@@ -40,8 +40,9 @@ from piper.train.interrupt import Interrupts, PreemptedError, interrupts, preemp
 from piper.train.lock import locked
 from piper.train.measure import Measure, Outcome, Rate, Reporter, RunSummary, tokens_in
 from piper.train.profiling import check_profile, profile_of, save_profile
-from piper.train.run_folder import EVALUATIONS, METRICS, EventLog, LinesFile, choose, claim, prepare, record
+from piper.train.run_folder import EVALUATIONS, EventLog, LinesFile, choose, claim, prepare, record
 from piper.train.train_options import TrainOptions, asked_job, check_options, recovering_asked, reserve
+from piper.view.provenance import METRICS
 from piper.workers.results import Batch, EvaluationResult
 
 STEPS = 5  # of one device, where none are asked for

@@ -17,6 +17,7 @@ from piper.view.subject import Subject
 
 DIGITS = 7  # of the longest time: finer than a pixel of any screen
 MOST_AT_PEAK = 8  # slots that are listed as live at the peak
+MOST_LOSSES = 2000  # points of the loss curve: more than a screen has pixels
 MOST_GROUPS = 4  # of a communicator that are listed
 Columns = dict[str, object]
 NETWORK = {"needsNothing": False, "carries": True, "computes": False}
@@ -80,6 +81,7 @@ def facts_of(subject: Subject) -> Columns:
         "devices": subject.devices,
         "notes": list(subject.notes),
         "strategy": [{"title": s.title, "text": s.text, "source": s.source} for s in subject.strategy],
+        "losses": loss_facts(subject.losses),
         "source": subject.source,
         "sourceName": subject.source_name,
         "pipeline": pipeline_facts(pipeline),
@@ -94,6 +96,16 @@ def facts_of(subject: Subject) -> Columns:
         "ops": op_facts(),
         "colours": {"light": paper_facts(LIGHT), "dark": paper_facts(DARK)},
     }
+
+
+def loss_facts(losses: Sequence[tuple[int, float]]) -> Columns | None:
+    """Return the steps and losses of a run, of a long run every so many. None: there are none."""
+    if not losses:
+        return None
+    shown = [*losses[:: ceil(len(losses) / MOST_LOSSES)]]
+    if shown[-1] != losses[-1]:
+        shown.append(losses[-1])
+    return {"step": [step for step, _ in shown], "loss": [loss for _, loss in shown]}
 
 
 def op_facts() -> Columns:

@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from piper.plan.text import show_plans
 from piper.simulate.costs import type_of
 from piper.view.subject import StrategyLine
 
-FILE = "view.json"
+FILE, METRICS = "view.json", "metrics.jsonl"
 FORM = 1  # of the file
 
 
@@ -183,3 +184,16 @@ def step_of(data: Sequence[Any]) -> GroupMember:
 def tags_of(data: Sequence[Sequence[Any]]) -> Tags:
     """Build tags from pairs of name and number."""
     return tuple((str(name), int(number)) for name, number in data)
+
+
+def read_losses(folder: Path) -> tuple[tuple[int, float], ...]:
+    """Read the steps of a run and their losses, but for those that are not finite or not yet written."""
+    file, losses = folder / METRICS, dict[int, float]()
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        try:
+            measure = json.loads(line)
+        except ValueError:  # the run is writing it
+            continue
+        if isfinite(measure["loss"]):
+            losses[measure["step"]] = measure["loss"]
+    return tuple(sorted(losses.items()))

@@ -20,6 +20,7 @@ SCRIPTS = (
     "timeline.js",
     "devices.js",
     "memory.js",
+    "loss.js",
     "dag.js",
     "strategy.js",
     "details.js",

@@ -40,6 +40,7 @@ class Subject:
     about: str = ""  # the run, and which of its steps is shown
     source: str = ""  # the recipe's text; empty if it is not known
     source_name: str = ""  # and the name of its file
+    losses: tuple[tuple[int, float], ...] = ()  # of a run: each step and its loss
     notes: tuple[str, ...] = ()  # what is missing from the page, and why
 
     @property

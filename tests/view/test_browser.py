@@ -207,7 +207,7 @@ def test_a_click_leads_from_a_cell_to_the_directive_and_its_line(opened: Opened)
     box = box_of(page, "pipeline")
     page.mouse.click(box["x"] + box["width"] - 16, box["y"] + 20)  # the last cell ends where the drawing does
     details = page.locator("#details")
-    expect(details.locator(".what")).to_have_text("BW[PP=0 #1 MB=3]")
+    expect(details.locator(".what")).to_have_text("weight gradients, stage 0, microbatch 3")
     details.get_by_role("button", name="replicate #0 (moe.py:4)").click()
     expect(page.locator("#strategy .pinned")).to_have_attribute("data-directive", "0")
     expect(page.locator("#source .lit")).to_have_attribute("data-line", "4")
@@ -224,7 +224,7 @@ def test_the_pipeline_is_drawn_in_units_and_in_simulated_time(opened: Opened) ->
     idle = page.locator("#figures div:nth-child(3) dd").inner_text()
     assert caption.inner_text().endswith(f" on h100, {idle} idle"), "the figure at the top"
     press(page, "pipeline", "End")
-    expect(page.locator("#details .what")).to_have_text("BW[PP=0 #1 MB=3]")
+    expect(page.locator("#details .what")).to_have_text("weight gradients, stage 0, microbatch 3")
     page.get_by_role("button", name="Units").click()
     page.keyboard.press("Escape")  # the button has the focus
     expect(page.locator("#details .what")).to_have_count(0)
@@ -266,7 +266,7 @@ def test_a_selection_dims_all_but_what_it_needs_and_what_needs_it(opened: Opened
     page = opened.page
     plain = ink(page, "pipeline"), ink(page, "devices")
     press(page, "pipeline", "Home")
-    expect(page.locator("#details .what")).to_have_text("F[PP=0 MB=0]")
+    expect(page.locator("#details .what")).to_have_text("forward, stage 0, microbatch 0")
     ink_other_than(page, "pipeline", plain[0])
     ink_other_than(page, "devices", plain[1])
     first, second = (colours_at(page, "pipeline", unit) for unit in (0, 1))
@@ -282,7 +282,7 @@ def test_a_transfer_leads_to_the_device_at_its_other_end(opened: Opened) -> None
     page = opened.page
     details = page.locator("#details")
     press(page, "pipeline", "ArrowDown", "ArrowDown", "Home")
-    expect(details.locator(".what")).to_have_text("F[PP=1 MB=0]")
+    expect(details.locator(".what")).to_have_text("forward, stage 1, microbatch 0")
     details.get_by_role("button", name="transfer[PP=0 #1.out0[MB=0] @0,1 -> @2,3]").click()
     expect(details).to_contain_text("receive")
     details.get_by_role("button", name="send on devices 0,1").click()
@@ -365,7 +365,7 @@ def test_paper_has_every_drawing_with_all_dependencies_and_no_selection(
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     page.emulate_media(media="screen")
     expect(lines).to_have_count(0)
-    expect(page.locator("#details .what")).to_have_text("F[PP=0 MB=0]")
+    expect(page.locator("#details .what")).to_have_text("forward, stage 0, microbatch 0")
     page.close()
 
 
@@ -410,7 +410,7 @@ def test_the_keyboard_reaches_everything(opened: Opened) -> None:
     press(page, "dag", "End", "Enter")
     expect(page.locator("#details-title")).to_be_focused()
     press(page, "pipeline", "Home")
-    expect(what).to_contain_text("F[PP=0 MB=0]")
+    expect(what).to_have_text("forward, stage 0, microbatch 0")
     press(page, "pipeline", "Escape")
     expect(what).to_have_count(0)
 
@@ -466,7 +466,8 @@ def test_a_forward_that_runs_again_is_told_from_the_first(
     assert first < second, "lines over the same fill"
     press(opened, "pipeline", "Home", "ArrowRight", "ArrowRight")
     details = opened.locator("#details")
-    expect(details.locator(".what")).to_have_text("R[PP=0 MB=0]")
+    expect(details.locator(".what")).to_have_text("forward again, stage 0, microbatch 0")
+    details.get_by_role("button", name="R[PP=0 MB=0]").click()
     expect(details).to_contain_text("compute, forward again")
     expect(details.get_by_role("button", name="remat #2 (moe.py:4)")).to_have_count(1)
     opened.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
@@ -507,6 +508,42 @@ def colours_at(page: "Page", scene: str, unit: int) -> set[str]:
         [scene, unit],
     )
     return set(found)
+
+
+def test_a_cell_of_several_chunks_is_selected_as_a_whole(opened: Opened) -> None:
+    """All instructions of the stage are outlined and listed, and each leads to itself."""
+    page = opened.page
+    details = page.locator("#details")
+    press(page, "pipeline", "Home")
+    expect(details).to_contain_text("runs")
+    cell = page.evaluate(
+        "JSON.parse(document.getElementById('facts').textContent).pipeline.rows[0].places[0].length"
+    )
+    assert cell > 1
+    expect(page.locator("#live")).to_contain_text(
+        f"forward, stage 0, microbatch 0, {cell} instructions, from "
+    )
+    details.get_by_role("button", name="F[PP=0 #1 MB=0]", exact=True).click()
+    expect(details.locator(".what")).to_have_text("F[PP=0 #1 MB=0]")
+
+
+def test_a_run_shows_its_losses(chromium: "Browser", tmp_path: Path) -> None:
+    file = tmp_path / "losses.html"
+    losses = tuple((step, 4.0 / step) for step in range(1, 21))
+    file.write_text(page(replace(demo(), losses=losses)), encoding="utf-8")
+    opened = chromium.new_page(viewport={"width": 1280, "height": 800})
+    complaints: list[str] = []
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.goto(file.as_uri())
+    assert opened.locator("#loss-caption").inner_text() == "4 in step 1, 0.2 in step 20"
+    box = box_of(opened, "loss")
+    opened.mouse.move(box["x"] + box["width"] - 10, box["y"] + 40)
+    expect(opened.locator("#tip")).to_have_text("loss 0.2step 20")
+    whole = ink(opened, "loss")
+    press(opened, "loss", "+")
+    ink_other_than(opened, "loss", whole)
+    assert complaints == []
+    opened.close()
 
 
 def test_everything_that_acts_has_a_name(opened: Opened) -> None:

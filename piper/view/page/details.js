@@ -9,10 +9,39 @@ function showDetails() {
     host.replaceChildren(make("p", { class: "faint" }, "Click a cell, a bar or a node, or reach a drawing with Tab and use the arrow keys. Wheel, + and − zoom; dragging pans; 0 shows all."));
     return;
   }
-  const program = facts.programs[chosen.program];
   const { place } = chosen;
   const rows = make("dl");
   const add = (name, ...values) => values.length && rows.append(make("dt", {}, name), ...values.map((value) => make("dd", {}, value)));
+  const several = chosen.places.length > 1;
+  if (several) describeCell(chosen, add);
+  else describeOne(chosen, add);
+  add("made by", ...originsOf(chosen).map(directiveLink));
+  const title = several ? cellAt(chosen.program, place) : facts.programs[chosen.program].nodeAt(place);
+  host.replaceChildren(make("p", { class: "what" }, title), rows);
+}
+
+// All that a cell of the pipeline stands for, and what it needs from elsewhere.
+function describeCell({ program: number, places }, add) {
+  const program = facts.programs[number];
+  const [low, high] = spanOf(state.selected);
+  const own = new Set(places);
+  const graph = dagOf(number);
+  const outside = (way, kind) => {
+    const edges = new Map(places.flatMap((place) => graph[way][place]).filter(([at, of]) => of === kind && !own.has(at)).map((edge) => [edge[0], edge]));
+    return links(number, [...edges.values()], kind);
+  };
+  add("on", `${program.devices.length > 1 ? "devices" : "device"} ${program.name}`);
+  add("planned", `from ${showTime(low)} to ${showTime(high)}`);
+  add("runs", ...links(number, places.map((place) => [place, 0]), 0));
+  add("needs", ...outside("into", 0));
+  add("for", ...outside("out", 0));
+  add("after", ...outside("into", 1));
+  add("before", ...outside("out", 1));
+}
+
+function describeOne(chosen, add) {
+  const program = facts.programs[chosen.program];
+  const { place } = chosen;
   const phase = program.phase[place] && program.opAt(place) === "compute" ? `, ${PHASES[program.phase[place]]}` : "";
   add("does", `${facts.ops[program.opAt(place)].label}${phase}`);
   add("on", `${program.devices.length > 1 ? "devices" : "device"} ${program.name}, stream ${program.streamAt(place)}, instruction ${place} of ${program.count}`);
@@ -31,8 +60,6 @@ function showDetails() {
   add("after", ...links(chosen.program, graph.into[place], 1));
   add("before", ...links(chosen.program, graph.out[place], 1));
   add("meets", ...peersOf(chosen.program, place).slice(0, MOST_LINKS).map(([other, at]) => peerLink(other, at)));
-  add("made by", ...program.originAt(place).map(directiveLink));
-  host.replaceChildren(make("p", { class: "what" }, program.nodeAt(place)), rows);
 }
 
 // Neighbours by one kind of edge, each a way to go there.

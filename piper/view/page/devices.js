@@ -176,8 +176,10 @@ function devicesView() {
       context.fillRect(x, y + tall + 1, width, thin);
     }
     if (state.selected.program !== row.number) return;
-    const { place } = state.selected;
-    const [x, width] = spot(place);
+    const { place, places } = state.selected;
+    const spots = places.map(spot);
+    const x = Math.min(...spots.map(([low]) => low));
+    const width = Math.max(...spots.map(([low, wide]) => low + wide)) - x;
     if (program.comm[place] >= 0) outline(context, x - 1, y + tall - 1, width + 2, thin + 4, accent(), 2);
     else outline(context, x, y - 1, width, tall + 2, accent(), 2.5);
   }

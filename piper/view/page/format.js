@@ -62,6 +62,12 @@ function described(number, place) {
   );
 }
 
+// A cell of the pipeline in a sentence.
+function describedCell(number, place) {
+  const [low, high] = spanOf(state.selected);
+  return `${cellAt(number, place)}, ${plural(state.selected.places.length, "instruction")}, from ${showTime(low)} to ${showTime(high)}`;
+}
+
 // Round steps for an axis: 1, 2 or 5 times a power of ten.
 function niceStep(span, room, distance) {
   const least = (span * distance) / Math.max(room, 1);

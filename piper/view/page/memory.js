@@ -57,8 +57,7 @@ function memoryView() {
   // When the selection runs.
   function drawChosen(scene) {
     if (state.selected?.program !== currentProgram()) return;
-    const program = facts.programs[currentProgram()];
-    const [low, high] = [0, program.length[state.selected.place]].map((after) => scene.x((program.start[state.selected.place] + after) * stretchFactor()));
+    const [low, high] = spanOf(state.selected).map((at) => scene.x(at * stretchFactor()));
     scene.context.globalAlpha = 0.25;
     scene.context.fillStyle = accent();
     scene.context.fillRect(low, 0, Math.max(2, high - low), CHART);

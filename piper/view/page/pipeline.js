@@ -184,14 +184,14 @@ function pipelineView() {
     },
     tip({ row, i }) {
       const cells = now().rows[row];
-      const stage = cells.stage[i] === null ? [] : [`stage ${cells.stage[i]}`];
-      const microbatch = cells.microbatch[i] === "" ? [] : [`microbatch ${cells.microbatch[i]}`];
       const paired = cells.pair[i] < 0 ? [] : ["overlapped with its pair"];
       const times = state.clock === "units" ? [] : [`from ${showTime(cells.start[i])} to ${showTime(cells.start[i] + cells.cost[i])}`];
-      return [facts.programs[row].nodeAt(cells.places[i][0]), [PHASES[cells.phase[i]], ...stage, ...microbatch].join(", "), names[row], ...times, ...paired];
+      const [first, ...others] = cells.places[i];
+      const chunks = others.length ? [`${others.length + 1} instructions`] : [];
+      return [others.length ? cellName(cells, i) : facts.programs[row].nodeAt(first), ...(others.length ? chunks : [cellName(cells, i)]), names[row], ...times, ...paired];
     },
     choose({ row, i }) {
-      select(row, now().rows[row].places[i][0], { reveal: true });
+      selectCell(row, now().rows[row].places[i]);
     },
     move(direction) {
       const { rows } = now();
@@ -209,7 +209,7 @@ function pipelineView() {
         row = Math.max(0, Math.min(names.length - 1, row + (direction === "up" ? -1 : 1)));
         i = Math.min(last(), firstAfter(rows[row].start, time + now().usual / 2));
       }
-      if (rows[row].places.length) select(row, rows[row].places[i][0], { reveal: true });
+      if (rows[row].places.length) selectCell(row, rows[row].places[i]);
     },
   };
   revealers.push((program, place) => {
@@ -220,6 +220,11 @@ function pipelineView() {
   return view;
 }
 
+// Choose all that a cell stands for: a stage under TP, or with experts, is several instructions.
+function selectCell(row, places) {
+  select(row, places[0], { places, reveal: true });
+}
+
 // The cell that stands for an instruction; -1 for what is not computing.
 function cellOf(cells, place) {
   if (!cells.of) {
@@ -227,6 +232,19 @@ function cellOf(cells, place) {
     cells.places.forEach((places, i) => places.forEach((one) => cells.of.set(one, i)));
   }
   return cells.of.get(place) ?? -1;
+}
+
+// What a cell stands for, in words: "forward, stage 0, microbatch 1".
+function cellName(cells, i) {
+  const stage = cells.stage[i] === null ? [] : [`stage ${cells.stage[i]}`];
+  const microbatch = cells.microbatch[i] === "" ? [] : [`microbatch ${cells.microbatch[i]}`];
+  return [PHASES[cells.phase[i]], ...stage, ...microbatch].join(", ");
+}
+
+// The cell of an instruction, in words.
+function cellAt(number, place) {
+  const cells = facts.pipeline.rows[number];
+  return cellName(cells, cellOf(cells, place));
 }
 
 // A cell is dimmed when all its instructions are.

@@ -36,8 +36,8 @@ function relatedTo(chosen) {
   const hops = [];
   for (const way of ["into", "out"]) {
     const seen = facts.programs.map(() => new Set());
-    seen[chosen.program].add(chosen.place);
-    const rest = [[chosen.program, chosen.place]];
+    for (const place of chosen.places) seen[chosen.program].add(place);
+    const rest = chosen.places.map((place) => [chosen.program, place]);
     while (rest.length) {
       const [number, place] = rest.pop();
       related[number].add(place);

@@ -23,7 +23,7 @@ facts.programs.forEach((program, number) => program.devices.forEach((device) => 
 
 const state = {
   device: facts.devices[0],
-  selected: null, // {program, place}
+  selected: null, // {program, place, places}: an instruction, or all of a cell of the pipeline
   hovered: null,
   lit: null, // the directive that is pointed at
   pinned: null, // the directive that was clicked
@@ -57,16 +57,28 @@ function currentProgram() {
   return programOf.get(state.device);
 }
 
-// Choose an instruction, and the device that runs it.
+// Choose an instruction, or several of a cell, and the device that runs them.
 function select(program, place, options = {}) {
-  const update = { selected: { program, place }, pinned: null };
+  const places = options.places ?? [place];
+  const update = { selected: { program, place, places }, pinned: null };
   const device = options.device ?? (programOf.get(state.device) === program ? state.device : facts.programs[program].devices[0]);
   if (device !== state.device) update.device = device;
   change(update);
-  byId("live").textContent = described(program, place);
+  byId("live").textContent = places.length > 1 ? describedCell(program, place) : described(program, place);
   if (options.reveal) {
     for (const reveal of revealers) reveal(program, place);
   }
+}
+
+// The directives that made the selection.
+function originsOf(chosen) {
+  return [...new Set(chosen.places.flatMap((place) => facts.programs[chosen.program].originAt(place)))];
+}
+
+// From when to when the selection is planned to run.
+function spanOf({ program, places }) {
+  const { start, length } = facts.programs[program];
+  return [Math.min(...places.map((place) => start[place])), Math.max(...places.map((place) => start[place] + length[place]))];
 }
 
 // Point at an instruction, or at none.
@@ -90,5 +102,5 @@ function dimmed(program, place) {
 }
 
 function isSelected(program, place) {
-  return state.selected !== null && state.selected.program === program && state.selected.place === place;
+  return state.selected !== null && state.selected.program === program && state.selected.places.includes(place);
 }

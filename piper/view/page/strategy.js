@@ -53,7 +53,7 @@ function touchedCounts() {
 // Whether a directive is among those that made the selected node.
 function selectionCame(number) {
   const chosen = state.selected;
-  return chosen !== null && facts.programs[chosen.program].originAt(chosen.place).includes(number);
+  return chosen !== null && originsOf(chosen).includes(number);
 }
 
 function fillSource() {
@@ -78,7 +78,7 @@ function followSelection() {
   const strategy = byId("strategy");
   const said = strategy.querySelector(".pinned") ?? strategy.querySelector(".lit");
   if (said) bringIntoView(strategy, said);
-  const made = selected === null ? [] : facts.programs[selected.program].originAt(selected.place);
+  const made = selected === null ? [] : originsOf(selected);
   const lines = new Set();
   for (const number of pinned === null ? made : [pinned]) {
     const [name, line] = (facts.strategy[number]?.source ?? "").split(/:(?=\d+$)/);

@@ -83,7 +83,7 @@ function timelineView() {
         context.fillRect(x, y + BAR - 3, width, 3);
       }
       context.globalAlpha = 1;
-      if (isSelected(number, place)) outline(context, x, y, width, BAR, accent(), 3);
+      if (isSelected(number, place) && (width > 6 || state.selected.places.length === 1)) outline(context, x, y, width, BAR, accent(), 3);
     }
   }
 
