@@ -467,7 +467,7 @@ def test_a_forward_that_runs_again_is_told_from_the_first(
     press(opened, "pipeline", "Home", "ArrowRight", "ArrowRight")
     details = opened.locator("#details")
     expect(details.locator(".what")).to_have_text("forward again, stage 0, microbatch 0")
-    details.get_by_role("button", name="R[PP=0 MB=0]").click()
+    details.get_by_role("button", name="R[PP=0 MB=0]", exact=True).click()
     expect(details).to_contain_text("compute, forward again")
     expect(details.get_by_role("button", name="remat #2 (moe.py:4)")).to_have_count(1)
     opened.evaluate("document.querySelectorAll('details').forEach((details) => { details.open = true; })")
