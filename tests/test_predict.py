@@ -138,6 +138,45 @@ def compared(made: piper.Job, batch: Batch) -> float:
         return distance(got, tokens_of(plain, batch))
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.down(torch.tanh(self.up(x)))
+        return [self.first(x), self.second(x)]
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_forward_may_use_fewer_parameters_of_a_sharded_region_than_training_does(level: int) -> None:
+    def first(model: nn.Module, batch: Batch) -> Tensor:
+        head: Tensor = model(batch["x"])[0]
+        return head
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        left, right = model(batch["x"])
+        distance: Tensor = (left - right).square().mean()
+        return distance
+
+    devices, draws = range(4), torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    strategy = [
+        piper.replicate(piper.at(), devices, zero=level),
+        piper.shard(piper.at(), devices, 2, axis="TP", weights={"up": 0, "down": 1}),
+    ]
+    made = piper.Job(
+        model=TwoHeads, loss=loss, data=lambda: [{"x": draws}], strategy=strategy, precision="fp64"
+    )
+    with piper.launch(piper.compile(made)) as run:
+        next(run.train(1))
+        got, state = run.predict({"x": draws[:7]}, first), run.state_dict()
+    plain = TwoHeads().double()
+    plain.load_state_dict(state)
+    with torch.no_grad():
+        assert distance(got, first(plain, {"x": draws[:7].double()})) < 1e-12
+
+
 def test_a_result_without_a_row_for_each_sample_is_refused() -> None:
     wrong: Sequence[tuple[Callable[[nn.Module, Batch], object], str]] = (
         (mean, "a tensor of shape []"),

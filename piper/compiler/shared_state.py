@@ -30,19 +30,20 @@ def with_parameters_of(program: "Program", outline: CapturedModel) -> CapturedMo
     Raise a CaptureError where a forward in eval mode reads a parameter that training does not hold.
     """
     trained_names = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
-    for chunk in outline.chunks:
-        for name in chunk.params:
-            if name not in trained_names:
-                raise CaptureError(
-                    f"the model uses {name} in eval mode only",
-                    by="model",
-                    facts={"but": "evaluation reads the parameters of the training program"},
-                    hint="make it a buffer, or let the forward use it in both modes",
-                )
+    used = {name for chunk in outline.chunks for name in chunk.params}
+    if unknown := used - trained_names:
+        raise CaptureError(
+            f"the model uses {min(unknown)} in eval mode only",
+            by="model",
+            facts={"but": "evaluation reads the parameters of the training program"},
+            hint="make it a buffer, or let the forward use it in both modes",
+        )
     parameters = {parameter.name: parameter for parameter in outline.parameters}
     trained = program.outline.parameters
     for parameter in trained:
-        if parameter.name in trained_names:
+        if (
+            parameter.name in used
+        ):  # a forward may use fewer than training does; those lie nowhere in its program
             assert layout_of(parameter) == layout_of(parameters[parameter.name]), parameter.name
     return replace(outline, parameters=tuple(replace(p, trainable=False) for p in trained))
 

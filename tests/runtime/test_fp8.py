@@ -244,13 +244,19 @@ DIVIDED = [
 
 
 @pytest.mark.parametrize(("model", "strategy"), DIVIDED)
-def test_divided_models_have_the_numbers_of_one_device(model: str, strategy: str) -> None:
+def test_divided_models_have_the_numbers_of_one_device(model: str, strategy: str, on: str = "inline") -> None:
     made = divided.job(model, strategy)
     program = compile(replace(made, strategy=[*made.strategy, FP8]))  # type: ignore[misc]
     report = check(
-        program, lambda started, options: launcher(started, "inline", options), divided.batches(), tol=1e-9
+        program, lambda started, options: launcher(started, on, options), divided.batches(), tol=1e-9
     )
     assert report.ok, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "strategy"), [("decoder", "tp2dp2z3"), ("gpt2", "tp2pp2")])
+def test_processes_of_divided_models_have_the_numbers_of_one_device(model: str, strategy: str) -> None:
+    test_divided_models_have_the_numbers_of_one_device(model, strategy, "local")
 
 
 @pytest.mark.slow
