@@ -1,4 +1,4 @@
-"""A strategy for each length against the best single one: an 8B decoder on 64 simulated H100.
+"""A strategy for each length against the best single one: an 8B decoder on 64 simulated H200.
 
     python benchmarks/shape_strategies.py
 
@@ -9,7 +9,7 @@ So the share of the steps with rows of a length is the share of all tokens that 
 costs what one document of its length costs, under every strategy.
 
 A strategy is a degree of tensor and of context parallelism with a kind of attention, the devices over which
-ZeRO-3 shards, the microbatches, and whether layers are recomputed where a step does not fit otherwise.
+ZeRO-3 shards, the microbatches, and whether layers are recomputed.
 Strategies by length hold every parameter alike, so that a step may switch without moving any. Two layers are
 captured, and repeated. Nothing is measured: `piper simulate` prices each step, and the memory of a device
 limits it.
@@ -18,8 +18,8 @@ limits it.
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -46,23 +46,12 @@ from piper.simulate.simulate import simulate
 sys.path.append(str(Path(__file__).parent))
 from repeated import repeated
 
-DEVICES, CLUSTER = 64, "h100"
+DEVICES, CLUSTER = 64, "h200"
 LAYERS, VOCAB, DIM, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 128_256, 4096, 14_336, 32, 8, 128
 LENGTHS = (8192, 32_768, 131_072, 524_288)
 TOKENS = 2**21  # of a step
 MEDIAN, SIGMA = 1024, 1.5  # of the documents' lengths
 FIELDS = {"tokens": 1, "labels": 1}
-FAMILIES = (  # within, tensor, context, attention, microbatches
-    *((within, 1, 1, "", count) for within in (8, 64) for count in (1, 4)),
-    *((within, 1, 4, "heads", count) for within in (8, 64) for count in (2, 4)),
-    *((within, 1, 8, "heads", count) for within in (8, 64) for count in (1, 2, 4)),
-    (64, 1, 16, "ring", 4),
-    (64, 1, 32, "ring", 2),
-    (64, 1, 64, "ring", 4),
-    (64, 8, 1, "", 4),
-    (64, 8, 4, "ring", 2),
-    (64, 8, 8, "ring", 4),
-)
 
 
 def shares(lengths: Sequence[int]) -> dict[int, float]:
@@ -173,7 +162,6 @@ class Decoder(nn.Module):
         return logits
 
 
-@cache
 def captured(choice: Choice, length: int) -> CapturedModel:
     """Capture two layers for one group of devices, and repeat the second."""
     tokens = torch.zeros(1, length, dtype=torch.long).expand(choice.rows(length), length)
@@ -189,7 +177,6 @@ def captured(choice: Choice, length: int) -> CapturedModel:
     return repeated(piper.compile(job, device="cpu", compile=True).outline, LAYERS)
 
 
-@cache
 def planned(choice: Choice, length: int) -> Step:
     """Plan and simulate a step with rows of one length."""
     outline = captured(replace(choice, within=0), length)
@@ -213,78 +200,66 @@ def planned(choice: Choice, length: int) -> Step:
     )
 
 
-def served(choice: Choice, length: int) -> Choice | None:
-    """Return a choice that saves as much as fits for rows of one length. None: it cannot serve them."""
-    if not choice.rows(length):
-        return None
-    choices = (choice, replace(choice, recompute=True))
-    return next((each for each in choices if planned(each, length).fits), None)
+# What is simulated: strategies, and the lengths of rows that each is tried for. A group of devices that
+# shares its sequences needs a row for each microbatch.
+CHOICES = {
+    Choice(within=64, tensor=8, context=8, attention="ring", microbatches=4): LENGTHS,
+    Choice(within=64, context=64, attention="gather", microbatches=4, recompute=True): LENGTHS,
+    Choice(within=64, context=16, attention="gather", microbatches=1, recompute=True): LENGTHS,
+    Choice(within=64, context=8, attention="heads", microbatches=2): LENGTHS[:3],
+    Choice(within=64, context=4, attention="heads", microbatches=2): LENGTHS[:2],
+    Choice(within=64, microbatches=4): LENGTHS[:1],
+}
+Steps = Mapping[tuple[Choice, int], Step]
 
 
-def mean_seconds(choices: Mapping[int, Choice]) -> float:
+def mean_seconds(steps: Steps, choices: Mapping[int, Choice]) -> float:
     """Return the mean seconds of a step over the distribution, given the choice for each length."""
-    lengths = shares(tuple(choices)).items()
-    return sum(share * planned(choices[length], length).seconds for length, share in lengths)
+    return sum(
+        share * steps[choices[length], length].seconds for length, share in shares(tuple(choices)).items()
+    )
 
 
-def single_strategies(fitting: Mapping[Choice, Mapping[int, Choice]], lengths: Sequence[int]) -> list[Choice]:
-    """Return the strategies that serve all lengths, the fastest first. They recompute for all or for none."""
-    several = [
-        replace(family, recompute=any(choices[length].recompute for length in lengths))
-        for family, choices in fitting.items()
-        if choices.keys() >= set(lengths)
-    ]
-    return sorted(several, key=lambda choice: mean_seconds(dict.fromkeys(lengths, choice)))
-
-
-def best_by_length(
-    fitting: Mapping[Choice, Mapping[int, Choice]], lengths: Sequence[int]
-) -> dict[int, Choice]:
+def best_by_length(steps: Steps, lengths: Sequence[int]) -> dict[int, Choice]:
     """Return the fastest choice for each length, among those that hold parameters alike."""
     mixes: list[dict[int, Choice]] = []
-    for layout in dict.fromkeys(family.layout for family in fitting):
-        alike = [choices for family, choices in fitting.items() if family.layout == layout]
+    for layout in dict.fromkeys(choice.layout for choice in CHOICES):
         mix: dict[int, Choice] = {}
         for length in lengths:
-            serving = [choices[length] for choices in alike if length in choices]
-            if serving:
-                mix[length] = min(serving, key=lambda choice: planned(choice, length).seconds)
+            alike = [c for c, n in steps if n == length and c.layout == layout and steps[c, n].fits]
+            if alike:
+                mix[length] = min(alike, key=lambda choice: steps[choice, length].seconds)
         mixes += [mix] if len(mix) == len(lengths) else []
-    return min(mixes, key=mean_seconds)
+    return min(mixes, key=lambda mix: mean_seconds(steps, mix))
 
 
-def show(fitting: Mapping[Choice, Mapping[int, Choice]], lengths: Sequence[int]) -> None:
-    """Print the best strategies by length beside the best single ones."""
-    mix, single = best_by_length(fitting, lengths), single_strategies(fitting, lengths)
-    first, *others = (planned(choice, length).buckets for length, choice in mix.items())
+def show(steps: Steps, lengths: Sequence[int]) -> None:
+    """Print the best strategies by length beside the single ones that serve all lengths."""
+    mix = best_by_length(steps, lengths)
+    first, *others = (steps[choice, length].buckets for length, choice in mix.items())
     assert not any(next(held_otherwise(other, first), None) for other in others), "a parameter would move"
-    print(f"\nDocuments of at most {lengths[-1]:,} tokens: of each length, by length and the best single one")
+    print(f"\nDocuments of at most {lengths[-1]:,} tokens: the best strategy of each length")
     for length, share in shares(lengths).items():
-        for choice in (mix[length], single[0]):
-            step = planned(choice, length)
-            numbers = f"{step.seconds:6.2f} s, {step.peak:4.1f} GiB, {step.exposed:4.0%} exposed"
-            print(f"{length:8} {share:6.1%} of tokens  {choice.name:62} {numbers}")
-    print("Mean seconds of a step:")
-    mixed = mean_seconds(mix)
-    print(f"  {mixed:6.2f}          by length")
-    for choice in single:
-        alone = mean_seconds(dict.fromkeys(lengths, choice))
-        print(f"  {alone:6.2f}  {alone / mixed:5.2f}x  {choice.name}")
+        print(f"{length:8} {share:6.1%} of tokens  {mix[length].name}")
+    mixed = mean_seconds(steps, mix)
+    print(f"Mean seconds of a step:\n  {mixed:6.2f}         a strategy for each length")
+    single = [c for c in CHOICES if all((c, n) in steps and steps[c, n].fits for n in lengths)]
+    for choice in sorted(single, key=lambda choice: mean_seconds(steps, dict.fromkeys(lengths, choice))):
+        alone = mean_seconds(steps, dict.fromkeys(lengths, choice))
+        print(f"  {alone:6.2f}  {alone / mixed:4.2f}x  {choice.name}, for all lengths")
 
 
 def main() -> None:
-    fitting: dict[Choice, dict[int, Choice]] = {}
-    for within, tensor, context, attention, count in FAMILIES:
-        family = Choice(
-            within=within, tensor=tensor, context=context, attention=attention, microbatches=count
-        )
-        choices = {length: served(family, length) for length in LENGTHS}
-        fitting[family] = {length: choice for length, choice in choices.items() if choice is not None}
-        for length, choice in fitting[family].items():
-            step = planned(choice, length)
-            print(f"{length:8}  {choice.name:62} {step.seconds:6.2f} s, {step.peak:4.1f} GiB", flush=True)
+    pairs = [(choice, length) for choice, lengths in CHOICES.items() for length in lengths]
+    steps: dict[tuple[Choice, int], Step] = {}
+    with ProcessPoolExecutor(max_workers=3) as pool:
+        for pair, step in zip(pairs, pool.map(planned, *zip(*pairs, strict=True)), strict=True):
+            steps[pair] = step
+            fits = "" if step.fits else ", does not fit"
+            numbers = f"{step.seconds:6.2f} s, {step.exposed:4.0%} exposed, {step.peak:4.1f} GiB{fits}"
+            print(f"{pair[1]:8}  {pair[0].name:64} {numbers}", flush=True)
     for longest in (3, 4):
-        show(fitting, LENGTHS[:longest])
+        show(steps, LENGTHS[:longest])
 
 
 if __name__ == "__main__":

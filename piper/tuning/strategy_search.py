@@ -329,7 +329,7 @@ class StrategySearch:
 
     def levels(self, choice: StrategyChoice, limit: int) -> list[tuple[int, ...]]:
         """Return the ZeRO levels to try: one for all ranks, or for each rank the lowest that fits."""
-        if choice.replicas == 1:
+        if choice.replicas * choice.context == 1:  # no other device holds the same
             return [(0,) * choice.ranks]
         levels = [(level,) * choice.ranks for level in self.space.zeros]
         if self.space.mixed and choice.ranks > 1 and len(self.space.zeros) > 1:

@@ -112,10 +112,13 @@ def tune(
             reserve = machine.communicator * (1 - machine.fragmentation)
             model = replace(model, communicator=reserve)
         model = replace(model, divide=divided_as(start or (), model.divide))
+        shapes = shapes_of(model, devices)
+        if wanted.context is not None:  # it divides no weights, so none need be known
+            shapes = replace(shapes, context=bool(model.divide.fields))
         search = StrategySearch(
             model=model,
             space=wanted,
-            shapes=shapes_of(model, devices),
+            shapes=shapes,
             gap=gap,
             synthesis_trials=SYNTHESIS_TRIALS,
             report=progress or (lambda search, evaluation: None),

@@ -1,0 +1,89 @@
+"""`tune_lengths` gives each length a strategy, and all of them hold parameters alike."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import piper
+from piper.errors import ConfigError
+from piper.tuning.choice import Recompute
+from piper.tuning.lengths import first_of_each_length, tune_lengths
+from piper.tuning.space import Space
+
+DIM = 32
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        made: Tensor = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return made
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(16, DIM), nn.Linear(DIM, 16)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return piper.losses.cross_entropy(model(batch["tokens"]), batch["labels"])
+
+
+def rows(samples: int, length: int) -> dict[str, Tensor]:
+    return {name: torch.zeros(samples, length, dtype=torch.long) for name in ("tokens", "labels")}
+
+
+def job() -> piper.Job:
+    data = [rows(4, 16), rows(4, 16), rows(1, 2048), rows(4, 16)]
+    return piper.Job(model=lambda: piper.annotate_layers(Net()), loss=loss, data=lambda: data)
+
+
+ONE_RANK = Space(ranks=(1,), zeros=(3,), recompute=(Recompute(),), tensor=(1,))
+
+
+@pytest.mark.slow
+def test_one_long_row_is_shared_and_short_rows_are_not() -> None:
+    tuned = tune_lengths(job(), "h100", 2, space=ONE_RANK, trials=3, workers=1)
+    assert tuned.shares == {16: 0.75, 2048: 0.25}
+    contexts = {length: one.best.choice.context for length, one in tuned.tuned.items()}
+    assert contexts == {16: 1, 2048: 2}  # one sample cannot be sliced for two replicas
+    steps = [one.best.step for one in tuned.tuned.values()]
+    assert tuned.step == pytest.approx(0.75 * steps[0] + 0.25 * steps[1])
+    assert list(json.loads(tuned.json)) == ["16", "2048"]
+    program = piper.compile(replace(job(), strategy=tuned.strategies))
+    assert program.shaped(rows(1, 2048)).plans.devices == program.plans.devices
+
+
+@pytest.mark.slow
+def test_lengths_that_cannot_hold_parameters_alike_are_refused() -> None:
+    """Nothing but context parallelism can share one row, and it is not allowed."""
+    with pytest.raises(ConfigError, match="no candidate can be compiled"):
+        tune_lengths(job(), "h100", 2, space=replace(ONE_RANK, context=(1,)), trials=2, workers=1)
+
+
+def test_lengths_are_those_of_the_padded_batches() -> None:
+    padded = replace(job(), buckets=piper.Buckets(lengths=[64, 4096], pad={"tokens": 0, "labels": -100}))
+    first, shares = first_of_each_length(padded, 3)
+    assert {length: batch["tokens"].shape[0] for length, batch in first.items()} == {64: 4, 4096: 1}
+    assert shares == {64: pytest.approx(2 / 3), 4096: pytest.approx(1 / 3)}
+    with pytest.raises(ConfigError, match="batches=0"):
+        tune_lengths(job(), "h100", 2, batches=0)
