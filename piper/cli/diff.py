@@ -11,8 +11,8 @@ from rich.console import Console
 from piper.cli.answer import Answer
 from piper.cli.options import ClusterName, CostsFile
 from piper.cli.plan import moved
+from piper.cli.prices import prices_of
 from piper.cli.reports import DiffReport, SeatReport, SideReport
-from piper.cli.simulate import prices_of
 from piper.ir.chunk import CapturedModel
 from piper.ir.devices import show
 from piper.ir.format import percent, seconds, size, table_of

@@ -3,15 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from piper.cli.answer import Answer
 from piper.cli.options import ClusterName, Compile, CostsFile, Recipe, StrategyFile
+from piper.cli.prices import Prices, prices_of
 from piper.cli.reports import SimulateReport
-from piper.ir.chunk import CapturedModel
 from piper.ir.devices import show
 from piper.ir.dtypes import DTYPES
 from piper.ir.format import percent, seconds, size, table_of
@@ -20,10 +19,7 @@ from piper.plan.memory_timeline import host_peak
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 from piper.plan.protected import survival
-from piper.simulate.cluster import Cluster, load_cluster
-from piper.simulate.costs import Costs, Roofline
-from piper.simulate.measured import Measured, MeasuredOn, check_model, read_costs
-from piper.simulate.memory import communicators_of
+from piper.simulate.cluster import Cluster
 from piper.simulate.simulate import PathNode, Simulation, simulate_cycle
 from piper.simulate.simulate import simulate as simulate_step
 from piper.simulate.throughput import Throughput, amount_of, model_flops
@@ -31,7 +27,6 @@ from piper.simulate.throughput import Throughput, amount_of, model_flops
 if TYPE_CHECKING:
     from piper.compiler import Program
 
-CLUSTER = "h100"  # where nothing is named
 MOST_PROGRAMS = 16  # shown in a table
 MOST_LIVE = 5  # tensors shown of those that are live at the peak
 MOST_STRETCHES = 12  # of the critical path
@@ -87,48 +82,6 @@ def throughput_of(program: "Program", cluster: Cluster | None) -> Throughput:
         unit=unit,
         flops=model_flops(program.plans, program.outline),
         peak=None if peak is None else peak * len(program.plans.devices),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
-    """Costs, and the cluster or run that they come from."""
-
-    costs: Costs
-    name: str
-    cluster: Cluster | None = None  # None: only costs are known
-    measured: Measured | None = None
-
-    def usable(self, plans: Plans) -> tuple[float, ...]:
-        """Return the bytes of a device that each program may use. Empty: its memory is not known."""
-        if self.cluster is None:
-            return ()
-        return tuple(self.cluster.usable(communicators_of(plan)) for plan in plans)
-
-    def check(self, outline: CapturedModel) -> None:
-        """Refuse what was measured on another model."""
-        if self.measured is not None:
-            check_model(self.measured, outline)
-
-
-def prices_of(cluster: str | None, costs: Path | None, *, default: str = CLUSTER) -> Prices:
-    """Read measured costs, a cluster, or both. Refuse what cannot be read before anything costly.
-
-    Both: computing takes as long as it was measured, communication as long as the cluster's links take.
-    default: the cluster where neither is named.
-    """
-    if costs is None:
-        machine = load_cluster(cluster or default)
-        return Prices(costs=Roofline(machine), name=machine.name, cluster=machine)
-    measured = read_costs(costs)
-    if cluster is None:
-        return Prices(costs=measured, name=measured.source, measured=measured)
-    machine = load_cluster(cluster)
-    return Prices(
-        costs=MeasuredOn(measured, machine),
-        name=f"{measured.source} with the links of {machine.name}",
-        cluster=machine,
-        measured=measured,
     )
 
 

@@ -9,7 +9,7 @@ import typer
 
 from piper.cli.answer import Answer
 from piper.cli.options import Compile, CostsFile, StrategyFile
-from piper.cli.simulate import CLUSTER, Prices, prices_of
+from piper.cli.prices import CLUSTER, Prices, prices_of
 from piper.errors import ConfigError
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.capture.cost.estimate import pairs_of_tokens
-from piper.cli.simulate import prices_of
+from piper.cli.prices import prices_of
 from piper.ir.chunk import Chunk, Kernel, Phase, PhaseSpec, TensorSpec
 from piper.ir.devices import Devices
 from piper.ir.ids import Pass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from piper.cli.simulate import prices_of
+from piper.cli.prices import prices_of
 from piper.cli.view import of_background
 from piper.errors import ConfigError
 from piper.plan.text import read_plans, show_plans
