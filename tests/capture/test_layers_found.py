@@ -41,6 +41,17 @@ class Sides(nn.Module):
         self.large = nn.Sequential(nn.Linear(99, 99), nn.ReLU(), nn.Linear(99, 99))
 
 
+def llava(vision_layers: int) -> nn.Module:
+    """A language model with a vision tower of as wide layers."""
+    vision = transformers.CLIPVisionConfig(
+        **SIZES | {"num_hidden_layers": vision_layers}, image_size=8, patch_size=4
+    )
+    text = transformers.LlamaConfig(**SIZES, vocab_size=8, num_key_value_heads=1)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=7)
+    model: nn.Module = transformers.LlavaForConditionalGeneration(config)
+    return model
+
+
 FOUND: list[tuple[Callable[[], nn.Module], list[str]]] = [
     (
         lambda: transformers.LlamaForCausalLM(
@@ -69,6 +80,14 @@ FOUND: list[tuple[Callable[[], nn.Module], list[str]]] = [
         ["layers.0", "layers.1"],
     ),
     (
+        lambda: llava(vision_layers=2),
+        ["model.language_model.layers.0", "model.language_model.layers.1"],
+    ),
+    (
+        lambda: llava(vision_layers=12),  # which is then the largest stack
+        ["model.language_model.layers.0", "model.language_model.layers.1"],
+    ),
+    (
         lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True),
         ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"],
     ),
@@ -80,7 +99,7 @@ FOUND: list[tuple[Callable[[], nn.Module], list[str]]] = [
 
 @pytest.mark.parametrize(
     ("model", "paths"), FOUND,
-    ids=["llama", "gpt2", "bert", "t5", "vit", "transformer", "sequential", "mixed", "sides"],
+    ids=["llama", "gpt2", "bert", "t5", "vit", "llava", "large-vision", "transformer", "sequential", "mixed", "sides"],
 )  # fmt: skip
 def test_the_repeated_blocks_are_layers(model: Callable[[], nn.Module], paths: list[str]) -> None:
     assert layers(model()) == paths

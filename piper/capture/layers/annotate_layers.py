@@ -26,7 +26,8 @@ def annotate_layers(model: nn.Module) -> nn.Module:
 
     The blocks are those of the container (`ModuleList`, `Sequential` or `ModuleDict`) that holds the most
     parameters in blocks of one class. A model with several such containers, such as an encoder and a decoder,
-    has its layers numbered consecutively. Operations outside the layers join their neighbours.
+    has its layers numbered consecutively. Of a language model with a vision or audio tower, such as LLaVA,
+    only the layers of the language model count. Operations outside the layers join their neighbours.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -58,6 +59,7 @@ def find_layers(model: nn.Module) -> list[str]:
         inside = any(_within(path, block) for stack in stacks for block in stack.blocks)
         if isinstance(module, CONTAINERS) and not inside and (stack := _stack(path, module)) is not None:
             stacks.append(stack)
+    stacks = _of_language(model, stacks)
     if not stacks:
         return []
     largest = max(stacks, key=lambda stack: stack.size)
@@ -67,6 +69,27 @@ def find_layers(model: nn.Module) -> list[str]:
         if stack.kinds & largest.kinds or stack.size >= SHARE * largest.size
         for block in stack.blocks
     ]
+
+
+def _of_language(model: nn.Module, stacks: list[Stack]) -> list[Stack]:
+    """Return the stacks of the language model, where others see or hear for it; else all of them.
+
+    A model of transformers says so in its config: it has one of its own for the text.
+    """
+    config, generates = getattr(model, "config", None), getattr(model, "can_generate", None)
+    if not hasattr(config, "get_text_config") or generates is None or not generates():
+        return stacks
+    text = config.get_text_config()
+    if text is config or config.is_encoder_decoder:
+        return stacks
+    return [stack for stack in stacks if type(_config_of(model, stack.blocks[0])) is type(text)] or stacks
+
+
+def _config_of(model: nn.Module, path: str) -> object:
+    """Return the config of the innermost module around a block that has one."""
+    names = path.split(".")
+    around = (model.get_submodule(".".join(names[:end])) for end in range(len(names), -1, -1))
+    return next((module.config for module in around if hasattr(module, "config")), None)
 
 
 def _stack(path: str, container: nn.Module) -> Stack | None:
