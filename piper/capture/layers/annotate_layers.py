@@ -77,7 +77,7 @@ def _of_language(model: nn.Module, stacks: list[Stack]) -> list[Stack]:
     A model of transformers says so in its config: it has one of its own for the text.
     """
     config, generates = getattr(model, "config", None), getattr(model, "can_generate", None)
-    if not hasattr(config, "get_text_config") or generates is None or not generates():
+    if config is None or not hasattr(config, "get_text_config") or generates is None or not generates():
         return stacks
     text = config.get_text_config()
     if text is config or config.is_encoder_decoder:
