@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from piper import at
+from piper.checkpoint.load import Values
 from piper.compiler import Program, compile
 from piper.directives import Directive, replicate, split
 from piper.ir.dtypes import JobPrecision
 from piper.job import Job
 from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
+from piper.workers.transport.versions import Versions
 from tests import zoo
 
 GIVEN = [zoo.vectors(8, seed) for seed in range(7)]
@@ -191,3 +193,25 @@ def test_types_follow_what_is_trained(tmp_path: Path) -> None:
     with launch_inline(whole, Options(blank=True)) as run:
         run.load(tmp_path / "b")
         assert torch.equal(run.state_dict()["layers.0.weight"], frozen["layers.0.weight"].float())
+
+
+def test_the_state_of_frozen_parameters_survives_a_recovery(tmp_path: Path) -> None:
+    """It is part of the versions in memory from which lost workers go on."""
+    part = program(ZERO3, *FROZEN)
+    with launch_inline(program(ZERO0)) as run:
+        run.step(GIVEN[0])
+        run.save(tmp_path / "a")
+    versions = Versions(part.plans)
+    with launch_inline(part, Options(blank=True), versions.files) as run:
+        run.load(tmp_path / "a")
+        run.session.protect()
+        unread = dict(run.session.unread)
+    with launch_inline(part, Options(), versions.files) as run:
+        run.session.restore(1, unread)
+        run.save(tmp_path / "b")
+    versions.close()
+    saved, again = (Values(tmp_path / name) for name in ("a", "b"))
+    assert again.record.moments == saved.record.moments
+    shape = saved.record.model["layers.0.weight"].shape
+    kept = (one.tensor("optimizer.layers.0.weight.exp_avg", shape, torch.float64) for one in (saved, again))
+    assert torch.equal(*kept)
