@@ -90,7 +90,7 @@ demo: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(LINT) $(BIN)/mypy
+	$(MYPY_UNDER) $(BIN)/mypy
 
 format: setup
 	$(BIN)/ruff check --fix .
