@@ -86,6 +86,8 @@ class Sessions:
 
     def with_tables(self, batch: Batch) -> Batch:
         """Return a batch with the tables of experts that its step needs: those that fit the program."""
+        if not self.tables:
+            return batch
         cloned = self.program.plans.cloned  # another one where the number of devices has changed
         fitting = {
             region: table
