@@ -28,7 +28,7 @@ from torch import Tensor
 import piper
 from benchmarks.ranks_rows import SEED, adamw
 from benchmarks.ranks_sides import free_port
-from benchmarks.ranks_titan import NAMES, empty_modules, no_metrics
+from benchmarks.ranks_titan import NAMES, as_words, built_trainer, empty_modules
 from piper.models import moe
 
 SIDES = ("piper", "graphs", "torchtitan")
@@ -105,12 +105,8 @@ def titan_steps(options: argparse.Namespace) -> Iterator[float]:
 
 def titan_trainer(options: argparse.Namespace) -> Any:  # noqa: ANN401  TorchTitan is not installed where types are checked
     """Return TorchTitan's trainer of its Qwen3-MoE, of the same sizes."""
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.config import ConfigManager
     from torchtitan.models import qwen3
     from torchtitan.models.moe import MoEArgs
-    from torchtitan.protocols import train_spec
-    from torchtitan.train import Trainer
 
     config, samples, length = SIZES[options.size]
     args = qwen3.Qwen3ModelArgs(
@@ -135,48 +131,16 @@ def titan_trainer(options: argparse.Namespace) -> Any:  # noqa: ANN401  TorchTit
         ),
     )
 
-    class SameBatch(BaseDataLoader):  # type: ignore[misc]
-        """Gives the same batch in every step."""
-
-        def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-            batch = batch_of(options.size)
-            while True:
-                yield {"input": batch["tokens"]}, batch["labels"]
-
-        def state_dict(self) -> dict[str, object]:
-            return {}
-
-        def load_state_dict(self, state: Mapping[str, object]) -> None:
-            pass
-
-    spec = dataclasses.replace(
-        qwen3.get_train_spec(),
-        model_args={"ours": args},
-        build_tokenizer_fn=None,
-        build_dataloader_fn=lambda **_: SameBatch(),
-        build_metrics_processor_fn=no_metrics if options.device == "cpu" else None,
-        state_dict_adapter=None,
-    )
-    train_spec.register_train_spec("ours", spec)
+    batch = batch_of(options.size)
     words = {
-        "model.name": "ours",
-        "model.flavor": "ours",
         "training.seq_len": length,
         "training.local_batch_size": samples,
         "training.steps": options.steps,
-        "training.max_norm": 1e9,
-        "optimizer.lr": 1e-4,
-        "optimizer.beta1": 0.9,
-        "optimizer.beta2": 0.999,
-        "optimizer.weight_decay": 0.01,
-        "lr_scheduler.warmup_steps": 0,
-        "lr_scheduler.decay_ratio": 0.0,
-        "activation_checkpoint.mode": "none",
-        "job.dump_folder": tempfile.mkdtemp(prefix="titan"),
         "metrics.log_freq": 1,
     }
-    given = [word for name, value in words.items() for word in (f"--{name}", str(value))]
-    return Trainer(ConfigManager().parse_args([*given, *(["--compile.enable"] * (options.device == "cuda"))]))
+    on_gpu = options.device == "cuda"
+    both = (batch["tokens"], batch["labels"])
+    return built_trainer(qwen3, args, lambda _: both, as_words(words, compiled=on_gpu), on_gpu=on_gpu)
 
 
 def load_weights(trainer: Any, options: argparse.Namespace) -> None:  # noqa: ANN401

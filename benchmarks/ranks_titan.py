@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,12 +104,8 @@ def measure_titan(task: Task, begin: float) -> Figures:
 
 def trainer_of(task: Task) -> Any:  # noqa: ANN401  TorchTitan is not installed where types are checked
     """Return TorchTitan's trainer of a row."""
-    from torchtitan.components.dataloader import BaseDataLoader
-    from torchtitan.config import ConfigManager
     from torchtitan.models import llama3
     from torchtitan.models.llama3.model.args import RoPEScalingArgs
-    from torchtitan.protocols import train_spec
-    from torchtitan.train import Trainer
 
     row, size = ROWS[task.row], SIZES[task.size]
     shape = size.shapes[task.row]
@@ -128,12 +124,35 @@ def trainer_of(task: Task) -> Any:  # noqa: ANN401  TorchTitan is not installed 
         rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),
     )
 
+    def samples(replica: int) -> tuple[Tensor, Tensor]:
+        batch = batch_of(row, shape)
+        return batch["tokens"].chunk(row.dp)[replica], batch["labels"].chunk(row.dp)[replica]
+
+    return built_trainer(llama3, args, samples, words_of(task, row, shape), on_gpu=task.device == "cuda")
+
+
+def built_trainer(
+    family: Any,  # noqa: ANN401  a module of TorchTitan
+    args: object,
+    samples: Callable[[int], tuple[Tensor, Tensor]],
+    words: Sequence[str],
+    *,
+    on_gpu: bool,
+) -> Any:  # noqa: ANN401
+    """Return TorchTitan's trainer of one of its models.
+
+    samples: gives the tokens and labels of a replica, the same in all steps.
+    """
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.config import ConfigManager
+    from torchtitan.protocols import train_spec
+    from torchtitan.train import Trainer
+
     class SameBatch(BaseDataLoader):  # type: ignore[misc]
-        """Gives a replica its samples of the same batch in every step."""
+        """Gives a replica the same samples in every step."""
 
         def __init__(self, replica: int) -> None:
-            batch = batch_of(row, shape)
-            self.tokens, self.labels = (batch[key].chunk(row.dp)[replica] for key in ("tokens", "labels"))
+            self.tokens, self.labels = samples(replica)
 
         def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
             while True:
@@ -146,33 +165,45 @@ def trainer_of(task: Task) -> Any:  # noqa: ANN401  TorchTitan is not installed 
             pass
 
     spec = dataclasses.replace(
-        llama3.get_train_spec(),
+        family.get_train_spec(),
         model_args={"ours": args},
         build_tokenizer_fn=None,
         build_dataloader_fn=lambda dp_rank, **_: SameBatch(dp_rank),
-        build_metrics_processor_fn=no_metrics if task.device == "cpu" else None,
+        build_metrics_processor_fn=None if on_gpu else no_metrics,
         state_dict_adapter=None,
     )
     train_spec.register_train_spec("ours", spec)
-    return Trainer(ConfigManager().parse_args(words_of(task, row, shape)))
+    return Trainer(ConfigManager().parse_args([*words]))
+
+
+COMMON = {  # options of all its trainings here
+    "model.name": "ours",
+    "model.flavor": "ours",
+    "training.max_norm": 1e9,
+    "optimizer.lr": 1e-4,
+    "optimizer.beta1": 0.9,
+    "optimizer.beta2": 0.999,
+    "optimizer.weight_decay": 0.01,
+    "lr_scheduler.warmup_steps": 0,
+    "lr_scheduler.decay_ratio": 0.0,
+    "activation_checkpoint.mode": "none",
+}
+
+
+def as_words(options: Mapping[str, object], *, compiled: bool) -> list[str]:
+    """Return TorchTitan's command line of these options and the common ones."""
+    named = {**COMMON, "job.dump_folder": tempfile.mkdtemp(prefix="titan"), **options}
+    words = [word for name, value in named.items() for word in (f"--{name}", str(value))]
+    return [*words, *(["--compile.enable"] if compiled else [])]
 
 
 def words_of(task: Task, row: Row, shape: Shape) -> list[str]:
     """Return TorchTitan's command line of a row."""
     options = {
-        "model.name": "ours",
-        "model.flavor": "ours",
         "training.seq_len": shape.length,
         "training.local_batch_size": shape.samples * shape.microbatches,
         "training.steps": task.steps,
-        "training.max_norm": 1e9,
         "training.mixed_precision_param": "bfloat16" if SIZES[task.size].precision == "bf16" else "float32",
-        "optimizer.lr": 1e-4,
-        "optimizer.beta1": 0.9,
-        "optimizer.beta2": 0.999,
-        "optimizer.weight_decay": 0.01,
-        "lr_scheduler.warmup_steps": 0,
-        "lr_scheduler.decay_ratio": 0.0,
         "parallelism.data_parallel_shard_degree": row.dp,
         "parallelism.pipeline_parallel_degree": row.pp,
         "parallelism.pipeline_parallel_schedule": "1F1B",
@@ -180,12 +211,9 @@ def words_of(task: Task, row: Row, shape: Shape) -> list[str]:
         "parallelism.pipeline_parallel_first_stage_less_layers": 0,
         "parallelism.pipeline_parallel_last_stage_less_layers": 0,
         "parallelism.fsdp_reshard_after_forward": "always" if row.zero == 3 else "default",
-        "activation_checkpoint.mode": "none",
-        "job.dump_folder": tempfile.mkdtemp(prefix="titan"),
         "metrics.log_freq": task.steps + 1,
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [*words, *(["--compile.enable"] if task.compiled else [])]
+    return as_words(options, compiled=task.compiled)
 
 
 def no_metrics(*_: object) -> types.SimpleNamespace:
