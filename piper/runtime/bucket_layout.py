@@ -1,6 +1,6 @@
 """Buckets in memory: one flat tensor, seen piece by piece, whole or in the shard that a device owns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -162,14 +162,8 @@ class Clones:
         for piece, own in zip(all_slots, mine, strict=True):
             piece[: self.own] = own
             piece[self.own :] = 0  # a slot without a clone gets no rows
-        leaving, arriving = self.leaving(), self.arriving()
-        rows = torch.cat(
-            [one_row(mine, expert) for experts in leaving for expert in experts] or [one_row(mine, 0)[:0]]
-        )
-        parts = group.all_to_all(rows, list(map(len, leaving)), list(map(len, arriving)))
-        for slots, part in zip(arriving, parts, strict=True):
-            for slot, row in zip(slots, part, strict=True):
-                put_row(all_slots, slot, row)
+        for slot, row in exchanged(group, mine, self.leaving(), self.arriving()):
+            put_row(all_slots, slot, row)
 
     def give_back(self, group: Group, flat: Tensor, length: int) -> Tensor:
         """Return the gradients of a device's own experts, with those of their clones on other devices."""
@@ -179,15 +173,24 @@ class Clones:
         mine = shown(total, self.held)
         for own, piece in zip(mine, pieces, strict=True):
             own.copy_(piece[: self.own])
-        leaving, arriving = self.leaving(), self.arriving()
-        rows = torch.cat(
-            [one_row(pieces, slot) for slots in arriving for slot in slots] or [one_row(pieces, 0)[:0]]
-        )
-        parts = group.all_to_all(rows, list(map(len, arriving)), list(map(len, leaving)))
-        for experts, part in zip(leaving, parts, strict=True):
-            for expert, row in zip(experts, part, strict=True):
-                put_row(mine, expert, row, add=True)
+        for expert, row in exchanged(group, pieces, self.arriving(), self.leaving()):
+            put_row(mine, expert, row, add=True)
         return total
+
+
+def exchanged(
+    group: Group, pieces: Sequence[Tensor], gives: Sequence[Sequence[int]], gets: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, Tensor]]:
+    """Exchange experts within a group, and yield each that arrives with its place.
+
+    gives: by member, the experts of `pieces` that it gets; gets: by member, the places of those it gives.
+    """
+    rows = torch.cat(
+        [one_row(pieces, index) for indices in gives for index in indices] or [one_row(pieces, 0)[:0]]
+    )
+    parts = group.all_to_all(rows, list(map(len, gives)), list(map(len, gets)))
+    for places, part in zip(gets, parts, strict=True):
+        yield from zip(places, part, strict=True)
 
 
 def one_row(pieces: Sequence[Tensor], index: int) -> Tensor:
