@@ -60,6 +60,26 @@ def step_alone(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor)
     return loss.item()
 
 
+def in_turns(
+    turns: Iterable[tuple[Program, int, int]], alone: nn.Module, folder: Path
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train programs, each from a step to a step and on from the checkpoint of the one before.
+
+    Return all losses and the last state. alone: a model that gets the values of the beginning.
+    """
+    losses, state = list[float](), dict[str, Tensor]()
+    for turn, (made, begin, end) in enumerate(turns):
+        with launch_inline(made, Options(blank=turn > 0)) as run:
+            if turn:
+                assert run.load(folder / f"{turn - 1}").step == begin
+            else:
+                alone.load_state_dict(run.state_dict())
+            losses += [run.step(batch).loss for batch in GIVEN[begin:end]]
+            run.save(folder / f"{turn}")
+            state = run.state_dict()
+    return losses, state
+
+
 def in_float64(batch: zoo.Batch) -> zoo.Batch:
     return {name: value.double() for name, value in batch.items()}
 
@@ -75,17 +95,9 @@ def test_a_part_is_frozen_for_a_while(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As with one AdamW in a plain loop, where parts lose and regain `requires_grad`."""
-    alone, losses = zoo.MLP(4).double(), list[float]()
+    alone = zoo.MLP(4).double()
     jobs = [(program(first), 0, 3), (program(then, *FROZEN), 3, 5), (program(last), 5, 7)]
-    for turn, (made, begin, end) in enumerate(jobs):
-        with launch_inline(made, Options(blank=turn > 0)) as run:
-            if turn:
-                assert run.load(tmp_path / f"{turn - 1}").step == begin
-            else:
-                alone.load_state_dict(run.state_dict())
-            losses += [run.step(batch).loss for batch in GIVEN[begin:end]]
-            run.save(tmp_path / f"{turn}")
-            state = run.state_dict()
+    losses, state = in_turns(jobs, alone, tmp_path)
     optimizer, expected = adamw(alone.parameters()), list[float]()
     for step, batch in enumerate(map(in_float64, GIVEN)):
         zoo.freeze(alone, *(FROZEN if 3 <= step < 5 else ("none of them",)))
@@ -148,17 +160,9 @@ def test_two_parts_take_turns(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         )
         for frozen, loss, strategy in (("d.", deceive, ZERO3), ("g.", discern, ZERO0))
     )
-    alone, losses = Gan().double(), list[float]()
+    alone = Gan().double()
     turns = [(generator, 0, 2), (discriminator, 2, 4), (generator, 4, 5), (discriminator, 5, 7)]
-    for turn, (made, begin, end) in enumerate(turns):
-        with launch_inline(made, Options(blank=turn > 0)) as run:
-            if turn:
-                assert run.load(tmp_path / f"{turn - 1}").step == begin
-            else:
-                alone.load_state_dict(run.state_dict())
-            losses += [run.step(batch).loss for batch in GIVEN[begin:end]]
-            run.save(tmp_path / f"{turn}")
-            state = run.state_dict()
+    losses, state = in_turns(turns, alone, tmp_path)
     own = {"g.": torch.optim.AdamW(alone.g.parameters(), lr=0.01)}
     own["d."] = torch.optim.AdamW(alone.d.parameters(), lr=0.03)
     expected = list[float]()
