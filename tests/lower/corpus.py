@@ -70,10 +70,12 @@ def slow() -> Iterator[tuple[str, str]]:
     from tests.runtime.grid import compiled
     from tests.runtime.test_matrix import cells
 
-    for cell in every()[::29]:
-        yield f"chain {cell}", show_plans(cell.plans()[0])
+    for chain in every()[::29]:
+        yield f"chain {chain}", show_plans(chain.plans()[0])
     for model in cells()[::61]:
-        yield f"zoo {model}", show_plans(compiled(model).plans)
+        plain = replace(model, within=None, optimizer_within=None, optimizer="adamw", reduce="fp32", mask="")
+        for cell in dict.fromkeys((plain, model)):
+            yield f"zoo {cell}", show_plans(compiled(cell).plans)
     for path in sorted(RECIPES.glob("*.py")):
         for name in jobs_in(path):
             program = compile(load_recipe(f"{path}:{name}"), device="cpu")
