@@ -2,7 +2,9 @@
 
 python benchmarks/gpu_predicted.py [--rows NAME,NAME] [--steps N]
 
-Each row is a stage of three of a decoder, with two layers, four replicas and eight microbatches, compiled. It
+Each row is a stage of three of a decoder, with two layers, four devices and eight microbatches, compiled. The
+first rows are replicas; the others are layouts that compose: ZeRO in groups, a stage under tensor parallelism
+between others of replicas, and a sequence over four devices through a mixture of experts with fp8. A row
 runs alone on one GPU with `rank:N`: real kernels and real memory, communication that takes the time of the
 h200 network model. The simulation runs the same plan with the costs of the h200 cluster file. Memory is
 predicted in the order in which the host issues instructions: that is when the allocator takes and returns it.
@@ -13,14 +15,15 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 import piper
 from piper.compiler import Program
-from piper.models import decoder
+from piper.models import decoder, moe
 from piper.runtime.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
@@ -30,6 +33,38 @@ STAGES, REPLICAS, PARTS = 3, 4, 8
 DEVICE = REPLICAS  # the first of the second stage: neither embedding nor head
 TIME_BAR, MEMORY_BAR = 0.10, 0.03
 GIB = 2**30
+
+
+Layout = Callable[["Shape", int, range], list[piper.Directive]]  # of a stage and its devices
+
+
+def replicas(shape: "Shape", stage: int, devices: range) -> list[piper.Directive]:
+    """Replicate the stage."""
+    return [piper.replicate(piper.at(PP=stage), devices, zero=shape.zero)]
+
+
+def groups(shape: "Shape", stage: int, devices: range) -> list[piper.Directive]:
+    """Shard parameters and gradients in pairs of devices, and the optimizer's state over all."""
+    return [piper.replicate(piper.at(PP=stage), devices, zero=shape.zero, within=2, optimizer_within=4)]
+
+
+def tensor(shape: "Shape", stage: int, devices: range) -> list[piper.Directive]:
+    """Shard the weights of the stage that is measured, and replicate the others."""
+    if DEVICE not in devices:
+        return replicas(shape, stage, devices)
+    return [
+        piper.shard(piper.at(PP=stage), devices, axis="TP", weights=decoder.SHARDED_WEIGHTS, between=1),
+        piper.precision(piper.at(PP=stage), "fp8"),
+    ]
+
+
+def experts(shape: "Shape", stage: int, devices: range) -> list[piper.Directive]:
+    """Shard the sequence over the devices, and the experts over the same ones."""
+    fields = {"tokens": 1, "labels": 1}
+    return [
+        piper.shard(piper.at(PP=stage), devices, axis="CP", batch=fields, attention="gather"),
+        piper.shard(piper.at(PP=stage, EP="*"), devices),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,22 +77,31 @@ class Shape:
     kv_heads: int
     samples: int
     tokens: int
-    zero: int
+    zero: int = 0
     head_dim: int = 128
+    layout: Layout = replicas
 
     @property
-    def config(self) -> decoder.Config:
-        return decoder.Config(
-            vocab=1024,
-            dim=self.dim,
-            layers=2 * STAGES,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            hidden=self.hidden,
-            stages=STAGES,
-            by_layer=True,
-        )
+    def rows(self) -> int:
+        """Return the samples of a step: under `experts` all devices of a stage have the same ones."""
+        return PARTS * self.samples * (1 if self.layout is experts else REPLICAS)
+
+    @property
+    def model(self) -> nn.Module:
+        sizes = {
+            "vocab": 1024,
+            "dim": self.dim,
+            "layers": 2 * STAGES,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "hidden": self.hidden,
+            "stages": STAGES,
+            "by_layer": True,
+        }
+        if self.layout is experts:
+            return moe.MoEDecoder(moe.Config(**sizes, experts=32, top_k=4))
+        return decoder.Decoder(decoder.Config(**sizes))
 
 
 SHAPES = {
@@ -67,20 +111,24 @@ SHAPES = {
     "5120": Shape(dim=5120, hidden=13824, heads=40, kv_heads=40, samples=1, tokens=2048, zero=3),
     "5120 wide": Shape(dim=5120, hidden=13824, heads=40, kv_heads=40, samples=4, tokens=2048, zero=0),
     "8192": Shape(dim=8192, hidden=28672, heads=64, kv_heads=8, samples=1, tokens=4096, zero=2),
+    "groups": Shape(
+        dim=4096, hidden=14336, heads=32, kv_heads=8, samples=1, tokens=4096, zero=3, layout=groups
+    ),
+    "tensor": Shape(dim=4096, hidden=14336, heads=32, kv_heads=8, samples=1, tokens=4096, layout=tensor),
+    "experts": Shape(dim=2048, hidden=768, heads=32, kv_heads=4, samples=1, tokens=8192, layout=experts),
 }
 
 
 def program_of(shape: Shape, cache: str, device: str) -> Program:
     """Compile a job of three stages in a row."""
-    tokens = torch.randint(1024, (REPLICAS * PARTS * shape.samples, shape.tokens))
+    tokens = torch.randint(1024, (shape.rows, shape.tokens))
     places = [
-        piper.replicate(
-            piper.at(PP=stage), devices=range(REPLICAS * stage, REPLICAS * (stage + 1)), zero=shape.zero
-        )
+        directive
         for stage in range(STAGES)
+        for directive in shape.layout(shape, stage, range(REPLICAS * stage, REPLICAS * (stage + 1)))
     ]
     job = piper.Job(
-        model=lambda: decoder.Decoder(shape.config),
+        model=lambda: shape.model,
         loss=decoder.token_loss,
         data=lambda: [{"tokens": tokens, "labels": tokens}],
         strategy=[
