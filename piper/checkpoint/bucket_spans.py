@@ -1,13 +1,15 @@
 """Maps a device's flat buckets to full, flattened parameters."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from piper.ir.sharding import FlatRuns, flat_runs
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plan, Plans
+from piper.plan.updates import BucketUpdate
 
 
-def spans(bucket: Bucket, device: int, low: int, high: int) -> dict[str, list[FlatRuns]]:
+def spans(bucket: Bucket | BucketUpdate, device: int, low: int, high: int) -> dict[str, list[FlatRuns]]:
     """Return the runs of each parameter between two elements of a bucket, in their order there.
 
     Each lies `here` in the bucket as the device holds it when whole, and `there` in the full parameter,
@@ -15,9 +17,7 @@ def spans(bucket: Bucket, device: int, low: int, high: int) -> dict[str, list[Fl
     """
     position = bucket.devices.index(device)
     by_name: dict[str, list[FlatRuns]] = {}
-    for piece in bucket.pieces:
-        if piece.offset >= high or piece.offset + piece.numel <= low:
-            continue
+    for piece, _, _ in bucket.pieces_in(low, high):
         mine = [
             cut
             for runs in flat_runs(piece.shape, piece.shardings, position)
@@ -67,18 +67,19 @@ def held_names(plans: Plans) -> set[str]:
     return parameters.union(*(plan.buffers for plan in plans))
 
 
-def saved_buckets(plans: Plans, device: int) -> list[Bucket]:
-    """Return the buckets that a device saves. Each element of each parameter has one device that saves it.
+def saved_buckets(plans: Plans, device: int) -> list[BucketUpdate]:
+    """Return the buckets that a device saves, as it updates them: each element is saved by one device.
 
     Of replicas that own the same elements it is the first, of a tied parameter's copies the first bucket.
     """
-    buckets = []
+    saved = []
     _, device = plans.place_in_group(device)  # every group saves its own values
     for bucket in plans.buckets_on(device):
-        first = any(device in group for group in bucket.as_updated.distinct)
+        update = bucket.update
+        first = device in chain(*update.distinct)
         if first and not written_elsewhere(plans.buckets.values(), bucket):
-            buckets.append(bucket.as_updated)
-    return buckets
+            saved.append(update)
+    return saved
 
 
 def written_elsewhere(buckets: Iterable[Bucket], bucket: Bucket) -> bool:

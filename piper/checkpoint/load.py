@@ -22,6 +22,7 @@ from piper.checkpoint.verified_files import StorageError
 from piper.ir.chunk import CapturedModel
 from piper.ir.sharding import FlatRuns
 from piper.plan.bucket import Bucket
+from piper.plan.updates import BucketUpdate
 from piper.runtime.setup import Initial
 from piper.runtime.worker import Worker
 
@@ -129,7 +130,7 @@ def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Cal
     full = None
     if holding.master is not None and bucket.slices:
         full = copied(holding.master)
-        read_into(worker, bucket.as_updated, reader, full, bucket.as_updated.owned(worker.device))
+        read_into(worker, bucket.update, reader, full, bucket.update.owned(worker.device))
 
     def adopt() -> None:
         holding.flat.detach().copy_(exact)
@@ -140,7 +141,11 @@ def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Cal
 
 
 def read_into(
-    worker: Worker, bucket: Bucket, reader: CheckpointReader, target: Tensor, extent: tuple[int, int]
+    worker: Worker,
+    bucket: Bucket | BucketUpdate,
+    reader: CheckpointReader,
+    target: Tensor,
+    extent: tuple[int, int],
 ) -> None:
     """Read the parameters of a bucket between two of its elements."""
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
@@ -167,9 +172,9 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
     numbers = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     state: dict[int, dict[str, object]] = {}
     for name, segments in worker.env.state.segments.items():
-        bucket = worker.setup.plans.buckets[name].as_updated
+        update = worker.setup.plans.buckets[name].update
         tensors = dict(segments)
-        own = spans(bucket, worker.device, *bucket.owned(worker.device))
+        own = spans(update, worker.device, *update.owned(worker.device))
         for called, own_runs in own.items():
             shape = tuple(tensors[called].shape)
             kept = moments_of(saved_name(worker, record, called), own_runs, shape, reader)

@@ -13,8 +13,8 @@ from piper.checkpoint.metadata import Record, Trainer, kept_by, name_in_group
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns, flat_runs
-from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
+from piper.plan.updates import BucketUpdate
 from piper.runtime.worker import Worker
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def copy_state(worker: Worker, copied: Take = copied) -> Copied:
 
 
 def copy_parts(
-    worker: Worker, buckets: Iterable[Bucket], buffers: Iterable[str], trainer: Trainer, copied: Take
+    worker: Worker, updates: Iterable[BucketUpdate], buffers: Iterable[str], trainer: Trainer, copied: Take
 ) -> Copied:
     """Copy what a worker owns of some buckets and buffers."""
     device, (group, _) = worker.device, worker.setup.plans.place_in_group(worker.device)
@@ -66,11 +66,11 @@ def copy_parts(
     parts: list[TensorRange] = []
     moments: dict[str, Shapes] = {}
     numbers: dict[str, dict[str, Plain]] = {}
-    for bucket in (each.as_updated for each in buckets):
-        low, high = bucket.owned(device)
-        owned = worker.env.state.holdings[bucket.name].trained
-        states = states_of(worker, bucket)
-        for piece, own_runs in spans(bucket, device, low, high).items():
+    for update in updates:
+        low, high = update.owned(device)
+        owned = worker.env.state.holdings[update.name].trained
+        states = states_of(worker, update)
+        for piece, own_runs in spans(update, device, low, high).items():
             size, name = sizes[piece], name_in_group(piece, group)
             own = (range_of(f"model.{name}", size, runs, owned, low) for runs in own_runs)
             parts += [replace(one, tensor=copied(one.tensor)) for one in own]
@@ -134,7 +134,7 @@ def moment_parts(
     return [TensorRange(key=name, size=value.numel(), start=0, tensor=copied(value).view(-1))]
 
 
-def states_of(worker: Worker, bucket: Bucket) -> Mapping[str, Mapping[str, object]]:
+def states_of(worker: Worker, bucket: BucketUpdate) -> Mapping[str, Mapping[str, object]]:
     """Return what the optimizer keeps for the parameters of a bucket, or kept for those that are frozen."""
     state = worker.env.state
     if not bucket.trainable:

@@ -9,7 +9,7 @@ from piper.ir.graph import Graph
 from piper.job import Job
 from piper.lower.buckets import ProgramBuckets
 from piper.lower.whole_parameters import with_whole_parameters
-from piper.plan.bucket import Bucket
+from piper.plan.updates import BucketUpdate
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 
 
@@ -25,17 +25,15 @@ def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> Optim
     """Try a job's optimizer and scheduler on what each device holds of a model."""
     trained = trained_in(buckets)
     sizes = {p.name: p.shape for p in graph.outline.parameters if p.trainable}
-    policies = {bucket.name: graph.policy(bucket.chunks[0]).origin for bucket in trained}
-    made_by = {name: graph.directives[n].title for name, n in policies.items() if n is not None}
     whole = False
     try:
-        probe = probe_optimizer(job.optimizer, sizes, trained, made_by)
+        probe = probe_optimizer(job.optimizer, sizes, trained)
     except ConfigError:
         if not any(bucket.zero or piece.shardings for bucket in trained for piece in bucket.pieces):
             raise
         whole = True
         cut = with_whole_parameters(buckets)
-        probe = probe_optimizer(job.optimizer, sizes, trained_in(cut), made_by)
+        probe = probe_optimizer(job.optimizer, sizes, trained_in(cut))
         sliced = {chunk: b.pieces[0].name for b in cut.read.values() if b.slices for chunk in b.chunks}
         check_offloaded(probe, graph, sliced)
     check_streamed(probe, graph)
@@ -45,9 +43,9 @@ def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> Optim
     return OptimizerFacts(state_bytes=probe.state_bytes, whole=whole)
 
 
-def trained_in(buckets: ProgramBuckets) -> tuple[Bucket, ...]:
+def trained_in(buckets: ProgramBuckets) -> tuple[BucketUpdate, ...]:
     """Return the buckets of parameters that a backward reaches, as their optimizer sees them."""
-    return tuple(bucket.as_updated for bucket in buckets.read.values() if bucket.trainable)
+    return tuple(bucket.update for bucket in buckets.read.values() if bucket.trainable)
 
 
 def check_offloaded(probe: Probe, graph: Graph, sliced: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from piper.errors import ConfigError
 from piper.ir.devices import show
-from piper.plan.bucket import Bucket
+from piper.plan.updates import BucketUpdate
 from piper.process.usercode import named, raised, said
 from piper.runtime.standins import (
     ParameterPart,
@@ -62,24 +62,17 @@ class Trial:
 class UnlikeError(Exception):
     """An optimizer that computes another update on a device than on the whole model."""
 
-    def __init__(self, why: str, part: ParameterPart | None = None) -> None:
-        super().__init__(why)
-        self.why, self.part = why, part
 
-
-def probe_optimizer(
-    make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket], made_by: Mapping[str, str] | None = None
-) -> Probe:
+def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate]) -> Probe:
     """Step an optimizer on small parameters; refuse one that would train in another way on the job's devices.
 
     sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
-    made_by: the directive that says how a bucket lives, by the bucket's name.
     """
     trained = [bucket for bucket in buckets if bucket.trainable]
     if not trained:
         return Probe(name="no optimizer", state_bytes=0)
     with one_thread():
-        return probe_trained(make, sizes, trained, made_by or {})
+        return probe_trained(make, sizes, trained)
 
 
 @contextmanager
@@ -93,9 +86,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def probe_trained(
-    make: MakeOptimizer, sizes: Sizes, trained: Sequence[Bucket], made_by: Mapping[str, str]
-) -> Probe:
+def probe_trained(make: MakeOptimizer, sizes: Sizes, trained: Sequence[BucketUpdate]) -> Probe:
     """Step an optimizer on small parameters, of which these buckets are trained."""
     whole = whole_view(sizes)
     groups = true_groups(make, whole, sizes)
@@ -127,11 +118,20 @@ def probe_trained(
                 if view.parts:  # a device that holds padding only has no optimizer
                     check_steps(trial, view, groups, expected)
         except UnlikeError as error:
-            raise refused_optimizer(make, probe.name, error, devices, mine, made_by) from error
+            count = sum(len(bucket.pieces) for bucket in mine)
+            raise ConfigError(
+                f"{probe.name} cannot work where a device does not hold all parameters in order",
+                by=named("optimizer", make),
+                facts={"devices": f"{show(devices)} hold {count} parameters", "but": str(error)},
+                hint="clip with the job's clip_norm, and give each parameter the same options wherever it "
+                "is: by its shape, not by its place in the list",
+            ) from error
     return probe
 
 
-def tried(devices: Sequence[int], buckets: Sequence[Bucket], sizes: Sizes, small: Sizes) -> Iterable[View]:
+def tried(
+    devices: Sequence[int], buckets: Sequence[BucketUpdate], sizes: Sizes, small: Sizes
+) -> Iterable[View]:
     """Return what devices hold of parameters of the sizes at which they are tried."""
     if small is sizes:
         return [view_of(device, buckets, sizes) for device in devices[:MOST]]
@@ -168,7 +168,7 @@ def groups_of(optimizer: Optimizer, view: View, tensors: Sequence[Tensor]) -> Gr
 
 
 def measured(
-    make: MakeOptimizer, whole: View, groups: Groups | None, sizes: Sizes, buckets: Sequence[Bucket]
+    make: MakeOptimizer, whole: View, groups: Groups | None, sizes: Sizes, buckets: Sequence[BucketUpdate]
 ) -> tuple[Sizes, Probe]:
     """Return the sizes at which the optimizer can be tried, and what it is like there."""
     small: Sizes = small_sizes(sizes, buckets)
@@ -201,7 +201,7 @@ def is_ours(optimizer: Optimizer) -> bool:
 
 
 def trial_of(
-    make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket], dtype: torch.dtype = torch.float64
+    make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate], dtype: torch.dtype = torch.float64
 ) -> Trial:
     """Return first values and gradients: of scales that differ by tensor and step, some of them zero."""
     trained = {piece.name for bucket in buckets for piece in bucket.pieces}
@@ -296,12 +296,12 @@ def check_groups(make: MakeOptimizer, view: View, sizes: Sizes, groups: Groups |
     """Refuse a device whose parameters get other options than in the whole model."""
     if groups is None or not view.parts:
         return
-    with refusing(f"device {view.device}", view):
+    with refusing(f"device {view.device}"):
         here = true_groups(make, view, sizes)
     for part in view.parts:
         if here is not None and not same(here[part.name], groups[part.name]):
             where = f"on device {view.device} {difference(here[part.name], groups[part.name])}"
-            raise UnlikeError(f"{part.name} is in another group: {where}", part)
+            raise UnlikeError(f"{part.name} is in another group: {where}")
 
 
 def alike(here: Groups, there: Groups) -> bool:
@@ -329,65 +329,20 @@ def difference(here: Options | None, there: Options | None) -> str:
 def check_steps(trial: Trial, view: View, groups: Groups | None, expected: Sequence[Tensor]) -> None:
     """Refuse a device whose parameters move in another way than in the whole model."""
     wanted = dict(zip(trial.start, expected, strict=True))
-    part = moved_apart(trial, view, groups, wanted)
-    if part is None:
-        return
-    alone = whole_view([part.name])
-    if part.is_cut and moved_apart(trial, alone, groups, wanted) is None:
-        share = "a flat shard" if part.run else "a slice"
-        raise UnlikeError(f"{share} of {part.name} is updated in another way than the whole parameter", part)
-    why = f"{part.name} is updated in another way where only some parameters are held"
-    raise UnlikeError(f"{why}: it looks at more than one tensor, or at the order of them")
-
-
-def moved_apart(
-    trial: Trial, view: View, groups: Groups | None, wanted: Mapping[str, Tensor]
-) -> ParameterPart | None:
-    """Return the first part of a view that does not move as in the whole model."""
-    with refusing("a device", view):
+    with refusing("a device"):
         moved = stepped(trial, view, groups, seed=0)
-    return unlike(view, moved, [part.of(wanted[part.name]) for part in view.parts])
+    part = unlike(view, moved, [part.of(wanted[part.name]) for part in view.parts])
+    if part is not None:
+        why = f"{part.name} is updated in another way where only some parameters are held"
+        raise UnlikeError(f"{why}: it looks at more than one tensor, or at the order of them")
 
 
 @contextmanager
-def refusing(who: str, view: View) -> Iterator[None]:
-    """Say that an optimizer refuses what somebody holds, and name a part that is not a whole parameter."""
+def refusing(who: str) -> Iterator[None]:
+    """Say that an optimizer refuses what somebody holds."""
     try:
         yield
     except ConfigError as error:
         cause = error.__cause__
         why = said(cause) if cause is not None else str(error).splitlines()[0]
-        part = next((part for part in view.parts if part.is_cut), None)
-        raise UnlikeError(f"it refuses what {who} holds: {why}", part) from error
-
-
-def refused_optimizer(
-    make: MakeOptimizer,
-    name: str,
-    error: UnlikeError,
-    devices: tuple[int, ...],
-    buckets: tuple[Bucket, ...],
-    made_by: Mapping[str, str],
-) -> ConfigError:
-    """Return the error of an optimizer that would train in another way."""
-    part = error.part
-    if part is not None and part.is_cut:
-        bucket, piece = next((b, piece) for b in buckets for piece in b.pieces if piece.name == part.name)
-        ways = math.prod(sharding.degree for sharding in piece.shardings)
-        asked = f"zero={bucket.zero}" if part.run else f"{part.name} sharded {ways} ways"
-        by = f", by {made_by[bucket.name]}" if bucket.name in made_by else ""
-        return ConfigError(
-            f"{name} cannot work on sharded parameters",
-            by=named("optimizer", make),
-            facts={"asked": f"{asked} over {show(bucket.devices)}{by}", "but": error.why},
-            hint="use an elementwise optimizer such as AdamW or SGD for these parameters, "
-            "or do not divide them",
-        )
-    count = sum(len(bucket.pieces) for bucket in buckets)
-    return ConfigError(
-        f"{name} cannot work where a device does not hold all parameters in order",
-        by=named("optimizer", make),
-        facts={"devices": f"{show(devices)} hold {count} parameters", "but": error.why},
-        hint="clip with the job's clip_norm, and give each parameter the same options wherever it is: by its "
-        "shape, not by its place in the list",
-    )
+        raise UnlikeError(f"it refuses what {who} holds: {why}") from error

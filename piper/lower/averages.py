@@ -158,7 +158,7 @@ def joined_by(plan: Plan, comm: Comm) -> Plan:
 
 def trained_bytes(bucket: Bucket) -> int:
     """Return the bytes that a device trains of a bucket, in the type of the optimizer."""
-    return bucket.state_elements * bucket.precision.sum_itemsize
+    return bucket.update.elements * bucket.precision.sum_itemsize
 
 
 def sent_bytes(averaging: Averaging, bucket: Bucket) -> int:

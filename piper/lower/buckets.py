@@ -14,8 +14,9 @@ from piper.ir.mesh import EXPERTS, GROUPS, OWNERS, Axis, groups_along, groups_ap
 from piper.ir.sharding import Shard, Sharding, local_sizes, refined, shardings_on
 from piper.lower.placements import ChunkPlacement, clones_of, placements_of
 from piper.lower.state import LoweringState
-from piper.plan.bucket import Bucket, Piece
+from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
+from piper.plan.updates import Piece
 
 MEGABYTE = 2**20
 
@@ -332,7 +333,7 @@ def residents_of(buckets: Iterable[Bucket], state: LoweringState) -> dict[SlotId
         residents[param_slot(bucket.name)] = Slot(nbytes=held * bucket.itemsize)
         if bucket.trainable:
             master = bucket.precision.sum_itemsize if bucket.has_master else 0
-            nbytes = bucket.state_elements * (state.settings.state_bytes + master)
+            nbytes = bucket.update.elements * (state.settings.state_bytes + master)
             offloaded = not away.keys().isdisjoint(bucket.chunks)
             residents[state_slot(bucket.name)] = Slot(
                 nbytes=0 if offloaded else nbytes, host=nbytes if offloaded else 0

@@ -1,8 +1,7 @@
 """Copies of the state that a step begins with, into memory that outlives workers, while the step runs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import Protection, StateCopies
@@ -12,11 +11,8 @@ from piper.ir.node import Mirror, Norm, SlotNode
 from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState
-from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
-from piper.plan.protected import ownership
-
-Owners = dict[tuple[object, ...], list[int]]  # the devices that hold the same elements, by those elements
+from piper.plan.updates import Ownership, Share, held_by_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +30,7 @@ class Copying:
     chunks: tuple[str, ...]
     slots: tuple[SlotId, ...]
     named: str  # a parameter or buffer in it, for messages
-    owned_as: object  # what decides who owns which elements
-    owners: Callable[[], Owners]
+    owned_as: Ownership  # who has which elements
     nbytes: int
 
 
@@ -56,7 +51,7 @@ def add_protections(state: LoweringState) -> LoweringState:
     for copying in (*buffer_copies(state, written), *bucket_copies(state, written)):
         by = protected_by(state, copying)
         if copying.owned_as not in chosen:
-            chosen[copying.owned_as] = holders(copying.owners(), asked)
+            chosen[copying.owned_as] = holders(copying.owned_as.owners(), asked)
         keep, send = chosen[copying.owned_as]
         for devices, slots in ((keep, ()), (send, (SlotId("copy", copying.what),))):
             if devices:
@@ -103,8 +98,7 @@ def bucket_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
             chunks=tuple(chunk for member in family for chunk in member.chunks),
             slots=(param_slot(bucket.name), optimizer_state),
             named=bucket.pieces[0].name,
-            owned_as=ownership(bucket),
-            owners=partial(owners, bucket),
+            owned_as=bucket.update.ownership,
             nbytes=trained + state.residents[optimizer_state].everywhere,
         )
 
@@ -123,26 +117,12 @@ def buffer_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
                 chunks=(chunk.name,),
                 slots=slots,
                 named=names[0],
-                owned_as=placements[chunk.name].devices,
-                owners=partial(shared_by, placements[chunk.name].devices),
+                owned_as=held_by_all(placements[chunk.name].devices),
                 nbytes=sum(state.residents[slot].nbytes for slot in slots),
             )
 
 
-def owners(bucket: Bucket) -> Owners:
-    """Return the devices that own the same elements of a bucket, by their slice and shard."""
-    devices_of: Owners = {}
-    for device, share in bucket.as_updated.shares().items():
-        devices_of.setdefault(share, []).append(device)
-    return devices_of
-
-
-def shared_by(devices: Devices) -> Owners:
-    """Return the devices of a buffer, which all hold the same."""
-    return {(): list(devices)}
-
-
-def holders(owned: Owners, asked: Protection) -> tuple[Devices, Devices]:
+def holders(owned: Mapping[Share, list[int]], asked: Protection) -> tuple[Devices, Devices]:
     """Return the devices that copy their elements, and those that send the copy on as well.
 
     Where another owner is far enough away, it copies the same elements, and none has to be sent.

@@ -6,7 +6,8 @@ from dataclasses import replace
 from piper.ir.graph import Graph
 from piper.lower.buckets import ProgramBuckets
 from piper.lower.placements import placements_of
-from piper.plan.bucket import Bucket, Piece
+from piper.plan.bucket import Bucket
+from piper.plan.updates import Piece
 
 
 def share_buckets(

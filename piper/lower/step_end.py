@@ -30,7 +30,7 @@ class Reshard(SlotNode):
         """Return the node that reshards a gradient into full ones, or the updated parameters into slices."""
         back = source == target
         itemsize = bucket.itemsize if back else bucket.precision.sum_itemsize
-        slices, full = bucket.elements() * itemsize, bucket.state_elements * itemsize
+        slices, full = bucket.elements() * itemsize, bucket.update.elements * itemsize
         return cls(
             about=f"{bucket.name} {'from' if back else 'for'} update",
             devices=bucket.devices,
@@ -162,7 +162,7 @@ def add_updates(state: LoweringState) -> LoweringState:
     sliced = [bucket for bucket in trained if bucket.slices]
     for bucket in sliced:
         edit.append(Reshard.of(bucket, bucket.gradient(), bucket.applied))
-        edit.values[bucket.applied] = Slot(nbytes=bucket.state_elements * bucket.precision.sum_itemsize)
+        edit.values[bucket.applied] = Slot(nbytes=bucket.update.elements * bucket.precision.sum_itemsize)
     size = 24 + 16 * len(outline.metric_names)  # the squared norm, the loss, its weight and the metrics
     edit.append(Total(devices=everyone, groups=(everyone,), reads=(NORM,), writes=(TOTAL,), nbytes=size))
     for devices, buckets in groups.items():

@@ -5,7 +5,8 @@ from dataclasses import replace
 from piper.ir.devices import Devices
 from piper.ir.mesh import groups_along
 from piper.lower.buckets import ProgramBuckets
-from piper.plan.bucket import Bucket, Piece
+from piper.plan.bucket import Bucket
+from piper.plan.updates import Piece
 
 
 def with_whole_parameters(buckets: ProgramBuckets) -> ProgramBuckets:

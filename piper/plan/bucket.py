@@ -1,30 +1,14 @@
 """Buckets: parameters that live, travel and are updated together, and which devices have which shard."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 from piper.ir.devices import Devices
 from piper.ir.dtypes import MixedPrecision
 from piper.ir.ids import SlotId, SlotKind
-from piper.ir.sharding import Sharding, whole_sizes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One parameter inside a bucket, as a device holds it."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int  # in elements, from the start of the bucket
-    shardings: tuple[Sharding, ...] = ()  # how the devices of the bucket shard it, before ZeRO
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
+from piper.plan.updates import BucketUpdate, FlatShards, Piece
 
 Extent = Literal["whole", "held", "owned"]
 # ^ of a bucket on a device: all of it, the shard of parameters that it holds between uses, what it updates
@@ -41,18 +25,19 @@ class ShardCollective:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
+class Bucket(FlatShards):
     """Parameters that live, travel and are updated together, and which devices hold, sum and update what.
 
     With zero > 0 each member of a group owns an equal shard of the flat, padded bucket. With `bounds` a shard
     holds whole parameters, for an optimizer that needs them so. `reductions`, `gather_for_use` and
-    `gather_updated` say which devices communicate; `owned` and `held` what each has.
+    `gather_updated` say which devices communicate, `owned` and `held` what each has, and `update` what each
+    updates.
 
     With `clones` a device holds its own experts, and for a step also copies of experts of other devices that
     lie `inside` the same group. `gather_for_use` sends them, and the first of `reductions` sends their
     gradients back to be summed. Both move whole experts: those that an `ExpertTable` names.
 
-    With `slices` a device computes with slices of parameters, and updates some of them in full: `as_updated`.
+    With `slices` a device computes with slices of parameters, and updates some of them in full.
     """
 
     name: str
@@ -78,10 +63,6 @@ class Bucket:
     slices: tuple[Devices, ...] = ()  # devices that have the slices of the same parameters, in groups of
     # which each member updates some in full: `bounds` cuts each shard for them. Empty: they update slices
     pieces: tuple[Piece, ...]
-
-    @property
-    def group_size(self) -> int:
-        return len(self.groups[0])
 
     @property
     def parts(self) -> int:
@@ -131,36 +112,23 @@ class Bucket:
         return ShardCollective(groups=self.groups, gives="owned", gets="whole") if 0 < self.zero < 3 else None
 
     @property
-    def as_updated(self) -> "Bucket":
-        """Return the bucket as its optimizer sees it: parameters in full, where devices update these.
-
-        Each group has an owner for each parameter, as under ZeRO.
-        """
-        if not self.slices:
-            return self
-        having = {device: group for group in self.slices for device in group}
-        first = [group for group in self.groups if having[group[0]][0] == group[0]]
-        joint = tuple(tuple(each for device in group for each in having[device]) for group in first)
-        pieces = [
-            replace(
-                piece,
-                shape=whole_sizes(piece.shape, piece.shardings),
-                offset=piece.offset * self.slice_count,
-                shardings=(),
-            )
-            for piece in self.pieces
-        ]
-        return replace(
-            self,
-            groups=joint if self.zero else self.slices,
-            zero=max(1, self.zero),
-            pieces=tuple(pieces),
-            bounds=tuple(bound * self.slice_count for bound in self.bounds),
-            slices=(),
-            inside=(),
-            across=(),
-            clones=0,
+    def update(self) -> BucketUpdate:
+        """Return what its devices update: what they have of its parameters, or some of these in full."""
+        held = BucketUpdate(
+            name=self.name,
+            devices=self.devices,
+            groups=self.groups,
+            zero=self.zero,
+            bounds=self.bounds,
+            dtype=self.dtype,
+            trainable=self.trainable,
+            pieces=self.pieces,
         )
+        return held.in_full(self.slices) if self.slices else held
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        return self.bounds[:: self.slice_count]
 
     @property
     def slice_count(self) -> int:
@@ -194,7 +162,7 @@ class Bucket:
         parts = self.parts if extent == "held" else 1
         if not self.bounds:
             return self.padded // self.group_size * parts
-        return max(stop - start for start, stop in pairwise(self.bounds[:: parts * self.slice_count]))
+        return max(stop - start for start, stop in pairwise(self.shards[::parts]))
 
     def cloned(self, how: ShardCollective) -> int:
         """Return the elements of clones that a device gets or gives in a collective. 0: it moves shards."""
@@ -210,14 +178,6 @@ class Bucket:
             ranges = [self.gathered(rank) for rank in range(count)]
         return [stop - start for start, stop in ranges]
 
-    def rank(self, device: int) -> int:
-        """Return the place of a device in its group."""
-        return next(group for group in self.groups if device in group).index(device)
-
-    def owned(self, device: int) -> tuple[int, int]:
-        """Return where what a device updates begins and ends in the flat bucket."""
-        return self.shard(self.rank(device)) if self.zero else (0, self.numel)
-
     def held(self, device: int) -> tuple[int, int]:
         """Return where what a device holds of the parameters between uses begins and ends."""
         if self.zero < 3:
@@ -228,42 +188,10 @@ class Bucket:
         """Return where the shard that a member of a group gives to `gather_for_use` begins and ends."""
         return self.shard(rank * self.parts)[0], self.shard((rank + 1) * self.parts - 1)[1]
 
-    def shard(self, rank: int) -> tuple[int, int]:
-        """Return where the shard that a member of a group updates begins and ends in the flat bucket."""
-        if self.bounds:
-            return self.bounds[rank * self.slice_count], self.bounds[(rank + 1) * self.slice_count]
-        length = self.padded // self.group_size
-        return rank * length, (rank + 1) * length
-
-    def owner(self, piece: Piece) -> int:
-        """Return the member of a group whose shard a parameter begins in."""
-        return next(rank for rank in range(self.group_size) if piece.offset < self.shard(rank)[1])
-
     @property
     def ways(self) -> int:
         """Return how many groups hold different slices, or the same slice of which they compute the same."""
         return len(self.groups) // (len(self.across[0]) if self.across else 1)
-
-    def shares(self) -> dict[int, tuple[tuple[int, ...], int]]:
-        """Return what each device updates: its slices of the parameters, and the number of its shard."""
-        position = {device: i for i, device in enumerate(self.devices)}
-        shardings = [held for piece in self.pieces for held in piece.shardings]
-        shares: dict[int, tuple[tuple[int, ...], int]] = {}
-        for group in self.groups:
-            cut = tuple(held.index(position[group[0]]) for held in shardings)
-            shares |= {device: (cut, rank if self.zero else 0) for rank, device in enumerate(group)}
-        return shares
-
-    @property
-    def distinct(self) -> tuple[Devices, ...]:
-        """Return the devices that update different elements, in a group for each slice of the parameters."""
-        by_share: dict[tuple[tuple[int, ...], int], int] = {}
-        for device, share in self.shares().items():
-            by_share.setdefault(share, device)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for (cut, _), device in by_share.items():
-            groups.setdefault(cut, []).append(device)
-        return tuple(map(tuple, groups.values()))
 
     def family(self, buckets: "Mapping[str, Bucket]") -> "list[Bucket]":
         """Return all buckets of a tied parameter, this one first."""
@@ -282,11 +210,6 @@ class Bucket:
         return self.own_numel // self.experts * (self.experts + self.clones)
 
     @property
-    def own_numel(self) -> int:
-        """Return the elements of its parameters, without copies of those of other devices."""
-        return sum(piece.numel for piece in self.pieces)
-
-    @property
     def experts(self) -> int:
         """Return the experts that a device holds, where there are clones."""
         return self.pieces[0].shape[0]
@@ -295,13 +218,6 @@ class Bucket:
     def table_sizes(self) -> tuple[int, int, int]:
         """Return the devices of a table of its experts, the experts of each, and its slots for clones."""
         return len(self.inside[0]), self.experts, self.clones
-
-    @property
-    def padded(self) -> int:
-        """Return the elements of the flat bucket, padded to divide evenly among its group."""
-        if self.bounds:
-            return self.own_numel
-        return -(-self.own_numel // self.group_size) * self.group_size
 
     @property
     def nbytes(self) -> int:
@@ -317,8 +233,3 @@ class Bucket:
     def has_master(self) -> bool:
         """Return whether the optimizer trains a copy of its parameters: in a longer type, or in full."""
         return self.trainable and (self.precision.has_master or bool(self.slices))
-
-    @property
-    def state_elements(self) -> int:
-        """Return the most elements for which the optimizer of a device has state."""
-        return self.as_updated.elements()

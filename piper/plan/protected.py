@@ -16,6 +16,7 @@ from piper.ir.ids import SlotId, param_slot, state_slot
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
+from piper.plan.updates import BucketUpdate, Ownership, Share
 
 MIRRORED = 2**24  # bytes of copies that a device sends at a time
 GENERATIONS = 2  # versions that are held: one that is complete, and one that is written
@@ -43,10 +44,10 @@ class ProtectedState:
         for bucket in plans.buckets.values():
             for piece in bucket.pieces:
                 self.first.setdefault(piece.name, bucket.name)
-        self._owned: dict[str, Mapping[int, tuple[object, int]]] = {}
-        self._shared: dict[tuple[object, ...], Mapping[int, tuple[object, int]]] = {}  # by `ownership`
+        self._ownership: dict[str, Ownership] = {}  # by bucket
+        self._shares: dict[Ownership, Mapping[int, Share]] = {}
         self._next: dict[str, Mapping[int, tuple[int]]] = {}  # by the node that sends
-        self._sizes: dict[str, tuple[int, int]] = {}  # of buckets: elements, and bytes of each with its state
+        self._sizes: dict[str, tuple[BucketUpdate, int]] = {}  # and the bytes of an element with its state
 
     @cached_property
     def sections(self) -> tuple[StateSection, ...]:
@@ -106,39 +107,40 @@ class ProtectedState:
                 return group, 0
             return group, resident.sharding.index(resident.position(device))
         bucket = self.plans.buckets.get(slot.owner)
-        owned = None if bucket is None else self._slices(bucket).get(device)
-        return None if owned is None else (group, owned)
+        share = None if bucket is None else self._shares_of(bucket).get(device)
+        return None if share is None else (group, share)
 
     @cached_property
     def _plan_of(self) -> dict[int, Plan]:
         return {device: plan for plan in self.plans for device in plan.devices}
 
-    def _slices(self, bucket: Bucket) -> Mapping[int, tuple[object, int]]:
+    def _owned(self, bucket: Bucket) -> Ownership:
+        """Return who updates which elements of a bucket."""
+        if bucket.name not in self._ownership:
+            self._ownership[bucket.name] = bucket.update.ownership
+        return self._ownership[bucket.name]
+
+    def _shares_of(self, bucket: Bucket) -> Mapping[int, Share]:
         """Return the slice and the shard of a bucket that each device owns."""
-        if bucket.name not in self._owned:
-            key = ownership(bucket)
-            if key not in self._shared:
-                self._shared[key] = bucket.as_updated.shares()
-            self._owned[bucket.name] = self._shared[key]
-        return self._owned[bucket.name]
+        ownership = self._owned(bucket)
+        if ownership not in self._shares:
+            self._shares[ownership] = ownership.shares()
+        return self._shares[ownership]
 
     def _nbytes(self, plan: Plan, slot: SlotId, device: int) -> int:
         """Return the bytes of a device's own elements, without padding, and of their optimizer state."""
         if slot.kind == "buffer":
             return plan.residents[slot].nbytes if slot in plan.residents else 0
         bucket = self.plans.buckets.get(slot.owner)
-        if bucket is None or device not in self._slices(bucket):
+        if bucket is None or device not in self._shares_of(bucket):
             return 0
         if bucket.name not in self._sizes:
-            state = plan.residents.get(state_slot(bucket.name))
+            update, state = bucket.update, plan.residents.get(state_slot(bucket.name))
             each = 0 if bucket.has_master else bucket.itemsize
-            self._sizes[bucket.name] = (
-                bucket.as_updated.own_numel,
-                each + (state.everywhere // bucket.state_elements if state else 0),
-            )
-        numel, each = self._sizes[bucket.name]
-        trained = bucket.as_updated
-        start, stop = trained.shard(self._slices(bucket)[device][1]) if trained.zero else (0, numel)
+            self._sizes[bucket.name] = update, each + (state.everywhere // update.elements if state else 0)
+        update, each = self._sizes[bucket.name]
+        numel, (_, shard) = update.own_numel, self._shares_of(bucket)[device]
+        start, stop = update.shard(shard) if update.zero else (0, numel)
         return max(0, min(stop, numel) - start) * each
 
     @cached_property
@@ -186,7 +188,7 @@ class ProtectedState:
     def _alike(self, slot: SlotId) -> object:
         """Return what decides which devices own which elements of a slot: equal layers have equal ones."""
         bucket = self.plans.buckets.get(slot.owner) if slot.kind == "param" else None
-        return slot if bucket is None else ownership(bucket)
+        return slot if bucket is None else self._owned(bucket)
 
     def named(self, slot: SlotId) -> str:
         """Return a parameter of a bucket, or a buffer, for messages."""
@@ -265,12 +267,6 @@ class StateCopy:
     number: int  # of the program
     slot: SlotId
     mirror: Instr | None  # that gives it to another device. None: it stays
-
-
-def ownership(bucket: Bucket) -> tuple[object, ...]:
-    """Return what decides which device owns which elements of a bucket."""
-    shardings = tuple(sharding for piece in bucket.pieces for sharding in piece.shardings)
-    return bucket.devices, bucket.groups, bool(bucket.zero), shardings, bucket.slices
 
 
 def sent(plan: Plan, ins: Instr, own: list[StateSection]) -> list[StateSection]:

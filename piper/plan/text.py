@@ -32,7 +32,7 @@ from piper.ir.text_fields import (
     show_pairs,
     shown,
 )
-from piper.plan.bucket import Bucket, Piece
+from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS, PAYLOADS, Collecting, Op, Payload, Routing, Rows
 from piper.plan.plan import Comm, PlacedChunk, Plan, Plans, Slot
@@ -43,6 +43,7 @@ from piper.plan.sharding_text import (
     show_collective,
     show_shardings,
 )
+from piper.plan.updates import Piece
 
 T = TypeVar("T")
 Shares = tuple[tuple[SlotId, int], ...]

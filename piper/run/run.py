@@ -353,7 +353,9 @@ class Run(ForwardOnly, MovesExperts):
         buckets = [*self.program.plans.buckets.values()]
         owned = by_bucket(self.session.ask(WorkerAnswers.gradients, holders(buckets)))
         given = {place: value for place, value in owned.items() if value is not None}
-        with_gradients = [bucket for bucket in buckets if (bucket.name, bucket.distinct[0][0]) in given]
+        with_gradients = [
+            bucket for bucket in buckets if (bucket.name, bucket.update.distinct[0][0]) in given
+        ]
         whole = whole_parameters(with_gradients, lambda bucket, device: given[bucket, device])
         first = self.session.devices[0]
         reached = self.session.ask(WorkerAnswers.reached, {first: None})[first]

@@ -9,6 +9,7 @@ from torch import Tensor
 from piper.ir.sharding import FlatRuns, Sharding, flat_runs, spans_of_dim
 from piper.plan.bucket import Bucket, ShardCollective
 from piper.plan.expert_table import NOTHING, first_table
+from piper.plan.updates import BucketUpdate
 from piper.runtime.comm.base import Group
 
 
@@ -20,6 +21,29 @@ class Flat(list[Tensor]):
     def __init__(self, whole: Tensor, pieces: Sequence[Tensor]) -> None:
         super().__init__(pieces)
         self.whole = whole
+
+
+class TrainedPieces:
+    """What one device updates of each parameter of a bucket, end to end in one flat tensor."""
+
+    def __init__(self, update: BucketUpdate, device: int) -> None:
+        start, stop = update.owned(device)
+        self.length, self.names = stop - start, [piece.name for piece in update.pieces]
+        whole = not update.zero or bool(update.bounds)
+        self.runs = [
+            (piece.name, low - start, piece.shape if whole else (high - low,), high - low)
+            for piece, low, high in update.pieces_in(start, stop)
+        ]
+
+    def segments(self, owned: Tensor) -> list[tuple[str, Tensor]]:
+        """Return what this device owns of each piece: in its shape where it is whole, else as a flat run."""
+        return [(name, owned[begin : begin + length].view(shape)) for name, begin, shape, length in self.runs]
+
+    def apart(self, owned: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return what this device owns, by piece; `owned` is one flat tensor, or a tensor for each piece."""
+        if len(owned) == 1:
+            return dict(self.segments(owned[0].reshape(-1)))
+        return dict(zip(self.names, owned, strict=True))
 
 
 class Layout:
@@ -64,24 +88,6 @@ class Layout:
     def owned(self, flat: Tensor) -> Tensor:
         """Return the part of a flat bucket that this device updates."""
         return flat[self.start : self.stop]
-
-    def segments(self, owned: Tensor) -> list[tuple[str, Tensor]]:
-        """Return what this device owns of each piece: in its shape where it is whole, else as a flat run."""
-        owned_pieces = []
-        for piece in self.bucket.pieces:
-            low, high = max(piece.offset, self.start), min(piece.offset + piece.numel, self.stop)
-            if low >= high:
-                continue
-            run = owned[low - self.start : high - self.start]
-            whole = not self.sharded or self.bucket.bounds
-            owned_pieces.append((piece.name, run.view(piece.shape) if whole else run))
-        return owned_pieces
-
-    def apart(self, owned: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return what this device owns, by piece; `owned` is one flat tensor, or a tensor for each piece."""
-        if len(owned) == 1:
-            return dict(self.segments(owned[0].reshape(-1)))
-        return dict(zip(self.index, owned, strict=True))
 
     def sizes(self, how: ShardCollective) -> list[int]:
         """Return the elements of the shard of each device that takes part with this one."""
@@ -223,7 +229,7 @@ class Resharding:
         group = next(group for group in bucket.slices if device in group)
         self.sizes = bucket.slice_sizes(device)  # of what this device gives to each, or gets back
         self.mine = self.sizes[group.index(device)]  # of what each gives to this device
-        start, stop = (bound // len(group) for bound in bucket.as_updated.owned(device))
+        start, stop = (bound // len(group) for bound in bucket.update.owned(device))
         self.runs = [
             [
                 replace(runs, here=runs.here + at, there=runs.there + at * len(group))

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from piper.plan.bucket import Bucket
 from piper.runtime.accelerator import is_accelerator, runs_triton
-from piper.runtime.bucket_layout import Flat, Layout
+from piper.runtime.bucket_layout import Flat, Layout, TrainedPieces
 from piper.runtime.host_state import HostMemory, HostState
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trainers import build_optimizer
@@ -37,7 +37,7 @@ class BucketState:
     ) -> None:
         """Fill a device's part of a bucket. away: the memory of the host that its state is in, if it is."""
         self.bucket, self.layout = bucket, Layout(bucket, device)
-        self.trains = Layout(bucket.as_updated, device) if bucket.slices else self.layout
+        self.trains = TrainedPieces(bucket.update, device)
         layout, dtype = self.layout, getattr(torch, bucket.dtype)
         sharded = bucket.zero == 3
         begin, end = layout.held
@@ -48,8 +48,7 @@ class BucketState:
             self.buffer = away.take(4 * len(self.own), setup.device)  # pinned as long as it is held
             self.master = self.buffer.data.view(torch.float32).zero_()
         elif bucket.has_master:
-            trained = self.trains.stop - self.trains.start
-            self.master = torch.zeros(trained, dtype=layout.sums, device=setup.device)
+            self.master = torch.zeros(self.trains.length, dtype=layout.sums, device=setup.device)
         for index, piece in enumerate(bucket.pieces):
             value = layout.local(initial(piece.name), index).reshape(-1)
             low, high = max(piece.offset, begin), min(piece.offset + piece.numel, end)
@@ -133,7 +132,7 @@ class DeviceState:
         for name, segments in self.segments.items():
             holding = self.holdings[name]
             if holding.rounds:
-                computing = dict(holding.layout.segments(holding.own))
+                computing = dict(holding.trains.segments(holding.own))
                 copies |= {tensor: computing[piece] for piece, tensor in segments}
         return copies
 

@@ -1,6 +1,7 @@
 """Full values from the parts that devices hold."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from piper.ir.devices import Devices
 from piper.ir.sharding import Sharding, flat_runs, whole_sizes
-from piper.plan.bucket import Bucket, Piece
+from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans, Slot
+from piper.plan.updates import BucketUpdate, Piece
 
 T = TypeVar("T")
 Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
@@ -18,7 +20,7 @@ Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
 def whole_parameters(buckets: Iterable[Bucket], owned: Owned) -> dict[str, Tensor]:
     """Return every parameter in full, by name; of the copies of a tied parameter, the first."""
     found: dict[str, Tensor] = {}
-    for bucket in (each.as_updated for each in buckets):
+    for bucket in (each.update for each in buckets):
         flats = {group[0]: whole_flat(bucket, group, owned) for group in bucket.distinct}
         for piece in bucket.pieces:
             if piece.name not in found:
@@ -58,7 +60,7 @@ def whole_buffers(plans: Plans, held: Mapping[int, Mapping[str, Tensor]]) -> dic
     }
 
 
-def whole_flat(bucket: Bucket, group: Devices, owned: Owned) -> Tensor:
+def whole_flat(bucket: BucketUpdate, group: Devices, owned: Owned) -> Tensor:
     """Return what one group of devices holds of a bucket: its shards joined."""
     shards = [owned(bucket.name, device) for device in group]
     return torch.cat(shards) if bucket.zero else shards[0]
@@ -86,9 +88,8 @@ def holders(buckets: Sequence[Bucket]) -> dict[int, list[str]]:
     """Return which devices to ask for which buckets, so that their answers hold every element once."""
     asked: dict[int, list[str]] = {}
     for bucket in buckets:
-        for group in bucket.as_updated.distinct:
-            for device in group:
-                asked.setdefault(device, []).append(bucket.name)
+        for device in chain(*bucket.update.distinct):
+            asked.setdefault(device, []).append(bucket.name)
     return asked
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from piper.runtime.accelerator import is_accelerator, module, pin, unpin
-from piper.runtime.bucket_layout import Layout
+from piper.runtime.bucket_layout import TrainedPieces
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -68,14 +68,14 @@ class HostState:
 
     def __init__(
         self,
-        layout: Layout,
+        trains: TrainedPieces,
         segments: Sequence[Tensor],
         master: Tensor | None,
         memory: HostMemory,
         device: torch.device,
     ) -> None:
         """Keep the state of some trained tensors. master: on the host, of which they are parts if it is."""
-        self.layout, self.segments, self.master = layout, segments, master
+        self.trains, self.segments, self.master = trains, segments, master
         self.memory, self.device = memory, device
         self.here: Tensor | None = None  # the master copy on the device
         self.buffers: dict[tuple[int, str], tuple[HostBuffer, Tensor]] = {}  # by segment and key
@@ -116,7 +116,7 @@ class HostState:
 
     def _use(self, flat: Tensor) -> None:
         """Let the trained tensors lie in another flat tensor."""
-        for tensor, (_, part) in zip(self.segments, self.layout.segments(flat), strict=True):
+        for tensor, (_, part) in zip(self.segments, self.trains.segments(flat), strict=True):
             tensor.data = part
 
     def _kept(self, optimizer: Optimizer) -> Iterator[tuple[int, Tensor, str, Tensor]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from piper.ir.sharding import Sharding, local_sizes, whole_sizes
-from piper.plan.bucket import Bucket
+from piper.plan.updates import BucketUpdate
 from piper.runtime.bucket_layout import own_slice
 
 Sizes = Mapping[str, tuple[int, ...]]
@@ -25,11 +25,6 @@ class ParameterPart:
     shardings: tuple[Sharding, ...] = ()  # empty: the device holds all of it, before ZeRO
     position: int = 0  # of the device among those that shard it
     run: tuple[int, int] | None = None  # of the flattened slice; None: all of it, in its shape
-
-    @property
-    def is_cut(self) -> bool:
-        """Return whether it is less than the parameter."""
-        return bool(self.run or self.shardings)
 
     def of(self, value: Tensor) -> Tensor:
         """Return this part of a parameter or of its gradient."""
@@ -49,20 +44,20 @@ class View:
     parts: tuple[ParameterPart, ...]
 
 
-def classes_of(buckets: Iterable[Bucket]) -> list[tuple[tuple[int, ...], tuple[Bucket, ...]]]:
+def classes_of(buckets: Iterable[BucketUpdate]) -> list[tuple[tuple[int, ...], tuple[BucketUpdate, ...]]]:
     """Return the devices that hold the same trained buckets, with these buckets, in the order of the plan."""
-    by_device: dict[int, list[Bucket]] = {}
+    by_device: dict[int, list[BucketUpdate]] = {}
     for bucket in buckets:
         if bucket.trainable:
             for device in bucket.devices:
                 by_device.setdefault(device, []).append(bucket)
-    classes: dict[tuple[str, ...], tuple[list[int], tuple[Bucket, ...]]] = {}
+    classes: dict[tuple[str, ...], tuple[list[int], tuple[BucketUpdate, ...]]] = {}
     for device, mine in by_device.items():
         classes.setdefault(tuple(b.name for b in mine), ([], tuple(mine)))[0].append(device)
     return [(tuple(devices), mine) for devices, mine in classes.values()]
 
 
-def view_of(device: int, buckets: Iterable[Bucket], sizes: Sizes) -> View:
+def view_of(device: int, buckets: Iterable[BucketUpdate], sizes: Sizes) -> View:
     """Return what the optimizer of a device is given of these buckets, whose parameters have these sizes."""
     parts: list[ParameterPart] = []
     for bucket in buckets:
@@ -71,13 +66,13 @@ def view_of(device: int, buckets: Iterable[Bucket], sizes: Sizes) -> View:
     return View(device=device, parts=tuple(parts))
 
 
-def small_views(device: int, buckets: Sequence[Bucket], sizes: Sizes) -> Iterator[View]:
+def small_views(device: int, buckets: Sequence[BucketUpdate], sizes: Sizes) -> Iterator[View]:
     """Yield what devices like this one are given in miniature: one view for each rank among few shards.
 
     Every parameter of a sharded bucket is cut, so that a shard's border lies inside each of them.
     """
 
-    def cuts(bucket: Bucket) -> tuple[int, int]:
+    def cuts(bucket: BucketUpdate) -> tuple[int, int]:
         slices = max(MOST_WAYS ** len(piece.shardings) for piece in bucket.pieces)
         return min(bucket.group_size, MOST_SHARDS) if bucket.zero else 1, slices
 
@@ -92,7 +87,7 @@ def small_views(device: int, buckets: Sequence[Bucket], sizes: Sizes) -> Iterato
         yield View(device=device, parts=tuple(parts))
 
 
-def cut(bucket: Bucket, sizes: Sizes, shard: tuple[int, int], position: int) -> Iterator[ParameterPart]:
+def cut(bucket: BucketUpdate, sizes: Sizes, shard: tuple[int, int], position: int) -> Iterator[ParameterPart]:
     """Yield what a device holds of a bucket whose parameters have these sizes.
 
     shard: the device's place among the shards, and of how many. position: among those that slice parameters.
@@ -135,7 +130,7 @@ def hollow(view: View, sizes: Sizes) -> list[tuple[str, Tensor]]:
     return [(part.name, empty(part.shape(sizes[part.name]))) for part in view.parts]
 
 
-def true_sizes(buckets: Iterable[Bucket]) -> dict[str, tuple[int, ...]]:
+def true_sizes(buckets: Iterable[BucketUpdate]) -> dict[str, tuple[int, ...]]:
     """Return the whole shapes of the parameters in these buckets."""
     pieces = (piece for bucket in buckets for piece in bucket.pieces)
     return {piece.name: whole_sizes(piece.shape, piece.shardings) for piece in pieces}
@@ -149,7 +144,7 @@ def small_shardings(shardings: Sequence[Sharding]) -> tuple[Sharding, ...]:
     )
 
 
-def small_sizes(sizes: Sizes, buckets: Iterable[Bucket]) -> dict[str, tuple[int, ...]]:
+def small_sizes(sizes: Sizes, buckets: Iterable[BucketUpdate]) -> dict[str, tuple[int, ...]]:
     """Return small shapes with as many axes: axes that differ in size still do, in the same order."""
     shardings = {piece.name: piece.shardings for bucket in buckets for piece in bucket.pieces}
     local = {name: local_sizes(shape, shardings.get(name, ())) for name, shape in sizes.items()}

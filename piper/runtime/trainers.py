@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from piper.callbacks import Averaged
 from piper.errors import ConfigError, PiperError
-from piper.plan.bucket import Bucket
+from piper.plan.updates import BucketUpdate
 from piper.process.usercode import named, raised
 from piper.runtime.standins import (
     Sizes,
@@ -171,7 +171,7 @@ def try_scheduler(make: MakeScheduler, optimizer: Optimizer, steps: int) -> None
 
 
 def empty_optimizer(
-    make: MakeOptimizer, buckets: Iterable[Bucket], sizes: Sizes | None = None
+    make: MakeOptimizer, buckets: Iterable[BucketUpdate], sizes: Sizes | None = None
 ) -> Optimizer | None:
     """Return an optimizer with the groups of the workers' and nothing to train. None: none is trained.
 

@@ -48,7 +48,7 @@ class Rate:
         sizes: of all parameters that plain PyTorch gives to the optimizer. None: of those in the buckets.
         """
         self._job = job
-        self._optimizer = empty_optimizer(job.optimizer, buckets, sizes)
+        self._optimizer = empty_optimizer(job.optimizer, [bucket.update for bucket in buckets], sizes)
         self._scheduler = None
         if self._optimizer is None:
             return

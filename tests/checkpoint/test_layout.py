@@ -13,8 +13,9 @@ from piper.checkpoint.bucket_spans import (
 )
 from piper.ir.ids import SlotId
 from piper.ir.sharding import UNSHARDED, FlatRuns, Sharding, flat_runs, local_sizes
-from piper.plan.bucket import Bucket, Piece
+from piper.plan.bucket import Bucket
 from piper.plan.plan import Plan, Plans, Slot
+from piper.plan.updates import Piece
 
 
 def bucket(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from piper.capture.precision.fp8 import CAPABLE, fp8_linear
 from piper.compiler import compile
-from piper.plan.bucket import Piece
+from piper.plan.updates import Piece
 from piper.plan.weight_rows import runs_of_rows
 from piper.run.launch import launch_inline
 from piper.runtime.fp8_gathers import E4M3, LARGEST, LEAST, RowsByOperations

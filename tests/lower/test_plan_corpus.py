@@ -25,7 +25,9 @@ def check(entries: Iterator[tuple[str, str]], least: int, update: bool) -> None:
         DIGESTS.write_text("".join(f"{merged[name]} {name}\n" for name in sorted(merged)), encoding="utf-8")
         return
     unknown = [name for name in found if name not in known]
-    assert not unknown, f"{len(unknown)} plans have no digest, such as {unknown[:5]}: --update-golden adds them"
+    assert not unknown, (
+        f"{len(unknown)} plans have no digest, such as {unknown[:5]}: --update-golden adds them"
+    )
     changed = [name for name, value in found.items() if known[name] != value]
     assert not changed, f"{len(changed)} plans differ, such as {changed[:5]}: {HINT}"
 

@@ -6,10 +6,11 @@ from piper.directives import Directive, apply, place, replicate, split
 from piper.ir.graph import start
 from piper.ir.ids import SlotId
 from piper.ir.select import at
-from piper.plan.bucket import Bucket, Piece
+from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.memory_timeline import timeline
 from piper.plan.plan import Plan, Slot
+from piper.plan.updates import Piece
 from piper.schedules import gpipe, one_f_one_b
 from tests.chain import chain
 from tests.lower.lowering import lower

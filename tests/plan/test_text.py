@@ -13,11 +13,12 @@ from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.ir.ids import OF_STEP, Pass, SlotId, SlotKind
 from piper.ir.sharding import Sharding
-from piper.plan.bucket import Bucket, Piece
+from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.ops import PAYLOADS, Adding, Field, OfBucket, OfChunk, Op, Payload, Routing, Rows
 from piper.plan.plan import Comm, PlacedChunk, Plan, Plans, Slot
 from piper.plan.text import read_plans, show_instr, show_plans
+from piper.plan.updates import Piece
 from tests.chain import chain
 from tests.lower.lowering import lower
 from tests.slots import slots

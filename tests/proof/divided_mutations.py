@@ -8,10 +8,11 @@ from typing import TypeVar, get_args
 from piper.ir.devices import Devices
 from piper.ir.ids import SlotId
 from piper.ir.sharding import Collective, CollectiveOp, Shard, Sharding
-from piper.plan.bucket import Bucket, Piece
+from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.ops import Collecting
 from piper.plan.plan import Plans
+from piper.plan.updates import Piece
 from tests.proof.mutations import Edit, mended, pick, with_instrs
 
 OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)

@@ -9,7 +9,7 @@ the interpreter from each other at every operation.
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +26,7 @@ from piper.check.reference import Reference
 from piper.compiler import Program, optimizer_facts
 from piper.compiler.optimizer_probe import Probe, probe_optimizer
 from piper.ir.chunk_options import CodeOptions
-from piper.plan.bucket import Bucket
+from piper.plan.updates import BucketUpdate
 from piper.process.gc_pause import no_collection
 from piper.run.launch import launch_inline
 from piper.runtime.standins import Sizes
@@ -99,14 +99,11 @@ class Shared:
         ):
             yield
 
-    def probed(
-        self, make: MakeOptimizer, sizes: Sizes, buckets: Sequence[Bucket], made_by: Mapping[str, str]
-    ) -> Probe:
+    def probed(self, make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate]) -> Probe:
         """What an optimizer does on some buckets; the rest of a strategy does not matter to it."""
-        alike = tuple(replace(bucket, origin=()) for bucket in buckets)
-        key = (same(make), tuple(sizes.items()), alike)
+        key = (same(make), tuple(sizes.items()), tuple(buckets))
         if key not in self.probes:
-            self.probes[key] = probe_optimizer(make, sizes, buckets, made_by)
+            self.probes[key] = probe_optimizer(make, sizes, buckets)
         return self.probes[key]
 
     def wanted(self, cell: Cell, program: Program) -> list[ComparedNumbers]:

@@ -128,7 +128,7 @@ def test_each_tensor_has_one_owner_and_owners_have_about_as_much(program: Progra
     largest = 0
     for bucket in program.plans.buckets.values():
         if bucket.slices:
-            full = bucket.as_updated
+            full = bucket.update
             assert {piece.name: piece.numel for piece in full.pieces} == {
                 piece.name: 2 * piece.numel for piece in bucket.pieces
             }

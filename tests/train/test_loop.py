@@ -15,7 +15,8 @@ from piper.checkpoint.json_state import encode
 from piper.checkpoint.metadata import Trainer
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.plan.bucket import Bucket, Piece
+from piper.plan.bucket import Bucket
+from piper.plan.updates import Piece
 from piper.run.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.train.measure import Measure, Rate, tokens_in

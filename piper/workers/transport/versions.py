@@ -28,12 +28,13 @@ from piper.checkpoint.save import Copied, RefusedError, copy_parts, copy_state, 
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.ir.chunk_options import Protection
+from piper.ir.dtypes import itemsize
 from piper.ir.format import size
 from piper.ir.ids import SlotId, buffer_slot, param_slot
-from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.plan.protected import GENERATIONS, ProtectedState, sent
+from piper.plan.updates import BucketUpdate
 from piper.runtime.worker import Worker
 from piper.workers.processes import MEMORY, Place, SharedFile, free_memory, nameless_file
 from piper.workers.transport.version_sections import (
@@ -151,7 +152,7 @@ class WorkerVersions:
 
     def _copied(self, ins: Instr, take: Callable[[Tensor], Tensor]) -> Copied:
         """Return what an instruction copies."""
-        buckets = [self.worker.setup.plans.buckets[s.owner] for s in ins.reads if s.kind == "param"]
+        buckets = [self.worker.setup.plans.buckets[s.owner].update for s in ins.reads if s.kind == "param"]
         buffers = [slot.owner for slot in ins.reads if slot.kind == "buffer"]
         return copy_parts(self.worker, buckets, buffers, Trainer(), take)
 
@@ -166,7 +167,7 @@ class WorkerVersions:
             if slot.kind == "buffer":
                 return None
             bucket = self.worker.setup.plans.buckets[slot.owner]
-            for values in states_of(self.worker, bucket).values() if slot.kind == "param" else ():
+            for values in states_of(self.worker, bucket.update).values() if slot.kind == "param" else ():
                 for value in values.values():
                     if not isinstance(value, Tensor) or not value.is_contiguous():
                         return None
@@ -334,14 +335,14 @@ def version_bytes(plans: Plans, device: int) -> int:
     total += sum(
         one.nbytes for slot, one in residents.items() if slot.kind == "buffer" and slot not in copied
     )
-    for bucket in saved_buckets(plans, device):
-        if param_slot(bucket.name) not in copied:
-            low, high = bucket.owned(device)
-            total += (high - low) * bucket.itemsize + states.get(bucket.name, 0)
+    for update in saved_buckets(plans, device):
+        if param_slot(update.name) not in copied:
+            low, high = update.owned(device)
+            total += (high - low) * itemsize(update.dtype) + states.get(update.name, 0)
     return GENERATIONS * (total + INDEX)
 
 
-def rest_of(plans: Plans, device: int) -> tuple[list[Bucket], list[str]]:
+def rest_of(plans: Plans, device: int) -> tuple[list[BucketUpdate], list[str]]:
     """Return the buckets and buffers that a device is the one to save and no instruction copies."""
     copied = copied_slots(plans)
     buckets = [b for b in saved_buckets(plans, device) if param_slot(b.name) not in copied]
