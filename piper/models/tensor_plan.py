@@ -1,7 +1,10 @@
 """Finds the weights of a Hugging Face model to shard for tensor parallelism, from the plan it ships."""
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
+
+from torch import nn
 
 from piper.errors import ConfigError
 
@@ -27,7 +30,8 @@ VOCABULARY = {"*embed_tokens": 0, "*lm_head": 0}  # a table and a head by rows: 
 def tensor_plan(model_or_config: Any) -> dict[str, int]:  # noqa: ANN401 (transformers' classes)
     """Return `weights` for `shard(..., axis="TP")` from a model's or a config's `base_model_tp_plan`.
 
-    The embedding and the head are sharded by vocabulary. Experts are left to `shard` without an axis.
+    The embedding and the head are sharded by vocabulary. Experts are left to `shard` without an axis. Plans of
+    mixtures of experts name dense layers too: what a model does not have is left out, so give the model then.
     """
     config = getattr(model_or_config, "config", model_or_config)
     plan = getattr(config, "base_model_tp_plan", None)
@@ -51,4 +55,8 @@ def tensor_plan(model_or_config: Any) -> dict[str, int]:  # noqa: ANN401 (transf
         dim = STYLES[style]
         if dim is not None:
             weights[f"*{pattern}"] = dim
-    return {**weights, **VOCABULARY}
+    weights |= VOCABULARY
+    if not isinstance(model_or_config, nn.Module):
+        return weights
+    modules = [name for name, _ in model_or_config.named_modules()]
+    return {one: dim for one, dim in weights.items() if any(fnmatchcase(name, one) for name in modules)}

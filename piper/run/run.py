@@ -57,6 +57,9 @@ class Watch(Callback):
     def end(self, batch: Batch) -> None:
         """Run when a step is trained, before its result is looked at."""
 
+    def on_option(self, group: int, key: str, value: float) -> None:
+        """Run when an option of one of the optimizer's groups is set."""
+
     def between(self, run: "Run") -> bool:
         """Run after the callbacks, before the step is saved. Return whether the training ends here."""
         return run.leaving()
@@ -326,6 +329,7 @@ class Run(ForwardOnly, MovesExperts):
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of parameters on all devices."""
         self.sessions.set_optimizer_option(group, key, value)
+        self.watch.on_option(group, key, value)
 
     @asking
     def optimizer_state(self, key: str) -> dict[str, Tensor]:

@@ -66,6 +66,11 @@ class Rate:
         """Return the learning rate of the next step, of the first group of parameters."""
         return 0.0 if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
 
+    def set_option(self, group: int, key: str, value: float) -> None:
+        """Set an option of a group, as `run.optimizer[group][key] = value` does on the workers."""
+        if self._optimizer is not None:
+            self._optimizer.param_groups[group][key] = value
+
     def advance(self, step: int) -> None:
         """Go on by a step, as workers do at its end."""
         if self._scheduler is not None and self._job.scheduler is not None:

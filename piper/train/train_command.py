@@ -73,6 +73,10 @@ class CommandWatch(Watch):
         self.rate.advance(step)  # first: a schedule that is too short is named here, not by a worker
         self.began = perf_counter()
 
+    def on_option(self, group: int, key: str, value: float) -> None:
+        """Note the rate that a callback has set."""
+        self.rate.set_option(group, key, value)
+
     def end(self, batch: Batch) -> None:
         """Note how long a step took, and what it counts."""
         self.seconds = perf_counter() - self.began

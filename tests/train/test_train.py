@@ -158,3 +158,27 @@ def test_ctrl_c_without_checkpoints_says_so(piper: Piper, recipe: Path) -> None:
     done = piper(f"{recipe}:interrupted_unsaved")
     assert done.returncode == 130
     assert done.stderr == "stopped after step 3 of 6; nothing was saved, because the job has no checkpoint\n"
+
+
+SETS_RATES = '''
+class Sets(piper.callbacks.Callback):
+    """Sets a rate after step 2, and writes down the rate of each next step as the workers have it."""
+
+    def on_step(self, run, step, result):
+        if step == 2:
+            run.optimizer[0]["lr"] = 0.5
+        with open("rates.txt", "a") as file:
+            print(run.optimizer[0]["lr"], file=file)
+
+def sets():
+    return job(strategy=(), checkpoint=None, callbacks=[Sets()])
+'''
+
+
+def test_metrics_have_the_rate_that_a_callback_set(piper: Piper, recipe: Path, tmp_path: Path) -> None:
+    recipe.write_text(recipe.read_text() + SETS_RATES)
+    done = piper(f"{recipe}:sets")
+    assert (done.returncode, done.stderr) == (0, "")
+    *seen, _ = [float(line) for line in (tmp_path / "rates.txt").read_text().splitlines()]
+    written = [m["lr"] for m in metrics(tmp_path / "runs" / "net-sets")]
+    assert written == [0.001, *seen] and seen[1] == 0.5 and seen[2] != 0.5

@@ -298,6 +298,25 @@ def test_the_plan_of_a_llama() -> None:
     }
 
 
+def test_the_plan_of_a_model_names_only_what_it_has() -> None:
+    """The plan that Qwen3-MoE ships names dense feed-forwards too, which no layer of this one has."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=8, hidden_size=8, moe_intermediate_size=8, num_hidden_layers=1, num_experts=2, head_dim=4
+    )
+    assert "*layers.*.mlp.gate_proj" in tensor_plan(config)
+    with torch.device("meta"):
+        assert tensor_plan(Qwen3MoeForCausalLM(config)) == {
+            "*layers.*.self_attn.q_proj": 0,
+            "*layers.*.self_attn.k_proj": 0,
+            "*layers.*.self_attn.v_proj": 0,
+            "*layers.*.self_attn.o_proj": 1,
+            "*embed_tokens": 0,
+            "*lm_head": 0,
+        }
+
+
 class Crossed(nn.Module):
     """Attention whose keys, or whose mask, a ring cannot pass on."""
 
