@@ -157,7 +157,7 @@ def chosen(rows: list[Row], **wanted: str) -> Row:
 
 def shown(found: Tables, part: str) -> str:
     """Return the command of a part of the results, and its table."""
-    return f"<!-- not run: it takes minutes -->\n```bash\n{command_of(part)}\n```\n\n{table(found[part])}"
+    return f"`{command_of(part)}` takes minutes:\n\n{table(found[part])}"
 
 
 def values(found: Tables) -> dict[str, str]:

@@ -10,7 +10,7 @@ A block's first word says how it is run, a second word names a file that it is s
 
 A comment on the line before says what cannot be seen: `<!-- not run: why -->` for commands that need what a test
 has not got, `<!-- figure -->` for a text that nothing prints. In shown output a line `...` stands for any lines,
-and `…` for any text within a line.
+and `…` for any text within a line. `<!-- after: page.md -->` anywhere: its reader has saved the files of that page.
 """
 
 import re
@@ -19,6 +19,7 @@ from pathlib import Path
 
 FENCE = re.compile(r"^(?P<ticks>```+)(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=ticks)$", re.MULTILINE | re.DOTALL)
 NOTE = re.compile(r"^<!-- (.*) -->\n\Z", re.MULTILINE)
+AFTER = re.compile(r"^<!-- after: (\S+) -->$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,15 @@ def blocks_of(text: str, page: str) -> list[Block]:
             )
         )
     return found
+
+
+def saved_before(page: Path) -> list[Block]:
+    """Return the files of the page that a page goes on from, if there is one."""
+    after = AFTER.search(page.read_text(encoding="utf-8"))
+    if after is None:
+        return []
+    text = page.with_name(after[1]).read_text(encoding="utf-8")
+    return [block for block in blocks_of(text, after[1]) if block.file is not None]
 
 
 def pages(root: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from piper.capture.shard.rules import rules
-from tests.docs.blocks import blocks_of, pages
+from tests.docs.blocks import blocks_of, pages, saved_before
 from tests.docs.running import Reader
 from tests.runtime.sharing import Shared
 
@@ -41,6 +41,6 @@ def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
     reader = Reader(Path(page).name)
     # Commands of a page read its recipes again, and compile the same models. A rule that it registers ends with it.
     with Shared().capturing(), patch.dict(rules()):
-        for block in blocks_of(PAGES[page], Path(page).name):
+        for block in (*saved_before(ROOT / page), *blocks_of(PAGES[page], Path(page).name)):
             reader.follow(block)
     reader.finish()

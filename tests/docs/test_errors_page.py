@@ -1,4 +1,4 @@
-"""The page of errors has every message that a user can see, and none that there is not."""
+"""The pages of errors have every message that a user can see, and none that there is not."""
 
 import re
 from functools import cache
@@ -7,7 +7,8 @@ from pathlib import Path
 from tests.docs.messages import messages
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "docs").glob("errors*.md"))
+PAGE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 ROWS = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|$", PAGE, re.MULTILINE)
 
 
