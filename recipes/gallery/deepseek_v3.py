@@ -37,16 +37,17 @@ def small() -> piper.Job:
     )
 
 
-def published() -> piper.Job:
-    """The published size: 61 layers, 3 of them dense, 256 experts."""
+def published(microbatches: int = 120) -> piper.Job:
+    """The published size: 61 layers, 3 of them dense, 256 experts, products in fp8."""
     config = DeepseekV3Config(experts_implementation=huggingface.NAME)
-    tokens = torch.zeros(1, 4096, dtype=torch.long).expand(15_360, 4096)
+    tokens = torch.zeros(1, 4096, dtype=torch.long).expand(128 * microbatches, -1)
+    strategy = piper.strategies.moe(
+        layers=61, pp=16, dp=128, ep=64, zero=1, schedule="dualpipe", microbatches=microbatches, dense=3
+    )
     return piper.Job(
         model=partial(model, config),
         loss=piper.losses.huggingface,
         data=lambda: [{"input_ids": tokens, "labels": tokens}],
-        strategy=piper.strategies.moe(
-            layers=61, pp=16, dp=128, ep=64, zero=1, schedule="dualpipe", microbatches=120, dense=3
-        ),
+        strategy=[piper.precision(piper.at(), "fp8"), *strategy],
         precision="bf16",
     )
