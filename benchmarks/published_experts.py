@@ -2,8 +2,9 @@
 
 python benchmarks/published_experts.py [ROW ...]
 
-It writes tokens per second and device beside the published ones to benchmarks/results/published_experts.json, a
-row for each run; rows that are not named stay. `python docs/published.py --page` writes them into docs/published.md.
+It writes tokens per second and device beside the published ones, a row for each run, to
+benchmarks/results/published_experts.json; rows that are not named stay. `python docs/published.py --page` writes
+them into docs/published.md.
 
 The models are those of transformers, unmodified, with all their layers, as Inductor fuses them. A pipeline
 repeats itself once it is full, so the step with the most microbatches is extrapolated from two shorter ones.
@@ -25,7 +26,8 @@ from piper.simulate.simulate import simulate
 HERE = Path(__file__).parent
 GALLERY = HERE.parent / "recipes" / "gallery"
 RESULTS = HERE / "results" / "published_experts.json"
-BRIDGE = "[Megatron-Bridge 26.04.01](https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary-archive.html)"
+ARCHIVE = "https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary-archive.html"
+BRIDGE = f"[Megatron-Bridge 26.04.01]({ARCHIVE})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
