@@ -3,8 +3,8 @@
 python benchmarks/published_experts.py [ROW ...]
 
 It writes tokens per second and device beside the published ones, a row for each run, to
-benchmarks/results/published_experts.json; rows that are not named stay. `python docs/published.py --page` writes
-them into docs/published.md.
+benchmarks/results/published_experts.json; rows that are not named stay. `python docs/published.py --page`
+writes them into docs/published.md.
 
 The models are those of transformers, unmodified, with all their layers, as Inductor fuses them. A pipeline
 repeats itself once it is full, so the step with the most microbatches is extrapolated from two shorter ones.

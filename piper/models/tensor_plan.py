@@ -30,8 +30,8 @@ VOCABULARY = {"*embed_tokens": 0, "*lm_head": 0}  # a table and a head by rows: 
 def tensor_plan(model_or_config: Any) -> dict[str, int]:  # noqa: ANN401 (transformers' classes)
     """Return `weights` for `shard(..., axis="TP")` from a model's or a config's `base_model_tp_plan`.
 
-    The embedding and the head are sharded by vocabulary. Experts are left to `shard` without an axis. The plan of
-    a mixture of experts may name dense layers too: of a model, what it does not have is left out.
+    The embedding and the head are sharded by vocabulary. Experts are left to `shard` without an axis. The
+    plan of a mixture of experts may name dense layers too: of a model, what it does not have is left out.
     """
     config = getattr(model_or_config, "config", model_or_config)
     plan = getattr(config, "base_model_tp_plan", None)
