@@ -1,5 +1,6 @@
 """How much memory a device holds as it goes through its plan, storage by storage."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from piper.ir.ids import SlotId
@@ -22,48 +23,48 @@ class Ledger:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.live = 0
+        self.resident = self.live = sum(slot.nbytes for slot in plan.residents.values())
+        self.slots: set[SlotId] = set()  # those that are live
         self.sharers: dict[SlotId, int] = {}
 
-    def hold(self, slot: SlotId) -> None:
-        """Add a newly written slot to the live bytes."""
-        spec = self.plan.slots[slot]
-        self.live += spec.nbytes
-        for storage, nbytes in spec.shares:
-            self.sharers[storage] = self.sharers.get(storage, 0) + 1
-            if self.sharers[storage] == 1:
-                self.live += nbytes
+    def hold(self, slots: Iterable[SlotId]) -> None:
+        """Add the slots that are newly written to the live bytes."""
+        for slot in slots:
+            if slot not in self.plan.slots or slot in self.slots:
+                continue
+            self.slots.add(slot)
+            spec = self.plan.slots[slot]
+            self.live += spec.nbytes
+            for storage, nbytes in spec.shares:
+                self.sharers[storage] = self.sharers.get(storage, 0) + 1
+                if self.sharers[storage] == 1:
+                    self.live += nbytes
 
-    def release(self, slot: SlotId) -> None:
-        """Subtract a freed slot from the live bytes."""
-        spec = self.plan.slots[slot]
-        self.live -= spec.nbytes
-        for storage, nbytes in spec.shares:
-            self.sharers[storage] -= 1
-            if not self.sharers[storage]:
-                self.live -= nbytes
+    def release(self, slots: Iterable[SlotId]) -> None:
+        """Subtract freed slots from the live bytes."""
+        for slot in slots:
+            self.slots.discard(slot)
+            spec = self.plan.slots[slot]
+            self.live -= spec.nbytes
+            for storage, nbytes in spec.shares:
+                self.sharers[storage] -= 1
+                if not self.sharers[storage]:
+                    self.live -= nbytes
 
 
 def timeline(plan: Plan) -> MemoryTimeline:
     """Walk a plan in issue order, and return the live bytes at each instruction."""
-    resident = sum(slot.nbytes for slot in plan.residents.values())
     ledger = Ledger(plan)
-    live_slots: set[SlotId] = set()
     live: list[int] = []
-    peak, peak_at = resident, 0
+    peak, peak_at = ledger.resident, 0
     for place, ins in enumerate(plan.instrs):
-        for slot in ins.writes:
-            if slot in plan.slots and slot not in live_slots:
-                live_slots.add(slot)
-                ledger.hold(slot)
-        now = resident + ledger.live + ins.workspace
+        ledger.hold(ins.writes)
+        now = ledger.live + ins.workspace
         live.append(now)
         if now > peak:
             peak, peak_at = now, place
-        for slot in ins.frees:
-            live_slots.discard(slot)
-            ledger.release(slot)
-    return MemoryTimeline(resident=resident, live=tuple(live), peak=peak, peak_at=peak_at)
+        ledger.release(ins.frees)
+    return MemoryTimeline(resident=ledger.resident, live=tuple(live), peak=peak, peak_at=peak_at)
 
 
 def host_peak(plan: Plan) -> int:

@@ -122,17 +122,10 @@ def releases(plan: Plan) -> list[Handling]:
 def predicted_peak(plan: Plan) -> int:
     """Return the most bytes that a device holds in a step: those the plan counts, and those parked."""
     ledger = Ledger(plan)
-    held: set[SlotId] = set()
-    resident = sum(slot.nbytes for slot in plan.residents.values())
-    peak = resident
+    peak = ledger.resident
     for ins, handling in zip(plan.instrs, releases(plan), strict=True):
-        for slot in handling.drops:
-            ledger.release(slot)
-        for slot in ins.writes:
-            if slot in plan.slots and slot not in held:
-                held.add(slot)
-                ledger.hold(slot)
-        peak = max(peak, resident + ledger.live + ins.workspace)
-        for slot in handling.frees:
-            ledger.release(slot)
+        ledger.release(handling.drops)
+        ledger.hold(ins.writes)
+        peak = max(peak, ledger.live + ins.workspace)
+        ledger.release(handling.frees)
     return peak

@@ -28,36 +28,29 @@ def memory_of(plan: Plan, timeline: Timeline) -> MemoryUse:
     At the same time, instructions that end count before instructions that start, but an instruction that
     takes no time still starts before it ends.
     """
-    resident = sum(slot.nbytes for slot in plan.residents.values())
     ledger = Ledger(plan)
-    held: set[SlotId] = set()
     running: dict[int, int] = {}  # by instruction: its workspace
     times: list[float] = []
     live: list[int] = []
-    peak, peak_at, snapshot = resident, 0, (set[SlotId](), dict[int, int]())
+    peak, peak_at, snapshot = ledger.resident, 0, (set[SlotId](), dict[int, int]())
     for time, kind, place in moments(timeline):
         ins = plan.instrs[place]
         if kind == START:
-            for slot in ins.writes:
-                if slot in plan.slots and slot not in held:
-                    held.add(slot)
-                    ledger.hold(slot)
+            ledger.hold(ins.writes)
             running[place] = ins.workspace
         else:
             running.pop(place, None)
-            for slot in ins.frees:
-                held.discard(slot)
-                ledger.release(slot)
-        now = resident + ledger.live + sum(running.values())
+            ledger.release(ins.frees)
+        now = ledger.live + sum(running.values())
         if now > peak:
-            peak, peak_at, snapshot = now, place, (set(held), dict(running))
+            peak, peak_at, snapshot = now, place, (set(ledger.slots), dict(running))
         if times and times[-1] == time:
             live[-1] = now
         else:
             times.append(time)
             live.append(now)
     return MemoryUse(
-        resident=resident,
+        resident=ledger.resident,
         times=tuple(times),
         live=tuple(live),
         peak=peak,

@@ -13,6 +13,7 @@ from pathlib import Path
 from time import monotonic
 from types import FrameType
 
+from piper.process.process_table import stat_field
 from piper.workers.timeouts import TIMEOUTS
 
 MEMORY = Path("/dev/shm")  # a file here lies in memory; elsewhere the system keeps what it can there
@@ -37,18 +38,6 @@ def stopped(process: int) -> bool:
 def gone(process: int) -> bool:
     """Return whether a process of this machine has ended, even if its parent has not reaped it."""
     return stat_field(process, 0) in ("", "Z", "X")
-
-
-def stat_field(process: int, place: int) -> str:
-    """Return a field of /proc/PID/stat, counted from the one after the command: 0 is the letter of the state.
-
-    Empty: there is no such process.
-    """
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    return text.rpartition(")")[2].split()[place]
 
 
 def how(status: int) -> str:

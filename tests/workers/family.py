@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from uuid import uuid4
 
-from piper.workers.processes import stat_field
+from piper.process.process_table import stat_field
 from tests import warm
 
 MARK = "PIPER_TEST_FAMILY"

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 
 from piper.errors import ConfigError
 from piper.process.private_files import private_folder, user_key
+from piper.process.process_table import stat_field
 
 CACHE = Path("~/.cache/piper")  # expanded where it is used, on the machine that uses it
 KEY = Path("~/.config/piper/cache.key")
@@ -141,17 +142,8 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _process_name(pid: int) -> str:
-    """Return a name for a process that no other process has, now or later."""
-    return f"{socket.gethostname()}-{pid}-{_started(pid) or 0}"
-
-
-def _started(pid: int) -> str | None:
-    """Return when a process of this machine started, in ticks since the machine did. None: it has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    return text.rpartition(")")[2].split()[19]
+    """Return a name for a process that no other process has, now or later: with when it started."""
+    return f"{socket.gethostname()}-{pid}-{stat_field(pid, 19) or 0}"
 
 
 def _remove_abandoned(parent: Path) -> None:
