@@ -6,6 +6,8 @@ from typing import Any, TypeGuard
 
 from piper.errors import ScheduleError
 
+Given = Callable[[str, str, object], object]  # of the directive and the argument by name, and a value
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
@@ -64,13 +66,16 @@ def argument(
     key: str = "",
     flags: Mapping[str, int] | None = None,
     needed: bool = False,
+    given: Given | None = None,
 ) -> Any:  # noqa: ANN401  as `dataclasses.field` does
     """Return a dataclass field that is an argument of a directive. A default of None may stay None.
 
     hint: what the values of the domain mean. key: its name in JSON, if that is another. flags: in JSON it is
-    the highest of these whose key is true. needed: JSON must have it, though Python need not.
+    the highest of these whose key is true. needed: JSON must have it, though Python need not. given: returns
+    what the directive holds for a value, or refuses it.
     """
-    about = {"domain": domain, "hint": hint, "flags": flags, "needed": needed or default is MISSING}
+    needed = needed or default is MISSING
+    about = {"domain": domain, "hint": hint, "flags": flags, "needed": needed, "given": given}
     about |= {"key": key} if key else {}
     return field(metadata=about) if default is MISSING else field(default=default, metadata=about)
 

@@ -7,10 +7,6 @@ from piper.directives.arguments import FRACTION, argument, whole
 from piper.directives.base import (
     ChunkDirective,
     checked_devices,
-    given_devices,
-    given_filter,
-    given_stream,
-    refused,
     registered,
 )
 from piper.errors import ScheduleError
@@ -18,26 +14,41 @@ from piper.ir.averaging import Averaging, OuterStep
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
-from piper.ir.select import At
 
 STREAM = "average"
 KEEP = 0.5  # as Streaming DiLoCo
 OUTER: Mapping[str, float] = {"lr": 1.0, "momentum": 0.0, "nesterov": False}  # settings, and their defaults
 
 
+def given_settings(by: str, key: str, given: object) -> object:
+    """Return the settings that a directive is given, as pairs. None: none are given."""
+    if given is not None and not isinstance(given, Mapping | tuple):
+        hint = 'give settings of SGD: outer={"lr": 0.7}'
+        raise ScheduleError(f"{key}={given!r} is not a dict", by=by, hint=hint)
+    return tuple(given.items()) if isinstance(given, Mapping) else given
+
+
 @registered(10)
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Average(ChunkDirective):
-    """Let groups of devices train apart, and average their parameters once in a while.
+    """Let groups of devices train apart, and average their parameters after every `every` steps.
+
+    across: one device of each group, those that hold the same part of the model. The devices of a region are
+    cut into as many groups, in their order. Within a group everything is as the other directives say.
+    outer: settings of SGD, lr, momentum and nesterov, that moves the last common parameters by the mean of
+    what the groups changed (DiLoCo). None: the new parameters are the average.
+    fragments: as many parts of the parameters are averaged in different steps.
+    overlap: an average travels during so many steps that follow, an equal part in each, and is then merged.
+    keep: of its own parameters a group then keeps this share. None: a half.
 
     B @0,1 --> reduce over 0,1 --> update
     -->
     B @0 --> update --> average over 0,1 (every so many steps)      B @1 --> update --> average
     """
 
-    across: tuple[int, ...]  # one device of each group
+    across: Sequence[int]
     every: int = argument(whole(1), default=1, hint="groups average once in so many steps")
-    outer: tuple[tuple[str, float], ...] = ()  # settings of the outer optimizer. Empty: the average
+    outer: Mapping[str, float] | None = argument(default=None, given=given_settings)
     stream: str | None = None
     fragments: int = argument(whole(1), default=1, hint="so many parts of the parameters average in turn")
     overlap: int = argument(whole(0), default=0, hint="an average travels during so many steps")
@@ -98,7 +109,7 @@ class Average(ChunkDirective):
 
     def _outer_step(self, by: str) -> OuterStep:
         """Return the outer optimizer. Refuse settings that SGD does not have."""
-        given = dict(self.outer)
+        given = dict(self.outer or {})
         lr, momentum, nesterov = (given.get(key, default) for key, default in OUTER.items())
         if given.keys() <= OUTER.keys() and lr > 0 and 0 <= momentum < 1 and (momentum or not nesterov):
             return OuterStep(lr=lr, momentum=momentum, nesterov=bool(nesterov))
@@ -110,38 +121,7 @@ class Average(ChunkDirective):
         )
 
 
-def average(
-    at: At,
-    across: Sequence[int],
-    every: int = 1,
-    outer: Mapping[str, float] | None = None,
-    stream: str | None = None,
-    fragments: int = 1,
-    overlap: int = 0,
-    keep: float | None = None,
-) -> Average:
-    """Let groups of devices train apart, and average their parameters after every `every` steps.
-
-    across: one device of each group, those that hold the same part of the model. The devices of a region are
-    cut into as many groups, in their order. Within a group everything is as the other directives say.
-    outer: settings of SGD, lr, momentum and nesterov, that moves the last common parameters by the mean of
-    what the groups changed (DiLoCo). None: the new parameters are the average.
-    fragments: as many parts of the parameters are averaged in different steps.
-    overlap: an average travels during so many steps that follow, an equal part in each, and is then merged.
-    keep: of its own parameters a group then keeps this share. None: a half.
-    """
-    if outer is not None and not isinstance(outer, Mapping):
-        raise refused("average", f"outer={outer!r} is not a dict", 'give settings of SGD: outer={"lr": 0.7}')
-    return Average(
-        at=given_filter("average", at),
-        across=given_devices("average", across),
-        every=every,
-        outer=tuple((outer or {}).items()),
-        stream=given_stream("average", "stream", stream),
-        fragments=fragments,
-        overlap=overlap,
-        keep=keep,
-    )
+average = Average
 
 
 def first_group(graph: Graph) -> Graph:

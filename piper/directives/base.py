@@ -3,12 +3,12 @@
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from piper.directives.arguments import check_value, is_whole
+from piper.directives.arguments import Given, check_value, is_whole
 from piper.errors import ScheduleError
 from piper.ir.devices import Devices, interned
 from piper.ir.graph import Graph
@@ -31,13 +31,58 @@ def source_line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+def given_filter(by: str, key: str, at: object) -> At:
+    """Return the filter that a directive is given, or refuse it."""
+    if not isinstance(at, At):
+        hint = "select nodes with at(): at(PP=0), or at() for all of them"
+        raise ScheduleError(f"{at!r} is not a filter", by=by, hint=hint)
+    return at
+
+
+def given_devices(by: str, key: str, devices: object) -> Devices:
+    """Return the devices that a directive is given, as a tuple. `apply` checks their values."""
+    if isinstance(devices, str | bytes | set | frozenset | dict) or not isinstance(devices, Iterable):
+        hint = "list the devices in order: devices=[0, 1]"
+        raise ScheduleError(f"devices={devices!r} is not a list", by=by, hint=hint)
+    return tuple(devices)
+
+
+def given_stream(by: str, key: str, stream: object) -> object:
+    """Return the stream name that a directive is given. None: no stream is given."""
+    if stream is not None and not (isinstance(stream, str) and STREAM.fullmatch(stream)):
+        hint = f'name the stream in one word: {key}="pp"'
+        raise ScheduleError(f"{key}={stream!r} is not a name", by=by, hint=hint)
+    return stream
+
+
+def given_tag(by: str, key: str, tag: object) -> object:
+    """Return the tag that a directive is given. `apply` checks that the model has it. None: no tag."""
+    if tag is not None and not isinstance(tag, str):
+        hint = f'name a tag of the model: {key}="PP"'
+        raise ScheduleError(f"{key}={tag!r} is not a tag", by=by, hint=hint)
+    return tag
+
+
+GIVEN: Mapping[object, Given] = {At: given_filter, Sequence[int]: given_devices}  # by an argument's type
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Directive:
     """One rewrite of the graph that the user asked for."""
 
     places: ClassVar[bool] = True  # it says on which devices nodes run
 
-    source: str = field(default_factory=source_line, compare=False)
+    source: str = field(default_factory=source_line, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Hold the arguments as they are used, and refuse those of the wrong kind."""
+        for one in fields(self):
+            given = one.metadata.get("given") or GIVEN.get(one.type)
+            if one.name.endswith("stream"):
+                given = given_stream
+            if given is not None:
+                value = given(f"{self.verb} ({self.source})", one.name, getattr(self, one.name))
+                object.__setattr__(self, one.name, value)
 
     @property
     def verb(self) -> str:
@@ -70,7 +115,7 @@ class Directive:
         raise AssertionError(f"{self.verb} does not say what it does")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class SelectingDirective(Directive):
     """A directive that decides options of the chunks of the nodes that it selects."""
 
@@ -81,7 +126,7 @@ class SelectingDirective(Directive):
         raise AssertionError(f"{self.verb} does not say what it decides")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class ChunkDirective(SelectingDirective):
     """A directive that decides an option of whole chunks, and places nothing."""
 
@@ -95,11 +140,11 @@ class ChunkDirective(SelectingDirective):
         return graph.update(node.changed(origin=touched(node, number)) for node in nodes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class PlacingDirective(SelectingDirective):
     """A directive that places the selected nodes on devices, and may decide how their chunks live there."""
 
-    devices: tuple[int, ...]
+    devices: Sequence[int]
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
@@ -160,42 +205,7 @@ def form_of(verb: str, keys: Iterable[str]) -> type[Directive]:
     return found[0] if found else kind
 
 
-def refused(verb: str, what: str, hint: str) -> ScheduleError:
-    """Return the error for an argument of the wrong kind, with the line that wrote the directive."""
-    return ScheduleError(what, by=f"{verb} ({source_line()})", hint=hint)
-
-
-def given_filter(verb: str, at: object) -> At:
-    """Return the filter that a directive is given, or refuse it."""
-    if not isinstance(at, At):
-        raise refused(
-            verb, f"{at!r} is not a filter", "select nodes with at(): at(PP=0), or at() for all of them"
-        )
-    return at
-
-
-def given_devices(verb: str, devices: object) -> Devices:
-    """Return the devices that a directive is given, as a tuple. `apply` checks their values."""
-    if isinstance(devices, str | bytes | set | frozenset | dict) or not isinstance(devices, Iterable):
-        raise refused(verb, f"devices={devices!r} is not a list", "list the devices in order: devices=[0, 1]")
-    return tuple(devices)
-
-
-def given_stream(verb: str, key: str, stream: object) -> str | None:
-    """Return the stream name that a directive is given. None: no stream is given."""
-    if stream is not None and not (isinstance(stream, str) and STREAM.fullmatch(stream)):
-        raise refused(verb, f"{key}={stream!r} is not a name", f'name the stream in one word: {key}="pp"')
-    return stream
-
-
-def given_tag(verb: str, key: str, tag: object) -> str | None:
-    """Return the tag that a directive is given. `apply` checks that the model has it. None: no tag."""
-    if tag is not None and not isinstance(tag, str):
-        raise refused(verb, f"{key}={tag!r} is not a tag", f'name a tag of the model: {key}="PP"')
-    return tag
-
-
-def group_size(ways: int | None, devices: Devices, by: str, kind: str = "group") -> int:
+def group_size(ways: int | None, devices: Sequence[int], by: str, kind: str = "group") -> int:
     """Return how many devices form one group: `ways`, or all. Refuse a number that does not divide them.
 
     kind: the word for a group in the error.

@@ -280,8 +280,8 @@ FORMS: Mapping[object, tuple[Read, str, str]] = {  # by a field's type: its read
         read_groups, "filters", "a list of groups, each a filter or a list of filters"
     ),
     tuple[tuple[str, int], ...]: (read_dims, "", "an object of names, each with a dimension from 0"),
-    tuple[tuple[str, float], ...]: (read_settings, "", "an object of settings, each a number, true or false"),
-    tuple[int, ...]: (read_devices, "", "a list of whole numbers"),
+    Mapping[str, float] | None: (read_settings, "", "an object of settings, each a number, true or false"),
+    Sequence[int]: (read_devices, "", "a list of whole numbers"),
     str: (read_word, "", WORD),
     str | None: (read_word, "", WORD),
     int: (read_whole, "", WHOLE),

@@ -3,22 +3,24 @@
 from dataclasses import dataclass, replace
 
 from piper.directives.arguments import SIZE, argument, one_of, whole
-from piper.directives.base import ChunkDirective, given_filter, given_stream, registered
+from piper.directives.base import ChunkDirective, registered
 from piper.directives.remat import saving_chunks
 from piper.ir.chunk_options import HostCopies
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
-from piper.ir.select import At
 
 STREAM = "host"
 
 
 @registered(9)
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Offload(ChunkDirective):
-    """Copy what the selected chunks save to the host, and bring it back before their backwards read it.
+    """Keep activations, or the optimizer's state, of the selected regions in memory of the host.
 
-    With what="optimizer", the state of the optimizer for their parameters goes through the device in updates.
+    what: "activations", until their backward reads them; "optimizer", until the next update of each bucket.
+    stream: copies out run on `stream`.out, copies back on `stream`.in. least_mb: values of fewer MiB stay.
+    ahead: how many compute nodes of a device each copy may take; a value that is read again before both
+    copies could be over stays.
 
     F[PP=0 MB=0] --480 MB----------------------------------------------> B[PP=0 MB=0]
     -->
@@ -50,26 +52,4 @@ class Offload(ChunkDirective):
         )
 
 
-def offload(
-    at: At,
-    what: str = "activations",
-    to: str = "host",
-    stream: str | None = None,
-    least_mb: float = 1.0,
-    ahead: int = 1,
-) -> Offload:
-    """Keep activations, or the optimizer's state, of the selected regions in memory of the host.
-
-    what: "activations", until their backward reads them; "optimizer", until the next update of each bucket.
-    stream: copies out run on `stream`.out, copies back on `stream`.in. least_mb: values of fewer MiB stay.
-    ahead: how many compute nodes of a device each copy may take; a value that is read again before both
-    copies could be over stays.
-    """
-    return Offload(
-        at=given_filter("offload", at),
-        what=what,
-        to=to,
-        stream=given_stream("offload", "stream", stream),
-        least_mb=least_mb,
-        ahead=ahead,
-    )
+offload = Offload

@@ -9,9 +9,9 @@ from piper.directives.base import (
     Directive,
     check_tags,
     given_filter,
-    refused,
     registered,
     selected,
+    source_line,
     touched,
 )
 from piper.errors import ScheduleError
@@ -23,7 +23,7 @@ USAGE = "order([[at(...)], [at(...), at(...)]])"
 
 
 @registered(4)
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Order(Directive):
     """Run the groups one after another on each device; members of one group may interleave.
 
@@ -87,18 +87,19 @@ class Order(Directive):
 
 def order(groups: Sequence[Sequence[At] | At]) -> Order:
     """Run groups of nodes in sequence: `order([[at(...)], [at(...), at(...)]])`."""
+    by = f"order ({source_line()})"
     if isinstance(groups, At | str | dict) or not isinstance(groups, Iterable):
-        raise refused("order", f"{groups!r} is not a list of groups", USAGE)
-    return Order(groups=tuple(given_group(group) for group in groups))
+        raise ScheduleError(f"{groups!r} is not a list of groups", by=by, hint=USAGE)
+    return Order(groups=tuple(given_group(by, group) for group in groups))
 
 
-def given_group(group: object) -> tuple[At, ...]:
+def given_group(by: str, group: object) -> tuple[At, ...]:
     """Return one group that an order is given, as a tuple of filters."""
     if isinstance(group, At):
         return (group,)
     if isinstance(group, str | dict) or not isinstance(group, Iterable):
-        raise refused("order", f"{group!r} is not a group of filters", USAGE)
-    return tuple(given_filter("order", at) for at in group)
+        raise ScheduleError(f"{group!r} is not a group of filters", by=by, hint=USAGE)
+    return tuple(given_filter(by, "groups", at) for at in group)
 
 
 def ordered(graph: Graph, at: At, by: str) -> list[Compute]:

@@ -5,9 +5,6 @@ from dataclasses import dataclass, replace
 
 from piper.directives.base import (
     PlacingDirective,
-    given_devices,
-    given_filter,
-    given_stream,
     registered,
 )
 from piper.ir.graph import Graph
@@ -16,7 +13,7 @@ from piper.ir.select import At
 
 
 @registered(0)
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Place(PlacingDirective):
     """Run the selected nodes on `devices`.
 
@@ -38,8 +35,4 @@ class Place(PlacingDirective):
 
 def place(at: At, devices: Sequence[int] | int, stream: str | None = None) -> Place:
     """Run the selected nodes on `devices`, each on its slice of the samples; their transfers use `stream`."""
-    return Place(
-        at=given_filter("place", at),
-        devices=given_devices("place", [devices] if isinstance(devices, int) else devices),
-        stream=given_stream("place", "stream", stream),
-    )
+    return Place(at, [devices] if isinstance(devices, int) else devices, stream)

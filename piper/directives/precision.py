@@ -3,19 +3,22 @@
 from dataclasses import dataclass, replace
 
 from piper.directives.arguments import argument, one_of
-from piper.directives.base import ChunkDirective, given_filter, registered
+from piper.directives.base import ChunkDirective, registered
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
-from piper.ir.select import At
 
 FP8 = "fp8"
 
 
 @registered(6)
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Precision(ChunkDirective):
-    """Run the products of the selected regions' linear layers in fp8, forward and backward.
+    """Run the products of the selected regions' linear layers in `products`, which is "fp8".
+
+    Attention, routers and the head stay in the job's precision, and so do parameters, their gradients' sums,
+    the optimizer, and the gradients of the weights of experts.
+    gather: "fp8" lets the weights of these products travel in fp8 where zero=3 gathers them.
 
     F[PP=0]: x @ w.T in bf16
     -->
@@ -23,7 +26,7 @@ class Precision(ChunkDirective):
     """
 
     products: str = argument(one_of(FP8), hint="Job(precision=...) is the precision of everything else")
-    gather: str | None = argument(  # under zero=3 their weights are gathered in it
+    gather: str | None = argument(
         one_of(FP8), default=None, hint="leave it out to gather weights in the job's precision"
     )
 
@@ -43,11 +46,4 @@ class Precision(ChunkDirective):
         )
 
 
-def precision(at: At, products: str, gather: str | None = None) -> Precision:
-    """Run the products of the selected regions' linear layers in `products`, which is "fp8".
-
-    Attention, routers and the head stay in the job's precision, and so do parameters, their gradients' sums,
-    the optimizer, and the gradients of the weights of experts.
-    gather: "fp8" lets the weights of these products travel in fp8 where zero=3 gathers them.
-    """
-    return Precision(at=given_filter("precision", at), products=products, gather=gather)
+precision = Precision

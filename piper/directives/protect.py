@@ -4,20 +4,22 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from piper.directives.arguments import argument, one_of, whole
-from piper.directives.base import ChunkDirective, given_filter, given_stream, registered
+from piper.directives.base import ChunkDirective, registered
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import APART, Apart, Protection, StateCopies
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
-from piper.ir.select import At
 
 STREAM = "protect"
 
 
 @registered(8)
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Protect(ChunkDirective):
-    """Copy the state of the selected chunks after a step, while the next step runs.
+    """Keep copies of the state after every `every` steps in memory that outlives workers.
+
+    copies: how many more are sent elsewhere, 0 or 1. apart: a copy lies on another "machine" or another
+    "device". devices_per_machine: how many neighbouring devices share a machine; None: all devices do.
 
     F[PP=0]  B[PP=0]  update
     -->
@@ -75,24 +77,4 @@ def shown(asked: Protection) -> str:
     return f'copies={asked.copies}, apart="{asked.apart}", every={asked.every}{more}'
 
 
-def protect(
-    at: At,
-    copies: int = 0,
-    apart: str = "machine",
-    every: int = 1,
-    devices_per_machine: int | None = None,
-    stream: str | None = None,
-) -> Protect:
-    """Keep copies of the state after every `every` steps in memory that outlives workers.
-
-    copies: how many more are sent elsewhere, 0 or 1. apart: a copy lies on another "machine" or another
-    "device". devices_per_machine: how many neighbouring devices share a machine; None: all devices do.
-    """
-    return Protect(
-        at=given_filter("protect", at),
-        copies=copies,
-        apart=apart,
-        every=every,
-        devices_per_machine=devices_per_machine,
-        stream=given_stream("protect", "stream", stream),
-    )
+protect = Protect

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from piper.directives.arguments import FRACTION, argument
-from piper.directives.base import ChunkDirective, given_filter, given_tag, registered
+from piper.directives.base import ChunkDirective, given_tag, registered
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.ids import show_part
@@ -13,22 +13,24 @@ from piper.ir.select import At
 
 
 @registered(5)
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Remat(ChunkDirective):
-    """Save at most a share of the selected chunks' activations; their backwards recompute the rest.
+    """Save at most `budget` (0 to 1) of the bytes that the selected chunks save for their backward.
+
+    Their backwards recompute the rest.
 
     F[PP=0] --480 MB--> B[PP=0]
     -->
     F[PP=0] --120 MB--> B[PP=0] with some of F      (budget=0.25)
 
-    With `across`, a region around them saves only its inputs. Its forwards are recomputed before its
-    backwards, which read what the second run saved; the budget says how much that is.
+    across: a tag. Regions with it save only their inputs between forward and backward. Their forwards are
+    recomputed before their backwards, which read what the second run saved; the budget says how much that is.
     """
 
     budget: float = argument(
         FRACTION, hint="1 keeps all that is saved, 0.5 at most half of its bytes, 0 makes all of it again"
     )
-    across: str | None = None  # the tag of those regions
+    across: str | None = argument(default=None, given=given_tag)
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
         by = self.title(number)
@@ -76,9 +78,4 @@ def saving_chunks(graph: Graph, nodes: Sequence[Compute], at: At, by: str) -> li
     return names
 
 
-def remat(at: At, budget: float, across: str | None = None) -> Remat:
-    """Save at most `budget` (0 to 1) of the bytes that the selected chunks save for their backward.
-
-    across: a tag. Regions with it save only their inputs between forward and backward.
-    """
-    return Remat(at=given_filter("remat", at), budget=budget, across=given_tag("remat", "across", across))
+remat = Remat

@@ -1,20 +1,15 @@
 """`replicate`: the same parameters on several devices, kept equal."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from piper.directives.arguments import POSITIVE_SIZE, argument, one_of, whole
 from piper.directives.base import (
     PlacingDirective,
-    given_devices,
-    given_filter,
-    given_stream,
     registered,
 )
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
-from piper.ir.select import At
 
 ZERO = one_of(0, 1, 2, 3)
 ZERO_LEVELS = "0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too"
@@ -22,13 +17,22 @@ FLAGS = {"shard_optimizer": 1, "shard_grads": 2, "shard_params": 3}  # what JSON
 
 
 @registered(1)
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Replicate(PlacingDirective):
-    """Keep the selected chunks' parameters on every device of a set, whole or sharded.
+    """Keep the selected chunks' parameters equal on `devices`; `zero` says what is sharded between uses.
+
+    reduce: the type in which gradients travel between the devices. Their sums over microbatches are float32
+    in either.
+    keep: how long parameters stay gathered (zero 3) and gradients whole (zero 2, 3): for one "use", or for
+    the "step", which communicates once for all microbatches and takes the memory.
+    within: shard inside groups of so many neighbouring devices, which hold the same; the sums of gradients
+    are then summed across the groups, shard by shard. Without it all devices are one group.
+    optimizer_within: the optimizer's state is sharded inside groups of so many devices, which hold several of
+    `within`; it may be all of them. Each device then updates a part of its shard.
 
     B[PP=0] @0
     -->
-    B[PP=0] @0,2 --> reduce over 0,2 --> update       (zero: what is sharded between uses)
+    B[PP=0] @0,2 --> reduce over 0,2 --> update
     """
 
     zero: int = argument(ZERO, default=0, hint=ZERO_LEVELS, flags=FLAGS)
@@ -37,11 +41,11 @@ class Replicate(PlacingDirective):
     )
     reduce_stream: str | None = None
     gather_stream: str | None = None
-    reduce: str | None = argument(
-        one_of("fp32", "bf16"), default=None, hint='gradients travel in it; "bf16" is half the bytes'
+    reduce: str = argument(
+        one_of("fp32", "bf16"), default="fp32", hint='gradients travel in it; "bf16" is half the bytes'
     )
-    keep: str | None = argument(
-        one_of("use", "step"), default=None, hint="how long gathered parameters and whole gradients stay"
+    keep: str = argument(
+        one_of("use", "step"), default="use", hint="how long gathered parameters and whole gradients stay"
     )
     within: int | None = argument(
         whole(2), default=None, hint="so many neighbouring devices form a group; leave it out for one group"
@@ -74,7 +78,7 @@ class Replicate(PlacingDirective):
                 within=self.within,
                 optimizer_within=self.optimizer_within,
                 bucket_mb=self.bucket_mb,
-                reduce=self.reduce or "fp32",
+                reduce=self.reduce,
                 keep=self.keep == "step",
                 reduce_stream=self.reduce_stream or "reduce",
                 gather_stream=self.gather_stream or "gather",
@@ -85,38 +89,4 @@ class Replicate(PlacingDirective):
         )
 
 
-def replicate(
-    at: At,
-    devices: Sequence[int],
-    zero: int = 0,
-    bucket_mb: float | None = None,
-    reduce_stream: str | None = None,
-    gather_stream: str | None = None,
-    reduce: str = "fp32",
-    keep: str = "use",
-    within: int | None = None,
-    optimizer_within: int | None = None,
-) -> Replicate:
-    """Keep the selected chunks' parameters equal on `devices`; `zero` says what is sharded between uses.
-
-    reduce: the type in which gradients travel between the devices. Their sums over microbatches are float32
-    in either.
-    keep: how long parameters stay gathered (zero 3) and gradients whole (zero 2, 3): for one "use", or for
-    the "step", which communicates once for all microbatches and takes the memory.
-    within: shard inside groups of so many neighbouring devices, which hold the same; the sums of gradients
-    are then summed across the groups, shard by shard. Without it all devices are one group.
-    optimizer_within: the optimizer's state is sharded inside groups of so many devices, which hold several of
-    `within`; it may be all of them. Each device then updates a part of its shard.
-    """
-    return Replicate(
-        at=given_filter("replicate", at),
-        devices=given_devices("replicate", devices),
-        zero=zero,
-        bucket_mb=bucket_mb,
-        reduce_stream=given_stream("replicate", "reduce_stream", reduce_stream),
-        gather_stream=given_stream("replicate", "gather_stream", gather_stream),
-        reduce=None if reduce == "fp32" else reduce,
-        keep=None if keep == "use" else keep,
-        within=within,
-        optimizer_within=optimizer_within,
-    )
+replicate = Replicate

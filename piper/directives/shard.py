@@ -6,9 +6,6 @@ from dataclasses import dataclass, replace
 from piper.directives.base import (
     Directive,
     PlacingDirective,
-    given_devices,
-    given_filter,
-    given_stream,
     group_size,
     registered,
 )
@@ -24,7 +21,7 @@ from piper.ir.sharding import Shard as ShardDim
 
 
 @registered(2)
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Shard(PlacingDirective):
     """Shard the experts of the selected regions over each group of `ways` devices.
 
@@ -129,8 +126,8 @@ def shard(
     """
     if axis is not None or weights or batch:
         return ShardAxis(
-            at=given_filter("shard", at),
-            devices=given_devices("shard", devices),
+            at=at,
+            devices=devices,
             axis=axis if axis is not None else ("TP" if weights else "CP"),
             ways=ways,
             weights=given_dims("weights", weights or {}),
@@ -138,12 +135,6 @@ def shard(
             between=between,
             attention=attention,
             balance=balance,
-            stream=given_stream("shard", "stream", stream),
+            stream=stream,
         )
-    return Shard(
-        at=given_filter("shard", at),
-        devices=given_devices("shard", devices),
-        ways=ways,
-        clones=clones,
-        stream=given_stream("shard", "stream", stream),
-    )
+    return Shard(at, devices, ways, clones, stream)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from piper.directives.arguments import argument, is_whole, one_of, whole
-from piper.directives.base import PlacingDirective, group_size, refused, registered
+from piper.directives.base import PlacingDirective, group_size, registered, source_line
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import AxisPolicy, Policy
 from piper.ir.graph import Graph
@@ -15,7 +15,7 @@ ATTENTION = one_of("gather", "heads", "ring")
 
 
 @registered(2, key="axis")
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class ShardAxis(PlacingDirective):
     """Shard the work of the selected regions over each group of `ways` neighbouring devices.
 
@@ -57,7 +57,7 @@ class ShardAxis(PlacingDirective):
             degree=ways,
             stream=self.stream or self.axis.lower(),
             origin=number,
-            fields={name: Shard(dim, zigzag=self.balance == "zigzag") for name, dim in self.batch},
+            fields={n: Shard(dim, zigzag=self.balance == "zigzag") for n, dim in self.batch},
             between=self.between is not None,
         )
 
@@ -83,9 +83,12 @@ class ShardAxis(PlacingDirective):
 
 def given_dims(key: str, given: object) -> tuple[tuple[str, int], ...]:
     """Return the names and dimensions that a directive is given as a dict."""
+    by = f"shard ({source_line()})"
     if not isinstance(given, Mapping):
-        raise refused("shard", f"{key}={given!r} is not a dict", f'write {key}={{"name": dimension}}')
+        hint = f'write {key}={{"name": dimension}}'
+        raise ScheduleError(f"{key}={given!r} is not a dict", by=by, hint=hint)
     for name, dim in given.items():
         if not isinstance(name, str) or not is_whole(dim) or dim < 0:
-            raise refused("shard", f"{key} has {name!r}: {dim!r}", "give each name a dimension from 0")
+            hint = "give each name a dimension from 0"
+            raise ScheduleError(f"{key} has {name!r}: {dim!r}", by=by, hint=hint)
     return tuple(given.items())

@@ -7,7 +7,6 @@ from piper.directives.arguments import argument, whole
 from piper.directives.base import (
     Directive,
     check_whole,
-    given_filter,
     registered,
     selected,
     touched,
@@ -19,9 +18,11 @@ from piper.ir.select import At
 
 
 @registered(3)
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Split(Directive):
-    """Copy the selected sub-graph once per microbatch.
+    """Copy the selected sub-graph once per microbatch, tagged `axis=0`, `axis=1`, ...
+
+    Each device's samples are divided into `parts` microbatches.
 
     F[PP=0] --> F[PP=1]
     -->
@@ -91,9 +92,4 @@ class Split(Directive):
                     )
 
 
-def split(at: At, axis: str = "MB", parts: int = 1) -> Split:
-    """Copy the selected sub-graph once per microbatch, tagged `axis=0`, `axis=1`, ...
-
-    Each device's samples are divided into `parts` microbatches.
-    """
-    return Split(at=given_filter("split", at), axis=axis, parts=parts)
+split = Split

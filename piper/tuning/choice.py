@@ -249,7 +249,7 @@ def own_strategy(job: Job, devices: int) -> list[Directive] | None:
 
 def placed_on(strategy: Sequence[Directive]) -> set[tuple[int, ...]]:
     """Return the sets of devices on which a strategy places regions."""
-    return {directive.devices for directive in strategy if isinstance(directive, Place | Replicate)}
+    return {tuple(each.devices) for each in strategy if isinstance(each, Place | Replicate)}
 
 
 def given_choice(strategy: Sequence[Directive], devices: int, samples: int, layers: int) -> StrategyChoice:

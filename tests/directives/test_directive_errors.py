@@ -90,7 +90,7 @@ def test_a_filter_in_an_order_that_matches_nothing() -> None:
 @pytest.mark.parametrize("make", [place, replicate, shard])
 def test_no_devices(make: Callable[..., Directive]) -> None:
     assert said(EXPERTS, make(at(EP="*"), [])) == cleandoc(f"""
-        {make.__name__} #0 (here): no devices are given
+        {make.__name__.lower()} #0 (here): no devices are given
           asked: devices=[]
           hint:  devices are whole numbers from 0, at least one
     """)
@@ -238,7 +238,7 @@ def test_a_strategy_with_a_schedule_inside_it() -> None:
 @pytest.mark.parametrize("devices", ["0", {0, 1}, None, 1.5])
 def test_devices_that_are_no_list(make: Callable[..., Directive], devices: object) -> None:
     assert refused(lambda: make(at(), devices)) == cleandoc(f"""
-        {make.__name__} (here): devices={devices!r} is not a list
+        {make.__name__.lower()} (here): devices={devices!r} is not a list
           hint: list the devices in order: devices=[0, 1]
     """)
 
@@ -246,7 +246,7 @@ def test_devices_that_are_no_list(make: Callable[..., Directive], devices: objec
 @pytest.mark.parametrize("make", [place, replicate, shard, split])
 def test_a_filter_that_is_none(make: Callable[..., Directive]) -> None:
     assert refused(lambda: make("PP=0", [0])) == cleandoc(f"""
-        {make.__name__} (here): 'PP=0' is not a filter
+        {make.__name__.lower()} (here): 'PP=0' is not a filter
           hint: select nodes with at(): at(PP=0), or at() for all of them
     """)
 
@@ -263,7 +263,7 @@ def test_a_filter_that_is_none(make: Callable[..., Directive]) -> None:
 @pytest.mark.parametrize("name", ["two words", "", 3])
 def test_a_stream_that_is_no_name(make: Callable[..., Directive], key: str, name: object) -> None:
     assert refused(lambda: make(at(), [0], **{key: name})) == cleandoc(f"""
-        {make.__name__} (here): {key}={name!r} is not a name
+        {make.__name__.lower()} (here): {key}={name!r} is not a name
           hint: name the stream in one word: {key}="pp"
     """)
 
