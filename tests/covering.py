@@ -38,7 +38,7 @@ def covering(
     Each time the cell is taken that adds the most, the first of several: always the same selection. given: cells
     that another test runs.
     """
-    return selection(cells, lambda cell: meetings(choices(cell), together), given)
+    return selection([*numbered(cells, lambda cell: meetings(choices(cell), together), given).items()])
 
 
 def covering_each(
@@ -53,27 +53,30 @@ def covering_each(
             (number, one) for number, choices in enumerate(descriptions) for one in meetings(choices(cell))
         }
 
-    shuffled, draws = [*cells], Random(0)
-    fewest = selection(shuffled, meets, given)
+    shuffled, draws = [*numbered(cells, meets, given).items()], Random(0)
+    fewest = selection(shuffled)
     for _ in range(ORDERS):
         draws.shuffle(shuffled)
-        fewest = min(fewest, selection(shuffled, meets, given), key=len)
+        fewest = min(fewest, selection(shuffled), key=len)
     return [cell for cell in cells if cell in fewest]
 
 
-def selection(
+def numbered(
     cells: Iterable[CellT], meets: Callable[[CellT], Iterable[Hashable]], given: Iterable[CellT]
-) -> list[CellT]:
-    """Select cells that have every meeting which some cell has and none of those given."""
-    places: dict[Hashable, int] = {}  # sets of meetings are bits of one number: there are many to compare
+) -> dict[CellT, int]:
+    """Return the meetings of each cell that no given one has, as bits of one number: there are many sets to compare."""
+    places: dict[Hashable, int] = {}
 
     def bits(cell: CellT) -> int:
         return sum(1 << places.setdefault(one, len(places)) for one in meets(cell))
 
-    having = [(cell, bits(cell)) for cell in dict.fromkeys(cells)]
-    wanted = (1 << len(places)) - 1
-    for cell in given:
-        wanted &= ~bits(cell)
+    elsewhere = reduce(or_, map(bits, given), 0)
+    return {cell: bits(cell) & ~elsewhere for cell in dict.fromkeys(cells)}
+
+
+def selection(having: Sequence[tuple[CellT, int]]) -> list[CellT]:
+    """Select cells that have every meeting which some cell has."""
+    wanted = reduce(or_, (met for _, met in having), 0)
     # What a cell adds never grows, so what it added when last looked at is a bound, and few cells need a new look.
     bounds = [(-met.bit_count(), number) for number, (_, met) in enumerate(having)]
     heapify(bounds)
