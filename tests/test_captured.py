@@ -13,6 +13,7 @@ from piper import at, remat, replicate, shard, split, strategies
 from piper.capture import recordings
 from piper.capture.autodiff import compose
 from piper.capture.autodiff.joint import trace_joint
+from piper.capture.shard import aten
 from piper.capture.trace.piece import Body
 from piper.capture.trace.trace import trace
 from piper.compiler import Program, compile
@@ -120,6 +121,14 @@ def test_a_microbatch_size_is_traced_once() -> None:
         for name in ("two stages", "other boundaries", "four stages", "tensor over four"):
             compile(replace(JOB, strategy=STRATEGIES[name]), captured=known)
     assert traced == [4, 2, 1]
+
+
+def test_a_recording_is_written_in_aten_once_for_all_its_shardings() -> None:
+    known = compile(replace(JOB, strategy=strategies.ddp(4))).recordings
+    with patch.object(aten, "make_fx", wraps=aten.make_fx) as written:
+        for name in ("tensor", "tensor over four"):  # of microbatches of one size
+            compile(replace(JOB, strategy=STRATEGIES[name]), captured=known)
+    written.assert_called_once()
 
 
 def test_a_shared_program_computes_the_same_numbers(first: Program) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import autocast_mode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -64,11 +65,28 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
     """Return the recording in ATen operations that autograd knows: `linear`, attention and losses stay whole.
 
     Each operation keeps the annotations, the source line and the gradient mode of the call that made it.
-    Autocasts become explicit casts. exact: casts to float32 become casts to float64.
+    Autocasts become explicit casts. exact: casts to float32 become casts to float64. It is the same for all
+    shardings of a recording, so it is written once: the caller changes nothing in it.
     """
+    known, key = recording.in_aten, (exact, frozenset(rules()))
+    mode = next(
+        value.fake_mode
+        for node in recording.origins
+        if hasattr(value := node.meta["example_value"], "fake_mode")
+    )
+    # An earlier sharding of this recording leaves the sizes of its routed rows.
+    if mode.shape_env is not None:
+        mode.shape_env.pending_fresh_unbacked_symbols.clear()
+    if key not in known:
+        known[key] = _written(recording, mode, exact=exact)
+    return known[key]
+
+
+def _written(recording: Recording, mode: FakeTensorMode, *, exact: bool) -> Recording:
+    """Write a recording in ATen operations. mode: that of its fakes."""
     placeholders = [node for node in recording.graph.nodes if node.op == "placeholder"]
     module, modes = _copy_of(recording)
-    traced = _traced(_Interpreter(module, modes, exact), placeholders)
+    traced = _traced(_Interpreter(module, modes, exact), placeholders, mode)
     graph = traced.graph
     graph.eliminate_dead_code()
     in_four_dimensions(graph)
@@ -125,13 +143,9 @@ def _copy_of(recording: Recording) -> tuple[fx.GraphModule, dict[fx.Node, Mode]]
     return fx.GraphModule(recording.root, source), modes
 
 
-def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node]) -> fx.GraphModule:
+def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: FakeTensorMode) -> fx.GraphModule:
     """Trace a recorded graph again, on fakes like those of its placeholders, in ATen operations."""
     examples = [node.meta["example_value"] for node in placeholders]
-    mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
-    # An earlier sharding of this recording leaves the sizes of its routed rows.
-    if mode.shape_env is not None:
-        mode.shape_env.pending_fresh_unbacked_symbols.clear()
     with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
         given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
         try:

@@ -1,6 +1,6 @@
 """The captured graph of one forward and loss, with the facts about its nodes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
@@ -53,6 +53,7 @@ class Recording:
     weighted: bool = False  # the loss is a sum with a weight
     metrics: tuple[str, ...] = ()  # the names of the metrics
     checkpoints: tuple[str, ...] = ()  # the line of each call of `torch.utils.checkpoint`
+    in_aten: dict[Hashable, "Recording"] = field(init=False, default_factory=dict, repr=False)  # by `as_aten`
 
     @property
     def places(self) -> Mapping[tuple[str, int], str]:
