@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import piper
 from piper import at, remat, replicate, shard, split, strategies
@@ -125,7 +126,7 @@ def test_a_microbatch_size_is_traced_once() -> None:
 
 def test_a_recording_is_written_in_aten_once_for_all_its_shardings() -> None:
     known = compile(replace(JOB, strategy=strategies.ddp(4))).recordings
-    with patch.object(aten, "make_fx", wraps=aten.make_fx) as written:
+    with patch.object(aten, "make_fx", wraps=make_fx) as written:
         for name in ("tensor", "tensor over four"):  # of microbatches of one size
             compile(replace(JOB, strategy=STRATEGIES[name]), captured=known)
     written.assert_called_once()
