@@ -65,6 +65,7 @@ def capture_slices(
             products=asked.products,
             ways=asked.policy.ways if chunk.kind == "expert" else 1,
             clones=asked.policy.clones if chunk.kind == "expert" else 0,
+            capacity=asked.policy.capacity if chunk.kind == "expert" else None,
             flat=compiled and (asked.policy.zero >= 2 or parts_of(graph, chunk.name) > 1),
         )
     return {rows: capturing.differentiated(rows, requests, options) for rows in needed}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from piper.directives.base import (
     Directive,
@@ -33,6 +34,7 @@ class Shard(PlacingDirective):
     ways: int | None = None
     clones: int = 0
     stream: str | None = None
+    capacity: float | None = None
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
         by, chunks = self.title(number), graph.chunks
@@ -45,6 +47,8 @@ class Shard(PlacingDirective):
                 hint="call piper.route and piper.unroute inside the region, and select it by its tag",
             )
         ways = group_size(self.ways, self.devices, by, "expert group")
+        if self.capacity is not None:
+            self.check_capacity(ways, by)
         if self.clones:
             self.check_clones([chunks[name] for name in experts], ways, by)
         for name in experts:
@@ -61,12 +65,23 @@ class Shard(PlacingDirective):
                 policy,
                 ways=ways,
                 clones=self.clones,
+                capacity=self.capacity,
                 by_expert=by_expert(graph, chunks[name], ways),
                 own_rows=chunks[route_of(chunks, name)].own_rows,
                 exchange_stream=self.stream or "exchange",
                 origin=number,
             ),
         )
+
+    def check_capacity(self, ways: int, by: str) -> None:
+        """Refuse room for fewer rows than even routing sends, or for more than there are."""
+        if self.clones or not 1 <= cast(float, self.capacity) <= ways:
+            raise ScheduleError(
+                f"blocks of rows cannot have room for {self.capacity} even shares",
+                by=by,
+                facts={"ways": str(ways), **({"clones": str(self.clones)} if self.clones else {})},
+                hint="capacity is from 1, for even routing, to ways, for any routing; without clones",
+            )
 
     def check_clones(self, chunks: Sequence[Chunk], ways: int, by: str) -> None:
         """Refuse room for more experts than other devices have, and clones of experts with buffers."""
@@ -108,6 +123,7 @@ def shard(
     stream: str | None = None,
     *,
     clones: int = 0,
+    capacity: float | None = None,
     axis: str | None = None,
     weights: Mapping[str, int] | None = None,
     batch: Mapping[str, int] | None = None,
@@ -118,11 +134,12 @@ def shard(
     """Shard the selected regions over each group of `ways` devices; what they exchange uses `stream`.
 
     Without `axis` it shards the experts. clones: for how many experts of other devices each device has room,
-    to take a part of their rows. With `axis`, `weights` (tensor parallelism) names parameters and the
-    dimension along which each is sharded, and `batch` (context parallelism) names the fields that are sharded
-    along the sequence. between: the dimension along which activations between regions are sharded too.
-    attention: how a sharded sequence attends, "gather" or "heads". balance: "zigzag" gives each device an
-    early and a late piece of the sequence.
+    to take a part of their rows. capacity: the rows that travel from device to device, in shares of even
+    routing, so that no host waits for their number. None: as many as are counted. With `axis`, `weights`
+    (tensor parallelism) names parameters and the dimension along which each is sharded, and `batch` (context
+    parallelism) names the fields that are sharded along the sequence. between: the dimension along which
+    activations between regions are sharded too. attention: how a sharded sequence attends, "gather" or
+    "heads". balance: "zigzag" gives each device an early and a late piece of the sequence.
     """
     if axis is not None or weights or batch:
         return ShardAxis(
@@ -137,4 +154,4 @@ def shard(
             balance=balance,
             stream=stream,
         )
-    return Shard(at, devices, ways, clones, stream)
+    return Shard(at, devices, ways, clones, stream, capacity)

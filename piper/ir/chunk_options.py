@@ -41,6 +41,7 @@ class Policy:
     ways: int = 1  # the degree of the axis along which experts are sharded
     by_expert: Mapping[str, AxisPlacement] = field(default_factory=dict)  # of parameters and buffers
     clones: int = 0  # experts of other devices of its group of which each device has room for a copy
+    capacity: float | None = None  # room for rows from each device, in even shares. None: what is counted
     own_rows: tuple[str, ...] = ()  # axes along which each device routes rows of its own
     exchange_stream: str = "exchange"
     axes: tuple[AxisPolicy, ...] = ()  # the innermost groups first
@@ -94,6 +95,11 @@ class Policy:
         stride = next((mesh.axis(held.axis).stride for held in self._own_axes), self.degree)
         return replace(mesh, experts=Axis(name=EXPERTS, degree=self.ways, stride=stride, samples=True))
 
+    @property
+    def may_overflow(self) -> bool:
+        """Return whether more rows than there is room for may go from one device to another."""
+        return self.capacity is not None and self.capacity < self.ways
+
     def field_placements(self, name: str) -> tuple[AxisPlacement, ...]:
         """Return how a field of the batch is sharded beyond its samples. Empty: it is not."""
         return tuple(
@@ -108,6 +114,14 @@ class Policy:
 
 
 NO_POLICY = Policy()
+
+
+def block_rows(rows: int, ways: int, capacity: float | None) -> int:
+    """Return the rows of a block that each of `ways` devices sends to each. 0: blocks have no fixed size.
+
+    rows: what a device sends in all.
+    """
+    return 0 if capacity is None or ways == 1 else min(rows, math.ceil(rows * capacity / ways))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +174,7 @@ class CodeOptions:
 
     ways: int = 1  # over how many devices its experts are sharded
     clones: int = 0  # experts of other devices that each computes in addition to its own
+    capacity: float | None = None  # room for rows from each device, in even shares. None: what is counted
     budget: float | None = None  # the share of activations that it may save. None: all of them
     products: str | None = None  # the precision of its products. None: the job's
     flat: bool = False  # its compiled backward writes gradients into given memory

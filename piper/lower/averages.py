@@ -87,6 +87,15 @@ def check_composition(state: LoweringState, averaging: Averaging, by: str) -> No
             facts={"offloaded": str(state.graph.directives[next(iter(offloaded.values())).by])},
             hint='leave offload(what="optimizer") out, or average',
         )
+    policies = {chunk.name: state.graph.policy(chunk.name) for chunk in state.graph.outline.chunks}
+    for name, policy in policies.items():
+        if policy.may_overflow:
+            raise ScheduleError(
+                "groups that train apart cannot run a step again",
+                by=by,
+                facts={name: f"capacity={policy.capacity:g}: rows may exceed their blocks"},
+                hint=f"give capacity={policy.ways}, which takes any rows, or leave it out",
+            )
     protection = state.graph.protection
     if protection is None or not protection.copies:
         return

@@ -1,6 +1,7 @@
 """Communication inside regions: collectives of sharded regions, and rows that travel to experts and back."""
 
 from piper.ir.chunk import Chunk, Collective, Phase
+from piper.ir.chunk_options import block_rows
 from piper.ir.ids import Pass, SlotId
 from piper.ir.mesh import Axis
 from piper.ir.node import Collect, Counts, Exchange
@@ -8,6 +9,7 @@ from piper.lower.placements import ChunkPlacement
 from piper.lower.value_table import Flow, Template, input_gradient, output_slot, splits_slot
 from piper.plan.plan import Slot
 
+OVERFLOWS = 2  # the output of a route that says whether rows exceed their blocks
 IN_FRONT: tuple[Phase, ...] = ("B", "BI")  # whichever the graph has: values travel in the first half
 
 
@@ -16,14 +18,21 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
     splits = splits_slot(chunk)
     if chunk.kind == "route":
         placement = flow.placements[chunk.name]
-        flow.values[splits] = Slot(nbytes=16 * chunk.experts)
+        policy, sent = placement.policy, chunk.input_specs[0].shape[0]
+        block = block_rows(sent, policy.ways, policy.capacity)
+        places = 8 * sent + 25 * block * policy.ways  # where each row lies on its way: see `Blocks`
+        flow.values[splits] = Slot(nbytes=places if block else 16 * chunk.experts)
+        written = [splits, output_slot(chunk.name, 1)]
+        if policy.may_overflow:
+            written.append(output_slot(chunk.name, OVERFLOWS))
+            flow.values[written[-1]] = Slot(nbytes=8)
         counts = Counts(
             run=Pass(phase="F", chunk=chunk.name),
             devices=placement.devices,
             axis=experts_of(placement),
             stream=placement.policy.exchange_stream,
             reads=(inputs[1],),
-            writes=(splits, output_slot(chunk.name, 1)),
+            writes=tuple(written),
             origin=placement.origin,
         )
         flow.templates.append(Template(node=counts, chunk=chunk.name))

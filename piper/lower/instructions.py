@@ -1,10 +1,11 @@
 """The instructions of each node on each program that runs it, with their communicators and byte counts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never, cast
 
 from piper.ir.chunk import Chunk, Collective
+from piper.ir.chunk_options import block_rows
 from piper.ir.devices import Devices, columns, show
 from piper.ir.ids import SlotId
 from piper.ir.mesh import groups_along
@@ -228,11 +229,18 @@ def fill_exchange(emission: Emission, node: Counts | Exchange, instr: PendingIns
     """Fill in the instruction of an all-to-all within each expert group: of row counts, or of rows."""
     instr.comm = comm_along(emission, node)
     degree = node.axis.degree
-    instr.nbytes = emission.size(node.writes[-1]) * (degree - 1) // degree
+    marker, capacity = emission.chunks[node.run.chunk], emission.state.graph.policy(node.run.chunk).capacity
+    rows = (marker.outputs if marker.kind == "unroute" else marker.input_specs)[0].shape[0]
+    block = block_rows(rows, degree, capacity)
+    instr.payload = Routing(run=node.run, rows=rows if block else 0, block=block)
     if isinstance(node, Counts):
-        instr.op, instr.payload = "counts", Routing(run=node.run)
-    else:
-        instr.op, instr.payload = "exchange", Routing(run=node.run, outward=node.outward)
+        instr.op, instr.nbytes = "counts", emission.size(node.writes[1]) * (degree - 1) // degree
+        return
+    instr.op, instr.payload = "exchange", replace(instr.payload, outward=node.outward)
+    instr.nbytes = emission.size(node.writes[0]) * (degree - 1) // degree
+    if block:  # as many rows travel in both directions, filled up before they leave and put in order behind
+        travels = max(emission.size(slot) for slot in (node.reads[0], node.writes[0]))
+        instr.nbytes, instr.workspace = travels * (degree - 1) // degree, 2 * travels
 
 
 def fill_reduction(emission: Emission, node: Reduce, instr: PendingInstr, number: int) -> None:

@@ -6,9 +6,23 @@ from dataclasses import dataclass, replace
 from piper.ir.chunk import CapturedModel, Output
 from piper.ir.devices import Devices, show
 from piper.ir.ids import LOSS, METRICS, NORM, TOTAL, WEIGHT, SlotId, buffer_slot, param_slot
-from piper.ir.node import Broadcast, Compute, Gather, Load, Norm, Reduce, SlotNode, Total, Transfer, Update
+from piper.ir.node import (
+    Broadcast,
+    Compute,
+    Counts,
+    Gather,
+    Load,
+    Node,
+    Norm,
+    Reduce,
+    SlotNode,
+    Total,
+    Transfer,
+    Update,
+)
 from piper.ir.sharding import shardings_on
 from piper.lower.edit import SequenceEdit
+from piper.lower.exchanges import OVERFLOWS
 from piper.lower.placements import placements_of
 from piper.lower.programs import classes_of
 from piper.lower.reductions import accumulate
@@ -154,16 +168,19 @@ def add_updates(state: LoweringState) -> LoweringState:
     outline = state.graph.outline
     extras = {slot: placements[source.chunk].devices for slot, source in totals_of(outline).items()}
     groups = device_groups(state, trained)
-    waits_for_total = state.settings.clip or outline.weight is not None
+    flags = [(node.writes[OVERFLOWS], node.devices) for node in state.sequence if may_overflow(node)]
+    waits_for_total = state.settings.clip or outline.weight is not None or bool(flags)
     for devices, buckets in groups.items():
         reads = [b.gradient() for b in buckets]
         reads += [extra for extra, placement in extras.items() if devices[0] in placement]
+        reads += [flag for flag, placement in flags if devices[0] in placement]
         edit.append(Norm(devices=devices, reads=tuple(reads), writes=(NORM,)))
     sliced = [bucket for bucket in trained if bucket.slices]
     for bucket in sliced:
         edit.append(Reshard.of(bucket, bucket.gradient(), bucket.applied))
         edit.values[bucket.applied] = Slot(nbytes=bucket.update.elements * bucket.precision.sum_itemsize)
-    size = 24 + 16 * len(outline.metric_names)  # the squared norm, the loss, its weight and the metrics
+    # The squared norm, the loss, its weight, the metrics, and how often rows have exceeded their blocks.
+    size = 24 + 16 * len(outline.metric_names) + (8 if flags else 0)
     edit.append(Total(devices=everyone, groups=(everyone,), reads=(NORM,), writes=(TOTAL,), nbytes=size))
     for devices, buckets in groups.items():
         if buckets:
@@ -181,6 +198,11 @@ def add_updates(state: LoweringState) -> LoweringState:
     edit.values[NORM] = Slot(nbytes=size)
     residents = {**state.residents, TOTAL: Slot(nbytes=size)}  # the step's result: the runtime reads it
     return replace(edit.apply(), residents=residents)
+
+
+def may_overflow(node: Node) -> bool:
+    """Return whether a node counts rows that may exceed their blocks, and says whether they do."""
+    return isinstance(node, Counts) and len(node.writes) > OVERFLOWS
 
 
 def every_gradient_is_applied(state: LoweringState) -> Iterator[str]:

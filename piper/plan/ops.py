@@ -71,6 +71,8 @@ class Routing:
 
     run: Pass
     outward: bool = True
+    rows: int = 0  # that each device sends, where they travel in blocks
+    block: int = 0  # rows from each device to each. 0: as many as are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

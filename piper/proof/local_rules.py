@@ -316,15 +316,18 @@ class LocalRules:
             if terms is not None:
                 left[name] = state.value(SymbolicValue("sum", name), "", terms)
         buckets = {bucket.name: bucket for bucket in state.trained_on(at.program)}
+        flags = state.overflows(at.program)
         for slot in at.ins.reads:
             bucket = state.gradient_bucket(slot)
             if bucket is not None and bucket.name in buckets:
                 self.check_final(at, slot, buckets.pop(bucket.name))
             elif slot in left:
                 self._check_sum(at, slot, left.pop(slot))
+            elif (value := state.slots[at.program].get(slot)) in flags:
+                flags.remove(value)
             else:
                 state.complain(at, f"counts {slot} twice, or should not count it")
-        for missing in (*buckets, *left):
+        for missing in (*buckets, *left, *map(self.symbols.describe, flags)):
             state.complain(at, f"leaves out {missing}")
         self._write(at, (state.value(SymbolicValue("norm")),))
 
@@ -352,7 +355,7 @@ class LocalRules:
         state, slots = self.state, self.state.slots[at.program]
         buckets = {param_slot(bucket.name): bucket for bucket in state.trained_on(at.program)}
         total = slots.get(TOTAL)
-        if self.spec.clip or self.spec.outline.weight is not None:
+        if self.spec.clip or self.spec.outline.weight is not None or self.spec.overflowing:
             fresh = state.value(SymbolicValue("total"), "fresh")
             if TOTAL not in at.ins.reads:
                 state.complain(at, "does not read the sums over all devices, by which it scales")

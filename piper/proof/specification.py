@@ -48,6 +48,8 @@ class Specification:
         self.copies = self.meshes[loss].degree
         self.shares = max(map(self.degree, self.chunks))
         self.mutated = frozenset(name for chunk in self.outline.chunks for name in chunk.mutated)
+        routes = [chunk.name for chunk in self.outline.chunks if chunk.kind == "route"]
+        self.overflowing = frozenset(name for name in routes if graph.policy(name).may_overflow)
         self.contributors = self._contributors()
         self.readers = self._readers(backward=True)
         self._whole = {False: self._whole_axes(backward=False), True: self._whole_axes(backward=True)}

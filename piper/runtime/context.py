@@ -116,6 +116,7 @@ class Env:
         self.divisions: dict[str, tuple[ExpertTable, Division]] = {}  # of the last step, by such chunks
         self.vault: Vault | None = None  # None: instructions that copy the state do nothing
         self.step = 0
+        self.exact = False  # rows travel by their counts, though there are blocks for them
         # Where the generator stands before a later piece of a region, and in which step, by place and number.
         self.drawn: dict[tuple[str, int], tuple[int, Tensor]] = {}
 

@@ -90,6 +90,7 @@ class DeviceState:
         }
         self.reached = setup.outline.reached
         self.keep_gradients = False
+        self.captured = False  # the step becomes a graph: the host cannot read anything of it
         self.renewed: list[Callable[[], None]] = []  # what kernels do when the state was loaded
         self.gradients: dict[str, Tensor] = {}
         self.unused: dict[str, dict[str, dict[str, object]]] = {}
@@ -136,13 +137,21 @@ class DeviceState:
                 copies |= {tensor: computing[piece] for piece, tensor in segments}
         return copies
 
-    def update(self, gradients: Mapping[str, list[Tensor]], sums: Tensor | None, *, weighted: bool) -> None:
+    def update(
+        self,
+        gradients: Mapping[str, list[Tensor]],
+        sums: Tensor | None,
+        *,
+        weighted: bool,
+        skip: Tensor | None = None,
+    ) -> None:
         """Step the optimizer, given each bucket's summed gradient, and the step's sums where they matter.
 
         gradients: of what this device owns of a bucket, in one tensor, or in one for each piece.
         sums: the gradient's squared norm, the loss and the weight, which stay on the device: nothing here
         makes the host wait.
         weighted: the gradients are divided by the weight.
+        skip: change nothing where it is above 0. Where the step is captured kernels read it, else the host.
         """
         weight = sums[2] if sums is not None and weighted else None
         if self.keep_gradients:
@@ -151,13 +160,17 @@ class DeviceState:
                 self.gradients[name] = flat if weight is None else flat / weight
         if self.optimizer is None:
             return  # the device's shards are padding only
+        if skip is not None and not self.captured and skip.item() > 0:
+            return
         divisor = self._divisor(sums, weight)
         pairs = [*self._pairs(gradients)]
         if self.kernel is not None:
-            pairs = self.kernel.step(pairs, divisor)
+            pairs = self.kernel.step(pairs, divisor, skip)
         for portion in portions(self.optimizer, pairs):
             give_gradients(portion)
-            with divided(self.optimizer, [tensor for tensor, _ in portion], divisor):
+            tensors = [tensor for tensor, _ in portion]
+            kernels_skip = skipped(self.optimizer, skip if self.captured else None)
+            with divided(self.optimizer, tensors, divisor), kernels_skip:
                 self.optimizer.step()
             for tensor, _ in portion:
                 tensor.grad = None
@@ -287,6 +300,25 @@ def divided(optimizer: Optimizer, tensors: Sequence[Tensor], divisor: Tensor | N
         values = [tensor.grad for tensor in tensors if tensor.grad is not None and tensor.dtype is dtype]
         torch._foreach_div_(values, divisor.to(dtype))
     yield
+
+
+@contextmanager
+def skipped(optimizer: Optimizer, skip: Tensor | None) -> Iterator[None]:
+    """Let the fused kernels of an optimizer change nothing where `skip` is 1, or more."""
+    if skip is None:
+        yield
+        return
+    assert skips(optimizer), "graphs are refused where an optimizer cannot skip a step"
+    optimizer.found_inf = skip.clamp(max=1).float()  # type: ignore[attr-defined]  # as `torch.amp.GradScaler` does
+    yield
+    del optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def skips(optimizer: Optimizer) -> bool:
+    """Return whether kernels of an optimizer can skip a step by themselves, and nothing else comes of it."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer) in FUSED and fused and not hooks
 
 
 def fill(target: Tensor, start: int, value: Tensor, offset: int) -> None:

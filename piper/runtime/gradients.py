@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from piper.ir.chunk import CapturedModel
+from piper.ir.ids import TOTAL
 from piper.plan.instr import Instr
+from piper.plan.plan import Plan
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.bucket_layout import Flat, Layout, Resharding
 from piper.runtime.context import Bound, Env
@@ -168,9 +170,11 @@ def norm(env: Env, ins: Instr) -> Bound:
     gradients = [slot for slot in ins.reads if slot.kind in ("grad", "grad_shard")]
     parts = [(env.at(slot), env.layouts[slot.owner].bucket.copies) for slot in gradients]
     kinds = {slot.kind: env.at(slot) for slot in ins.reads}
-    length = total_length(env.setup.outline)
-    places = {"loss": slice(1, 2), "weight": slice(2, 3), "metrics": slice(3, length)}
+    length = total_length(env.plan)
+    metrics = slice(3, 3 + 2 * len(env.setup.outline.metric_names))
+    places = {"loss": slice(1, 2), "weight": slice(2, 3), "metrics": metrics}
     extras = [(kinds[kind], place) for kind, place in places.items() if kind in kinds]
+    flags = [env.at(slot) for slot in ins.reads if slot.kind == "output"]
     device = env.setup.device
 
     def run() -> None:
@@ -179,14 +183,24 @@ def norm(env: Env, ins: Instr) -> Bound:
             result[0] += squares(parts_of(slots[slot])) / copies
         for extra, place in extras:
             result[place] = cast(Tensor, slots[extra]) / env.setup.plans.copies
+        if flags and not env.exact:
+            result[-1] = torch.stack([cast(Tensor, slots[flag]) for flag in flags]).sum()
         slots[target] = result
 
     return run
 
 
-def total_length(outline: CapturedModel) -> int:
-    """Return the number of sums over all devices: the squared norm, the loss, its weight, the metrics."""
-    return 3 + 2 * len(outline.metric_names)
+def total_length(plan: Plan) -> int:
+    """Return the number of sums over all devices: the squared norm, the loss, its weight, the metrics.
+
+    Where rows may exceed their blocks, the last one says how often they did.
+    """
+    return plan.residents[TOTAL].nbytes // torch.float64.itemsize
+
+
+def may_overflow(plan: Plan, outline: CapturedModel) -> bool:
+    """Return whether rows may exceed their blocks in a step, on any device."""
+    return total_length(plan) > 3 + 2 * len(outline.metric_names)
 
 
 def squares(gradient: list[Tensor]) -> Tensor:
@@ -232,11 +246,13 @@ def update(env: Env, ins: Instr) -> Bound:
     kinds = ("grad", "grad_shard", "grad_full")
     places = {slot.owner: env.at(slot) for slot in ins.reads if slot.kind in kinds}
     sums = next((env.at(slot) for slot in ins.reads if slot.kind == "total"), None)
+    skippable = may_overflow(env.plan, env.setup.outline)
 
     def run() -> None:
         gradients = {name: parts_of(slots[place]) for name, place in places.items()}
         totals = None if sums is None else cast(Tensor, slots[sums])
-        env.state.update(gradients, totals, weighted=env.setup.plans.weighted)
+        skip = totals[-1] if skippable and not env.exact and totals is not None else None
+        env.state.update(gradients, totals, weighted=env.setup.plans.weighted, skip=skip)
 
     return run
 

@@ -13,6 +13,7 @@ from piper.runtime.collect import collect
 from piper.runtime.comm.base import Form
 from piper.runtime.compute import compute, load
 from piper.runtime.context import Bound, Env
+from piper.runtime.expert_blocks import Blocks, count_blocks
 from piper.runtime.gradients import (
     accumulate,
     all_reduce,
@@ -102,9 +103,10 @@ def add(env: Env, ins: Instr) -> Bound:
 def counts(env: Env, ins: Instr) -> Bound:
     """Agree within an expert group on how many rows travel."""
     group, slots = env.group(ins), env.slots
-    source, (splits, local) = env.at(ins.reads[0]), map(env.at, ins.writes)
+    source, (splits, local, *overflows) = env.at(ins.reads[0]), map(env.at, ins.writes)
     assert isinstance(ins.payload, Routing)
     region, again = env.clones_behind(ins.payload.run.chunk), ins.payload.run.again
+    rows, block = ins.payload.rows, ins.payload.block
 
     def run() -> None:
         slots[splits], slots[local] = expert_exchange.count(group, cast(Tensor, slots[source]))
@@ -116,7 +118,15 @@ def counts(env: Env, ins: Instr) -> Bound:
         if not again:
             env.rows[region] = env.rows[region] + rows if region in env.rows else rows
 
-    return run_divided if region else run
+    def run_in_blocks() -> None:
+        if env.exact:
+            run()
+            return
+        slots[splits], slots[local], flag = count_blocks(group, cast(Tensor, slots[source]), rows, block)
+        for slot in overflows:
+            slots[slot] = flag
+
+    return run_in_blocks if block else run_divided if region else run
 
 
 def exchange(env: Env, ins: Instr) -> Bound:
@@ -124,10 +134,17 @@ def exchange(env: Env, ins: Instr) -> Bound:
     group, slots = env.group(ins), env.slots
     (rows, splits), target = map(env.at, ins.reads), env.at(ins.writes[0])
     assert isinstance(ins.payload, Routing)
-    travel = expert_exchange.outward if ins.payload.outward else expert_exchange.back
+    outward, gradients = ins.payload.outward, ins.payload.run.phase != "F"
+    travel = expert_exchange.outward if outward else expert_exchange.back
 
     def run() -> None:
-        slots[target] = travel(group, cast(Tensor, slots[rows]), cast(expert_exchange.Splits, slots[splits]))
+        value, how = cast(Tensor, slots[rows]), slots[splits]
+        if not isinstance(how, Blocks):
+            slots[target] = travel(group, value, cast(expert_exchange.Splits, how))
+        elif outward:
+            slots[target] = how.outward(group, value, gradients=gradients)
+        else:
+            slots[target] = how.back(group, value)
 
     return run
 

@@ -21,7 +21,7 @@ from piper.runtime.debug.profiler import Recorder
 from piper.runtime.device_state import DeviceState
 from piper.runtime.executor import Executor
 from piper.runtime.expert_exchange import TABLES, tables_of_field
-from piper.runtime.gradients import total_length
+from piper.runtime.gradients import may_overflow, total_length
 from piper.runtime.kernels import KERNELS
 from piper.runtime.predictions import PredictionRecorder, predicts
 from piper.runtime.setup import Initial, Setup
@@ -39,6 +39,7 @@ class Sums:
     busy: float = 0.0  # seconds that this device computed, where a launcher counts them
     rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # ^ of each expert in this device's group, by chunks of experts that have clones
+    repeated: bool = False  # rows exceeded their blocks, so the step was run again with as many as there were
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ class Worker:
                 instrs = enumerate(zip(plan.instrs, bound, strict=True))
                 bound = [each(place, ins, run) for place, (ins, run) in instrs]
         self.on_host = torch.zeros(
-            total_length(setup.outline), dtype=torch.float64, pin_memory=is_accelerator(setup.device)
+            total_length(plan), dtype=torch.float64, pin_memory=is_accelerator(setup.device)
         )
         self.others: dict[int, Worker] = {}  # by the numbers of their programs
         self.latest = self  # the one that ran the last step
@@ -132,7 +133,13 @@ class Worker:
             env.streams = executor.streams
             if self.intake is None:
                 return executor
-            return GraphExecutor(executor, self.intake, [env.at(slot) for slot in env.plan.residents])
+            residents = [env.at(slot) for slot in env.plan.residents]
+            return GraphExecutor(
+                executor,
+                self.intake,
+                residents,
+                env.at(TOTAL) if may_overflow(env.plan, self.setup.outline) else None,
+            )
         return Executor(
             env.plan,
             bound,
@@ -168,13 +175,47 @@ class Worker:
         env.rows.clear()
         if isinstance(tables := batch.get(TABLES), Tensor):
             env.move_experts(tables_of_field(tables, self.setup.plans.cloned))
-        self.executor.run()
+        repeated = self._issue()
         env.batch = {}
+        count = 3 + 2 * len(self.setup.outline.metric_names)
+        squares, loss, weight, *metrics = self.on_host.tolist()[:count]
+        rows = {region: tuple(counts.tolist()) for region, counts in env.rows.items()}
+        return Sums(
+            squares=squares,
+            loss=loss,
+            weight=weight,
+            metrics=tuple(metrics),
+            rows=rows,
+            repeated=repeated,
+        )
+
+    def _issue(self) -> bool:
+        """Run the plan, and again where rows have exceeded their blocks: then as many travel as are counted.
+
+        Return whether it ran again. All devices know of it. The first run has changed buffers only: no device
+        has updated anything.
+        """
+        env = self.env
+        buffers = {place: env.slots[place] for slot, place in env.index.items() if slot.kind == "buffer"}
+        self._finish(self.executor.run)
+        if not may_overflow(env.plan, self.setup.outline) or not self.on_host[-1]:
+            return False
+        for place, value in buffers.items():
+            env.slots[place] = value
+        env.exact = True
+        try:
+            self._finish(
+                self.executor.issue if isinstance(self.executor, GraphExecutor) else self.executor.run
+            )
+        finally:
+            env.exact = False
+        return True
+
+    def _finish(self, run: Bound) -> None:
+        """Run the plan, and bring its sums to the host where it did not."""
+        run()
         if not is_accelerator(self.setup.device):
             self._fetch()
-        squares, loss, weight, *metrics = self.on_host.tolist()
-        rows = {region: tuple(counts.tolist()) for region, counts in env.rows.items()}
-        return Sums(squares=squares, loss=loss, weight=weight, metrics=tuple(metrics), rows=rows)
 
     def prepare(
         self,

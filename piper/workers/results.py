@@ -22,6 +22,7 @@ class StepResult:
     loss: float
     grad_norm: float
     metrics: Mapping[str, float] = field(default_factory=dict)  # what the loss returns behind the loss
+    repeated: bool = False  # rows exceeded their blocks, so the step was run again with as many as there were
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +55,10 @@ def result_of(plans: Plans, outline: CapturedModel, sums: Sums) -> StepResult:
     norm, metrics = math.sqrt(sums.squares), metrics_of(outline.metric_names, sums.metrics)
     if plans.weighted:
         if not sums.weight:  # nothing counts in this batch: as 0 / 0 in PyTorch
-            return StepResult(loss=math.nan, grad_norm=math.nan, metrics=metrics)
+            return StepResult(loss=math.nan, grad_norm=math.nan, metrics=metrics, repeated=sums.repeated)
         loss, norm = sums.loss / sums.weight, norm / sums.weight
-        return StepResult(loss=loss, grad_norm=norm, metrics=metrics)
-    return StepResult(loss=sums.loss * plans.seed, grad_norm=norm, metrics=metrics)
+        return StepResult(loss=loss, grad_norm=norm, metrics=metrics, repeated=sums.repeated)
+    return StepResult(loss=sums.loss * plans.seed, grad_norm=norm, metrics=metrics, repeated=sums.repeated)
 
 
 def sums_over_groups(plans: Plans, answers: Mapping[int, Sums]) -> Sums:

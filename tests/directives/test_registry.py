@@ -48,7 +48,9 @@ def test_the_json_form_follows_the_fields() -> None:
             "keep": False,
             "within": False, "optimizer_within": False,
         },
-        "shard": {"filter": True, "devices": True, "ways": False, "clones": False, "stream": False},
+        "shard": {
+            "filter": True, "devices": True, "ways": False, "clones": False, "stream": False, "capacity": False,
+        },
         "split": {"filter": True, "num_microbatches": True, "dim_name": False},
         "order": {"filters": True},
         "remat": {"filter": True, "budget": True, "across": False},

@@ -95,12 +95,14 @@ def cloned(ways: int = 4, clones: int = 2, zero: int = 0) -> list[Directive]:
 def program(
     strategy: Sequence[Directive],
     optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = adam,
+    model: Callable[[], nn.Module] = Mixture,
+    data: Callable[[], list[dict[str, Tensor]]] = lambda: batches(4),
     **more: object,
 ) -> Program:
     job = piper.Job(
-        model=Mixture,
+        model=model,
         loss=loss,
-        data=lambda: batches(4),
+        data=data,
         strategy=strategy,
         optimizer=optimizer,
         precision="fp64",

@@ -22,7 +22,7 @@ from piper.capture.trace.piece import CapturedChunk
 from piper.capture.trace.trace import Traced
 from piper.errors import CaptureError
 from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Parameter, Phase, PhaseSpec, TensorSpec
-from piper.ir.chunk_options import CodeOptions
+from piper.ir.chunk_options import CodeOptions, block_rows
 from piper.process.gc_pause import no_collection
 
 
@@ -187,7 +187,7 @@ class _Differentiator:
         self.options = {chunk.name: options.get(chunk.name, CodeOptions()) for chunk in traced.outline.chunks}
         self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}
         self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
-        self.ways = _ways_by_chunk(traced.outline, self.options)
+        self.routed = _options_of_experts(traced.outline, self.options)
         self.counts = {(chunk.name, 1) for chunk in traced.outline.chunks if chunk.kind == "route"}
         self.codes: dict[str, Code] = {}
         self.fallbacks: dict[str, str] = {}
@@ -219,14 +219,14 @@ class _Differentiator:
 
     def _on_one_device(self, chunk: Chunk) -> Chunk:
         """Return the chunk on one of the devices that share its experts, with the counts of those only."""
-        ways, clones = self.ways.get(chunk.name, (1, 0))
+        options = self.routed.get(chunk.name, CodeOptions())
         if chunk.kind == "route":
             rows, counts = chunk.outputs
-            return replace(chunk, outputs=(rows, _fewer(counts, ways, clones)))
+            return replace(chunk, outputs=(_received(rows, options), _fewer(counts, options)))
         specs = (
-            _fewer(spec, ways, clones)
+            _fewer(spec, options)
             if isinstance(source, Output) and (source.chunk, source.index) in self.counts
-            else spec
+            else _received(spec, options)
             for spec, source in zip(chunk.input_specs, chunk.inputs, strict=True)
         )
         return replace(chunk, input_specs=tuple(specs))
@@ -239,17 +239,19 @@ class _Differentiator:
         return replace(chunk, phases=phases)
 
     def _compute(self, piece: CapturedChunk, chunk: Chunk) -> Chunk:
-        (ways, clones), options = self.ways.get(chunk.name, (1, 0)), self.options[chunk.name]
-        if clones:
-            piece = _with_clones(piece, ways, clones)
+        experts, options = self.routed.get(chunk.name, CodeOptions()), self.options[chunk.name]
+        if experts.clones:
+            piece = _with_clones(piece, experts.ways, experts.clones)
+        if experts.capacity is not None:
+            piece = _with_blocks(piece, experts)
         if options.products is not None:
             piece, chunk = in_fp8(piece), replace(chunk, precision=options.products)
         compiled = self.known.find(
             piece,
             trained=[self.parameters[name].trainable for name in chunk.params],
             tangents=sorted(self.wanted[chunk.name]),
-            params=[_fewer(_spec(self.parameters[name]), ways, clones) for name in chunk.params],
-            options=replace(options, ways=ways),
+            params=[_fewer(_spec(self.parameters[name]), experts) for name in chunk.params],
+            options=replace(options, ways=experts.ways),
         )
         self.codes[compiled.key] = compiled.code
         if compiled.fallback is not None:
@@ -265,25 +267,22 @@ def _spec(parameter: Parameter) -> TensorSpec:
     return TensorSpec(shape=shape, dtype=parameter.dtype, nbytes=math.prod(shape) * width)
 
 
-def _ways_by_chunk(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, tuple[int, int]]:
-    """Return by which degree the experts of each expert chunk and of its markers are sharded.
-
-    And how many experts of other devices each device computes in addition.
-    """
-    degrees: dict[str, tuple[int, int]] = {}
+def _options_of_experts(outline: CapturedModel, options: Mapping[str, CodeOptions]) -> dict[str, CodeOptions]:
+    """Return the options of each expert chunk, and for its markers those of the experts between them."""
+    routed: dict[str, CodeOptions] = {}
     for chunk in outline.chunks:
         if chunk.kind == "expert":
-            degrees[chunk.name] = options[chunk.name].ways, options[chunk.name].clones
+            routed[chunk.name] = options[chunk.name]
             _check_experts(outline, chunk, options[chunk.name].ways)
             for source in chunk.inputs:
                 assert isinstance(source, Output)
-                degrees[source.chunk] = degrees[chunk.name]
+                routed[source.chunk] = routed[chunk.name]
     for chunk in outline.chunks:
         if chunk.kind == "unroute":
             route = chunk.inputs[1]
             assert isinstance(route, Output)
-            degrees[chunk.name] = degrees.get(route.chunk, (1, 0))
-    return degrees
+            routed[chunk.name] = routed.get(route.chunk, CodeOptions())
+    return routed
 
 
 def _check_experts(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
@@ -300,13 +299,31 @@ def _check_experts(outline: CapturedModel, chunk: Chunk, ways: int) -> None:
             )
 
 
-def _fewer(spec: TensorSpec, ways: int, clones: int = 0) -> TensorSpec:
+def _fewer(spec: TensorSpec, experts: CodeOptions) -> TensorSpec:
     """Return what one device has of a tensor with one entry for each expert: its share, and clones."""
     if not spec.shape:
         return spec
-    here = spec.shape[0] // ways + clones
-    nbytes = spec.nbytes // spec.shape[0] * here if clones else spec.nbytes // ways
+    here = spec.shape[0] // experts.ways + experts.clones
+    nbytes = spec.nbytes // spec.shape[0] * here if experts.clones else spec.nbytes // experts.ways
     return replace(spec, shape=(here, *spec.shape[1:]), nbytes=nbytes)
+
+
+def _received(spec: TensorSpec, experts: CodeOptions) -> TensorSpec:
+    """Return the rows that one device receives: as many as are sent evenly, or a block from each device."""
+    block = block_rows(spec.shape[0], experts.ways, experts.capacity) if spec.dynamic_rows else 0
+    if not block:
+        return spec
+    rows = block * experts.ways
+    return replace(spec, shape=(rows, *spec.shape[1:]), nbytes=spec.nbytes // spec.shape[0] * rows)
+
+
+def _with_blocks(piece: CapturedChunk, options: CodeOptions) -> CapturedChunk:
+    """Return an expert chunk whose rows are a block from each device."""
+    body = piece.body
+    assert body is not None and body.experts is not None, "only expert chunks receive rows"
+    block = block_rows(body.experts.rows, options.ways, options.capacity)
+    experts = replace(body.experts, rows=block * options.ways) if block else body.experts
+    return replace(piece, body=replace(body, experts=experts))
 
 
 def _with_clones(piece: CapturedChunk, ways: int, clones: int) -> CapturedChunk:

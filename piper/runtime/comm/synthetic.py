@@ -113,8 +113,9 @@ def totalled(env: Env, ins: Instr) -> Bound:
     slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
 
     def run() -> None:
-        squares, loss, weight = cast(Tensor, slots[source])
-        slots[target] = torch.stack((squares, loss, weight.clamp(min=1.0)))
+        sums = cast(Tensor, slots[source]).clone()
+        sums[2].clamp_(min=1.0)
+        slots[target] = sums
 
     return run
 

@@ -24,7 +24,7 @@ Pair = tuple[Tensor, Tensor]  # a parameter and its gradient
 
 
 # Where single numbers lie is not worth a form of its own.
-@triton.jit(do_not_specialize_on_alignment=["step", "rate", "divisor"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize_on_alignment=["step", "rate", "divisor", "skip"])  # type: ignore[untyped-decorator]
 def _adam(  # type: ignore[no-untyped-def]  # Triton reads the types of arguments when it is called
     parameter,
     gradient,
@@ -34,6 +34,7 @@ def _adam(  # type: ignore[no-untyped-def]  # Triton reads the types of argument
     step,
     rate,
     divisor,
+    skip,
     count,
     share1,  # of the new gradient in the mean: 1 - beta1, of which float32 has more digits than of beta1
     share2,
@@ -44,6 +45,7 @@ def _adam(  # type: ignore[no-untyped-def]  # Triton reads the types of argument
     apart: tl.constexpr,  # the decay of AdamW, not through the gradient
     negated: tl.constexpr,
     divided: tl.constexpr,
+    skipped: tl.constexpr,  # nothing changes where `skip` is above 0
     size: tl.constexpr,
 ) -> None:
     """Update one block of a parameter and its moments, and write it in the type of its copy as well."""
@@ -69,6 +71,8 @@ def _adam(  # type: ignore[no-untyped-def]  # Triton reads the types of argument
     square = tl.load(second + places, inside)
     square += share2 * (grad * grad - square)
     value -= (lr / correction1) * mean / (tl.sqrt(square) / correction2 + eps)
+    if skipped:
+        inside = inside & (tl.load(skip) == 0)
     tl.store(first + places, mean, inside)
     tl.store(second + places, square, inside)
     tl.store(parameter + places, value, inside)
@@ -88,29 +92,33 @@ class CastingAdam:
         }
         self.compiled = False
 
-    def step(self, pairs: Sequence[Pair], divisor: Tensor | None) -> list[Pair]:
+    def step(self, pairs: Sequence[Pair], divisor: Tensor | None, skip: Tensor | None = None) -> list[Pair]:
         """Update large parameters by their gradients. Return the pairs of those that torch has to update.
 
         torch takes the first step of a parameter, in which it makes the optimizer's state.
-        divisor: of the gradients, on the device.
+        divisor: of the gradients, on the device. skip: change nothing where it is above 0.
         """
         if not suits(self.optimizer):
             return [*pairs]
         divisor = None if divisor is None else divisor.float()
+        skip = None if skip is None else skip.clamp(max=1).float()
         large = [pair for pair in pairs if self._takes(*pair)]
         if large and not self.compiled:
             self.compiled = True
-            self._compile(large, divisor)
+            self._compile(large, divisor, skip)
         ready = [pair for pair in large if self._is_ready(*pair)]
         if ready:
-            torch._foreach_add_([self.optimizer.state[parameter]["step"] for parameter, _ in ready], 1)
+            steps = [self.optimizer.state[parameter]["step"] for parameter, _ in ready]
+            if skip is None:
+                torch._foreach_add_(steps, 1)
+            else:
+                torch._foreach_add_(steps, [1 - skip] * len(steps))
             rates = [_rate(group["lr"], ready) for group in self.optimizer.param_groups]
             for parameter, gradient in ready:
                 number = self.groups[parameter]
                 group, state = self.optimizer.param_groups[number], self.optimizer.state[parameter]
-                self._launch(
-                    parameter, gradient, self.copies[parameter], state, group, rates[number], divisor
-                )
+                copy = self.copies[parameter]
+                self._launch(parameter, gradient, copy, state, group, rates[number], divisor, skip)
         done = {parameter for parameter, _ in ready}
         return [pair for pair in pairs if pair[0] not in done]
 
@@ -133,14 +141,15 @@ class CastingAdam:
             tensor.is_cuda and tensor.is_contiguous() and tensor.data_ptr() % ALIGNED == 0 for tensor in read
         )
 
-    def _compile(self, pairs: Sequence[Pair], divisor: Tensor | None) -> None:
+    def _compile(self, pairs: Sequence[Pair], divisor: Tensor | None, skip: Tensor | None) -> None:
         """Run the kernel on values of no consequence: where a step becomes a graph, it cannot be compiled."""
         for given, copied in {(gradient.dtype, self.copies[tensor].dtype) for tensor, gradient in pairs}:
             zeros = [torch.zeros(BLOCK, device=pairs[0][1].device) for _ in range(3)]
             state = {"exp_avg": zeros[1], "exp_avg_sq": zeros[2], "step": zeros[0].new_ones(())}
             for group in self.optimizer.param_groups:
                 rate = _rate(group["lr"], pairs)
-                self._launch(zeros[0], zeros[0].to(given), zeros[0].to(copied), state, group, rate, divisor)
+                copy = zeros[0].to(copied)
+                self._launch(zeros[0], zeros[0].to(given), copy, state, group, rate, divisor, skip)
 
     def _launch(
         self,
@@ -151,6 +160,7 @@ class CastingAdam:
         group: Mapping[str, Any],
         rate: Tensor,
         divisor: Tensor | None,
+        skip: Tensor | None = None,
     ) -> None:
         count, (beta1, beta2) = parameter.numel(), group["betas"]
         _adam[triton.cdiv(count, BLOCK),](
@@ -162,6 +172,7 @@ class CastingAdam:
             state["step"],
             rate,
             rate if divisor is None else divisor,
+            rate if skip is None else skip,
             count,
             1 - beta1,
             1 - beta2,
@@ -172,6 +183,7 @@ class CastingAdam:
             apart=type(self.optimizer) is AdamW or bool(group.get("decoupled_weight_decay")),
             negated=bool(group["maximize"]),
             divided=divisor is not None,
+            skipped=skip is not None,
             size=BLOCK,
         )
 

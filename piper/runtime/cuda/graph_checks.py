@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from piper.errors import ConfigError
 from piper.ir.chunk import Chunk
-from piper.plan.ops import BY_HOST
+from piper.plan.ops import BY_HOST, Routing
 from piper.plan.plan import Plan
-from piper.runtime.device_state import fuse
+from piper.runtime.device_state import fuse, skips
+from piper.runtime.gradients import may_overflow
 from piper.runtime.setup import Setup
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ LOOKS = {
     "profile": "profile (--profile)",
 }  # options that look into a step
 RATES = ("lr", "initial_lr")  # of a group of parameters: read again in every step
+COUNTED = "how many rows go to each device is known only while it runs; shard(..., capacity=) fixes it"
 MOST = 3  # chunks that are named
 
 
@@ -42,7 +44,7 @@ def check_static(setup: Setup, plans: Iterable[Plan], options: "Options", *, by_
         reasons.append("values go from device to device through the host")
     for plan in plans:
         reasons += static_reasons(plan, chunks)
-    reasons += trainer_reasons(setup)
+    reasons += trainer_reasons(setup, skips_steps=any(may_overflow(plan, setup.outline) for plan in plans))
     if reasons:
         raise not_static(reasons)
 
@@ -64,8 +66,9 @@ def static_reasons(plan: Plan, chunks: Mapping[str, Chunk]) -> list[str]:
     drawn = [name for name in named if chunks[name].random]
     operations = {ins.op for ins in plan.instrs}
     reasons = [f"{op}: {reason}" for op, reason in BY_HOST.items() if op in operations]
-    if experts and "exchange" in operations:
-        reasons.append(f"{listed(experts)}: how many rows go to each device is known only while it runs")
+    counted = any(isinstance(ins.payload, Routing) and not ins.payload.block for ins in plan.instrs)
+    if experts and counted:
+        reasons.append(f"{listed(experts)}: {COUNTED}")
     elif singly := [name for name in experts if not grouped(chunks[name])]:
         reasons.append(f"{listed(singly)}: one product for all experts takes bf16 and widths that 8 divides")
     if drawn:
@@ -86,7 +89,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST]) + (f" and {more} more" if more > 0 else "")
 
 
-def trainer_reasons(setup: Setup) -> list[str]:
+def trainer_reasons(setup: Setup, *, skips_steps: bool = False) -> list[str]:
     """Return why a job's optimizer and scheduler need the host; both are tried on a single number."""
     if not any(bucket.trainable for bucket in setup.plans.buckets.values()):
         return []
@@ -94,6 +97,11 @@ def trainer_reasons(setup: Setup) -> list[str]:
     scheduler = setup.scheduler(optimizer) if setup.scheduler else None
     fuse(optimizer)  # as on the device
     reasons = optimizer_reasons(optimizer)
+    if skips_steps and not reasons and not skips(optimizer):
+        name = type(optimizer).__name__
+        reasons.append(
+            f"{name} cannot skip a step in which rows exceed their blocks: no fused kernel does it"
+        )
     if scheduler is not None and not reasons and (moved := moved_by(scheduler, optimizer)):
         name = type(scheduler).__name__
         reasons.append(f"{name} changes {', '.join(moved)}: a graph follows the learning rate alone")

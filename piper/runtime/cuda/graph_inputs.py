@@ -66,6 +66,7 @@ class Intake:
             self.rates.append(rates)
 
             def rated() -> None:
+                env.state.captured = self.capturing
                 with rates.lent():
                     run()
 

@@ -26,9 +26,14 @@ class GraphExecutor:
     that the next replay finds it.
     """
 
-    def __init__(self, inner: StreamExecutor, intake: Intake, residents: Sequence[int]) -> None:
-        """Wrap `inner`, whose first stream can be captured; `residents`: the slots that outlive a step."""
-        self.inner, self.intake, self.residents = inner, intake, residents
+    def __init__(
+        self, inner: StreamExecutor, intake: Intake, residents: Sequence[int], undone: int | None = None
+    ) -> None:
+        """Wrap `inner`, whose first stream can be captured; `residents`: the slots that outlive a step.
+
+        undone: the slot of a tensor whose last number says that the others stay as they were. None: never.
+        """
+        self.inner, self.intake, self.residents, self.undone = inner, intake, residents, undone
         self.graph: torch.cuda.CUDAGraph | None = None
         self.settings: list[object] = []  # that the steps since the last reset were run with
         self.taken = 0  # steps since then
@@ -49,6 +54,15 @@ class GraphExecutor:
                 self.graph = self._captured()
             self.replay()
             self._wait()
+
+    def issue(self) -> None:
+        """Run the plan once, without the graph; returns when all of it is over."""
+        inner = self.inner
+        before = {slot: inner.slots[slot] for slot in self.residents}
+        with torch.cuda.device(inner.accelerator), torch.no_grad():
+            inner.run()
+            if self.graph is not None:
+                put_back(inner.slots, before)
 
     def due(self) -> bool:
         """Count a step, and say whether it is one for the graph."""
@@ -86,7 +100,7 @@ class GraphExecutor:
             ):
                 try:
                     inner.enqueue()
-                    put_back(inner.slots, before)
+                    put_back(inner.slots, before, self.undone)
                     inner.outro()
                 except Exception as error:
                     causes.append(error)
@@ -122,10 +136,14 @@ class GraphExecutor:
         self.inner.close()
 
 
-def put_back(slots: list[object], before: Mapping[int, object]) -> None:
-    """Copy what has been replaced to where it was, on the current stream."""
+def put_back(slots: list[object], before: Mapping[int, object], undone: int | None = None) -> None:
+    """Copy what has been replaced to where it was, on the current stream.
+
+    undone: the slot of a tensor. Where its last number is above 0 the others stay as they were.
+    """
+    stays = None if undone is None else cast(Tensor, slots[undone])[-1] > 0
     for slot, value in before.items():
         now = slots[slot]
         if now is not value and isinstance(value, Tensor) and isinstance(now, Tensor):
-            value.copy_(now)
+            value.copy_(now if stays is None or slot == undone else torch.where(stays, value, now))
             slots[slot] = value

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from time import monotonic, perf_counter, sleep
-from typing import cast
 
 import torch
 
@@ -110,7 +109,9 @@ def exchanged(env: Env, ins: Instr, run: Bound, occupy: Bound) -> Bound:
     slots, splits = env.slots, env.at(ins.reads[1])
 
     def busy() -> None:
-        cast(Splits, slots[splits]).lengths()
+        how = slots[splits]
+        if isinstance(how, Splits):
+            how.lengths()
         occupy()
         run()
 

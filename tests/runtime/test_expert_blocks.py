@@ -1,0 +1,223 @@
+"""Rows that travel to experts in blocks of a fixed size have the numbers of plain PyTorch, however they are routed."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import piper
+from piper import Directive, at, replicate, shard, split
+from piper.compiler import Program
+from piper.errors import ScheduleError
+from piper.plan.instr import Instr
+from piper.plan.ops import Routing
+from piper.plan.text import read_plans, show_plans
+from piper.proof.values import value_problems
+from piper.run.launch import launch, launch_inline
+from piper.runtime.expert_blocks import _sorted_places
+from piper.runtime.worker import Options
+from tests import plain
+from tests.runtime import moving
+from tests.runtime.moving import WIDTH, loss
+
+STEPS, ROWS = 10, 128
+MICROBATCHES = split(at(), axis="MB", parts=2)
+
+
+class Mixture(moving.Mixture):
+    """The same, less skewed, with a buffer in which each microbatch is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flatten(self)
+        self.register_buffer("seen", torch.zeros(1))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("PP"):
+            self.seen.add_(1)
+            x = self.layers[0](x)
+        with piper.annotate("PP"):
+            x = self.layers[1](x)
+        return x
+
+
+class PlainMixture(moving.PlainMixture):
+    def __init__(self) -> None:
+        super().__init__()
+        flatten(self)
+
+
+def flatten(model: torch.nn.Module) -> None:
+    """Let rows go to all experts."""
+    for layer in cast(Iterable[moving.Layer], model.layers):
+        layer.router.bias.data.zero_()
+        layer.router.weight.data.mul_(8)
+
+
+def batches(steps: int = STEPS) -> list[dict[str, Tensor]]:
+    rng = torch.Generator().manual_seed(7)
+    return [{"x": torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=rng)} for _ in range(steps)]
+
+
+class Clipped(torch.optim.Adam):
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.3)
+        super().step(closure)
+
+
+def clipped(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return Clipped(params, lr=0.02)
+
+
+def program(strategy: list[Directive], **more: object) -> Program:
+    return moving.program(strategy, model=Mixture, clip_norm=0.3, data=batches, **more)
+
+
+def blocks(capacity: float, ways: int = 4, zero: int = 0) -> list[Directive]:
+    return [
+        replicate(at(), devices=range(4), zero=zero),
+        shard(at(EP="*"), devices=range(4), ways=ways, capacity=capacity),
+    ]
+
+
+STAGES = [
+    replicate(at(PP=0), devices=[0, 1], zero=2),
+    replicate(at(PP=1), devices=[2, 3], zero=2),
+    shard(at(PP=0, EP="*"), devices=[0, 1], capacity=1.6),
+    shard(at(PP=1, EP="*"), devices=[2, 3], capacity=2),
+    MICROBATCHES,
+    *piper.schedules.one_f_one_b(stages=2, microbatches=2),
+]
+STRATEGIES: dict[str, list[Directive]] = {
+    "room for any routing": [*blocks(4), MICROBATCHES],
+    "ZeRO-1, two groups": [*blocks(1.6, ways=2, zero=1), MICROBATCHES],
+    "ZeRO-3, remat": [*blocks(3, zero=3), MICROBATCHES, piper.remat(at(), 0.3)],
+    "1F1B, ZeRO-2": STAGES,
+    "protected, state on the host": [
+        *blocks(2.5), MICROBATCHES, piper.protect(at(), copies=1, apart="device"),
+        piper.offload(at(), what="optimizer"),
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wanted() -> plain.Trained:
+    return plain.train(PlainMixture, loss, batches(), optimizer=clipped)
+
+
+def assert_trained(run: piper.Run, losses: list[float], wanted: plain.Trained) -> None:
+    assert losses == pytest.approx(wanted.losses, abs=1e-12)
+    state = run.state_dict()
+    assert float(state.pop("seen")) == 2 * STEPS
+    assert plain.largest_difference(wanted.state, state) < 1e-12
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_blocks_have_the_numbers_of_one_device(name: str, wanted: plain.Trained) -> None:
+    with launch_inline(program(STRATEGIES[name])) as run:
+        results = [run.step(batch) for batch in batches()]
+        assert_trained(run, [result.loss for result in results], wanted)
+    repeated = [result.repeated for result in results]
+    assert any(repeated) == (name != "room for any routing")
+    assert not all(repeated)
+
+
+def test_rows_that_exceed_their_blocks_are_evaluated_and_saved_as_on_one_device(
+    tmp_path: Path, wanted: plain.Trained
+) -> None:
+    given = batches()
+    with launch(program([*blocks(1, zero=3), MICROBATCHES]), on="local") as run:
+        losses = [run.step(batch).loss for batch in given[:5]]
+        evaluated = run.evaluate([given[5]]).loss
+        run.save(tmp_path / "checkpoint")
+    with launch_inline(program([*blocks(2, ways=2), MICROBATCHES])) as run:
+        run.load(tmp_path / "checkpoint")
+        results = [run.step(batch) for batch in given[5:]]
+        assert results[0].loss == pytest.approx(evaluated, abs=1e-12)
+        assert_trained(run, [*losses, *(result.loss for result in results)], wanted)
+
+
+def test_gradients_are_those_of_the_step_that_was_run_again(wanted: plain.Trained) -> None:
+    with launch_inline(program([*blocks(1), MICROBATCHES]), Options(keep_gradients=True)) as run:
+        assert run.step(batches(1)[0]).repeated
+        assert plain.largest_difference(wanted.gradients, run.gradients()) < 1e-12
+
+
+def test_a_plan_knows_the_sizes_of_blocks() -> None:
+    def exchanges(capacity: float | None) -> list[Instr]:
+        strategy = [replicate(at(), range(4)), shard(at(EP="*"), range(4), capacity=capacity), MICROBATCHES]
+        plans = program(strategy).plans
+        assert read_plans(show_plans(plans)) == plans
+        rows = {slot: held.nbytes for slot, held in plans.plans[0].slots.items()}
+        found = [ins for ins in plans.plans[0].instrs if ins.op == "exchange"]
+        outward = {rows[ins.writes[0]] for ins in found if cast(Routing, ins.payload).outward}
+        assert outward == {(2 if capacity else 1) * row * 16}
+        return found
+
+    row = WIDTH * 8
+    assert {ins.nbytes for ins in exchanges(None)} == {row * 12}  # 12 of 16 rows leave, if they leave evenly
+    fixed = exchanges(2)
+    assert {ins.nbytes for ins in fixed} == {row * 24}  # three blocks of 8 rows
+    assert {ins.workspace for ins in fixed} == {2 * row * 32}  # rows before they leave, and as they arrive
+    assert {(ins.payload.rows, ins.payload.block) for ins in fixed} == {(16, 8)}  # type: ignore[union-attr]
+
+
+def test_a_plan_in_which_an_overflow_goes_unseen_is_not_proven() -> None:
+    compiled = program(blocks(2))
+    (plan,) = compiled.plans.plans
+
+    def problems(op: str, kind: str) -> list[str]:
+        instrs = tuple(
+            replace(ins, reads=tuple(slot for slot in ins.reads if slot.kind != kind))
+            if ins.op == op
+            else ins
+            for ins in plan.instrs
+        )
+        changed = replace(compiled.plans, plans=(replace(plan, instrs=instrs),))
+        return list(value_problems(changed, compiled.graph))
+
+    assert len([problem for problem in problems("norm", "output") if "leaves out" in problem]) == 2
+    assert any("does not read the sums" in problem for problem in problems("update", "total"))
+
+
+@pytest.mark.parametrize("capacity", [0.9, 4.1])
+def test_a_capacity_that_makes_no_sense_is_refused(capacity: float) -> None:
+    with pytest.raises(ScheduleError, match=f"blocks of rows cannot have room for {capacity} even shares"):
+        program(blocks(capacity))
+
+
+def test_what_does_not_go_with_blocks_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="blocks of rows cannot have room for 2 even shares"):
+        program([*blocks(2)[:1], shard(at(EP="*"), range(4), capacity=2, clones=1)])
+    apart = [
+        replicate(at(), range(4)), shard(at(EP="*"), range(4), ways=2, capacity=1.5),
+        piper.average(at(), across=[0, 2], every=2),
+    ]  # fmt: skip
+    with pytest.raises(ScheduleError, match="groups that train apart cannot run a step again"):
+        program(apart)
+
+
+@given(
+    taken=st.lists(st.lists(st.integers(0, 6), min_size=3, max_size=3), min_size=1, max_size=4),
+    size=st.integers(1, 9),
+)
+@settings(max_examples=80, deadline=None)
+def test_rows_that_arrive_are_sorted_by_expert_and_then_by_sender(taken: list[list[int]], size: int) -> None:
+    target, counts = _sorted_places(torch.tensor(taken), torch.arange(size))
+    labels = []
+    for sender, rows in enumerate(taken):
+        expert = [(e, sender) for e, count in enumerate(rows) for _ in range(count)][:size]
+        labels += expert + [(3, sender)] * (size - len(expert))
+    arranged: list[tuple[int, int]] = [(-1, -1)] * len(labels)
+    for place, label in zip(target.tolist(), labels, strict=True):
+        arranged[place] = label
+    assert arranged == sorted(labels)
+    numbers = [sum(expert == e for expert, _ in labels) for e in range(4)]
+    assert counts.tolist() == [*numbers[:2], numbers[2] + numbers[3]]
