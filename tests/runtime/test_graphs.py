@@ -59,7 +59,12 @@ def on_cuda(cell: Cell) -> Setup:
         (DENSE, []),
         (Cell(case="convnet", schedule="1f1b"), []),  # buffers are copied back
         (DRAWS, ["PP=0: the host sets the seed of random numbers again in every step"]),
-        (EXPERTS, ["PP=0 EP=0: how many rows go to each device is known only while it runs; shard(..., capacity=) fixes it"]),
+        (
+            EXPERTS,
+            [
+                "PP=0 EP=0: how many rows go to each device is known only while it runs; shard(..., capacity=) fixes it"
+            ],
+        ),
         (WHOLE_EXPERTS, ["PP=0 EP=0: one product for all experts takes bf16 and widths that 8 divides"]),
     ],
     ids=str,
