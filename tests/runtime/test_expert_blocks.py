@@ -76,8 +76,8 @@ def clipped(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return Clipped(params, lr=0.02)
 
 
-def program(strategy: list[Directive], **more: object) -> Program:
-    return moving.program(strategy, model=Mixture, clip_norm=0.3, data=batches, **more)
+def program(strategy: list[Directive]) -> Program:
+    return moving.program(strategy, model=Mixture, clip_norm=0.3, data=batches)
 
 
 def blocks(capacity: float, ways: int = 4, zero: int = 0) -> list[Directive]:
