@@ -1,4 +1,4 @@
-"""A strategy for each length against the best single one: an 8B decoder on 64 simulated H200.
+"""A strategy for each length against the best single one: an 8B decoder on 64 simulated H100.
 
     python benchmarks/shape_strategies.py
 
@@ -8,13 +8,18 @@ by the shortest row that a document fits in, and every step trains on 2 million 
 So the share of the steps with rows of a length is the share of all tokens that lie in its documents. A row
 costs what one document of its length costs, under every strategy.
 
-A strategy is a degree of tensor and of context parallelism with a kind of attention, the devices over which
-ZeRO-3 shards, the microbatches, and whether layers are recomputed.
-Strategies by length hold every parameter alike, so that a step may switch without moving any. Two layers are
-captured, and repeated. Nothing is measured: `piper simulate` prices each step, and the memory of a device
-limits it.
+A strategy is a degree of tensor and of context parallelism, the microbatches, and whether layers are
+recomputed, all under ZeRO-3 over 64 devices. All degrees that can slice the longest rows are tried for them:
+with recomputation, and without where that leaves a third of the memory. What fits there is tried for all
+lengths, and is what a single strategy can be. Those for shorter rows alone are tried in addition.
+
+Where the strategies of two lengths hold parameters differently, the state moves when a step switches. The
+move is planned, proven and simulated, and counts as often as two lengths follow each other that are drawn at
+random. Two layers are captured, and repeated. Nothing is measured: `piper simulate` prices each step, and the
+memory of a device limits it.
 """
 
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,12 +31,12 @@ import torch
 from torch import Tensor, nn
 
 import piper
+from piper.checkpoint.moves import moving_plans
 from piper.directives import Directive, apply
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.lower.buckets import make_buckets
 from piper.lower.lower import LOWERING, first_state
-from piper.lower.shared_buckets import held_otherwise
 from piper.lower.state import Settings
 from piper.lower.validate import validate
 from piper.models import decoder
@@ -46,12 +51,14 @@ from piper.simulate.simulate import simulate
 sys.path.append(str(Path(__file__).parent))
 from repeated import repeated
 
-DEVICES, CLUSTER = 64, "h200"
+DEVICES, CLUSTER = 64, "h100"
 LAYERS, VOCAB, DIM, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 128_256, 4096, 14_336, 32, 8, 128
 LENGTHS = (8192, 32_768, 131_072, 524_288)
 TOKENS = 2**21  # of a step
 MEDIAN, SIGMA = 1024, 1.5  # of the documents' lengths
 FIELDS = {"tokens": 1, "labels": 1}
+STATE_BYTES = 8  # of an element: two moments in float32
+SHOWN = 5  # single strategies
 
 
 def shares(lengths: Sequence[int]) -> dict[int, float]:
@@ -183,7 +190,7 @@ def planned(choice: Choice, length: int) -> Step:
     strategy = choice.directives(range(DEVICES), LAYERS, choice.microbatches)
     graph = validate(apply(start(outline), strategy), TOKENS // length)
     buckets = make_buckets(graph)
-    state = first_state(graph, Settings(state_bytes=8), buckets)
+    state = first_state(graph, Settings(state_bytes=STATE_BYTES), buckets)
     with no_collection():
         for rewrite, _ in LOWERING:
             state = rewrite(state)
@@ -200,66 +207,130 @@ def planned(choice: Choice, length: int) -> Step:
     )
 
 
-# What is simulated: strategies, and the lengths of rows that each is tried for. A group of devices that
-# shares its sequences needs a row for each microbatch.
-CHOICES = {
-    Choice(within=64, tensor=8, context=8, attention="ring", microbatches=4): LENGTHS,
-    Choice(within=64, context=64, attention="gather", microbatches=4, recompute=True): LENGTHS,
-    Choice(within=64, context=16, attention="gather", microbatches=1, recompute=True): LENGTHS,
-    Choice(within=64, context=8, attention="heads", microbatches=2): LENGTHS[:3],
-    Choice(within=64, context=4, attention="heads", microbatches=2): LENGTHS[:2],
-    Choice(within=64, microbatches=4): LENGTHS[:1],
-}
+DEGREES = (1, 2, 4, 8, 16, 32, 64)
 Steps = Mapping[tuple[Choice, int], Step]
+Moves = Mapping[tuple[tuple[int, int], tuple[int, int]], float]  # the seconds between two layouts
 
 
-def mean_seconds(steps: Steps, choices: Mapping[int, Choice]) -> float:
-    """Return the mean seconds of a step over the distribution, given the choice for each length."""
-    return sum(
-        share * steps[choices[length], length].seconds for length, share in shares(tuple(choices)).items()
-    )
+def for_longest() -> list[Choice]:
+    """Return every degree that can slice rows of the longest length, with recomputation."""
+    fewest = DEVICES * LENGTHS[-1] // TOKENS  # devices that share a row
+    return [
+        Choice(
+            within=DEVICES,
+            tensor=tensor,
+            context=context,
+            attention="gather" if tensor == 1 else "ring",
+            microbatches=TOKENS // LENGTHS[-1] // (DEVICES // tensor // context),
+            recompute=True,
+        )
+        for tensor, context in itertools.product(DEGREES[:4], DEGREES)
+        if fewest <= tensor * context <= DEVICES
+    ]
 
 
-def best_by_length(steps: Steps, lengths: Sequence[int]) -> dict[int, Choice]:
-    """Return the fastest choice for each length, among those that hold parameters alike."""
+# For shorter rows alone, with the longest that each is tried for.
+SHORT = {
+    Choice(within=64, microbatches=4): LENGTHS[0],
+    Choice(within=64, context=4, attention="heads", microbatches=2): LENGTHS[1],
+    Choice(within=64, context=8, attention="heads", microbatches=2): LENGTHS[2],
+    Choice(within=64, tensor=2, context=4, attention="heads", microbatches=2): LENGTHS[2],
+}
+
+
+def mean_seconds(steps: Steps, moves: Moves, choices: Mapping[int, Choice]) -> tuple[float, float]:
+    """Return the mean seconds of a step over the distribution, and of the moves before it.
+
+    choices: for each length. The length of a step does not depend on that of the step before.
+    """
+    share = shares(tuple(choices))
+    step = sum(share[length] * steps[choice, length].seconds for length, choice in choices.items())
+    pairs = itertools.product(choices, repeat=2)
+    moved = sum(share[a] * share[b] * moves[choices[a].layout, choices[b].layout] for a, b in pairs)
+    return step, moved
+
+
+def best_by_length(
+    steps: Steps, moves: Moves, lengths: Sequence[int], *, alike: bool = False
+) -> dict[int, Choice]:
+    """Return the choices with the shortest mean step, moves included. alike: none may move."""
+    fitting = {n: [c for c, length in steps if length == n and steps[c, n].fits] for n in lengths}
+    layouts = dict.fromkeys(choice.layout for choice, _ in steps)
     mixes: list[dict[int, Choice]] = []
-    for layout in dict.fromkeys(choice.layout for choice in CHOICES):
-        mix: dict[int, Choice] = {}
-        for length in lengths:
-            alike = [c for c, n in steps if n == length and c.layout == layout and steps[c, n].fits]
-            if alike:
-                mix[length] = min(alike, key=lambda choice: steps[choice, length].seconds)
-        mixes += [mix] if len(mix) == len(lengths) else []
-    return min(mixes, key=lambda mix: mean_seconds(steps, mix))
+    for chosen in itertools.product(layouts, repeat=len(lengths)):
+        by_length = dict(zip(lengths, chosen, strict=True))
+        options = {n: [c for c in fitting[n] if c.layout == layout] for n, layout in by_length.items()}
+        if all(options.values()) and (not alike or len(set(chosen)) == 1):
+            mixes.append({n: min(cs, key=lambda c: steps[c, n].seconds) for n, cs in options.items()})
+    return min(mixes, key=lambda mix: sum(mean_seconds(steps, moves, mix)))
 
 
-def show(steps: Steps, lengths: Sequence[int]) -> None:
+def moves_of(steps: Steps) -> dict[tuple[tuple[int, int], tuple[int, int]], float]:
+    """Return the simulated seconds of the move between any two layouts, proven."""
+    buckets = {choice.layout: step.buckets for (choice, _), step in steps.items()}
+    costs = Roofline(load_cluster(CLUSTER))
+    seconds = {(layout, layout): 0.0 for layout in buckets}
+    for before, after in itertools.permutations(buckets, 2):
+        plans = moving_plans(buckets[before], buckets[after], tuple(range(DEVICES)), STATE_BYTES)
+        seconds[before, after] = simulate(plans, None, costs).step
+        nbytes = sum(ins.nbytes for ins in plans.plans[0].instrs)
+        name = f"ZeRO-3 in {before[0]}, TP{before[1]} to ZeRO-3 in {after[0]}, TP{after[1]}"
+        print(
+            f"move  {name:64} {seconds[before, after]:6.3f} s, {nbytes / 2**30:4.2f} GiB a device", flush=True
+        )
+    return seconds
+
+
+def show(steps: Steps, moves: Moves, lengths: Sequence[int]) -> None:
     """Print the best strategies by length beside the single ones that serve all lengths."""
-    mix = best_by_length(steps, lengths)
-    first, *others = (steps[choice, length].buckets for length, choice in mix.items())
-    assert not any(next(held_otherwise(other, first), None) for other in others), "a parameter would move"
+    mix = best_by_length(steps, moves, lengths)
     print(f"\nDocuments of at most {lengths[-1]:,} tokens: the best strategy of each length")
     for length, share in shares(lengths).items():
         print(f"{length:8} {share:6.1%} of tokens  {mix[length].name}")
-    mixed = mean_seconds(steps, mix)
-    print(f"Mean seconds of a step:\n  {mixed:6.2f}         a strategy for each length")
-    single = [c for c in CHOICES if all((c, n) in steps and steps[c, n].fits for n in lengths)]
-    for choice in sorted(single, key=lambda choice: mean_seconds(steps, dict.fromkeys(lengths, choice))):
-        alone = mean_seconds(steps, dict.fromkeys(lengths, choice))
+    step, moved = mean_seconds(steps, moves, mix)
+    mixed = step + moved
+    print(
+        f"Mean seconds of a step:\n  {mixed:6.2f}         a strategy for each length, {moved:.3f} of it moves"
+    )
+    alike = sum(mean_seconds(steps, moves, best_by_length(steps, moves, lengths, alike=True)))
+    print(f"  {alike:6.2f}  {alike / mixed:4.2f}x  a strategy for each length, none of which moves the state")
+    single = [
+        c
+        for c in dict.fromkeys(c for c, _ in steps)
+        if all((c, n) in steps and steps[c, n].fits for n in lengths)
+    ]
+    means = {choice: mean_seconds(steps, moves, dict.fromkeys(lengths, choice))[0] for choice in single}
+    for choice, alone in sorted(means.items(), key=lambda entry: entry[1])[:SHOWN]:
         print(f"  {alone:6.2f}  {alone / mixed:4.2f}x  {choice.name}, for all lengths")
 
 
-def main() -> None:
-    pairs = [(choice, length) for choice, lengths in CHOICES.items() for length in lengths]
+def simulated(
+    pairs: Sequence[tuple[Choice, int]], pool: ProcessPoolExecutor
+) -> dict[tuple[Choice, int], Step]:
+    """Simulate steps, and print each."""
     steps: dict[tuple[Choice, int], Step] = {}
-    with ProcessPoolExecutor(max_workers=3) as pool:
-        for pair, step in zip(pairs, pool.map(planned, *zip(*pairs, strict=True)), strict=True):
-            steps[pair] = step
-            fits = "" if step.fits else ", does not fit"
-            numbers = f"{step.seconds:6.2f} s, {step.exposed:4.0%} exposed, {step.peak:4.1f} GiB{fits}"
-            print(f"{pair[1]:8}  {pair[0].name:64} {numbers}", flush=True)
+    choices, lengths = [choice for choice, _ in pairs], [length for _, length in pairs]
+    for pair, step in zip(pairs, pool.map(planned, choices, lengths), strict=True):
+        steps[pair] = step
+        fits = "" if step.fits else ", does not fit"
+        numbers = f"{step.seconds:6.2f} s, {step.exposed:4.0%} exposed, {step.peak:5.1f} GiB{fits}"
+        print(f"{pair[1]:8}  {pair[0].name:66} {numbers}", flush=True)
+    return steps
+
+
+def main() -> None:
+    limit = load_cluster(CLUSTER).memory / 2**30
+    with ProcessPoolExecutor(max_workers=2) as pool:
+        steps = simulated([(choice, LENGTHS[-1]) for choice in for_longest()], pool)
+        roomy = [choice for (choice, _), step in steps.items() if step.peak < limit * 2 / 3]
+        steps |= simulated([(replace(choice, recompute=False), LENGTHS[-1]) for choice in roomy], pool)
+        single = [choice for (choice, _), step in steps.items() if step.fits]
+        pairs = [(choice, length) for choice in single for length in LENGTHS[:-1]]
+        pairs += [(choice, n) for choice, last in SHORT.items() for n in LENGTHS if n <= last]
+        steps |= simulated(pairs, pool)
+    moves = moves_of(steps)
     for longest in (3, 4):
-        show(steps, LENGTHS[:longest])
+        show(steps, moves, LENGTHS[:longest])
 
 
 if __name__ == "__main__":

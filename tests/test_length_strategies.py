@@ -1,7 +1,7 @@
 """A job with a strategy for each length of batches: its programs train the same parameters, step by step."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +84,16 @@ def job(data: Sequence[Batch], zero: int = 3, **options: Any) -> piper.Job:  # n
     return piper.Job(model=Net, loss=loss, data=lambda: data, precision="fp64", steps=len(data), **given)
 
 
-def plain(data: Sequence[Batch]) -> tuple[list[float], nn.Module]:
+def plain(
+    data: Sequence[Batch], make: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = adamw
+) -> tuple[list[float], nn.Module]:
     """Train in plain PyTorch on whole batches, with the same optimizer and clipping."""
     torch.manual_seed(0)
     model = Net().double()
-    optimizer = adamw(model.parameters())
+    optimizer = make(model.parameters())
     losses: list[float] = []
     for batch in data:
-        optimizer.zero_grad()
+        model.zero_grad()
         total = mean(model, batch)
         total.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -110,7 +112,7 @@ def compare(program: Program, data: Sequence[Batch], on: str = "inline") -> None
         losses = [run.step(batch).loss for batch in data]
         state = run.state_dict()
         evaluated = [run.evaluate([rows(*size, 99)]).loss for size in ((1, 16), (3, 4), (1, 3))]
-    wanted, model = plain(data)
+    wanted, model = plain(data, program.job.optimizer)
     assert losses == pytest.approx(wanted, abs=1e-9, rel=0)
     for name, value in model.state_dict().items():
         assert (value - state[name]).abs().max() < 1e-9, name
@@ -192,8 +194,18 @@ def test_check_compares_every_strategy() -> None:
 @pytest.mark.parametrize(
     ("strategies", "what"),
     [
-        ({4: replicas(3), 16: replicas(2)}, "hold words.weight differently"),
-        ({4: replicas(1), 16: [piper.replicate(at(), range(2), zero=1)]}, "hold words.weight differently"),
+        (
+            {4: replicas(1), 16: [piper.replicate(at(), range(2), zero=1)]},
+            "hold parameters on other devices differently",
+        ),
+        (
+            {4: replicas(0), 16: [*replicas(3), piper.offload(at(), what="optimizer")]},
+            "in memory of the host, which cannot move, differently",
+        ),
+        (
+            {4: [*replicas(3), piper.protect(at())], 16: [*replicas(2), piper.protect(at())]},
+            "hold the copies of the state of device 0 differently",
+        ),
         (
             {4: replicas(0), 16: [*replicas(0), piper.offload(at(), what="optimizer")]},
             "on device 0 differently",

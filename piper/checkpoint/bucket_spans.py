@@ -1,12 +1,13 @@
 """Maps a device's flat buckets to full, flattened parameters."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 
 from piper.ir.sharding import FlatRuns, flat_runs
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plan, Plans
-from piper.plan.updates import BucketUpdate
+from piper.plan.updates import BucketUpdate, Piece
 
 
 def spans(bucket: Bucket | BucketUpdate, device: int, low: int, high: int) -> dict[str, list[FlatRuns]]:
@@ -18,14 +19,22 @@ def spans(bucket: Bucket | BucketUpdate, device: int, low: int, high: int) -> di
     position = bucket.devices.index(device)
     by_name: dict[str, list[FlatRuns]] = {}
     for piece, _, _ in bucket.pieces_in(low, high):
-        mine = [
-            cut
-            for runs in flat_runs(piece.shape, piece.shardings, position)
-            for cut in within(piece.offset + runs.here, runs, low, high)
-        ]
-        if mine:
-            by_name.setdefault(piece.name, []).extend(sorted(mine, key=lambda runs: runs.here))
+        if mine := piece_runs(piece, position, low, high):
+            by_name.setdefault(piece.name, []).extend(mine)
     return by_name
+
+
+def piece_runs(piece: Piece, position: int, low: int, high: int) -> list[FlatRuns]:
+    """Return the runs of one piece between two elements of its bucket, as `spans` does.
+
+    position: of the device among those of the bucket.
+    """
+    runs = [
+        cut
+        for runs in flat_runs(piece.shape, piece.shardings, position)
+        for cut in within(piece.offset + runs.here, runs, low, high)
+    ]
+    return sorted(runs, key=lambda runs: runs.here)
 
 
 def within(at: int, runs: FlatRuns, low: int, high: int) -> Iterator[FlatRuns]:
@@ -54,6 +63,61 @@ def within(at: int, runs: FlatRuns, low: int, high: int) -> Iterator[FlatRuns]:
         if 0 <= run < runs.count and cut[0] < cut[1]:
             there = runs.there + run * runs.there_step + cut[0] - begin
             yield FlatRuns(here=cut[0], there=there, length=cut[1] - cut[0])
+
+
+def common_runs(one: FlatRuns, other: FlatRuns) -> Iterator[FlatRuns]:
+    """Yield the elements of a tensor that two devices or files have, by `there`.
+
+    What is yielded lies `here` where the first one has it, and `there` where the second one does.
+    """
+    if one.count > 1 and other.count > 1 and one.there_step != other.there_step:
+        if one.count > other.count:
+            yield from (turned(runs) for runs in common_runs(other, one))
+        else:
+            for single in each_run(one):
+                yield from common_runs(single, other)
+    elif one.count > 1 and other.count > 1:
+        yield from common_at_one_distance(one, other)
+    elif one.count > 1:
+        yield from (turned(runs) for runs in common_runs(other, one))
+    else:  # one run: those of the other that lie in it
+        inside = within(other.there, turned(other), one.there, one.there + one.length)
+        for runs in inside:
+            yield replace(runs, here=one.here + runs.here - one.there)
+
+
+def common_at_one_distance(one: FlatRuns, other: FlatRuns) -> Iterator[FlatRuns]:
+    """Yield the common elements of two sets of runs, where both lie at the same distance in the tensor."""
+    step, ahead = one.there_step, one.there - other.there
+    first, last = (ahead - other.length) // step + 1, -(-(ahead + one.length) // step) - 1
+    for shift in range(first, last + 1):  # run n of the first meets run n + shift of the second
+        begin = other.there + shift * step
+        low, high = max(one.there, begin), min(one.there + one.length, begin + other.length)
+        start, stop = max(0, -shift), min(one.count, other.count - shift)
+        if start < stop:
+            alone = stop - start == 1
+            yield FlatRuns(
+                here=one.here + start * one.here_step + low - one.there,
+                there=other.here + (start + shift) * other.here_step + low - begin,
+                length=high - low,
+                count=stop - start,
+                here_step=0 if alone else one.here_step,
+                there_step=0 if alone else other.here_step,
+            )
+
+
+def turned(runs: FlatRuns) -> FlatRuns:
+    """Return runs with `here` and `there` exchanged."""
+    return replace(
+        runs, here=runs.there, there=runs.here, here_step=runs.there_step, there_step=runs.here_step
+    )
+
+
+def each_run(runs: FlatRuns) -> Iterator[FlatRuns]:
+    """Yield runs one by one."""
+    for n in range(runs.count):
+        here, there = runs.here + n * runs.here_step, runs.there + n * runs.there_step
+        yield FlatRuns(here=here, there=there, length=runs.length)
 
 
 def length_of(several: Iterable[FlatRuns]) -> int:

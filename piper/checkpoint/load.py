@@ -19,11 +19,9 @@ from piper.checkpoint.read_record import read_record
 from piper.checkpoint.save import RefusedError, buffer_parts, copied, range_of
 from piper.checkpoint.storage import CheckpointReader, TensorRange
 from piper.checkpoint.verified_files import StorageError
-from piper.ir.chunk import CapturedModel
 from piper.ir.sharding import FlatRuns
 from piper.plan.bucket import Bucket
 from piper.plan.updates import BucketUpdate
-from piper.runtime.setup import Initial
 from piper.runtime.worker import Worker
 
 WAYS = ("fused", "foreach", "capturable")  # how an optimizer computes where it runs, not what
@@ -59,18 +57,6 @@ class Values(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.record.values)
-
-
-def blank_values(outline: CapturedModel) -> Initial:
-    """Return values of the right shape that take no memory, for a worker that is about to load others."""
-    known = {value.name: (value.shape, value.dtype) for value in outline.parameters}
-    known |= {value.name: (value.shape, value.dtype) for value in outline.buffers}
-
-    def blank(name: str) -> Tensor:
-        shape, dtype = known[name]
-        return torch.zeros((), dtype=dtype_named(dtype)).expand(shape)
-
-    return blank
 
 
 def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], object]]:

@@ -17,6 +17,7 @@ import numpy as np
 from piper.checkpoint.json_state import Plain, dtype_named
 from piper.checkpoint.verified_files import BLOCK, DIGEST, FileRecord, digest_of
 from piper.errors import ConfigError
+from piper.ir.sharding import FlatRuns
 from piper.version import VERSION as PIPER
 
 FILE = "checkpoint.json"
@@ -91,6 +92,19 @@ class SavedPiece:
     def starts(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         """Return where each run begins in the tensor."""
         return self.offset + np.arange(self.count, dtype=np.int64) * self.stride
+
+    @property
+    def runs(self) -> FlatRuns:
+        """Return its runs, `here` in the file and `there` in the tensor."""
+        several = self.count > 1
+        return FlatRuns(
+            here=0,
+            there=self.offset,
+            length=self.length,
+            count=self.count,
+            here_step=self.length if several else 0,
+            there_step=self.stride if several else 0,
+        )
 
     def as_list(self) -> list[int | str]:
         """Return the piece as a record writes it."""

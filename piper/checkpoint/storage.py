@@ -12,17 +12,16 @@ from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from piper.checkpoint.bucket_spans import common_runs
 from piper.checkpoint.json_state import dtype_named
 from piper.checkpoint.metadata import SUFFIX, Record, SavedPiece, Stored
 from piper.checkpoint.read_record import covered
 from piper.checkpoint.verified_files import BlockReader, FileRecord, StorageError, write_blocks
 from piper.ir.sharding import FlatRuns
 
-Numbers = np.ndarray[tuple[int], np.dtype[np.int64]]
 CHUNK = 2**26  # bytes of a file that are in memory at a time where runs are picked out of them
 ALIGNED = 8  # bytes: where the data of a safetensors file begins
 LONGEST = 2**30  # the largest header that is read, in bytes
@@ -178,53 +177,8 @@ def overlaps(stored: SavedPiece, wanted: SavedPiece) -> Iterator[FlatRuns]:
 
     Places count the elements of a piece as they lie end to end. Runs at equal distances come together.
     """
-    if not stored.elements or not wanted.elements:
-        return
-    if stored.count == wanted.count == 1:  # most pieces are one run, and arrays take ten times as long
-        begin = max(stored.offset, wanted.offset)
-        end = min(stored.offset + stored.length, wanted.offset + wanted.length)
-        if begin < end:
-            yield FlatRuns(here=begin - stored.offset, there=begin - wanted.offset, length=end - begin)
-        return
-    have, want = stored.starts(), wanted.starts()
-    if have[-1] + stored.length <= want[0] or want[-1] + wanted.length <= have[0]:
-        return
-    low = np.searchsorted(have + stored.length, want, side="right")  # the first stored run that ends later
-    high = np.searchsorted(have, want + wanted.length, side="left")
-    met = np.maximum(high - low, 0)  # stored runs that each wanted run meets
-    total = int(met.sum())
-    if not total:
-        return
-    theirs = np.repeat(np.arange(wanted.count), met)
-    ours = np.arange(total) - np.repeat(np.cumsum(met) - met, met) + np.repeat(low, met)
-    begin = np.maximum(have[ours], want[theirs])
-    lengths = np.minimum(have[ours] + stored.length, want[theirs] + wanted.length) - begin
-    sources = ours * stored.length + begin - have[ours]
-    targets = theirs * wanted.length + begin - want[theirs]
-    yield from together(sources, targets, lengths)
-
-
-def together(sources: Numbers, targets: Numbers, lengths: Numbers) -> Iterator[FlatRuns]:
-    """Yield runs, with those of one length at equal distances in both pieces as one."""
-    steps = np.stack([np.diff(sources), np.diff(targets)])
-    turns = np.flatnonzero((np.diff(steps) != 0).any(axis=0)) + 1  # runs after which a step differs
-    breaks = np.flatnonzero(np.diff(lengths) != 0) + 1  # runs that have another length than the one before
-    first, count = 0, len(sources)
-    while first < count:
-        later = breaks[np.searchsorted(breaks, first, side="right") :]
-        last = int(later[0]) if len(later) else count
-        turning = turns[np.searchsorted(turns, first, side="right") :]
-        last = min(last, int(turning[0]) + 1) if len(turning) else last
-        several = last - first > 1
-        yield FlatRuns(
-            here=int(sources[first]),
-            there=int(targets[first]),
-            length=int(lengths[first]),
-            count=last - first,
-            here_step=int(steps[0, first]) if several else 0,
-            there_step=int(steps[1, first]) if several else 0,
-        )
-        first = last
+    if stored.elements and wanted.elements:
+        yield from common_runs(stored.runs, wanted.runs)
 
 
 class CheckpointReader:

@@ -20,7 +20,7 @@ from piper.capture.trace.trace import Traced
 from piper.compiler.locate_errors import locate_errors
 from piper.compiler.optimizer_facts import OptimizerFacts, facts_of_optimizer
 from piper.compiler.requests import requests_of
-from piper.compiler.shared_state import check_same_layout, check_same_state, reads_state_of
+from piper.compiler.shared_state import buckets_beside, check_same_state, reads_state_of
 from piper.compiler.slices import (
     capture_slices,
     check_sums,
@@ -228,9 +228,8 @@ def build(
             buckets = share_buckets(graph, trained.work.buckets)
             facts = OptimizerFacts(state_bytes=trained.work.settings.state_bytes)
         elif first is not None:
-            own, settings = make_buckets(graph), first.work.settings
-            check_same_layout(first, job, graph, own, batch)
-            buckets = share_buckets(graph, first.work.buckets, own)
+            settings = first.work.settings
+            buckets = buckets_beside(first, job, graph, make_buckets(graph), batch)
             facts = OptimizerFacts(state_bytes=settings.state_bytes, whole=settings.whole)
         else:
             buckets = make_buckets(graph)

@@ -3,13 +3,15 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from piper.checkpoint.moves import moves_between
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import CapturedModel, Parameter
 from piper.ir.devices import show
 from piper.ir.graph import Graph
 from piper.job import Batch, Job, limit_of
 from piper.lower.buckets import ProgramBuckets
-from piper.lower.shared_buckets import held_otherwise
+from piper.lower.shared_buckets import held_otherwise, share_buckets
+from piper.lower.whole_parameters import with_whole_parameters
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plan, Slot
 from piper.runtime.uneven import COUNTS
@@ -83,24 +85,49 @@ def layout_of(parameter: Parameter) -> object:
     return parameter.shape, parameter.dtype, placements
 
 
-def check_same_layout(program: "Program", job: Job, graph: Graph, own: ProgramBuckets, batch: Batch) -> None:
-    """Refuse a graph whose parameters do not lie as those of the first program; `own`: its buckets."""
+def buckets_beside(
+    program: "Program", job: Job, graph: Graph, own: ProgramBuckets, batch: Batch
+) -> ProgramBuckets:
+    """Return the buckets of another program that trains the parameters of a first one.
+
+    They lie as those of one that is known, if any does. Otherwise they are its own, and the state moves.
+    own: the buckets that it would have alone.
+    """
     here, there = program.outline.reached, graph.outline.reached
     if apart := sorted(here ^ there):
         raise another_model(batch, "parameters", f"{apart[0]} is trained only for one of them")
     same_strategy = limit_of(program.job) == limit_of(job)
     if not same_strategy and graph.averaging is not None:
         raise other_layout(program.job, job, "groups that train apart", ("one strategy", "another one"))
+    for known in (program, *program.shapes.values()):
+        if next(held_otherwise(own.read, known.work.buckets), None) is None:
+            return share_buckets(graph, known.work.buckets, own)
     for name, its, ours in held_otherwise(own.read, program.work.buckets):
         if same_strategy or ours is None or its is None:
             which = "lies otherwise" if ours and its else "is used only"
             raise another_model(batch, "parameters", f"{name} {which} for one of them")
-        raise other_layout(program.job, job, name, (described(ours), described(its)))
+        if not movable(ours, its):
+            raise other_layout(program.job, job, name, (described(ours), described(its)))
+    return with_whole_parameters(own) if program.work.settings.whole else own
+
+
+def movable(before: Bucket, after: Bucket) -> bool:
+    """Return whether a parameter can move between two buckets: it has the same types, and no clones."""
+    kinds = [(bucket.dtype, bucket.trainable, bucket.clones) for bucket in (before, after)]
+    return kinds[0] == kinds[1] and not before.clones
 
 
 def check_same_state(program: "Program", other: "Program", batch: Batch) -> None:
     """Refuse a program that needs other buffers than the first one, or keeps state elsewhere, on a device."""
     written = {name for chunk in other.outline.chunks for name in chunk.mutated}
+    moves = not other.plans.lie_in(program.plans)
+    if moves and program.plans.devices != other.plans.devices:
+        sets = (show(program.plans.devices), show(other.plans.devices))
+        raise other_layout(program.job, other.job, "parameters on other devices", sets)
+    if moves:
+        for known in (program, *program.shapes.values()):  # proven both ways
+            moves_between(known.plans.buckets, other.plans.buckets)
+            moves_between(other.plans.buckets, known.plans.buckets)
     for device in other.plans.devices:
         ours, its = program.plans.of(device), other.plans.of(device)
         missing = its.buffers.keys() - ours.buffers.keys()
@@ -108,9 +135,13 @@ def check_same_state(program: "Program", other: "Program", batch: Batch) -> None
             raise another_model(batch, "buffers", f"{min(missing & written)} is written only for one of them")
         for slot in its.residents.keys() & ours.residents.keys():
             held, needed = (where_it_lies(plan.residents[slot]) for plan in (ours, its))
-            if slot.kind in ("param", "state", "buffer") and held != needed:
+            if slot.kind in (("buffer",) if moves else ("param", "state", "buffer")) and held != needed:
                 raise other_layout(program.job, other.job, f"{slot.owner} on device {device}", (held, needed))
-        if copied(ours) != copied(its):
+        away = [sum(one.host for one in plan.residents.values()) for plan in (ours, its)]
+        if moves and any(away):
+            what = f"the state of device {device} in memory of the host, which cannot move,"
+            raise other_layout(program.job, other.job, what, (f"{away[0]} bytes", f"{away[1]} bytes"))
+        if copied(ours) != copied(its) or (moves and copied(ours)):
             what = f"the copies of the state of device {device}"
             raise other_layout(program.job, other.job, what, (str(copied(ours)), str(copied(its))))
 
@@ -139,8 +170,8 @@ def other_layout(first: Job, job: Job, what: str, held: tuple[str, str]) -> Sche
         f"the strategies for two lengths hold {what} differently",
         by="strategy",
         facts={f"up to {limit_of(each)}": how for each, how in zip((first, job), held, strict=True)},
-        hint="let all strategies of a job have the same devices, stages, zero=, within= and weights=; "
-        "they may slice batches differently: samples by replicate, positions by shard(axis=, batch=)",
+        hint="let all strategies of a job have the same devices, types of parameters, buffers and copies of "
+        "the state; they may shard parameters and slice batches differently",
     )
 
 

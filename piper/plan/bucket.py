@@ -220,6 +220,17 @@ class Bucket(FlatShards):
         return len(self.inside[0]), self.experts, self.clones
 
     @property
+    def _memory(self) -> object:
+        """Return all that says what each device has of it, and nothing of what a program does with it."""
+        groups = (self.devices, self.groups, self.inside, self.across, self.slices)
+        types = (self.dtype, self.reduced_as, self.gathered_as)
+        return groups, types, self.zero, self.bounds, self.clones, self.pieces
+
+    def lies_as(self, other: "Bucket") -> bool:
+        """Return whether a bucket of another program has the same parameters in the same memory."""
+        return self._memory == other._memory
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of the whole bucket, as a device holds it when gathered."""
         return self.elements("whole") * self.itemsize

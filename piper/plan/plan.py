@@ -144,6 +144,11 @@ class Plans:
         """Return the buckets that a device holds."""
         return [bucket for bucket in self.buckets.values() if device in bucket.devices]
 
+    def lie_in(self, other: "Plans") -> bool:
+        """Return whether all buckets lie in the memory of those that other plans have."""
+        theirs = other.buckets
+        return all(name in theirs and bucket.lies_as(theirs[name]) for name, bucket in self.buckets.items())
+
     def place_in_group(self, device: int) -> tuple[int, int]:
         """Return which of the groups that train apart a device is in, and its counterpart in the first."""
         if self.averaging is None:

@@ -354,7 +354,7 @@ class Run(ForwardOnly, MovesExperts):
     @asking
     def gradients(self) -> dict[str, Tensor]:
         """Return the last step's gradients in full, before clipping; `keep_gradients` must be on."""
-        buckets = [*self.program.plans.buckets.values()]
+        buckets = [*self.session.last.program.plans.buckets.values()]
         owned = by_bucket(self.session.ask(WorkerAnswers.gradients, holders(buckets)))
         given = {place: value for place, value in owned.items() if value is not None}
         with_gradients = [

@@ -50,6 +50,8 @@ from piper.workers.results import (
 
 A = TypeVar("A")
 R = TypeVar("R")
+AT_HOME = ("save", "load", "adopt", "protect", "restore", "owned", "optimizer_state")
+# ^ calls about the state as the first program holds it
 MANY = 8  # shapes after which a message says how to need fewer
 log = logging.getLogger("piper")
 
@@ -73,12 +75,17 @@ class Session(SavedWorkers):
         self.first = Prepared(number=0, program=self.program, slicer=BatchSlicer(self.plans), buffers={})
         # by whether it trains, or what it predicts, and by shape
         self.prepared: dict[tuple[bool | Forward, Shapes], Prepared] = {}
+        self.last = self.first  # the program of the last step
+        self.moves = False  # workers have a program that holds the state in another layout than the first
         self.preparations = 0  # how many programs workers have been given since they were started
         self.rows: dict[str, tuple[int, ...]] = {}  # of each expert in the last step, by regions with clones
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step, if known
         self.open = True
 
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
+        if self.moves and call.__name__ in AT_HOME:
+            everyone = dict.fromkeys(self.devices)
+            self._guarded(lambda: self.group.ask(WorkerAnswers.come_home, everyone))
         return self._guarded(lambda: self.group.ask(call, arguments))
 
     def _guarded(self, act: Callable[[], R]) -> R:
@@ -102,6 +109,7 @@ class Session(SavedWorkers):
         rows, first = as_run(self.program, batch, self.wanted)
         ready = self.first if first else self._prepared(rows, trains=True, given=batch)
         answers = self._run(WorkerAnswers.step, ready, rows, tables)
+        self.last = ready
         self.busy = {device: sums.busy for device, sums in answers.items()}
         self.poll()
         plans = ready.program.plans
@@ -162,16 +170,29 @@ class Session(SavedWorkers):
             return known
         if known is not None:
             program = known.program
+        elif trains:
+            program = self._shaped(batch, given or batch)
         else:
-            like = with_strategy_for(self.program, batch) or self.program
-            program = self._shaped(batch, given or batch) if trains else like.evaluation(batch, forward)
+            program = self._trained_like(batch).evaluation(batch, forward)
+        self.prepared[key] = self._prepare(program, trains=trains)
+        return self.prepared[key]
+
+    def _prepare(self, program: ProgramLike, *, trains: bool) -> Prepared:
+        """Give workers a program, with the values of buffers that they do not hold."""
         buffers, setup = self._unheld(program), setup_of(program)
         self.preparations += 1
         number = self.preparations
         self._guarded(lambda: self.group.prepare(number, setup, buffers, trains=trains))
-        ready = Prepared(number=number, program=program, slicer=BatchSlicer(program.plans), buffers=buffers)
-        self.prepared[key] = ready
-        return ready
+        self.moves = self.moves or not program.plans.lie_in(self.plans)
+        return Prepared(number=number, program=program, slicer=BatchSlicer(program.plans), buffers=buffers)
+
+    def _trained_like(self, batch: Batch) -> ProgramLike:
+        """Return the program whose parameters one for batches like `batch` evaluates. Workers have it."""
+        program = with_strategy_for(self.program, batch) or self.program
+        for shapes, one in self.program.shapes.items():
+            if one is program and (True, shapes) not in self.prepared:
+                self.prepared[True, shapes] = self._prepare(program, trains=True)
+        return program
 
     def _shaped(self, batch: Batch, given: Batch) -> ProgramLike:
         """Return the program that trains on batches of these shapes. Say so if it has to be compiled."""

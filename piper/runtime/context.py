@@ -93,7 +93,11 @@ class Env:
         dice: Dice | None = None,
         state: DeviceState | None = None,
     ) -> None:
-        """Fill the slots that outlive a step. state: of the program that trains what this one only reads."""
+        """Fill the slots that outlive a step.
+
+        state: of another program, or one that lies beside it, so that buffers are taken over from there.
+        """
+        self.lent = {} if state is None else state.buffers
         self.setup, self.device, self.comms = setup, device, comms
         self.plan: Plan = setup.plans.of(device)
         self.state = DeviceState(setup, device, initial) if state is None else state
@@ -128,7 +132,7 @@ class Env:
                 spec = self.chunks[loss.chunk].outputs[loss.index]
                 dtype = getattr(torch, spec.dtype)
                 return torch.full(spec.shape, self.setup.plans.seed, dtype=dtype, device=self.setup.device)
-            case "buffer" if self.state.setup is not self.setup and slot.owner in self.state.buffers:
+            case "buffer" if slot.owner in self.lent:
                 return None  # it is taken over from the training worker before each run
             case "buffer":
                 held = self.plan.residents[slot]

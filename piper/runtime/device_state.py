@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from piper.plan.bucket import Bucket
+from piper.plan.plan import Slot
 from piper.runtime.accelerator import is_accelerator, runs_triton
 from piper.runtime.bucket_layout import Flat, Layout, TrainedPieces
 from piper.runtime.host_state import HostMemory, HostState
@@ -76,16 +77,26 @@ class BucketState:
 class DeviceState:
     """Everything a device keeps from step to step."""
 
-    def __init__(self, setup: Setup, device: int, initial: Initial) -> None:
+    def __init__(
+        self, setup: Setup, device: int, initial: Initial, beside: "Sequence[DeviceState]" = ()
+    ) -> None:
+        """Fill the state. beside: those of the same device in other layouts, with which it shares memory."""
         self.setup, self.device = setup, device
-        self.buffers = setup.plans.of(device).buffers
+        self.buffers: Mapping[str, Slot] = beside[0].buffers if beside else setup.plans.of(device).buffers
         residents = setup.plans.of(device).residents.items()
         offloaded = {slot.owner for slot, held in residents if slot.kind == "state" and held.host}
         memory = HostMemory()
-        self.holdings = {
-            bucket.name: BucketState(
-                bucket, device, initial, setup, memory if bucket.name in offloaded else None
-            )
+        shared = {
+            bucket.name: (state, name)
+            for bucket in setup.plans.buckets_on(device)
+            for state in beside
+            for name, holding in state.holdings.items()
+            if bucket.lies_as(holding.bucket)
+        }
+        self.holdings: dict[str, BucketState] = {
+            bucket.name: shared[bucket.name][0].holdings[shared[bucket.name][1]]
+            if bucket.name in shared
+            else BucketState(bucket, device, initial, setup, memory if bucket.name in offloaded else None)
             for bucket in setup.plans.buckets_on(device)
         }
         self.reached = setup.outline.reached
@@ -97,7 +108,10 @@ class DeviceState:
         # ^ what an optimizer kept for frozen parameters, by bucket and name, as a checkpoint had it
         self.segments: dict[str, list[tuple[str, Tensor]]] = {}
         for name, holding in self.holdings.items():
-            if holding.bucket.trainable:
+            if name in shared:
+                state, there = shared[name]
+                self.segments |= {name: state.segments[there]} if there in state.segments else {}
+            elif holding.bucket.trainable:
                 # Leaves of their own over the same memory: what computes need not know of gradients.
                 self.segments[name] = [
                     (piece, tensor.detach().requires_grad_())
@@ -177,6 +191,22 @@ class DeviceState:
             updated = [tensor for tensor, _ in portion if tensor in self.copies]
             if updated:
                 torch._foreach_copy_([self.copies[tensor] for tensor in updated], updated)
+
+    def hold(self, wanted: bool, but: "DeviceState") -> None:
+        """Take memory for what this state has, or give it back, but for what another one has in common."""
+        common = {id(holding) for holding in but.holdings.values()}
+        for holding in self.holdings.values():
+            for tensor in (holding.flat, holding.master) if id(holding) not in common else ():
+                if tensor is not None:  # what refers to it stays as it is
+                    tensor.untyped_storage().resize_(tensor.nbytes if wanted else 0)
+                    tensor.detach().zero_() if wanted else None
+
+    def take_options(self, other: "DeviceState") -> None:
+        """Take the options of another state's optimizer, which has the same groups."""
+        if self is other or self.optimizer is None or other.optimizer is None:
+            return
+        for mine, its in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=True):
+            mine |= {key: value for key, value in its.items() if key not in ("params", "param_names")}
 
     def bring(self, bucket: str, empty: Callable[[int], Tensor]) -> list[Tensor]:
         """Copy a bucket's state from the host to the device. empty: allocates bytes there."""

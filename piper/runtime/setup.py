@@ -124,3 +124,15 @@ def initial_tensors(program: ProgramLike) -> dict[str, Tensor]:
     log.debug("Drawing initial values")
     model = build_model(program.job, drawing_device(program))
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def blank_values(outline: CapturedModel) -> Initial:
+    """Return values of the right shape that take no memory, for a worker that is about to load others."""
+    known = {value.name: (value.shape, value.dtype) for value in outline.parameters}
+    known |= {value.name: (value.shape, value.dtype) for value in outline.buffers}
+
+    def blank(name: str) -> Tensor:
+        shape, dtype = known[name]
+        return torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
+
+    return blank

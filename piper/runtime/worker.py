@@ -24,7 +24,7 @@ from piper.runtime.expert_exchange import TABLES, tables_of_field
 from piper.runtime.gradients import may_overflow, total_length
 from piper.runtime.kernels import KERNELS
 from piper.runtime.predictions import PredictionRecorder, predicts
-from piper.runtime.setup import Initial, Setup
+from piper.runtime.setup import Initial, Setup, blank_values
 from piper.runtime.stream_executor import Show, StreamExecutor
 
 
@@ -108,6 +108,7 @@ class Worker:
         )
         self.others: dict[int, Worker] = {}  # by the numbers of their programs
         self.latest = self  # the one that ran the last step
+        self.holder = self.env.state  # the layout in which the state is
         self.executor = self._executor(bound, options, on_failure)
 
     def _executor(
@@ -158,9 +159,12 @@ class Worker:
     def step(self, batch: Mapping[str, BatchField], number: int = 0) -> Sums:
         """Train on one global batch, of which this device takes its rows, with the program of a number."""
         self.latest = self.others[number] if number else self
+        assert self.latest.env.state is self.holder, "the state has moved there before"
         if self.latest is not self:
             self._lend_buffers(self.latest)
+        self.holder.take_options(self.env.state)
         sums = self.latest.run(batch)
+        self.env.state.take_options(self.holder)
         if self.latest is not self:
             self._take_buffers(self.latest)
         self.env.step += 1
@@ -230,13 +234,21 @@ class Worker:
         """Bind the plan of another program, which uses this worker's parameters, optimizer and buffers.
 
         initial: the values of buffers that this worker's own plan does not hold. trains: whether it trains,
-        on batches of other sizes. Otherwise it evaluates.
+        on batches of other sizes. Otherwise it evaluates. Where its strategy holds parameters in another
+        layout, it has a state of its own, which is empty until the worker's state moves there.
         """
         options = Options(
             streams=self.options.streams, timeout=self.options.timeout, threads=self.options.threads
         )
         if trains:  # one graph is enough: each keeps memory of its own
             options = replace(self.options, profile=0, graphs=False)
+        states = [self.env.state, *dict.fromkeys(other.env.state for other in self.others.values())]
+        state = next((one for one in states if setup.plans.lie_in(one.setup.plans)), None)
+        if state is None:
+            assert trains, "the program whose parameters are evaluated comes first"
+            state = DeviceState(setup, self.device, blank_values(setup.outline), states)
+            state.keep_gradients = options.keep_gradients
+            state.hold(False, but=self.holder)
         self.others[number] = Worker(
             setup,
             self.device,
@@ -248,7 +260,7 @@ class Worker:
             self.watch,
             self.show,
             self.kernels,
-            self.env.state,
+            state,
         )
         if trains:
             self.others[number].env.vault = self.env.vault
@@ -286,7 +298,7 @@ class Worker:
 
     def gradient(self, bucket: str) -> Tensor | None:
         """Return the last gradient of this device's share of a bucket, before clipping. None: it has none."""
-        return self.env.state.gradients.get(bucket)
+        return self.latest.env.state.gradients.get(bucket)
 
     def buffer(self, name: str) -> Tensor | None:
         """Return a buffer. None: this device does not use it."""

@@ -6,6 +6,7 @@ from time import monotonic
 from torch import Tensor
 
 from piper.checkpoint.background import BackgroundSaver
+from piper.checkpoint.move_state import move_state
 from piper.ir.ids import Tags
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import DeviceProfile
@@ -28,10 +29,12 @@ class WorkerAnswers(BackgroundSaver):
     def step(self, given: ProgramBatch) -> Sums:
         """Train on this device's rows of a batch."""
         number, fields = given
+        move_state(self.worker, number)
         return self.worker.step(fields, number)
 
     def evaluate(self, given: ProgramBatch) -> Sums:
         """Evaluate on this device's rows of a batch."""
+        move_state(self.worker, given[0])
         return self.worker.evaluate(*given)
 
     def predictions(self, number: int) -> dict[Tags, Tensor]:
@@ -39,9 +42,14 @@ class WorkerAnswers(BackgroundSaver):
         recorder = self.worker.others[number].predictions
         return {} if recorder is None else recorder.take()
 
+    def come_home(self, _: object = None) -> None:
+        """Hold the state as the first program does. All devices do so at once."""
+        move_state(self.worker, 0)
+
     def protect(self, _: object = None) -> None:
         """Copy the state into memory that outlives this worker."""
         assert self.versions is not None
+        self.come_home()
         self.versions.write()
 
     def restore(self, step: int) -> None:

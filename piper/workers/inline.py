@@ -9,14 +9,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from piper.checkpoint.load import blank_values
 from piper.errors import WorkerError
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.comm.base import speaks_in
 from piper.runtime.comm.inline import World
 from piper.runtime.context import Dice
 from piper.runtime.debug.profiler import ClockOffset
-from piper.runtime.setup import ProgramLike, Setup, initial_tensors, setup_of
+from piper.runtime.setup import ProgramLike, Setup, blank_values, initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.workers.answers import WorkerAnswers
 from piper.workers.blame import Watcher, blame, private_marks
@@ -26,7 +25,7 @@ from piper.workers.transport.versions import Files, WorkerVersions
 
 A = TypeVar("A")
 R = TypeVar("R")
-TOGETHER = ("step", "evaluate", "protect")  # calls that devices answer in their threads
+TOGETHER = ("step", "evaluate", "protect", "come_home")  # calls that devices answer in their threads
 
 
 class InlineWorkerGroup(WorkerGroup):

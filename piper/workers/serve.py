@@ -19,13 +19,12 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 import piper.experts  # noqa: F401  captured code calls its operators
-from piper.checkpoint.load import blank_values
 from piper.runtime.accelerator import KINDS, accelerators, is_accelerator
 from piper.runtime.comm.base import Comms, speaks_in
 from piper.runtime.comm.gloo import GlooComms, GlooTransport
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.comm.staged import StagedComms
-from piper.runtime.setup import Initial, Setup
+from piper.runtime.setup import Initial, Setup, blank_values
 from piper.runtime.worker import Sums, Worker
 from piper.workers.answers import ProgramBatch, WorkerAnswers
 from piper.workers.blame import Failure, ReportedError, Watcher, failure_of

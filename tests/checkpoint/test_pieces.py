@@ -1,5 +1,6 @@
 """Slices along any dimension are stored as few pieces and read back as slices of any other kind."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -111,24 +112,40 @@ def test_a_sharded_matrix_is_one_piece_on_each_device() -> None:
     assert big[0].lies("f").as_list() == [8, 8, "f", 4096, 16]
 
 
-def test_what_two_pieces_have_in_common() -> None:
-    rows = SavedPiece(offset=0, length=4, file="f", count=3, stride=8)  # 0-3, 8-11, 16-19
-    assert list(overlaps(rows, SavedPiece(offset=0, length=24, file=""))) == [
+PIECES = [
+    SavedPiece(offset=0, length=24, file=""),
+    SavedPiece(offset=3, length=15, file=""),
+    SavedPiece(offset=0, length=4, file="", count=3, stride=8),  # 0-3, 8-11, 16-19
+    SavedPiece(offset=4, length=4, file="", count=2, stride=8),
+    SavedPiece(offset=6, length=5, file="", count=2, stride=8),  # 6-10, 14-18
+    SavedPiece(offset=0, length=2, file="", count=4, stride=4),  # 0-1, 4-5, 8-9, 12-13
+    SavedPiece(offset=1, length=7, file="", count=3, stride=8),
+    SavedPiece(offset=5, length=0, file=""),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), [*itertools.product(PIECES, PIECES)])
+def test_what_two_pieces_have_in_common(one: SavedPiece, other: SavedPiece) -> None:
+    here, there = (
+        [piece.offset + run * piece.stride + i for run in range(piece.count) for i in range(piece.length)]
+        for piece in (one, other)
+    )
+    pairs = [
+        (runs.here + n * runs.here_step + i, runs.there + n * runs.there_step + i)
+        for runs in overlaps(one, other)
+        for n in range(runs.count)
+        for i in range(runs.length)
+    ]
+    assert sorted(pairs) == [(here.index(e), there.index(e)) for e in sorted({*here} & {*there})]
+
+
+def test_runs_at_equal_distances_stay_together() -> None:
+    rows = PIECES[2]
+    assert list(overlaps(rows, PIECES[0])) == [
         FlatRuns(here=0, there=0, length=4, count=3, here_step=4, there_step=8)
     ]
-    assert list(overlaps(rows, SavedPiece(offset=2, length=8, file=""))) == [
-        FlatRuns(here=2, there=0, length=2, count=2, here_step=2, there_step=6)
-    ]
-    assert list(overlaps(rows, SavedPiece(offset=4, length=4, file="", count=2, stride=8))) == []
-    assert list(overlaps(rows, SavedPiece(offset=3, length=15, file=""))) == [
-        FlatRuns(here=3, there=0, length=1),
-        FlatRuns(here=4, there=5, length=4),
-        FlatRuns(here=8, there=13, length=2),
-    ]
-    narrow = SavedPiece(offset=0, length=2, file="f", count=4, stride=4)  # 0-1, 4-5, 8-9, 12-13
-    assert list(overlaps(narrow, SavedPiece(offset=0, length=6, file="", count=2, stride=8))) == [
-        FlatRuns(here=0, there=0, length=2, count=2, here_step=2, there_step=4),
-        FlatRuns(here=4, there=6, length=2, count=2, here_step=2, there_step=4),
+    assert list(overlaps(rows, PIECES[6])) == [
+        FlatRuns(here=1, there=0, length=3, count=3, here_step=4, there_step=7)
     ]
 
 

@@ -1,0 +1,239 @@
+"""A worker's side of moves: it gives others what they need of its state, and takes what it needs of theirs.
+
+See [Note: moves]. What the optimizer keeps is known only when it runs: of each parameter the device with its
+first element says which tensors there are. Those with the shape of the trained tensor move as it does, and
+all others, such as counts of steps, go to every device that trains a part of the parameter.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
+from piper.checkpoint.moves import BucketMove, PieceMove, Transfer, moves_between, placed
+from piper.plan.bucket import Bucket
+from piper.runtime.accelerator import is_accelerator, module
+from piper.runtime.bucket_layout import strided
+from piper.runtime.comm.base import Group
+from piper.runtime.device_state import BucketState, DeviceState
+from piper.runtime.worker import Worker
+
+Kept = Mapping[str, Mapping[str, object]]  # by parameter and key: the type of a tensor that moves, or a value
+
+
+def move_state(worker: Worker, number: int) -> None:
+    """Let a worker hold its state as the program of a number does. All devices of the job do so at once."""
+    then = worker.others[number] if number else worker
+    before, after = worker.holder, then.env.state
+    if before is after:
+        return
+    comm = next(ins.comm for ins in then.env.plan.instrs if ins.op == "total")
+    group = None if comm is None else then.env.comms.group(comm)
+    synchronize(worker)
+    after.hold(True, but=before)
+    Movement(before, after, worker.setup.plans.devices, group).run()
+    synchronize(worker)
+    before.hold(False, but=after)
+    worker.holder = after
+    if after is worker.env.state:
+        worker.renew()
+
+
+def synchronize(worker: Worker) -> None:
+    """Wait until an accelerator has done what it was asked to."""
+    if is_accelerator(worker.setup.device):
+        module(worker.setup.device).synchronize()
+
+
+@dataclass(slots=True)
+class Exchange:
+    """What one device gives to each other one, as bytes, and what it fills with what they give."""
+
+    gives: dict[int, list[Tensor]] = field(default_factory=dict)
+    gets: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def add(
+        self, me: int, transfers: Iterable[Transfer], source: "Stretch | None", target: "Stretch | None"
+    ) -> None:
+        """Let the elements of some transfers move from this device's part of a tensor, or to it."""
+        for one in transfers:
+            for runs in one.runs if me in (one.source, one.target) else ():
+                leaves = enters = None
+                if one.source == me:
+                    assert source is not None, "the proof has looked"
+                    leaves = strided(source.flat, runs, runs.here - source.begin, runs.here_step)
+                if one.target == me:
+                    assert target is not None, "the proof has looked"
+                    enters = strided(target.flat, runs, runs.there - target.begin, runs.there_step)
+                if leaves is not None and enters is not None:
+                    enters.copy_(leaves)
+                elif leaves is not None:
+                    self.gives.setdefault(one.target, []).append(
+                        leaves.contiguous().view(-1).view(torch.uint8)
+                    )
+                elif enters is not None:
+                    self.gets.setdefault(one.source, []).append(enters)
+
+    def swap(self, group: Group, devices: Sequence[int], where: torch.device) -> None:
+        """Give and get it."""
+        empty = torch.empty(0, dtype=torch.uint8, device=where)
+        parts = [torch.cat([empty, *self.gives.get(device, ())]) for device in devices]
+        lengths = [sum(tensor.nbytes for tensor in self.gets.get(device, ())) for device in devices]
+        for device, arrived in zip(devices, group.swap(parts, lengths), strict=True):
+            for tensor in self.gets.get(device, ()):
+                flat, arrived = arrived[: tensor.nbytes], arrived[tensor.nbytes :]
+                tensor.copy_(flat.clone().view(tensor.dtype).view(tensor.shape))  # a clone is aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A device's part of a tensor, and where it begins in the bucket."""
+
+    flat: Tensor
+    begin: int
+
+
+class Movement:
+    """A move of one device's state from one layout to another."""
+
+    def __init__(
+        self, before: DeviceState, after: DeviceState, devices: Sequence[int], group: Group | None
+    ) -> None:
+        self.before, self.after, self.devices, self.group = before, after, devices, group
+        self.me, self.where = before.device, before.setup.device
+        self.leaving = {name: dict(segments) for name, segments in before.segments.items()}
+        self.entering = {name: dict(segments) for name, segments in after.segments.items()}
+
+    def run(self) -> None:
+        """Move parameters and what the optimizer keeps for them, bucket by bucket."""
+        kept = self.kept_anywhere()
+        like = {
+            key for keys in kept.values() for key, value in keys.items() if isinstance(value, torch.dtype)
+        }
+        for move in moves_between(self.before.setup.plans.buckets, self.after.setup.plans.buckets):
+            self.move(move, kept, like)
+        before, after = self.before.optimizer, self.after.optimizer
+        if before is not None and after is not None:
+            trained = {tensor for segments in self.entering.values() for tensor in segments.values()}
+            for tensor in trained & before.state.keys():  # of buckets that both layouts have
+                after.state[tensor] = before.state[tensor]
+        if before is not None:
+            before.state.clear()
+
+    def move(self, move: BucketMove, kept: Kept, like: set[str]) -> None:
+        """Move one bucket."""
+        exchange = Exchange()
+        target = self.after.holdings.get(move.bucket.name)
+        for piece in move.pieces:
+            source = self.before.holdings.get(piece.before.name)
+            exchange.add(self.me, piece.held, computing(source), computing(target))
+            if move.bucket.has_master:
+                exchange.add(self.me, piece.owned, trained(source), trained(target))
+            if piece.owned:
+                self.move_kept(move.bucket, piece, exchange, kept.get(piece.name, {}), like)
+        if self.group is not None:
+            exchange.swap(self.group, self.devices, self.where)
+
+    def move_kept(
+        self, bucket: Bucket, piece: PieceMove, exchange: Exchange, kept: Mapping[str, object], like: set[str]
+    ) -> None:
+        """Move what the optimizer keeps for one parameter."""
+        leaves = self.leaving.get(piece.before.name, {}).get(piece.name)
+        enters = self.entering.get(bucket.name, {}).get(piece.name)
+        for key, value in kept.items():
+            if not isinstance(value, torch.dtype):
+                if enters is not None:
+                    self.keep(enters, key, alone(value, enters, key in like))
+                continue
+            source = target = None
+            if leaves is not None:
+                assert self.before.optimizer is not None
+                given = self.before.optimizer.state[leaves][key]
+                source = Stretch(given.reshape(-1), self.begin(piece.before, piece.name))
+            if enters is not None:
+                made = torch.empty(enters.shape, dtype=value, device=self.where)
+                self.keep(enters, key, made)
+                target = Stretch(made.view(-1), self.begin(bucket, piece.name))
+            exchange.add(self.me, piece.owned, source, target)
+
+    def keep(self, tensor: Tensor, key: str, value: object) -> None:
+        """Let the optimizer keep a value for what it trains."""
+        assert self.after.optimizer is not None
+        self.after.optimizer.state[tensor][key] = value
+
+    def begin(self, bucket: Bucket, name: str) -> int:
+        """Return where this device's trained part of a parameter begins in a bucket."""
+        (piece,) = (piece for piece in bucket.update.pieces if piece.name == name)
+        return max(piece.offset, bucket.update.owned(self.me)[0])
+
+    def kept_anywhere(self) -> Kept:
+        """Return what optimizers keep for each parameter, on this device or others."""
+        text = json.dumps(self.kept_here()).encode()
+        texts = [text]
+        if self.group is not None:
+            mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.where)
+            count = torch.tensor([len(text)], device=self.where)
+            counts = self.group.swap([count] * self.group.size, [1] * self.group.size)
+            given = self.group.swap([mine] * self.group.size, [int(one) for one in counts])
+            texts = [bytes(one.cpu().numpy()) for one in given]
+        return {name: read(keys) for each in texts for name, keys in json.loads(each).items()}
+
+    def kept_here(self) -> dict[str, dict[str, Plain]]:
+        """Return what the optimizer keeps for parameters whose first elements this device trains."""
+        kept: dict[str, dict[str, Plain]] = {}
+        states = {} if self.before.optimizer is None else self.before.optimizer.state
+        for name, segments in self.leaving.items():
+            bucket = self.before.holdings[name].bucket
+            pieces = {piece.name: piece for piece in bucket.update.pieces}
+            for parameter, tensor in segments.items():
+                shares = placed(bucket, pieces[parameter], "owned").shares
+                first = next(devices[0] for devices, runs in shares if min(run.there for run in runs) == 0)
+                if first == self.me and tensor in states:
+                    kept[parameter] = dict(said(parameter, tensor, states[tensor]))
+        return kept
+
+
+def computing(holding: BucketState | None) -> Stretch | None:
+    """Return what a device computes with of a bucket. None: it has none of it."""
+    return None if holding is None else Stretch(holding.flat, holding.layout.held[0])
+
+
+def trained(holding: BucketState | None) -> Stretch | None:
+    """Return what a device trains of a bucket."""
+    if holding is None:
+        return None
+    return Stretch(holding.trained, holding.bucket.update.owned(holding.layout.device)[0])
+
+
+def said(name: str, tensor: Tensor, state: Mapping[str, object]) -> Iterator[tuple[str, Plain]]:
+    """Yield what an optimizer keeps for one tensor, by key: as a type where it moves with the elements."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == tensor.shape:
+            yield key, {"like": str(value.dtype).removeprefix("torch.")}
+        else:
+            on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+            yield key, {"value": encode(value, f"optimizer.{name}.{key}"), "on_device": on_device}
+
+
+def read(keys: Mapping[str, Mapping[str, Plain]]) -> dict[str, object]:
+    """Return what `said` has said: types and values."""
+    return {
+        key: dtype_named(str(one["like"])) if "like" in one else (decode(one["value"]), one["on_device"])
+        for key, one in keys.items()
+    }
+
+
+def alone(value: object, tensor: Tensor, elementwise: bool) -> object:
+    """Return a value that does not move with the elements, as this device's optimizer is to keep it.
+
+    elementwise: it would, if its parameter were not a single number.
+    """
+    kept, on_device = cast("tuple[object, bool]", value)
+    if not isinstance(kept, Tensor):
+        return kept
+    kept = kept.to(tensor.device if on_device else "cpu", copy=True)
+    return kept.view(tensor.shape) if elementwise and kept.numel() == tensor.numel() else kept

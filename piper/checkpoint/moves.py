@@ -1,0 +1,246 @@
+"""Moves of a job's state from the layout of one program to that of another: a plan, priced and proven.
+
+[Note: moves] Programs of one job may hold a parameter differently: sharded by ZeRO or not, sliced over an
+axis or not, in other groups. When a step needs another layout than the last one, each device gets its part
+from the devices that have it. Two extents of a parameter move: what chunks compute with, which is `held`,
+and what the optimizer trains and keeps, which is `owned`. Devices that have the same part are a share. All
+shares of a layout together have every element, and no two of them the same, so each element comes from one
+share, and from the member that is nearest. Buckets that lie alike in both layouts do not move.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import numpy as np
+
+from piper.checkpoint.bucket_spans import common_runs, length_of, piece_runs
+from piper.ir.devices import Devices
+from piper.ir.ids import param_slot
+from piper.ir.sharding import FlatRuns
+from piper.plan.bucket import Bucket
+from piper.plan.instr import Instr
+from piper.plan.ops import OfBucket
+from piper.plan.plan import Comm, Plan, Plans
+from piper.plan.updates import Piece
+
+Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+NONE: Numbers = np.zeros((2, 0), dtype=np.int64)
+ALL = "all"  # the communicator of every device
+KNOWN = 4096  # pairs of placements whose transfers are kept: equal layers have the same
+
+
+@dataclass(frozen=True)
+class PlacedPiece:
+    """A parameter in a bucket, and which elements of the bucket each device has."""
+
+    piece: Piece  # without its name, so that those of equal layers are equal
+    devices: Devices
+    ranges: tuple[tuple[int, int], ...]  # by device
+
+    @cached_property
+    def shares(self) -> tuple[tuple[Devices, tuple[FlatRuns, ...]], ...]:
+        """Return the devices that have the same part of the parameter, and its runs. Parts are not empty."""
+        same: dict[object, list[int]] = {}
+        for position, extent in enumerate(self.ranges):
+            cut = tuple(sharding.index(position) for sharding in self.piece.shardings)
+            same.setdefault((cut, extent), []).append(position)
+        shares = [(positions, self.runs(positions[0])) for positions in same.values()]
+        return tuple((tuple(self.devices[p] for p in places), runs) for places, runs in shares if runs)
+
+    def runs(self, position: int) -> tuple[FlatRuns, ...]:
+        """Return what the device at a position has: `here` in the bucket, `there` in the parameter."""
+        return tuple(piece_runs(self.piece, position, *self.ranges[position]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Elements of a parameter that one device gives another, or keeps where both are the same."""
+
+    source: int
+    target: int
+    runs: tuple[FlatRuns, ...]  # `here` in the bucket that they leave, `there` in the one that they enter
+
+    @property
+    def elements(self) -> int:
+        return length_of(self.runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceMove:
+    """How one parameter gets into a bucket, from the one that has had it."""
+
+    name: str
+    before: Bucket
+    held: tuple[Transfer, ...]
+    owned: tuple[Transfer, ...]  # empty: it is not trained
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketMove:
+    """How the parameters of one bucket get there, with what the optimizer keeps for them."""
+
+    bucket: Bucket
+    pieces: tuple[PieceMove, ...]
+
+
+def moves_between(before: Mapping[str, Bucket], after: Mapping[str, Bucket]) -> list[BucketMove]:
+    """Return how the state moves from some buckets to others, which have the same parameters."""
+    holders: dict[str, tuple[Bucket, Piece]] = {}
+    for bucket in before.values():
+        for piece in bucket.pieces:
+            holders.setdefault(piece.name, (bucket, piece))  # of the copies of a tied one, the first
+    return [
+        BucketMove(bucket=bucket, pieces=tuple(piece_moves(bucket, holders)))
+        for bucket in after.values()
+        if not any(bucket.lies_as(other) for other in before.values())
+    ]
+
+
+def piece_moves(bucket: Bucket, holders: Mapping[str, tuple[Bucket, Piece]]) -> Iterator[PieceMove]:
+    """Yield how each parameter gets into a bucket. holders: where each was, by name."""
+    whole = {piece.name: piece for piece in bucket.update.pieces}
+    for piece in bucket.pieces:
+        old, old_piece = holders[piece.name]
+        owned: tuple[Transfer, ...] = ()
+        if bucket.trainable:
+            (trained,) = (each for each in old.update.pieces if each.name == piece.name)
+            owned = transfers(placed(old, trained, "owned"), placed(bucket, whole[piece.name], "owned"))
+        held = transfers(placed(old, old_piece, "held"), placed(bucket, piece, "held"))
+        yield PieceMove(name=piece.name, before=old, held=held, owned=owned)
+
+
+def placed(bucket: Bucket, piece: Piece, extent: Literal["held", "owned"]) -> PlacedPiece:
+    """Return which part of a parameter each device of a bucket holds, or updates."""
+    if extent == "held":
+        ranges = tuple(bucket.held(device) for device in bucket.devices)
+    else:
+        ranges = tuple(bucket.update.owned(device) for device in bucket.devices)
+    return PlacedPiece(piece=replace(piece, name=""), devices=bucket.devices, ranges=ranges)
+
+
+@lru_cache(maxsize=KNOWN)
+def transfers(before: PlacedPiece, after: PlacedPiece) -> tuple[Transfer, ...]:
+    """Return what devices give each other so that each has its part of a parameter, proven."""
+    moved = tuple(
+        Transfer(source=nearest(having, device), target=device, runs=runs)
+        for wanting, wanted in after.shares
+        for having, had in before.shares
+        if (runs := tuple(met for one in had for other in wanted for met in common_runs(one, other)))
+        for device in wanting
+    )
+    prove_transfers(before, after, moved)
+    return moved
+
+
+def nearest(having: Devices, device: int) -> int:
+    """Return which of several devices gives a part to another: itself, or one of the same machine if any is.
+
+    Numbers that differ in their last binary digits alone lie in the same machine, however large machines are.
+    """
+    return min(having, key=lambda other: other ^ device)
+
+
+def prove_transfers(before: PlacedPiece, after: PlacedPiece, moved: Sequence[Transfer]) -> None:
+    """Prove that every device gets each element of its part exactly once, from a device that has it.
+
+    Elements are followed through the runs of both placements, without `common_runs`.
+    """
+    having = {device: Intervals.of(before.runs(place)) for place, device in enumerate(before.devices)}
+    for place, device in enumerate(after.devices):
+        wanted = Intervals.of(after.runs(place))
+        arrived = [(one.source, Intervals.of(one.runs)) for one in moved if one.target == device]
+        entered = [np.stack([one.there, one.length]) for _, one in arrived]
+        if not np.array_equal(
+            joined(np.hstack([NONE, *entered])), joined(np.stack([wanted.here, wanted.length]))
+        ):
+            raise AssertionError(f"device {device} gets other elements than those of its part")
+        for source, one in arrived:
+            given, needed = (
+                having[source].elements(one.here, one.length),
+                wanted.elements(one.there, one.length),
+            )
+            if (given < 0).any() or not np.array_equal(given, needed):
+                raise AssertionError(f"device {source} gives device {device} other elements than it needs")
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Runs one by one, in the order of `here`."""
+
+    here: Numbers
+    there: Numbers
+    length: Numbers
+
+    @staticmethod
+    def of(several: Iterable[FlatRuns]) -> "Intervals":
+        """Return runs one by one."""
+        here, there, length = [NONE[0]], [NONE[0]], [NONE[0]]
+        for runs in several:
+            numbers = np.arange(runs.count, dtype=np.int64)
+            here.append(runs.here + runs.here_step * numbers)
+            there.append(runs.there + runs.there_step * numbers)
+            length.append(np.full(runs.count, runs.length))
+        order = np.argsort(np.concatenate(here), kind="stable")
+        return Intervals(*(np.concatenate(one)[order] for one in (here, there, length)))
+
+    def elements(self, at: Numbers, length: Numbers) -> Numbers:
+        """Return where stretches that begin `here` at some places lie `there`. -1: they lie in no run."""
+        if not len(self.here):
+            return np.full(len(at), -1)
+        run = np.searchsorted(self.here, at, side="right") - 1
+        inside = (run >= 0) & (at + length <= self.here[run] + self.length[run])
+        return np.where(inside, self.there[run] + at - self.here[run], -1)
+
+
+def joined(stretches: Numbers) -> Numbers:
+    """Return stretches of [begin, length] as [begin, end], with those end to end as one. -1: some overlap."""
+    begin, length = stretches[:, np.argsort(stretches[0], kind="stable")]
+    ends = begin + length
+    if (begin[1:] < ends[:-1]).any():
+        return np.full((2, 1), -1)
+    apart = np.flatnonzero(begin[1:] != ends[:-1])
+    firsts, lasts = np.append(0, apart + 1), np.append(apart, len(begin) - 1)
+    return np.stack([begin[firsts], ends[lasts]]) if len(begin) else stretches
+
+
+def moving_plans(
+    before: Mapping[str, Bucket], after: Mapping[str, Bucket], devices: Devices, state_bytes: int
+) -> Plans:
+    """Return the plan of a move from some buckets to others, for the simulator and for people.
+
+    An instruction moves one bucket. All devices take part, and its bytes are those of the device that sends
+    or gets most. state_bytes: what the optimizer keeps for an element.
+    """
+    instrs = []
+    for move in moves_between(before, after):
+        sent, arrived = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
+        for transfer, nbytes in priced(move, state_bytes):
+            if transfer.source != transfer.target:
+                sent[transfer.source] += nbytes
+                arrived[transfer.target] += nbytes
+        name = move.bucket.name
+        instrs.append(
+            Instr(
+                op="reshard",
+                node=f"move {name}",
+                stream="move",
+                reads=tuple(dict.fromkeys(param_slot(piece.before.name) for piece in move.pieces)),
+                writes=(param_slot(name),),
+                comm=ALL if len(devices) > 1 else None,
+                payload=OfBucket(bucket=name),
+                nbytes=max(*sent.values(), *arrived.values()),
+            )
+        )
+    plan = Plan(devices=devices, instrs=tuple(instrs), slots={}, residents={})
+    everyone = Comm(name=ALL, kind="groups", groups=(devices,))
+    return Plans(plans=(plan,), comms={ALL: everyone}, buckets=after, seed=1.0, weighted=False)
+
+
+def priced(move: BucketMove, state_bytes: int) -> Iterator[tuple[Transfer, int]]:
+    """Yield the transfers of a bucket with their bytes."""
+    kept = state_bytes + (move.bucket.precision.sum_itemsize if move.bucket.has_master else 0)
+    for piece in move.pieces:
+        yield from ((one, one.elements * move.bucket.itemsize) for one in piece.held)
+        yield from ((one, one.elements * kept) for one in piece.owned)
