@@ -13,8 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
-from piper.checkpoint.moves import BucketMove, PieceMove, Transfer, moves_between, placed
+from piper.checkpoint.json_state import Plain, decode, encode
+from piper.checkpoint.moves import BucketMove, PieceMove, MovedRuns, moves_between, placed
 from piper.plan.bucket import Bucket
 from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.bucket_layout import strided
@@ -50,14 +50,14 @@ def synchronize(worker: Worker) -> None:
 
 
 @dataclass(slots=True)
-class Exchange:
+class BucketExchange:
     """What one device gives to each other one, as bytes, and what it fills with what they give."""
 
     gives: dict[int, list[Tensor]] = field(default_factory=dict)
     gets: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def add(
-        self, me: int, transfers: Iterable[Transfer], source: "Stretch | None", target: "Stretch | None"
+        self, me: int, transfers: Iterable[MovedRuns], source: "FlatPart | None", target: "FlatPart | None"
     ) -> None:
         """Let the elements of some transfers move from this device's part of a tensor, or to it."""
         for one in transfers:
@@ -90,7 +90,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class FlatPart:
     """A device's part of a tensor, and where it begins in the bucket."""
 
     flat: Tensor
@@ -126,7 +126,7 @@ class Movement:
 
     def move(self, move: BucketMove, kept: Kept, like: set[str]) -> None:
         """Move one bucket."""
-        exchange = Exchange()
+        exchange = BucketExchange()
         target = self.after.holdings.get(move.bucket.name)
         for piece in move.pieces:
             source = self.before.holdings.get(piece.before.name)
@@ -139,7 +139,12 @@ class Movement:
             exchange.swap(self.group, self.devices, self.where)
 
     def move_kept(
-        self, bucket: Bucket, piece: PieceMove, exchange: Exchange, kept: Mapping[str, object], like: set[str]
+        self,
+        bucket: Bucket,
+        piece: PieceMove,
+        exchange: BucketExchange,
+        kept: Mapping[str, object],
+        like: set[str],
     ) -> None:
         """Move what the optimizer keeps for one parameter."""
         leaves = self.leaving.get(piece.before.name, {}).get(piece.name)
@@ -153,11 +158,11 @@ class Movement:
             if leaves is not None:
                 assert self.before.optimizer is not None
                 given = self.before.optimizer.state[leaves][key]
-                source = Stretch(given.reshape(-1), self.begin(piece.before, piece.name))
+                source = FlatPart(given.reshape(-1), self.begin(piece.before, piece.name))
             if enters is not None:
                 made = torch.empty(enters.shape, dtype=value, device=self.where)
                 self.keep(enters, key, made)
-                target = Stretch(made.view(-1), self.begin(bucket, piece.name))
+                target = FlatPart(made.view(-1), self.begin(bucket, piece.name))
             exchange.add(self.me, piece.owned, source, target)
 
     def keep(self, tensor: Tensor, key: str, value: object) -> None:
@@ -197,23 +202,23 @@ class Movement:
         return kept
 
 
-def computing(holding: BucketState | None) -> Stretch | None:
+def computing(holding: BucketState | None) -> FlatPart | None:
     """Return what a device computes with of a bucket. None: it has none of it."""
-    return None if holding is None else Stretch(holding.flat, holding.layout.held[0])
+    return None if holding is None else FlatPart(holding.flat, holding.layout.held[0])
 
 
-def trained(holding: BucketState | None) -> Stretch | None:
+def trained(holding: BucketState | None) -> FlatPart | None:
     """Return what a device trains of a bucket."""
     if holding is None:
         return None
-    return Stretch(holding.trained, holding.bucket.update.owned(holding.layout.device)[0])
+    return FlatPart(holding.trained, holding.bucket.update.owned(holding.layout.device)[0])
 
 
 def said(name: str, tensor: Tensor, state: Mapping[str, object]) -> Iterator[tuple[str, Plain]]:
     """Yield what an optimizer keeps for one tensor, by key: as a type where it moves with the elements."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape == tensor.shape:
-            yield key, {"like": str(value.dtype).removeprefix("torch.")}
+            yield key, {"like": encode(value.new_empty(0), key)}
         else:
             on_device = isinstance(value, Tensor) and value.device.type != "cpu"
             yield key, {"value": encode(value, f"optimizer.{name}.{key}"), "on_device": on_device}
@@ -222,7 +227,9 @@ def said(name: str, tensor: Tensor, state: Mapping[str, object]) -> Iterator[tup
 def read(keys: Mapping[str, Mapping[str, Plain]]) -> dict[str, object]:
     """Return what `said` has said: types and values."""
     return {
-        key: dtype_named(str(one["like"])) if "like" in one else (decode(one["value"]), one["on_device"])
+        key: cast(Tensor, decode(one["like"])).dtype
+        if "like" in one
+        else (decode(one["value"]), one["on_device"])
         for key, one in keys.items()
     }
 

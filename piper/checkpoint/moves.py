@@ -55,7 +55,7 @@ class PlacedPiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class MovedRuns:
     """Elements of a parameter that one device gives another, or keeps where both are the same."""
 
     source: int
@@ -73,8 +73,8 @@ class PieceMove:
 
     name: str
     before: Bucket
-    held: tuple[Transfer, ...]
-    owned: tuple[Transfer, ...]  # empty: it is not trained
+    held: tuple[MovedRuns, ...]
+    owned: tuple[MovedRuns, ...]  # empty: it is not trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def piece_moves(bucket: Bucket, holders: Mapping[str, tuple[Bucket, Piece]]) -> 
     whole = {piece.name: piece for piece in bucket.update.pieces}
     for piece in bucket.pieces:
         old, old_piece = holders[piece.name]
-        owned: tuple[Transfer, ...] = ()
+        owned: tuple[MovedRuns, ...] = ()
         if bucket.trainable:
             (trained,) = (each for each in old.update.pieces if each.name == piece.name)
             owned = transfers(placed(old, trained, "owned"), placed(bucket, whole[piece.name], "owned"))
@@ -121,10 +121,10 @@ def placed(bucket: Bucket, piece: Piece, extent: Literal["held", "owned"]) -> Pl
 
 
 @lru_cache(maxsize=KNOWN)
-def transfers(before: PlacedPiece, after: PlacedPiece) -> tuple[Transfer, ...]:
+def transfers(before: PlacedPiece, after: PlacedPiece) -> tuple[MovedRuns, ...]:
     """Return what devices give each other so that each has its part of a parameter, proven."""
     moved = tuple(
-        Transfer(source=nearest(having, device), target=device, runs=runs)
+        MovedRuns(source=nearest(having, device), target=device, runs=runs)
         for wanting, wanted in after.shares
         for having, had in before.shares
         if (runs := tuple(met for one in had for other in wanted for met in common_runs(one, other)))
@@ -142,7 +142,7 @@ def nearest(having: Devices, device: int) -> int:
     return min(having, key=lambda other: other ^ device)
 
 
-def prove_transfers(before: PlacedPiece, after: PlacedPiece, moved: Sequence[Transfer]) -> None:
+def prove_transfers(before: PlacedPiece, after: PlacedPiece, moved: Sequence[MovedRuns]) -> None:
     """Prove that every device gets each element of its part exactly once, from a device that has it.
 
     Elements are followed through the runs of both placements, without `common_runs`.
@@ -238,7 +238,7 @@ def moving_plans(
     return Plans(plans=(plan,), comms={ALL: everyone}, buckets=after, seed=1.0, weighted=False)
 
 
-def priced(move: BucketMove, state_bytes: int) -> Iterator[tuple[Transfer, int]]:
+def priced(move: BucketMove, state_bytes: int) -> Iterator[tuple[MovedRuns, int]]:
     """Yield the transfers of a bucket with their bytes."""
     kept = state_bytes + (move.bucket.precision.sum_itemsize if move.bucket.has_master else 0)
     for piece in move.pieces:

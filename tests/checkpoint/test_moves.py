@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from piper.checkpoint.moves import PlacedPiece, Transfer, moving_plans, placed, prove_transfers, transfers
+from piper.checkpoint.moves import PlacedPiece, MovedRuns, moving_plans, placed, prove_transfers, transfers
 from piper.ir.sharding import Sharding, local_sizes
 from piper.plan.bucket import Bucket
 from piper.plan.updates import Piece
@@ -99,7 +99,7 @@ def test_a_wrong_transfer_is_refused(fault: str) -> None:
     right = transfers(before, after)
     first, rest = right[0], right[1:]
     run = first.runs[0]
-    wrong: Mapping[str, tuple[Transfer, ...]] = {
+    wrong: Mapping[str, tuple[MovedRuns, ...]] = {
         "missing": rest,
         "twice": (first, *right),
         "shifted": (replace(first, runs=(replace(run, here=run.here + 1), *first.runs[1:])), *rest),
