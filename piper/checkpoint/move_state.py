@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint.json_state import Plain, decode, encode
-from piper.checkpoint.moves import BucketMove, PieceMove, MovedRuns, moves_between, placed
+from piper.checkpoint.moves import BucketMove, MovedRuns, PieceMove, moves_between, placed
 from piper.plan.bucket import Bucket
 from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.bucket_layout import strided

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 
-from piper.checkpoint.moves import PlacedPiece, MovedRuns, moving_plans, placed, prove_transfers, transfers
+from piper.checkpoint.moves import MovedRuns, PlacedPiece, moving_plans, placed, prove_transfers, transfers
 from piper.ir.sharding import Sharding, local_sizes
 from piper.plan.bucket import Bucket
 from piper.plan.updates import Piece
