@@ -4,7 +4,7 @@ python benchmarks/gpu_predicted.py [--rows NAME,NAME] [--steps N]
 
 Each row is a stage of three of a decoder, with two layers, four devices and eight microbatches, compiled. The
 first rows are replicas; the others are layouts that compose: ZeRO in groups, a stage under tensor parallelism
-between others of replicas, and a sequence over four devices through a mixture of experts with fp8. A row
+between others of replicas, and a sequence over four devices through a mixture of experts. A row
 runs alone on one GPU with `rank:N`: real kernels and real memory, communication that takes the time of the
 h200 network model. The simulation runs the same plan with the costs of the h200 cluster file. Memory is
 predicted in the order in which the host issues instructions: that is when the allocator takes and returns it.
@@ -52,17 +52,19 @@ def tensor(shape: "Shape", stage: int, devices: range) -> list[piper.Directive]:
     """Shard the weights of the stage that is measured, and replicate the others."""
     if DEVICE not in devices:
         return replicas(shape, stage, devices)
-    return [
-        piper.shard(piper.at(PP=stage), devices, axis="TP", weights=decoder.SHARDED_WEIGHTS, between=1),
-        piper.precision(piper.at(PP=stage), "fp8"),
-    ]
+    return [piper.shard(piper.at(PP=stage), devices, axis="TP", weights=decoder.SHARDED_WEIGHTS, between=1)]
+
+
+def tensor_fp8(shape: "Shape", stage: int, devices: range) -> list[piper.Directive]:
+    """Do the same, with products in fp8."""
+    return [*tensor(shape, stage, devices), piper.precision(piper.at(PP=stage), "fp8")]
 
 
 def experts(shape: "Shape", stage: int, devices: range) -> list[piper.Directive]:
     """Shard the sequence over the devices, and the experts over the same ones."""
     fields = {"tokens": 1, "labels": 1}
     return [
-        piper.shard(piper.at(PP=stage), devices, axis="CP", batch=fields, attention="gather"),
+        piper.shard(piper.at(PP=stage), devices, axis="CP", batch=fields, balance="zigzag"),
         piper.shard(piper.at(PP=stage, EP="*"), devices),
     ]
 
@@ -115,7 +117,10 @@ SHAPES = {
         dim=4096, hidden=14336, heads=32, kv_heads=8, samples=1, tokens=4096, zero=3, layout=groups
     ),
     "tensor": Shape(dim=4096, hidden=14336, heads=32, kv_heads=8, samples=1, tokens=4096, layout=tensor),
-    "experts": Shape(dim=2048, hidden=768, heads=32, kv_heads=4, samples=1, tokens=8192, layout=experts),
+    "tensor fp8": Shape(
+        dim=4096, hidden=14336, heads=32, kv_heads=8, samples=1, tokens=4096, layout=tensor_fp8
+    ),
+    "experts": Shape(dim=4096, hidden=1536, heads=64, kv_heads=4, samples=1, tokens=32_768, layout=experts),
 }
 
 

@@ -239,7 +239,8 @@ def load_weights(trainer: Any, task: Task) -> None:  # noqa: ANN401
         dist.barrier()
     options = StateDictOptions(full_state_dict=True, strict=False)
     for part in trainer.model_parts:
-        wanted: dict[str, Any] = {name: state[name] for name in part.state_dict()}  # in one order
+        names = [name.replace("_orig_mod.", "") for name in part.state_dict()]  # of compiled layers too
+        wanted: dict[str, Any] = {name: state[name] for name in names}  # in one order
         set_model_state_dict(part, wanted, options=options)
     del state
     if task.device == "cuda":
