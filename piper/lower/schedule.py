@@ -5,20 +5,25 @@ Every device later issues its part of the nodes in this order. Because it is one
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from piper.errors import ScheduleError
+from piper.ir.chunk import Chunk
 from piper.ir.ids import SlotId
-from piper.ir.node import COMPUTE_STREAM, Compute, Node, Transfer
-from piper.lower.cost import cost_of
+from piper.ir.node import COMPUTE_STREAM, Collect, Compute, Exchange, Node, Transfer
 from piper.lower.state import LoweringState
+from piper.plan.plan import Slot
 from piper.plan.prove import in_order, shortest_path
 
 SEARCHED = 256  # orders tried to find the shortest cycle; one cycle is enough to correct the strategy
 SHOWN = 6  # nodes of a cycle that an error names at each end
 URGENCY = {"B": 1, "BI": 1, "F": 2, "BW": 3}  # communication first, then what frees memory, then the rest
+FLOPS = 2e14  # a current accelerator's, about
+MEMORY = 2e12  # bytes per second
+LINK = 5e10
+LATENCY = 5e-6
 
 
 @dataclass(slots=True)
@@ -256,3 +261,13 @@ def receiver_of(node: Node) -> tuple[int, str]:
     """Return the first device that receives a transfer, and the stream that it takes there."""
     assert isinstance(node, Transfer)
     return node.target[0], node.stream
+
+
+def cost_of(node: Node, chunks: Mapping[str, Chunk], values: Mapping[SlotId, Slot]) -> float:
+    """Estimate roughly the seconds that a node takes, to choose between orders alone."""
+    if isinstance(node, Compute):
+        spec = chunks[node.chunk].phases[node.phase]
+        return LATENCY + max(spec.flops / FLOPS, spec.bytes_moved / MEMORY)
+    if isinstance(node, Transfer | Exchange | Collect):
+        return LATENCY + values[node.writes[0].base].nbytes / LINK
+    return LATENCY
