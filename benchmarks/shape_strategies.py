@@ -8,10 +8,11 @@ by the shortest row that a document fits in, and every step trains on 2 million 
 So the share of the steps with rows of a length is the share of all tokens that lie in its documents. A row
 costs what one document of its length costs, under every strategy.
 
-A strategy is a degree of tensor and of context parallelism, the microbatches, and whether layers are
-recomputed, all under ZeRO-3 over 64 devices. All degrees that can slice the longest rows are tried for them:
-with recomputation, and without where that leaves a third of the memory. What fits there is tried for all
-lengths, and is what a single strategy can be. Those for shorter rows alone are tried in addition.
+A strategy is a degree of tensor and of context parallelism with a kind of attention, the microbatches, and
+how much of the layers is recomputed, all under ZeRO-3 over 64 devices. All degrees that can slice the longest
+rows are tried for them with all layers recomputed; those that fit also with half and with nothing recomputed.
+What fits is tried for all lengths, and is what a single strategy can be. Those for shorter rows alone are
+tried in addition.
 
 Where the strategies of two lengths hold parameters differently, the state moves when a step switches. The
 move is planned, proven and simulated, and counts as often as two lengths follow each other that are drawn at
@@ -84,7 +85,7 @@ class Choice:
     context: int = 1
     attention: str = ""
     microbatches: int = 1
-    recompute: bool = False  # layers save only their inputs
+    saved: float = 1.0  # of what layers save for the backward; the rest is computed again
 
     @property
     def layout(self) -> tuple[int, int]:
@@ -101,7 +102,7 @@ class Choice:
         degrees = [f"DP{DEVICES // self.group}"]
         degrees += [f"TP{self.tensor}"] if self.tensor > 1 else []
         degrees += [f"CP{self.context} {self.attention}"] if self.context > 1 else []
-        saved = ", layers again" if self.recompute else ""
+        saved = {1.0: "", 0.5: ", half saved", 0.0: ", layers again"}[self.saved]
         parts = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
         return f"{' x '.join(degrees)}, ZeRO-3 in {self.within}, {parts}{saved}"
 
@@ -127,9 +128,10 @@ class Choice:
                     attention=self.attention, balance="zigzag",
                 )
             )  # fmt: skip
-        if self.recompute:
+        if self.saved < 1:
             layer = piper.at(LAYER=range(1, layers + 1))
-            strategy.append(piper.remat(layer, budget=0.0, across="LAYER"))
+            across = "LAYER" if self.saved == 0 else None
+            strategy.append(piper.remat(layer, budget=self.saved, across=across))
         if microbatches > 1:
             strategy.append(piper.split(piper.at(), parts=microbatches))
         return strategy
@@ -213,18 +215,19 @@ Moves = Mapping[tuple[tuple[int, int], tuple[int, int]], float]  # the seconds b
 
 
 def for_longest() -> list[Choice]:
-    """Return every degree that can slice rows of the longest length, with recomputation."""
+    """Return every degree that can slice rows of the longest length, with the layers computed again."""
     fewest = DEVICES * LENGTHS[-1] // TOKENS  # devices that share a row
     return [
         Choice(
             within=DEVICES,
             tensor=tensor,
             context=context,
-            attention="gather" if tensor == 1 else "ring",
+            attention=attention,
             microbatches=TOKENS // LENGTHS[-1] // (DEVICES // tensor // context),
-            recompute=True,
+            saved=0.0,
         )
         for tensor, context in itertools.product(DEGREES[:4], DEGREES)
+        for attention in ("ring", "gather")
         if fewest <= tensor * context <= DEVICES
     ]
 
@@ -319,11 +322,11 @@ def simulated(
 
 
 def main() -> None:
-    limit = load_cluster(CLUSTER).memory / 2**30
     with ProcessPoolExecutor(max_workers=2) as pool:
         steps = simulated([(choice, LENGTHS[-1]) for choice in for_longest()], pool)
-        roomy = [choice for (choice, _), step in steps.items() if step.peak < limit * 2 / 3]
-        steps |= simulated([(replace(choice, recompute=False), LENGTHS[-1]) for choice in roomy], pool)
+        fitting = [choice for (choice, _), step in steps.items() if step.fits]
+        more = [(replace(choice, saved=saved), LENGTHS[-1]) for choice in fitting for saved in (0.5, 1.0)]
+        steps |= simulated(more, pool)
         single = [choice for (choice, _), step in steps.items() if step.fits]
         pairs = [(choice, length) for choice in single for length in LENGTHS[:-1]]
         pairs += [(choice, n) for choice, last in SHORT.items() for n in LENGTHS if n <= last]

@@ -103,6 +103,7 @@ COMMANDS = {
     "simulate a protected job": "simulate net.py:protected",
     "simulate an offloaded job": "simulate net.py:offloaded",
     "tune": "tune net.py:job --cluster cpu --devices 2 --trials 2 --workers 1",
+    "tune by length": "tune net.py:job --cluster cpu --devices 2 --trials 2 --workers 1 --lengths",
     "diff": "diff net.py:job net.py:protected",
     "schedule": "schedule dualpipe-v --ranks 2 --microbatches 4",
     "schedule that is searched for": "schedule synthesised --ranks 2 --microbatches 2",

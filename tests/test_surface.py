@@ -181,6 +181,7 @@ def test_verbs_and_flags() -> None:
             "--costs",
             "--devices",
             "--json",
+            "--lengths",
             "--measure",
             "--memory",
             "--out",

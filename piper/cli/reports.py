@@ -152,6 +152,26 @@ class TuneReport(TypedDict):
     losers: list[LoserReport]
 
 
+class LengthReport(TypedDict):
+    """The strategy of one length of batches."""
+
+    length: int
+    share: Note[float, "of the batches that were looked at"]
+    step_s: float
+    peak_bytes: float
+    label: str
+    evaluated: Note[int, "candidates compiled"]
+
+
+class TuneLengthsReport(TypedDict):
+    """`tune --lengths`: the search for a strategy for each length of batches."""
+
+    step_s: Note[float, "mean of a step over the lengths, with its moves"]
+    moves_s: Note[float, "mean of the move of the state before a step"]
+    strategy: Note[dict[str, list[dict[str, object]]], "a JSON strategy by length, as --out writes it"]
+    lengths: list[LengthReport]
+
+
 class OpReport(TypedDict):
     """Instructions of one kind: of one device in one step, on average."""
 
@@ -333,7 +353,7 @@ REPORTS: dict[str, tuple[type, ...]] = {  # by verb
     "check": (CheckReport,),
     "simulate": (SimulateReport,),
     "train": (TrainReport, RankReport),
-    "tune": (TuneReport,),
+    "tune": (TuneReport, TuneLengthsReport),
     "profile": (ProfileReport, MachineReport),
     "diff": (DiffReport,),
     "selftest": (SelftestReport,),

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from piper.cli.answer import Answer
 from piper.cli.options import Compile, CostsFile, Recipe
-from piper.cli.reports import TuneReport
+from piper.cli.reports import TuneLengthsReport, TuneReport
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console
@@ -21,6 +21,7 @@ from piper.process.files import refuse_existing, write_output
 
 if TYPE_CHECKING:
     from piper.tuning.evaluate import Evaluation
+    from piper.tuning.lengths import TunedLengths
     from piper.tuning.result import Tuned
     from piper.tuning.strategy_search import StrategySearch
     from piper.tuning.tune import Progress as Report
@@ -67,14 +68,19 @@ def tune(
         int | None,
         typer.Option(help="Run the best K on this machine too, and choose the fastest.", metavar="K"),
     ] = None,
+    lengths: Annotated[
+        bool, typer.Option("--lengths", help="Find a strategy for each length of the recipe's batches.")
+    ] = False,
     compiled: Compile = False,
 ) -> Answer:
     """Search for the strategy of a recipe with the shortest simulated step that fits in memory.
 
-    With --measure the best few then run on this machine, and the fastest of them is chosen.
+    With --measure the best few then run on this machine, and the fastest of them is chosen. With --lengths
+    the first batches of the data say which lengths there are, and each gets a strategy.
     Ctrl-C ends the search and gives the best strategy so far.
     """
     from piper.recipe import load_recipe  # torch is paid for only where it is used
+    from piper.tuning.lengths import tune_lengths
     from piper.tuning.page import MARK, tuning_page
     from piper.tuning.tune import tune as search
 
@@ -84,6 +90,25 @@ def tune(
     limit = None if memory is None else read_size(memory)
     first = None if start is None else load_strategy(start)
     job = load_recipe(recipe)
+    if lengths:
+        alone = {"--start": start, "--python": python, "--page": page, "--measure": measure}
+        if used := next((name for name, value in alone.items() if value is not None), None):
+            raise ConfigError(
+                f"{used} is for one strategy", by="--lengths", hint=f"leave out {used} or --lengths"
+            )
+        with progress_on(wide_console(stderr=True), trials) as progress:
+            by_length = tune_lengths(
+                job, cluster, devices,
+                memory=limit, costs=costs, trials=trials, compile=compiled, progress=progress,
+                workers=workers,
+            )  # fmt: skip
+        if out is not None:
+            refuse_existing(out)
+            out.write_text(by_length.json, encoding="utf-8")
+        return Answer(
+            report=lengths_report(by_length),
+            show=lambda: print_lengths(by_length, wide_console(), recipe, out),
+        )
     with progress_on(wide_console(stderr=True), trials) as progress:
         tuned = search(
             job,
@@ -164,6 +189,41 @@ def print_tuned(tuned: "Tuned", console: Console, recipe: str, out: Path | None)
         console.print(f"{out}: piper check {recipe} --strategy {out}")
     else:
         console.print("--out FILE writes the best strategy, for piper check, train and view --strategy FILE")
+
+
+def print_lengths(tuned: "TunedLengths", console: Console, recipe: str, out: Path | None) -> None:
+    """Print the strategy of each length, how often it comes, and the mean step."""
+    moves = f", {seconds(tuned.moves)} of it moves of the state" if tuned.moves else ""
+    console.print(f"Best: {seconds(tuned.step)} a step on average{moves}", style="bold")
+    table = table_of("length", "steps", "step", "peak", "strategy", left=("strategy",), wrap=("strategy",))
+    for length, one in tuned.tuned.items():
+        share = percent(tuned.shares[length], 1)
+        table.add_row(str(length), share, seconds(one.best.step), size(one.best.peak), one.best.choice.label)
+    console.print(table)
+    if out is not None:
+        console.print(f"{out}: piper check {recipe} --strategy {out}")
+    else:
+        console.print("--out FILE writes the strategies, for piper check and train --strategy FILE")
+
+
+def lengths_report(tuned: "TunedLengths") -> TuneLengthsReport:
+    """Return the outcome of a search by length as one object."""
+    return {
+        "step_s": tuned.step,
+        "moves_s": tuned.moves,
+        "strategy": json.loads(tuned.json),
+        "lengths": [
+            {
+                "length": length,
+                "share": tuned.shares[length],
+                "step_s": one.best.step,
+                "peak_bytes": one.best.peak,
+                "label": one.best.choice.label,
+                "evaluated": len(one.evaluated),
+            }
+            for length, one in tuned.tuned.items()
+        ],
+    }
 
 
 def verdict(tuned: "Tuned") -> str:

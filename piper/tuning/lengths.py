@@ -1,22 +1,28 @@
 """`tune_lengths`: searches for a strategy for each length of batches, all over the same parameters."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import permutations
 from pathlib import Path
 
+from piper.checkpoint.moves import moving_plans
+from piper.compiler import Program
 from piper.compiler import compile as compile_job
 from piper.data.taking import begin, call_data, take
 from piper.directives import Directive
 from piper.directives.by_length import by_length
 from piper.directives.json import show_strategy
-from piper.errors import ConfigError
+from piper.errors import ConfigError, PiperError, ScheduleError
 from piper.job import Batch, Job, length_of
 from piper.runtime.batch import padded
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Costs, Roofline
+from piper.simulate.simulate import simulate
 from piper.tuning.choice import StrategyChoice
 from piper.tuning.model import BY
 from piper.tuning.result import Tuned
 from piper.tuning.space import Space
-from piper.tuning.tune import TRIALS, check_counts, tune
+from piper.tuning.tune import TRIALS, Progress, check_counts, tune
 
 BATCHES = 64
 CONTEXTS = (1, 2, 4, 8)  # degrees of context parallelism: those inside a machine
@@ -28,6 +34,7 @@ class TunedLengths:
 
     tuned: Mapping[int, Tuned]  # by length
     shares: Mapping[int, float]  # of the steps
+    moves: float  # mean seconds before a step in which the state moves to another layout
 
     @property
     def strategies(self) -> dict[int, list[Directive]]:
@@ -41,8 +48,8 @@ class TunedLengths:
 
     @property
     def step(self) -> float:
-        """Return the mean seconds of a simulated step, over the lengths of the batches."""
-        return mean_step(self.tuned, self.shares)
+        """Return the mean seconds of a simulated step and of the moves before it, over the lengths."""
+        return mean_step(self.tuned, self.shares) + self.moves
 
 
 def tune_lengths(
@@ -52,17 +59,21 @@ def tune_lengths(
     *,
     batches: int = BATCHES,
     memory: int | None = None,
+    costs: str | Path | None = None,
     trials: int = TRIALS,
     space: Space | None = None,
+    compile: bool = False,
+    progress: Progress | None = None,
     workers: int | None = None,
 ) -> TunedLengths:
     """Search for a strategy for each length of a job's batches, with the shortest mean step that fits.
 
     batches: how many of the data are looked at, for the lengths and how often each comes. Of each length the
-    first is tuned for. memory, trials, space, workers: as in `tune`, for each search.
+    first is tuned for. The others: as in `tune`, for each search.
 
-    All strategies hold every parameter alike, so a step may switch without moving any: the best of each
-    length says how parameters lie, the other lengths are tuned for that, and the best of these is chosen.
+    The best of each length may hold parameters differently. The state then moves when a step switches, which
+    is simulated too: as often as two lengths follow each other that come at random. They are chosen if they
+    are faster, with these moves, than strategies that all hold parameters alike.
     """
     check_counts(batches=batches)
     given, shares = first_of_each_length(job, batches)
@@ -80,49 +91,69 @@ def tune_lengths(
         alone = replace(job, data=lambda: [given[length]], strategy=(), elastic=None, buckets=None)
         return tune(
             alone, cluster, devices,
-            memory=memory, trials=trials, space=within, front=False, workers=workers,
+            memory=memory, costs=costs, trials=trials, space=within, front=False, compile=compile,
+            progress=progress, workers=workers,
         )  # fmt: skip
 
-    best = TunedLengths(tuned=best_together(given, shares, allowed, searched), shares=shares)
-    prove_together(job, given, best.strategies)
-    return best
-
-
-def best_together(
-    given: Mapping[int, Batch],
-    shares: Mapping[int, float],
-    allowed: Space,
-    searched: Callable[[int, Space], Tuned],
-) -> dict[int, Tuned]:
-    """Return the best of each length among strategies that hold parameters alike."""
-    free = {length: searched(length, allowed) for length in given}
-    layouts = {length: alike(allowed, tuned.best.choice) for length, tuned in free.items()}
-    fitting: list[dict[int, Tuned]] = []
-    refused: ConfigError | None = None
-    for layout in dict.fromkeys(layouts.values()):
-        try:
-            fitting.append({n: free[n] if layouts[n] == layout else searched(n, layout) for n in given})
-        except ConfigError as error:  # of one length no strategy fits
-            refused = error
-    if not fitting:
+    best: TunedLengths | None = None
+    refused: PiperError | None = None
+    for tuned in sets_of_strategies(given, allowed, searched):
+        if isinstance(tuned, PiperError):
+            refused = tuned
+        elif best is None or mean_step(tuned, shares) < best.step:
+            try:
+                moves = mean_move(prove_together(job, given, tuned), shares, Roofline(load_cluster(cluster)))
+            except ScheduleError as error:  # between two of them the state cannot move
+                refused = error
+                continue
+            one = TunedLengths(tuned=tuned, shares=shares, moves=moves)
+            best = one if best is None else min(best, one, key=lambda each: each.step)
+    if best is None:
         raise ConfigError(
-            "no strategies for all lengths hold parameters alike and fit",
+            "no strategies for all lengths fit together",
             by=BY,
             facts={"lengths": ", ".join(map(str, given)), "one": refused.what if refused else ""},
             hint="allow more in `space`, more memory, or more devices",
         )
-    return min(fitting, key=lambda tuned: mean_step(tuned, shares))
+    return best
 
 
-def prove_together(
-    job: Job, given: Mapping[int, Batch], strategies: Mapping[int, Sequence[Directive]]
-) -> None:
-    """Compile and prove the strategy of each length, and that all of them hold the parameters alike."""
-    first, *others = given.values()
-    whole = replace(job, data=lambda: [first], strategy=strategies, elastic=None, buckets=None)
-    program = compile_job(whole)
-    for batch in others:
-        program.shaped(batch)
+def sets_of_strategies(
+    given: Mapping[int, Batch], allowed: Space, searched: Callable[[int, Space], Tuned]
+) -> Iterator[dict[int, Tuned] | ConfigError]:
+    """Yield strategies for all lengths: the best of each, and the best of each layout.
+
+    Or an error: of one length none fits with such a layout.
+    """
+    free = {length: searched(length, allowed) for length in given}
+    yield free
+    layouts = {length: alike(allowed, tuned.best.choice) for length, tuned in free.items()}
+    several = dict.fromkeys(layouts.values())
+    for layout in several if len(several) > 1 else ():
+        try:
+            yield {n: free[n] if layouts[n] == layout else searched(n, layout) for n in given}
+        except ConfigError as error:
+            yield error
+
+
+def prove_together(job: Job, given: Mapping[int, Batch], tuned: Mapping[int, Tuned]) -> dict[int, Program]:
+    """Compile and prove the strategy of each length, and the moves between those that hold state apart."""
+    strategies = {length: one.strategy for length, one in tuned.items()}
+    first = next(iter(given.values()))
+    program = compile_job(replace(job, data=lambda: [first], strategy=strategies, elastic=None, buckets=None))
+    return {length: program.shaped(batch) for length, batch in given.items()}
+
+
+def mean_move(programs: Mapping[int, Program], shares: Mapping[int, float], costs: Costs) -> float:
+    """Return the mean seconds of the move before a step, where lengths follow each other at random."""
+    total = 0.0
+    for before, after in permutations(programs, 2):
+        one, other = programs[before], programs[after]
+        if not other.plans.lie_in(one.plans):
+            state_bytes, devices = one.work.settings.state_bytes, one.plans.devices
+            move = moving_plans(one.plans.buckets, other.plans.buckets, devices, state_bytes)
+            total += shares[before] * shares[after] * simulate(move, None, costs).step
+    return total
 
 
 def first_of_each_length(job: Job, batches: int) -> tuple[dict[int, Batch], dict[int, float]]:

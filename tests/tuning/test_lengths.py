@@ -1,4 +1,4 @@
-"""`tune_lengths` gives each length a strategy, and all of them hold parameters alike."""
+"""`tune_lengths` gives each length a strategy, and counts the moves between those that hold state apart."""
 
 import json
 from collections.abc import Mapping
@@ -10,9 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
+from piper.checkpoint.moves import moving_plans
 from piper.errors import ConfigError
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Roofline
+from piper.simulate.simulate import simulate
 from piper.tuning.choice import Recompute
-from piper.tuning.lengths import first_of_each_length, tune_lengths
+from piper.tuning.lengths import first_of_each_length, mean_move, tune_lengths
 from piper.tuning.space import Space
 
 DIM = 32
@@ -67,10 +71,33 @@ def test_one_long_row_is_shared_and_short_rows_are_not() -> None:
     contexts = {length: one.best.choice.context for length, one in tuned.tuned.items()}
     assert contexts == {16: 1, 2048: 2}  # one sample cannot be sliced for two replicas
     steps = [one.best.step for one in tuned.tuned.values()]
-    assert tuned.step == pytest.approx(0.75 * steps[0] + 0.25 * steps[1])
+    assert tuned.step == pytest.approx(0.75 * steps[0] + 0.25 * steps[1]) and not tuned.moves
     assert list(json.loads(tuned.json)) == ["16", "2048"]
     program = piper.compile(replace(job(), strategy=tuned.strategies))
     assert program.shaped(rows(1, 2048)).plans.devices == program.plans.devices
+
+
+def test_moves_count_as_often_as_lengths_follow_each_other() -> None:
+    devices = range(2)
+    strategies = {
+        16: [piper.replicate(piper.at(), devices, zero=3)],
+        2048: [
+            piper.replicate(piper.at(), devices),
+            piper.shard(piper.at(), devices, axis="CP", batch={"tokens": 1, "labels": 1}),
+        ],
+    }
+    program = piper.compile(replace(job(), strategy=strategies))
+    programs = {16: program, 2048: program.shaped(rows(1, 2048))}
+    costs = Roofline(load_cluster("h100"))
+    there, back = (
+        simulate(
+            moving_plans(programs[a].plans.buckets, programs[b].plans.buckets, (0, 1), 8), None, costs
+        ).step
+        for a, b in ((16, 2048), (2048, 16))
+    )
+    assert there > back > 0  # shards are gathered there, and nothing travels back
+    shares = {16: 0.75, 2048: 0.25}
+    assert mean_move(programs, shares, costs) == pytest.approx(0.75 * 0.25 * (there + back))
 
 
 @pytest.mark.slow
