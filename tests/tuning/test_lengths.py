@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import piper
 from piper.checkpoint.moves import moving_plans
+from piper.directives import Directive
 from piper.errors import ConfigError
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
@@ -79,7 +80,7 @@ def test_one_long_row_is_shared_and_short_rows_are_not() -> None:
 
 def test_moves_count_as_often_as_lengths_follow_each_other() -> None:
     devices = range(2)
-    strategies = {
+    strategies: dict[int, list[Directive]] = {
         16: [piper.replicate(piper.at(), devices, zero=3)],
         2048: [
             piper.replicate(piper.at(), devices),
