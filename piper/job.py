@@ -14,6 +14,7 @@ from piper.directives.json import load_strategy
 from piper.errors import ConfigError, PiperError
 from piper.ir.devices import show
 from piper.ir.dtypes import DTYPES, JobPrecision
+from piper.ir.numbers import is_number, is_whole
 from piper.process.usercode import calling_line, said
 
 if TYPE_CHECKING:  # a recipe pays for torch when its model does, not when it imports us
@@ -48,8 +49,8 @@ class Checkpoint:
     def __post_init__(self) -> None:
         by, folder = "Checkpoint", f"folder is {type(self.folder).__name__}, not a path"
         need(isinstance(self.folder, Path | str), folder, 'name one: folder="checkpoints"', by)
-        need(whole(self.every, 1), f"every={self.every!r}", "save every so many steps, at least 1", by)
-        need(whole(self.keep, 1), f"keep={self.keep!r}", "keep at least the last checkpoint", by)
+        need(is_whole(self.every, 1), f"every={self.every!r}", "save every so many steps, at least 1", by)
+        need(is_whole(self.keep, 1), f"keep={self.keep!r}", "keep at least the last checkpoint", by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class Evaluate:
     def __post_init__(self) -> None:
         by, data = "Evaluate", f"data is {type(self.data).__name__}, which cannot be called"
         need(callable(self.data), data, "give a function that returns the batches to evaluate on", by)
-        need(whole(self.every, 1), f"every={self.every!r}", "evaluate every so many steps, at least 1", by)
+        need(is_whole(self.every, 1), f"every={self.every!r}", "evaluate every so many steps, at least 1", by)
         need(
             self.metrics is None or callable(self.metrics),
             f"metrics is {type(self.metrics).__name__}, which cannot be called",
@@ -91,7 +92,7 @@ class Buckets:
     def __post_init__(self) -> None:
         lengths = self.lengths if isinstance(self.lengths, Sequence) else ()
         need(
-            len(lengths) > 0 and all(whole(length, 1) for length in lengths),
+            len(lengths) > 0 and all(is_whole(length, 1) for length in lengths),
             f"lengths={self.lengths!r}",
             "give at least one length, each a whole number: lengths=[128, 256, 512]",
             "Buckets",
@@ -163,11 +164,14 @@ def check_settings(job: Job) -> None:
         f"there is no precision {job.precision!r}",
         "precision is one of " + ", ".join(DTYPES),
     )
-    clip = f"clip_norm={job.clip_norm!r}"
-    need(positive(job.clip_norm), clip, "clip to a positive norm, or leave it out")
-    need(whole(job.steps, 1), f"steps={job.steps!r}", "train at least 1 step, a whole number")
+    need(
+        job.clip_norm is None or (is_number(job.clip_norm) and job.clip_norm > 0),
+        f"clip_norm={job.clip_norm!r}",
+        "clip to a positive norm, or leave it out",
+    )
+    need(is_whole(job.steps, 1), f"steps={job.steps!r}", "train at least 1 step, a whole number")
     seed = f"seed={job.seed!r}"
-    need(whole(job.seed, 0) and job.seed < SEEDS, seed, "choose a whole number from 0")
+    need(is_whole(job.seed, 0) and job.seed < SEEDS, seed, "choose a whole number from 0")
     need(
         job.initial in get_args(InitialDraws),
         f"initial={job.initial!r}",
@@ -212,7 +216,7 @@ def check_elastic(strategy: object, elastic: object) -> None:
         case None:
             asks = "strategy is a function of the devices, and elastic does not say how many there are"
             need(not callable(strategy), asks, "give the fewest and the most: elastic=(2, 4)")
-        case (int(low), high) if whole(low, 1) and whole(high, low):
+        case (int(low), high) if is_whole(low, 1) and is_whole(high, low):
             fixed = f"elastic={elastic!r}, and the strategy is {type(strategy).__name__}, for fixed devices"
             hint = "give a function: strategy=lambda devices: [piper.replicate(piper.at(), devices)]"
             need(callable(strategy), fixed, hint)
@@ -292,7 +296,7 @@ def check_lengths(strategies: Mapping[int, Strategy]) -> None:
     """Refuse strategies by length without a length, with one that is no whole number, or a bad strategy."""
     lengths = ", ".join(map(repr, strategies)) or "none"
     need(
-        bool(strategies) and all(whole(length, 1) for length in strategies),
+        bool(strategies) and all(is_whole(length, 1) for length in strategies),
         f"the lengths of the strategies are {lengths}",
         "give each strategy the longest batch that it is for, a whole number: {4096: short, 65536: long}",
     )
@@ -338,18 +342,6 @@ def is_module(value: object) -> bool:
     """Return whether a value is a built module, which is callable like a function that builds one."""
     torch = sys.modules.get("torch")  # there is no module before torch is imported
     return torch is not None and isinstance(value, torch.nn.Module)
-
-
-def whole(value: object, least: int) -> bool:
-    """Return whether a value is an integer of at least `least`. A bool is not."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def positive(value: object) -> bool:
-    """Return whether a value is a number above 0, or None."""
-    if value is None:
-        return True
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def need(holds: bool, what: str, hint: str, by: str = "Job") -> None:

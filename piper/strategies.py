@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 
 from piper.directives import Directive, place, replicate, shard, split
-from piper.directives.arguments import check_value, is_whole
+from piper.directives.arguments import check_value
 from piper.directives.replicate import ZERO, ZERO_LEVELS
 from piper.errors import ScheduleError
+from piper.ir.numbers import is_whole
 from piper.ir.select import At, at
 from piper.schedules.grid import Grid, need_whole, orders
 from piper.schedules.names import grid_for
@@ -196,7 +197,7 @@ def boundaries(layers: int, stages: int, *, embedding: int = 1, head: int = 1) -
     by = "strategies.boundaries"
     need_whole(by, layers=layers, stages=stages)
     for name, cost in (("embedding", embedding), ("head", head)):
-        if not is_whole(cost) or cost < 0:
+        if not is_whole(cost, 0):
             raise ScheduleError(f"{name}={cost!r}", by=by, hint=f"{name} is a whole number of layers from 0")
     if layers < stages:
         raise ScheduleError(

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 from piper.errors import ScheduleError
+from piper.ir.numbers import is_number, is_whole
 
 Given = Callable[[str, str, object], object]  # of the directive and the argument by name, and a value
 
@@ -15,16 +16,6 @@ class Domain:
 
     words: str
     has: Callable[[object], bool]
-
-
-def is_whole(number: object) -> TypeGuard[int]:
-    """Return whether a value is a whole number. True and False are not."""
-    return isinstance(number, int) and not isinstance(number, bool)
-
-
-def is_number(number: object) -> TypeGuard[float]:
-    """Return whether a value is a number. True and False are not."""
-    return isinstance(number, int | float) and not isinstance(number, bool)
 
 
 def one_of(*values: object) -> Domain:
@@ -40,7 +31,7 @@ def whole(least: int) -> Domain:
     """Return the whole numbers from `least`."""
     return Domain(
         words=f"a whole number from {least}",
-        has=lambda given: is_whole(given) and given >= least,
+        has=lambda given: is_whole(given, least),
     )
 
 

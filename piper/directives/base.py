@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from piper.directives.arguments import Given, check_value, is_whole
+from piper.directives.arguments import Given, check_value
 from piper.errors import ScheduleError
 from piper.ir.devices import Devices, interned
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
+from piper.ir.numbers import is_whole
 from piper.ir.select import At, show_index
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -211,7 +212,7 @@ def group_size(ways: int | None, devices: Sequence[int], by: str, kind: str = "g
     kind: the word for a group in the error.
     """
     size = len(devices) if ways is None else ways
-    if not is_whole(size) or size < 1 or len(devices) % size:
+    if not is_whole(size, 1) or len(devices) % size:
         raise ScheduleError(
             f"{len(devices)} devices cannot form groups of {size!r}",
             by=by,
@@ -301,7 +302,7 @@ def extent(graph: Graph) -> str:
 
 def checked_devices(devices: Sequence[int], by: str) -> Devices:
     """Return the devices as a tuple: whole numbers from 0, at least one, none twice."""
-    bad = [device for device in devices if not is_whole(device) or device < 0]
+    bad = [device for device in devices if not is_whole(device, 0)]
     if bad or not devices:
         raise ScheduleError(
             f"{bad[0]!r} is not a device" if bad else "no devices are given",

@@ -8,10 +8,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from piper.directives.arguments import is_number, is_whole
 from piper.directives.base import STREAM, Directive, form_of, known_directives
 from piper.directives.by_length import ByLength, by_length
 from piper.errors import ConfigError, file_errors
+from piper.ir.numbers import is_number, is_whole
 from piper.ir.select import PASSES, Asked, At, Index, at
 
 
@@ -217,7 +217,7 @@ def read_filter(value: object, where: str, key: str, wanted: str) -> At:
 
 def is_index(value: object) -> bool:
     """Return whether a value is one index of a tag."""
-    return is_whole(value) and value >= 0
+    return is_whole(value, 0)
 
 
 def read_range(value: object) -> range | None:

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from piper.directives.arguments import argument, is_whole, one_of, whole
+from piper.directives.arguments import argument, one_of, whole
 from piper.directives.base import PlacingDirective, group_size, registered, source_line
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import AxisPolicy, Policy
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
+from piper.ir.numbers import is_whole
 from piper.ir.sharding import Shard
 
 ATTENTION = one_of("gather", "heads", "ring")
@@ -88,7 +89,7 @@ def given_dims(key: str, given: object) -> tuple[tuple[str, int], ...]:
         hint = f'write {key}={{"name": dimension}}'
         raise ScheduleError(f"{key}={given!r} is not a dict", by=by, hint=hint)
     for name, dim in given.items():
-        if not isinstance(name, str) or not is_whole(dim) or dim < 0:
+        if not isinstance(name, str) or not is_whole(dim, 0):
             hint = "give each name a dimension from 0"
             raise ScheduleError(f"{key} has {name!r}: {dim!r}", by=by, hint=hint)
     return tuple(given.items())

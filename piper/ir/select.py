@@ -6,6 +6,7 @@ from typing import Literal, cast, get_args
 
 from piper.errors import ScheduleError
 from piper.ir.chunk import Phase
+from piper.ir.numbers import is_whole
 
 One = int | Literal["*"] | None  # one index; any index of the tag; without the tag
 Index = One | tuple[int, ...]  # several indices: at least two, each once, in ascending order
@@ -70,15 +71,9 @@ def at(PASS: str | None = None, **tags: Asked) -> At:  # noqa: N803  the contrac
 def _given_index(tag: str, asked: Asked) -> Index:
     """Check the index of a tag that a user gives, and return it. Several indices become a tuple."""
     if isinstance(asked, range | list | tuple):
-        if asked and all(map(_is_index, asked)):
+        if asked and all(is_whole(index, 0) for index in asked):
             several = tuple(sorted(set(asked)))
             return several if len(several) > 1 else several[0]
-    elif asked is None or asked == "*":
+    elif asked is None or asked == "*" or is_whole(asked, 0):
         return asked
-    elif _is_index(asked):
-        return cast(int, asked)
     raise ScheduleError(f"{tag}={asked!r} selects nothing", by="at", hint=WAY_OUT)
-
-
-def _is_index(index: object) -> bool:
-    return isinstance(index, int) and not isinstance(index, bool) and index >= 0

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, overload
 
 from piper.errors import ConfigError
+from piper.ir.numbers import is_number
 
 
 class HasOptimizer(Protocol):
@@ -45,7 +46,7 @@ class OptimizerGroup(Mapping[str, object]):
 
     def __setitem__(self, key: str, value: float) -> None:
         known = self.run.optimizer_groups()[self.number]
-        if key not in known or isinstance(value, bool) or not isinstance(value, int | float):
+        if key not in known or not is_number(value):
             raise ConfigError(
                 f"the option {key!r} of an optimizer cannot be set to {value!r}",
                 by="run.optimizer",

@@ -7,6 +7,7 @@ from typing import Self
 
 from piper.errors import ScheduleError
 from piper.ir.chunk import Phase
+from piper.ir.numbers import is_number
 from piper.schedules.action import Action
 from piper.schedules.grid import need_whole
 
@@ -162,7 +163,7 @@ def need_numbers(name: str, given: object, count: int | None, *, by: str) -> tup
     if (
         numbers is None
         or (not numbers if count is None else len(numbers) != count)
-        or not all(is_number(number) for number in numbers)
+        or not all(is_number(number) and 0 <= number < math.inf for number in numbers)
     ):
         raise ScheduleError(
             f"{name}={given!r}",
@@ -171,13 +172,6 @@ def need_numbers(name: str, given: object, count: int | None, *, by: str) -> tup
             hint="give one number for each stage, in order; for `hop` one for each boundary between stages",
         )
     return numbers
-
-
-def is_number(value: object) -> bool:
-    """Return whether a value is a finite number from 0."""
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-    )
 
 
 def need_bytes(name: str, given: object, count: int | None) -> tuple[int, ...]:

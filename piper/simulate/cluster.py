@@ -9,10 +9,11 @@ from dataclasses import dataclass, fields
 from importlib.resources import files
 from math import ceil, inf, lcm, log2
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from piper.errors import ConfigError, file_errors
 from piper.ir.devices import Devices
+from piper.ir.numbers import is_number
 from piper.plan.ops import OPS, Op
 
 MAY_BE_ZERO = (
@@ -218,10 +219,9 @@ def numbers_of(record: type, found: Mapping[str, object], nothing: str, prefix: 
 
 def number(key: str, value: object) -> float:
     """Return a value of a cluster's file as a float, or refuse it."""
-    positive = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-    if not positive or (not value and not key.endswith(MAY_BE_ZERO)):
+    if not (is_number(value) and value >= 0) or (not value and not key.endswith(MAY_BE_ZERO)):
         raise ValueError(f"{key} is {value!r}, not a positive number")
-    found = float(cast(float, value))
+    found = float(value)
     if key.endswith(PARTS) and found >= 1:
         raise ValueError(f"{key} is {found:g}, which leaves nothing")
     return found

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx, nn
 
 from piper.errors import CaptureError
+from piper.ir.numbers import is_number
 
 FORMS = "return a scalar tensor (a mean), or a tuple (sum, weight) of two scalar tensors"
 METRICS = 'return the metrics behind the loss: return loss, {"accuracy": (correct, number)}'
@@ -85,8 +86,3 @@ def not_a_metric(name: object, got: str) -> CaptureError:
 def is_tensor(value: object) -> bool:
     """Return whether a value is a tensor, or the node of one in a captured graph."""
     return isinstance(value, fx.Node | Tensor)
-
-
-def is_number(value: object) -> bool:
-    """Return whether a value is a Python number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
