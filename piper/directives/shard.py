@@ -9,6 +9,7 @@ from piper.directives.base import (
     PlacingDirective,
     group_size,
     registered,
+    source_line,
 )
 from piper.directives.shard_axis import ShardAxis, given_dims
 from piper.errors import ScheduleError
@@ -141,7 +142,22 @@ def shard(
     activations between regions are sharded too. attention: how a sharded sequence attends, "gather" or
     "heads". balance: "zigzag" gives each device an early and a late piece of the sequence.
     """
-    if axis is not None or weights or batch:
+    along = axis is not None or bool(weights) or bool(batch)
+    for_experts = {"clones": clones != 0, "capacity": capacity is not None}
+    for_axes = {
+        "between": between is not None,
+        "attention": attention != "gather",
+        "balance": balance is not None,
+    }
+    unused = [name for name, given in (for_experts if along else for_axes).items() if given]
+    if unused:
+        kind, other = ("along an axis", "by expert") if along else ("by expert", "along an axis")
+        raise ScheduleError(
+            f"{' and '.join(unused)} would be ignored: this shards {kind}",
+            by=f"shard ({source_line()})",
+            hint=f"leave it out, or give it to the shard {other}",
+        )
+    if along:
         return ShardAxis(
             at=at,
             devices=devices,

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from inspect import cleandoc
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -126,6 +126,20 @@ def test_a_type_that_gradients_do_not_travel_in() -> None:
         replicate #0 (here): reduce must be "fp32" or "bf16", got 'fp16'
           hint: gradients travel in it; "bf16" is half the bytes
     """)
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "kind"),
+    [
+        ({"axis": "TP", "weights": {"*": 0}, "clones": 1}, "clones", "along an axis"),
+        ({"batch": {"x": 1}, "capacity": 1.5, "clones": 2}, "clones and capacity", "along an axis"),
+        ({"between": 1}, "between", "by expert"),
+        ({"attention": "ring", "balance": "zigzag"}, "attention and balance", "by expert"),
+    ],
+)
+def test_an_argument_of_the_other_kind_of_shard(given: dict[str, Any], names: str, kind: str) -> None:
+    with pytest.raises(ScheduleError, match=f"{names} would be ignored: this shards {kind}"):
+        shard(at(), [0, 1], **given)
 
 
 @pytest.mark.parametrize("size", [0, -1.5, float("nan"), "25", True])
