@@ -5,9 +5,10 @@ CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
-# Files with a test that has a marker: reading all the others takes half a minute on each worker.
-# Sorted so that the chains of tests/lower, many and short, come last and let the workers end together.
-MATRIX = $(shell grep -rlE --include='test_*.py' 'mark\.matrix|covering import .*selected' tests | sort -r)
+# Files with a test that has a marker: reading all the others takes half a minute on each worker. The first half of the tests has
+# the models of tests/zoo.py, the second those of tests/runtime/divided.py: a worker takes one half, and what its tests capture is shared.
+ZOO := tests/runtime/test_matrix.py tests/run/test_recovery_matrix.py
+MATRIX = $(ZOO) $(filter-out $(ZOO),$(shell grep -rlE --include='test_*.py' 'mark\.matrix|covering import .*selected' tests | sort -r))
 RAY = $(shell grep -rl --include='test_*.py' 'mark\.ray' tests)
 # The oldest torch that pyproject.toml allows, in an environment of its own, and the tests that reach furthest into torch.
 OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
@@ -65,10 +66,10 @@ mutate: setup
 	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m tests.mutation.run --summary build/mutation.json $(MUTATE)
 
 matrix: setup
-	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m matrix $(MATRIX)
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m matrix $(MATRIX)
 
 matrix-full: setup
-	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "matrix or exhaustive" $(MATRIX)
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "matrix or exhaustive" $(MATRIX)
 
 attention: setup
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "slow or not slow" \

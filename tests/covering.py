@@ -104,22 +104,17 @@ def without_needless(chosen: Sequence[tuple[CellT, int]], wanted: int) -> list[C
     return [cell for cell, _ in kept]
 
 
-def selected(
-    cells: Iterable[CellT], chosen: Collection[CellT], group: Callable[[CellT], str] | None = None
-) -> list[object]:
+def selected(cells: Iterable[CellT], chosen: Collection[CellT]) -> list[object]:
     """Return a test's parameters: the chosen cells belong to the matrix, the others to the exhaustive tests.
 
-    A cell that is a tuple holds several arguments. group: the tests that one worker runs, because they share captures.
+    A cell that is a tuple holds several arguments.
     """
     picked = frozenset(chosen)
     return [
         pytest.param(
             *(cell if isinstance(cell, tuple) else (cell,)),
             id="-".join(map(str, cell)) if isinstance(cell, tuple) else str(cell),
-            marks=[
-                pytest.mark.matrix if cell in picked else pytest.mark.exhaustive,
-                *([pytest.mark.xdist_group(group(cell))] if group else []),
-            ],
+            marks=pytest.mark.matrix if cell in picked else pytest.mark.exhaustive,
         )
         for cell in cells
     ]

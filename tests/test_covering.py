@@ -65,10 +65,10 @@ def test_values_that_never_meet_are_not_asked_for() -> None:
 
 
 def test_the_other_cells_are_exhaustive() -> None:
-    found = selected([("a", 1), ("b", 2)], [("b", 2)], lambda cell: f"group {cell[0]}")
+    found = selected([("a", 1), ("b", 2)], [("b", 2)])
     assert [marked(param) for param in found] == [
-        ("a-1", ("a", 1), ["exhaustive", "xdist_group"]),
-        ("b-2", ("b", 2), ["matrix", "xdist_group"]),
+        ("a-1", ("a", 1), ["exhaustive"]),
+        ("b-2", ("b", 2), ["matrix"]),
     ]
     assert [marked(param) for param in selected(["a"], [])] == [("a", ("a",), ["exhaustive"])]
 

@@ -27,7 +27,7 @@ from piper.workers.results import StepResult
 from piper.workers.transport.version_sections import HEAD, SectionWriter
 from tests.covering import Choices, covering, selected
 from tests.run.test_protect import held_bytes
-from tests.runtime import divided, test_divided, test_matrix
+from tests.runtime import divided
 from tests.runtime.grid import Cell, batches, job, strategy
 from tests.runtime.sharing import Shared
 from tests.workers.sabotage import BrokenError
@@ -163,11 +163,6 @@ def choices(trial: Trial) -> Choices:
     return {"case": cell.case, "zero": cell.zero, "clip": cell.clip, "way": way, "precision": precision}
 
 
-def group(trial: Trial) -> str:
-    """Return the tests that share captures: those of a model, also in the other matrices."""
-    return test_matrix.group(trial[0])
-
-
 @cache
 def chosen() -> list[Trial]:
     """Return trials in which every two choices meet that do not meet in the default run."""
@@ -182,7 +177,7 @@ def test_a_failure_at_every_instruction(
 
 
 @pytest.mark.parametrize(
-    ("cell", "way", "precision"), selected([trial for trial in ALL if trial not in DEFAULT], chosen(), group)
+    ("cell", "way", "precision"), selected([trial for trial in ALL if trial not in DEFAULT], chosen())
 )
 def test_failures_under_every_strategy(
     cell: Cell, way: str, precision: str, injector: Injector, shared: Shared, undisturbed: Undisturbed
@@ -215,11 +210,6 @@ def choices_of_divided(trial: tuple[str, str]) -> Choices:
     return {**asdict(divided.AXES[name]), "way": way}
 
 
-def group_of_divided(trial: tuple[str, str]) -> str:
-    """Return the tests that share captures: those of the decoder, also in the other matrices."""
-    return test_divided.group(("decoder", trial[0]))
-
-
 @cache
 def chosen_divided() -> list[tuple[str, str]]:
     """Return trials of divided chunks in which every two choices meet."""
@@ -227,7 +217,7 @@ def chosen_divided() -> list[tuple[str, str]]:
     return covering(trials, choices_of_divided)
 
 
-@pytest.mark.parametrize(("name", "way"), selected(DIVIDED_WAYS, chosen_divided(), group_of_divided))
+@pytest.mark.parametrize(("name", "way"), selected(DIVIDED_WAYS, chosen_divided()))
 def test_a_failure_at_every_instruction_of_divided_chunks(
     name: str, way: str, injector: Injector, shared: Shared, undisturbed: Undisturbed
 ) -> None:

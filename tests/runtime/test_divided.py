@@ -27,13 +27,6 @@ def fits(model: str, strategy: str) -> bool:
     return model != "decoder4" or strategy == "tp4"
 
 
-def group(cell: tuple[str, str]) -> str:
-    """Return the tests that share captures: those of a model in some number of stages."""
-    model, strategy = cell
-    stages, _ = STRATEGIES[strategy]
-    return f"divided-{model}-{stages}"
-
-
 ALL = [
     (model, strategy)
     for model in MODELS
@@ -80,7 +73,7 @@ def test_processes_have_the_numbers_of_one_device(shared: Shared, model: str, st
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("model", "strategy"), selected(ALL, CHOSEN, group))
+@pytest.mark.parametrize(("model", "strategy"), selected(ALL, CHOSEN))
 def test_every_model_under_every_strategy(shared: Shared, model: str, strategy: str) -> None:
     report = checked(job(model, strategy), shared)
     assert report.ok, report

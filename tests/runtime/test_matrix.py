@@ -80,10 +80,6 @@ def cells() -> list[Cell]:
     return sorted(found, key=lambda cell: (order.index(cell.case), -case_of(cell).stages))
 
 
-def group(cell: Cell) -> str:
-    return f"{cell.case}-{case_of(cell).stages}"
-
-
 def in_streams(cell: Cell) -> bool:
     """Return whether a cell's communication runs on streams of its own."""
     return cell.schedule in SHAPES and (list(SHAPES).index(cell.schedule) + cell.dp) % 2 == 0
@@ -136,12 +132,12 @@ def right_or_listed(shared: Shared, cell: Cell, options: Options | None = None) 
     assert report.ok, report
 
 
-@pytest.mark.parametrize("cell", selected(cells(), chosen(), group))
+@pytest.mark.parametrize("cell", selected(cells(), chosen()))
 def test_cell(shared: Shared, cell: Cell) -> None:
     right_or_listed(shared, cell, Options(streams=in_streams(cell)))
 
 
-@pytest.mark.parametrize("cell", selected(both_ways(), chosen(), group))
+@pytest.mark.parametrize("cell", selected(both_ways(), chosen()))
 def test_both_ways(shared: Shared, cell: Cell) -> None:
     right_or_listed(shared, cell)
 
@@ -162,7 +158,7 @@ def cells_on_processes() -> list[Cell]:
     return found
 
 
-@pytest.mark.parametrize("cell", selected(cells_on_processes(), cells_on_processes(), group))
+@pytest.mark.parametrize("cell", selected(cells_on_processes(), cells_on_processes()))
 def test_processes(forks: ForkServer, shared: Shared, cell: Cell) -> None:
     report = shared.check(cell, lambda program, options: launch_local(program, options, forks))
     assert report.ok, report

@@ -124,12 +124,6 @@ def composition(cell: tuple[str, str]) -> Choices:
 CHOSEN = covering_each(ALL, division, composition, given=FEW)
 
 
-def group(cell: tuple[str, str]) -> str:
-    """Return the tests that share captures: those of a model in some number of stages."""
-    model, strategy = cell
-    return f"divided-{model}-{STRATEGIES[strategy][0]}"
-
-
 def job(model: str, strategy: str) -> Job:
     """Return the job of a model under a strategy, in fp64."""
     return job_of(model, *STRATEGIES[strategy])
@@ -153,7 +147,7 @@ def test_a_ring_has_the_numbers_of_one_device(shared: Shared, model: str, strate
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("model", "strategy"), selected(ALL, CHOSEN, group))
+@pytest.mark.parametrize(("model", "strategy"), selected(ALL, CHOSEN))
 def test_every_model_in_every_ring(shared: Shared, model: str, strategy: str) -> None:
     agrees(job(model, strategy), shared)
 
