@@ -40,6 +40,8 @@ class Row:
     zero: int = 0
     keep: Literal["use", "step"] = "use"
     schedule: Schedule = ""
+    capacity: float | None = None  # of blocks in which rows travel to experts
+    graphs: bool = False  # ours issues a step as one graph
     asked: float = 1.0  # of the peer's time at most
 
     @property
@@ -114,6 +116,23 @@ ROWS = {
             ours="one_f_one_b, TP, between=1, weight gradients beside collectives",
         ),
         Row(name="ep4", dp=4, ep=4, peer="DDP, experts by all_to_all_single", ours="zero=0, experts sharded"),
+        Row(
+            name="ep4_blocks",
+            dp=4,
+            ep=4,
+            capacity=1.5,
+            peer="",
+            ours="zero=0, experts sharded, capacity=1.5: beside ep4",
+        ),
+        Row(
+            name="ep4_graphs",
+            dp=4,
+            ep=4,
+            capacity=1.5,
+            graphs=True,
+            peer="",
+            ours="the same as one graph: beside ep4",
+        ),
         Row(
             name="pp2_ep2",
             pp=2,
@@ -217,6 +236,8 @@ SIZES = {
                         "pp2_fsdp2_reshard": (12, 4),
                         "pp2_tp2": (4, 4),
                         "ep4": (4, 1),
+                        "ep4_blocks": (4, 1),
+                        "ep4_graphs": (4, 1),
                         "pp2_ep2": (4, 4),
                         "dualpipev_ep2": (4, 4),
                     },
@@ -239,6 +260,8 @@ SIZES = {
                         "pp2_fsdp2": (6, 4),
                         "pp2_fsdp2_reshard": (6, 4),
                         "ep4": (8, 1),
+                        "ep4_blocks": (8, 1),
+                        "ep4_graphs": (8, 1),
                         "pp2_ep2": (4, 4),
                         "dualpipev_ep2": (4, 4),
                     },
@@ -306,7 +329,7 @@ def strategy_of(row: Row, microbatches: int) -> list[piper.Directive]:
         else:
             strategy.append(piper.place(selected, devices))
         if row.ep > 1:
-            strategy.append(piper.shard(piper.at(PP=stage, EP="*"), devices))
+            strategy.append(piper.shard(piper.at(PP=stage, EP="*"), devices, capacity=row.capacity))
     if microbatches > 1:
         strategy.append(piper.split(piper.at(), parts=microbatches))
     if row.tp > 1:  # in halves: while a collective brings gradients of inputs, those of weights are computed

@@ -65,6 +65,7 @@ class Figures:
     memory: list[int]  # bytes of each rank
     build_s: float  # to the first step
     profile: dict[str, float] | None = None
+    repeated: int = 0  # steps that were run again, because rows exceeded their blocks
 
     @property
     def ms(self) -> float:
@@ -171,9 +172,9 @@ def piper_main(pipe: Connection) -> None:
     serve(pipe, train_piper)
 
 
-def launched(program: Program) -> piper.Run:
+def launched(program: Program, *, graphs: bool = False) -> piper.Run:
     """Launch four ranks, which talk by NCCL where they share a GPU."""
-    return piper.launch(program, on="local", share="nccl", timeout=300)
+    return piper.launch(program, on="local", share="nccl", timeout=300, graphs=graphs)
 
 
 def train_piper(task: Task) -> Figures:
@@ -181,11 +182,11 @@ def train_piper(task: Task) -> Figures:
     begin = time.perf_counter()
     row, size = ROWS[task.row], SIZES[task.size]
     batch = batch_of(row, size.shapes[task.row])
-    times, losses, norm = [], [], 0.0
+    times, losses, norm, repeated = [], [], 0.0, 0
     with Probes(task.device) as probes:
         job = job_of(row, size, probes.optimizer, task.by_layer)
         program = piper.compile(job, device=task.device, compile=task.compiled, cache=task.cache)
-        with launched(program) as run:
+        with launched(program, graphs=row.graphs and task.device == "cuda") as run:
             probes.meet(RANKS)
             build_s = time.perf_counter() - begin
             for step in range(task.steps):
@@ -196,6 +197,7 @@ def train_piper(task: Task) -> Figures:
                 times.append(time.perf_counter() - start)
                 losses.append(result.loss)
                 norm = norm or result.grad_norm
+                repeated += result.repeated
             memory = [*probes.ask("memory").values()]
             profile = None
             if task.profile:
@@ -204,7 +206,15 @@ def train_piper(task: Task) -> Figures:
                 for _ in range(PROFILED):
                     run.step(batch)
                 profile = probes.ask_one(process, "stop")
-    return Figures(times=times, losses=losses, norm=norm, memory=memory, build_s=build_s, profile=profile)
+    return Figures(
+        times=times,
+        losses=losses,
+        norm=norm,
+        memory=memory,
+        build_s=build_s,
+        profile=profile,
+        repeated=repeated,
+    )
 
 
 # processes

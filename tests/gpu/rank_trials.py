@@ -17,6 +17,7 @@ from tests.runtime import (
     divided,
     moving,
     test_averages,
+    test_expert_blocks,
     test_fp8,
     test_full_updates,
     test_packed,
@@ -302,6 +303,19 @@ def moving_experts(zero: int) -> Job:
     )
 
 
+def expert_blocks(capacity: float, zero: int) -> Job:
+    """Return a job whose rows travel to experts in blocks, which they exceed in some steps."""
+    return Job(
+        model=test_expert_blocks.Mixture,
+        loss=moving.loss,
+        data=lambda: test_expert_blocks.batches(6),
+        strategy=[*test_expert_blocks.blocks(capacity, zero=zero), test_expert_blocks.MICROBATCHES],
+        optimizer=moving.adam,
+        precision="fp64",
+        clip_norm=0.3,
+    )
+
+
 OUTER = {"lr": 0.7, "momentum": 0.5}
 WHOLE = [
     within("mlp", 3),
@@ -317,6 +331,7 @@ WHOLE = [
     two_axes("weights"),
     two_axes("the sequence"),
     *(of_job(f"clones-zero{zero}", "clones", partial(moving_experts, zero)) for zero in (0, 2)),
+    *(of_job(f"blocks-{c:g}-zero{z}", "blocks", partial(expert_blocks, c, z)) for c, z in ((4, 0), (2, 3))),
     full_update("decoder", "tp2dp2z3", "muon"),
     full_update("decoder", "tp2pp2", "adafactor"),
     full_update("moe", "sp2ep2", "adafactor"),

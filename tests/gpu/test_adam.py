@@ -60,6 +60,36 @@ def test_several_steps_are_as_close_to_float64_as_those_of_torch(
     assert optimizer.state[trained]["step"].item() == 5
 
 
+def test_a_step_that_is_skipped_changes_nothing() -> None:
+    from piper.runtime.cuda.adam import CastingAdam
+
+    torch.manual_seed(0)
+    trained = torch.randn(SIZE, device="cuda", requires_grad=True)
+    gradient, copy = torch.randn(SIZE, device="cuda"), trained.detach().bfloat16()
+    optimizer = torch.optim.AdamW([trained], lr=1e-2, fused=True)
+    kernel = CastingAdam(optimizer, {trained: copy})
+    trained.grad = gradient
+    optimizer.step()
+    trained.grad = None
+
+    def step(skip: float | None) -> list[Tensor]:
+        given = None if skip is None else torch.tensor(skip, dtype=torch.float64, device="cuda")
+        with torch.no_grad():
+            assert kernel.step([(trained, gradient)], None, given) == []
+        state = optimizer.state[trained]
+        return [
+            value.detach().clone()
+            for value in (trained, copy, state["exp_avg"], state["exp_avg_sq"], state["step"])
+        ]
+
+    before = step(None)
+    for skip in (1.0, 3.0):
+        assert all(map(torch.equal, step(skip), before))
+    after = step(0.0)
+    assert not any(map(torch.equal, after, before))
+    assert after[-1].item() == 3
+
+
 class Wide(nn.Module):
     """Two parameters that are large enough for the kernel, and small ones."""
 

@@ -1,6 +1,7 @@
 """Whole jobs on up to four ranks of one GPU that use NCCL: the numbers of plain PyTorch on one device, in float64."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from piper.capture.precision.fp8 import CAPABLE
 from piper.check.check import check, numbers
 from piper.check.reference import Reference
 from piper.compiler import Program, compile
+from piper.directives.shard import Shard
 from piper.job import Job
 from piper.runtime.worker import Options
 from piper.workers.transport.fork_server import ForkServer
@@ -19,6 +21,7 @@ from tests import plain
 from tests.gpu.rank_trials import MOST, TRIALS, Trial, momentum
 from tests.gpu.ranks import DEVICE, MARKS, ON_GPU, launch_ranks
 from tests.runtime.grid import Cell, batches, case_of, job
+from tests.runtime.grid import strategy as strategy_of
 
 pytestmark = [*MARKS, pytest.mark.timeout(300)]
 GROUPED = [pytest.param(trial, id=str(trial), marks=pytest.mark.xdist_group(trial.group)) for trial in TRIALS]
@@ -61,6 +64,28 @@ def test_graphs(cell: Cell, forks: ForkServer) -> None:
         losses = [run.step(batch).loss for batch in given]
         state = run.state_dict()
     assert_close_to_plain(program, given, losses, state)
+
+
+@pytest.mark.xdist_group("graphs")
+@pytest.mark.parametrize("schedule", ["none", "1f1b"])
+@pytest.mark.parametrize("capacity", [2, 1.25])
+def test_graphs_of_experts_over_several_devices(schedule: str, capacity: float, forks: ForkServer) -> None:
+    """Rows in blocks, which they exceed in some steps: the bits of steps that are issued one by one."""
+    cell = Cell(case="moe", schedule=schedule, dp=2 if schedule == "1f1b" else 4, zero=2, ways=2, rows=2)
+    strategy = [
+        replace(each, capacity=capacity) if isinstance(each, Shard) else each for each in strategy_of(cell)
+    ]
+    asked = job(cell, strategy=strategy, optimizer=power_of_two, precision="bf16", initial="host")
+    program, given = compile(asked, device=DEVICE), batches(cell, 10)
+    assert len(program.plans.devices) == MOST
+    found = []
+    for options in (Options(), Options(graphs=ON_GPU)):
+        with launch_ranks(program, options, forks) as run:
+            found.append(([run.step(batch) for batch in given], run.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert [name for name, value in found[0][1].items() if not torch.equal(value, found[1][1][name])] == []
+    repeated = [result.repeated for result in found[0][0]]
+    assert any(repeated) == (capacity < 2)
 
 
 def assert_close_to_plain(

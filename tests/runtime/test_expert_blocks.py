@@ -1,6 +1,6 @@
 """Rows that travel to experts in blocks of a fixed size have the numbers of plain PyTorch, however they are routed."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -26,6 +26,7 @@ from tests import plain
 from tests.runtime import moving
 from tests.runtime.moving import WIDTH, loss
 
+Optimize = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 STEPS, ROWS = 10, 128
 MICROBATCHES = split(at(), axis="MB", parts=2)
 
@@ -76,8 +77,8 @@ def clipped(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return Clipped(params, lr=0.02)
 
 
-def program(strategy: list[Directive]) -> Program:
-    return moving.program(strategy, model=Mixture, clip_norm=0.3, data=batches)
+def program(strategy: list[Directive], optimizer: Optimize = moving.adam) -> Program:
+    return moving.program(strategy, optimizer, model=Mixture, clip_norm=0.3, data=batches)
 
 
 def blocks(capacity: float, ways: int = 4, zero: int = 0) -> list[Directive]:

@@ -17,17 +17,20 @@ from piper.checkpoint.storage import CheckpointReader
 from piper.compiler import Program, compile
 from piper.directives import split
 from piper.errors import ConfigError
+from piper.ir.ids import TOTAL
 from piper.ir.select import at
 from piper.plan.ops import Op
 from piper.run.launch import launch_inline
 from piper.runtime.comm.synthetic import AloneComms, arriving
 from piper.runtime.cuda.graph_inputs import Intake, Kernel
 from piper.runtime.cuda.graphs import WARM, GraphExecutor
+from piper.runtime.gradients import may_overflow
 from piper.runtime.kernels import KERNELS
-from piper.runtime.setup import setup_of
+from piper.runtime.setup import Initial, setup_of
 from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Worker
 from piper.workers.single_rank import synthetic_weights
+from tests.runtime import test_expert_blocks
 from tests.runtime.grid import Cell, batches, job
 from tests.runtime.replaying import Graph, pretend
 
@@ -63,15 +66,17 @@ def on_one_device(cell: Cell, **changes: object) -> Program:
 KERNELS_ALONE: Mapping[Op, Kernel] = {**KERNELS, "recv": arriving}
 
 
-def plain(program: Program, device: int = 0) -> Worker:
+def plain(program: Program, device: int = 0, initial: Initial | None = None) -> Worker:
     comms = AloneComms(program.plans, device)
-    initial = synthetic_weights(program.job, program.outline)
+    initial = initial or synthetic_weights(program.job, program.outline)
     return Worker(setup_of(program), device, comms, initial, Options(streams=False), kernels=KERNELS_ALONE)
 
 
-def replaying(program: Program, device: int = 0) -> tuple[Worker, GraphExecutor]:
+def replaying(
+    program: Program, device: int = 0, initial: Initial | None = None
+) -> tuple[Worker, GraphExecutor]:
     """A worker whose steps are a graph, after the first few."""
-    worker, intake = plain(program, device), Intake()
+    worker, intake = plain(program, device, initial), Intake()
     env, kernels = worker.env, intake.kernels(KERNELS_ALONE)
     inner = StreamExecutor(
         env.plan,
@@ -82,7 +87,8 @@ def replaying(program: Program, device: int = 0) -> tuple[Worker, GraphExecutor]
         accelerator=worker.setup.device,
         home=torch.cuda.Stream(),
     )
-    worker.executor = GraphExecutor(inner, intake, [env.at(slot) for slot in env.plan.residents])
+    undone = env.at(TOTAL) if may_overflow(env.plan, program.outline) else None
+    worker.executor = GraphExecutor(inner, intake, [env.at(slot) for slot in env.plan.residents], undone)
     return worker, worker.executor
 
 
@@ -125,6 +131,24 @@ def test_one_rank_of_a_pipeline(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> 
             assert other.step(batch) == one.step(batch)
             assert_alike(other, one)
         assert replays(executor) == 6 - WARM
+
+
+def test_rows_that_exceed_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    program = test_expert_blocks.program(
+        [*test_expert_blocks.blocks(2), test_expert_blocks.MICROBATCHES], optimizer=adamw
+    )
+    torch.manual_seed(0)
+    drawn = test_expert_blocks.Mixture().state_dict().__getitem__
+    one, (other, executor) = plain(program, 0, drawn), replaying(program, 0, drawn)
+    repeated = []
+    for batch in test_expert_blocks.batches(8):
+        sums = one.step(batch)
+        assert other.step(batch) == sums
+        assert_alike(other, one)
+        repeated.append(sums.repeated)
+    assert any(repeated[WARM:]) and not all(repeated[WARM:])
+    assert replays(executor) == 8 - WARM
 
 
 def test_a_checkpoint_is_loaded_after_the_capture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -111,13 +111,15 @@ class NcclGroup(Group):
         self.made = made
 
     def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        gives = [len(part) for part in parts]
-        rows = torch.cat(list(parts))
-        out = rows.new_empty((sum(lengths), *rows.shape[1:]))
+        return self.all_to_all(torch.cat(list(parts)), [len(part) for part in parts], lengths)
+
+    def all_to_all(self, rows: Tensor, gives: Sequence[int], gets: Sequence[int]) -> list[Tensor]:
+        out = rows.new_empty((sum(gets), *rows.shape[1:]))
         options = AllToAllOptions()
         options.asyncOp = False  # on the current stream: no other one, and no memory shared with it
-        issue(self.made.alltoall_base(out, rows, list(lengths), gives, options), self.name)
-        return list(out.split(list(lengths)))
+        given = self.made.alltoall_base(out, rows.contiguous(), list(gets), list(gives), options)
+        issue(given, self.name)
+        return list(out.split(list(gets)))
 
     def shift(self, flat: Tensor, by: int) -> Tensor:
         to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
