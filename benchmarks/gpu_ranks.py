@@ -73,7 +73,8 @@ class Report:
         print(
             f"{task.size:10}{task.row:18}{side:6}{figures.ms:9.1f} ms {figures.gib:6.2f} GiB  "
             f"5th/20th {figures.fifth:.2f}  losses {losses}  norm {figures.norm:.4f}  "
-            f"first step after {figures.build_s + figures.times[0]:.1f} s",
+            f"first step after {figures.build_s + figures.times[0]:.1f} s"
+            + (f"  {figures.repeated} steps run again" if figures.repeated else ""),
             flush=True,
         )
         if figures.profile is not None:

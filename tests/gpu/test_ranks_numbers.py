@@ -13,7 +13,9 @@ from piper.capture.precision.fp8 import CAPABLE
 from piper.check.check import check, numbers
 from piper.check.reference import Reference
 from piper.compiler import Program, compile
+from piper.directives import replicate, shard, split
 from piper.directives.shard import Shard
+from piper.ir.select import at
 from piper.job import Job
 from piper.runtime.worker import Options
 from piper.workers.transport.fork_server import ForkServer
@@ -67,13 +69,15 @@ def test_graphs(cell: Cell, forks: ForkServer) -> None:
 
 
 @pytest.mark.xdist_group("graphs")
-@pytest.mark.parametrize("schedule", ["none", "1f1b"])
-@pytest.mark.parametrize("capacity", [2, 1.25])
-def test_graphs_of_experts_over_several_devices(schedule: str, capacity: float, forks: ForkServer) -> None:
-    """Rows in blocks, which they exceed in some steps: the bits of steps that are issued one by one."""
-    cell = Cell(case="moe", schedule=schedule, dp=2 if schedule == "1f1b" else 4, zero=2, ways=2, rows=2)
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("room", [1.0, 0.6])
+def test_graphs_of_experts_over_several_devices(stages: int, room: float, forks: ForkServer) -> None:
+    """Rows in blocks, which they exceed if there is less room: the bits of steps that are issued one by one."""
+    cell = Cell(case="moe", schedule="1f1b", dp=2, zero=2, ways=2, rows=2)
+    whole = [replicate(at(), range(4), zero=3), shard(at(EP="*"), range(4)), split(at(), parts=2)]
     strategy = [
-        replace(each, capacity=capacity) if isinstance(each, Shard) else each for each in strategy_of(cell)
+        replace(each, capacity=room * len(each.devices)) if isinstance(each, Shard) else each
+        for each in (whole if stages == 1 else strategy_of(cell))
     ]
     asked = job(cell, strategy=strategy, optimizer=power_of_two, precision="bf16", initial="host")
     program, given = compile(asked, device=DEVICE), batches(cell, 10)
@@ -85,7 +89,7 @@ def test_graphs_of_experts_over_several_devices(schedule: str, capacity: float, 
     assert found[0][0] == found[1][0]
     assert [name for name, value in found[0][1].items() if not torch.equal(value, found[1][1][name])] == []
     repeated = [result.repeated for result in found[0][0]]
-    assert any(repeated) == (capacity < 2)
+    assert any(repeated) == (room < 1)
 
 
 def assert_close_to_plain(

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
 
 from piper.compiler import compile
 from piper.directives import split
+from piper.directives.shard import Shard
 from piper.errors import ConfigError
 from piper.ir.chunk import Chunk
 from piper.ir.ids import Pass
@@ -36,7 +37,7 @@ from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Setup, initial_tensors, setup_of
 from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Worker
-from tests.runtime.grid import Cell, batches, compiled, job
+from tests.runtime.grid import Cell, batches, compiled, job, strategy
 
 DENSE = Cell(case="decoder_untied", schedule="1f1b", dp=2, zero=3, clip=0.3)
 DRAWS = Cell(case="dropout", schedule="1f1b")
@@ -80,6 +81,31 @@ def test_experts_that_one_kernel_multiplies_need_no_host() -> None:
     chunks = {chunk.name: chunk for chunk in program.outline.chunks}
     assert any(chunk.kind == "expert" for chunk in chunks.values())
     assert not any(static_reasons(plan, chunks) for plan in program.plans)
+
+
+def on_cuda_in_blocks(capacity: float, optimizer: Callable[[Iterable[Tensor]], Optimizer]) -> Setup:
+    changed = [
+        replace(each, capacity=capacity) if isinstance(each, Shard) else each for each in strategy(EXPERTS)
+    ]
+    asked = job(EXPERTS, strategy=changed, precision="bf16", optimizer=optimizer)
+    return replace(setup_of(compile(asked, device="cpu")), device=torch.device("cuda", 0))
+
+
+def test_experts_over_several_devices_whose_rows_travel_in_blocks_need_no_host() -> None:
+    for capacity, optimizer in ((1.5, AdamW), (2, NAdam)):
+        setup = on_cuda_in_blocks(capacity, optimizer)
+        check_static(setup, setup.plans, Options(), by_host=False)
+
+
+def test_an_optimizer_that_cannot_skip_a_step() -> None:
+    setup = on_cuda_in_blocks(1.5, NAdam)
+    with pytest.raises(ConfigError) as caught:
+        check_static(setup, setup.plans, Options(), by_host=False)
+    assert str(caught.value) == cleandoc("""
+        graphs: a step of this job cannot be issued as one graph
+          why:  NAdam cannot skip a step in which rows exceed their blocks: no fused kernel does it
+          hint: leave graphs out: every instruction is then issued by itself
+    """)
 
 
 def test_many_chunks_are_not_all_named() -> None:
