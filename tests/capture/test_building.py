@@ -131,3 +131,40 @@ def test_a_constructor_may_read_safetensors(read: Any, dtype: torch.dtype, tmp_p
     with piper.launch(piper.compile(job), on="inline") as run:
         state = run.state_dict()
     assert all(torch.equal(state[name], value.float()) for name, value in values.items())
+
+
+class Positions(nn.Module):
+    """Adds a table that is a view, as the tutorials of torch write it, and that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.zeros(6, 4)
+        table[:, 0] = torch.arange(6.0) / 7
+        self.inner, self.head = nn.Identity(), nn.Linear(4, 4)
+        self.register_buffer("table", table.unsqueeze(0))
+        self.inner.register_buffer("table", self.table)
+        self.table: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with piper.annotate("PP"):
+            x = self.inner(x + self.table[:, : x.shape[1]])
+        y: torch.Tensor = self.head(x + self.inner.table)
+        return y
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_buffer_may_be_a_view(precision: str) -> None:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ANN401
+        y: torch.Tensor = model(batch["x"]).square().mean()
+        return y
+
+    dtype = {"fp64": torch.float64, "bf16": torch.bfloat16}[precision]
+    batch = {"x": torch.linspace(-1, 1, 96).view(4, 6, 4).to(dtype)}
+    strategy = [piper.replicate(piper.at(), [0, 1], zero=3)]
+    job = piper.Job(model=Positions, loss=loss, data=lambda: [batch], strategy=strategy, precision=precision)
+    torch.manual_seed(0)
+    wanted = loss(Positions().to(dtype), batch).item()
+    with piper.launch(piper.compile(job)) as run:
+        assert run.step(batch).loss == pytest.approx(wanted, rel=1e-12 if precision == "fp64" else 1e-2)
+        saved = run.state_dict()
+    assert torch.equal(saved["table"], saved["inner.table"]) and saved["table"].shape == (1, 6, 4)

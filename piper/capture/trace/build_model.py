@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from piper.capture.quirks.grouped_experts import choose_experts
@@ -81,12 +81,21 @@ def _check_types(model: nn.Module) -> None:
 def _cast(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Cast floating-point parameters and buffers in place: hooks, ties and lists of parameters keep them.
 
-    Fakes stay fakes, and values that a constructor has read, as `from_pretrained` does, stay values.
+    Fakes stay fakes, and values that a constructor has read, as `from_pretrained` does, stay values. A buffer
+    that is a view, as `pe.unsqueeze(0)` is, cannot have another type than what it views: it is replaced.
     """
+    replaced: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         wanted = dtype if tensor.is_floating_point() else tensor.dtype
         if tensor.dtype != wanted or tensor.device.type != device.type:
-            assign(tensor, tensor.data.to(device, wanted))
+            value = tensor.data.to(device, wanted)
+            if tensor._is_view():
+                replaced[id(tensor)] = value
+            else:
+                assign(tensor, value)
+    for module in model.modules() if replaced else ():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(module, name, replaced.get(id(buffer), buffer))
 
 
 def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:

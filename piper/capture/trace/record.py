@@ -268,11 +268,13 @@ class _GraphCopier:
         if str(node.target).startswith("random_value_"):  # Dynamo's name for what Python's random drew
             raise drawn_once(node)
         if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor) or tensor.requires_grad:
+            known = _attribute_name(self.captured, tensor)
             raise CaptureError(
                 "the model uses a tensor that is neither a parameter nor a buffer",
                 by="model",
-                facts={"tensor": _attribute_name(self.captured, tensor) or str(node.target)},
-                hint="make it known: self.register_buffer(name, tensor, persistent=False)",
+                facts={"tensor": known or str(node.target)},
+                hint="make it known: self.register_buffer(name, tensor, persistent=False)"
+                + ("" if known is None else f"; outside the class: {_registered(known)}"),
             )
         self.constants[node.name] = tensor.detach().contiguous()
         return Constant(name=node.name)
@@ -353,6 +355,12 @@ def _attribute_name(module: nn.Module, value: object) -> str | None:
             if attribute is value:
                 return f"{path}.{name}".removeprefix("model.")
     return None
+
+
+def _registered(attribute: str) -> str:
+    """Return the line that makes a buffer of a tensor which a module holds, once the model is built."""
+    owner, _, name = f"model.{attribute}".rpartition(".")
+    return f"{owner}.register_buffer({name!r}, vars({owner}).pop({name!r}), persistent=False)"
 
 
 def _check_scores(graph: fx.Graph) -> None:
