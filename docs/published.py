@@ -3,12 +3,14 @@
 It draws the pictures of the recipes that are named, or of all; each is compiled. `--page`: the page alone.
 """
 
+import json
 import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parent
 GALLERY = DOCS.parent / "recipes" / "gallery"
 TEMPLATE = DOCS / "published.template"
+EXPERTS = DOCS.parent / "benchmarks" / "results" / "published_experts.json"
 HELPER = "text"  # a module that recipes share
 
 
@@ -18,9 +20,16 @@ def recipes() -> list[Path]:
 
 
 def page() -> str:
-    """Return the page: its template, with the number of lines of each recipe."""
+    """Return the page: its template, with the number of lines of each recipe and the simulated figures."""
     lines = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in recipes()}
-    return TEMPLATE.read_text(encoding="utf-8").format_map(lines)
+    return TEMPLATE.read_text(encoding="utf-8").format_map({**lines, "experts": experts()})
+
+
+def experts() -> str:
+    """Return a row for each mixture of experts that was simulated at its published size."""
+    rows = json.loads(EXPERTS.read_text(encoding="utf-8")).values()
+    cells = "| {run} | {published:,} | {predicted:,} | {ratio} | {peak_gib} GiB | {source} |"
+    return "\n".join(cells.format_map(row) for row in rows)
 
 
 def picture(recipe: Path) -> str:

@@ -37,9 +37,9 @@ def small() -> piper.Job:
     )
 
 
-def published(microbatches: int = 120) -> piper.Job:
+def published(microbatches: int = 120, attention: str = "sdpa") -> piper.Job:
     """The published size: 61 layers, 3 of them dense, 256 experts, products in fp8."""
-    config = DeepseekV3Config(experts_implementation=huggingface.NAME)
+    config = DeepseekV3Config(experts_implementation=huggingface.NAME, attn_implementation=attention)
     tokens = torch.zeros(1, 4096, dtype=torch.long).expand(128 * microbatches, -1)
     strategy = piper.strategies.moe(
         layers=61, pp=16, dp=128, ep=64, zero=1, schedule="dualpipe", microbatches=microbatches, dense=3
