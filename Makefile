@@ -20,12 +20,18 @@ UNUSED := /(tests|transformers/models|mypy|mypyc|pip|playwright|pygments/lexers|
 # Every process of a test would compile piper/ and the tests again where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup test test-all mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures notebooks site
+# Systems that pages compare with. No dependency of ours: without what they need themselves, in a folder of their own.
+SYSTEMS := build/systems
+PEERS := torchtitan megatron-core tyro docstring-parser typeguard shtab
+
+.PHONY: help setup test test-all wheel systems mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures notebooks site
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
 	@echo "make test     the tests to run again and again (no GPU, network or Ray)"
 	@echo "make test-all  those and the longer ones, which tests/extended.toml lists"
+	@echo "make wheel    the wheel of the sdist in an empty environment: the README, piper init, train, check, view, export, import"
+	@echo "make systems  runs of TorchTitan and Megatron-Core themselves go on in Piper, or have its losses (downloads 24 MB)"
 	@echo "make matrix   compositions in which every two choices meet; make matrix-full: every composition"
 	@echo "make attention  every shape, mask and layout of attention that meet in pairs, and every draw"
 	@echo "make rules    every rule of a sharded operation in every layout, on torch's own samples: an hour of one core"
@@ -61,6 +67,16 @@ test: setup
 
 test-all: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+wheel: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/test_wheel.py
+
+systems: setup $(SYSTEMS)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(SYSTEMS) $(BIN)/python -m pytest -q -m slow tests/docs/test_real_systems.py
+
+$(SYSTEMS)/.installed: $(CONSTRAINTS) $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --constraint $(CONSTRAINTS) --target $(SYSTEMS) $(PEERS)
+	@touch $@
 
 mutate: setup
 	OMP_NUM_THREADS=1 nice -n 15 $(BIN)/python -m tests.mutation.run --summary build/mutation.json $(MUTATE)
@@ -109,6 +125,7 @@ oldest: setup-oldest
 	$(OLDEST)/bin/python -m tests.torch_names
 	$(OLDEST)/bin/python -m mypy --cache-dir $(OLDEST)/.mypy_cache
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(OLDEST_TESTS)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -m slow tests/test_wheel.py
 
 torch-names: setup-oldest
 	$(OLDEST)/bin/python -m tests.torch_names --write

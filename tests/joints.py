@@ -29,6 +29,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import piper
 from piper.capture.autodiff import compose
 from piper.capture.autodiff.joint import Joint, trace_joint
 from piper.capture.compile.hashing import structural_key
@@ -253,7 +254,7 @@ def sources() -> str:
         "losses.py",
         "process",
     ):  # what capturing may import
-        owner = ROOT / "piper" / name
+        owner = Path(piper.__file__).parent / name
         for path in sorted(owner.rglob("*.py")) if owner.is_dir() else [owner]:
             digest.update(path.read_bytes())
     digest.update(Path(__file__).read_bytes())
