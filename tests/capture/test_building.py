@@ -1,7 +1,7 @@
 """Models are built without memory, whatever their constructors do with tensors."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -148,12 +148,12 @@ class Positions(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with piper.annotate("PP"):
             x = self.inner(x + self.table[:, : x.shape[1]])
-        y: torch.Tensor = self.head(x + self.inner.table)
+        y: torch.Tensor = self.head(x + self.inner.get_buffer("table"))
         return y
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
-def test_a_buffer_may_be_a_view(precision: str) -> None:
+def test_a_buffer_may_be_a_view(precision: Literal["fp64", "bf16"]) -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ANN401
         y: torch.Tensor = model(batch["x"]).square().mean()
         return y
