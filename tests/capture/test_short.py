@@ -106,7 +106,15 @@ def by_half_layer() -> nn.Module:
     return piper.annotate_modules(model, {"LAYER": halves})
 
 
-@pytest.mark.parametrize("build", [by_layer, by_half_layer])
+def first_blocks_wider() -> nn.Module:
+    model = Tower(DEPTH + 2)
+    for block in model.layers[:3]:
+        assert isinstance(block, Block)
+        block.up, block.down = nn.Linear(DIM, 3 * DIM), nn.Linear(3 * DIM, DIM)
+    return piper.annotate_layers(model)
+
+
+@pytest.mark.parametrize("build", [by_layer, by_half_layer, first_blocks_wider])
 def test_the_outline_is_that_of_all_blocks(build: Callable[[], nn.Module]) -> None:
     whole = capturing_of(build)
     short = short_capturing(capturing_of(build), ROWS)

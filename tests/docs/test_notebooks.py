@@ -6,6 +6,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from piper.capture.layers.short import short_capturing
+from piper.capture.recordings import Capturing, Recordings
+from piper.compiler import build
+from piper.job import Batch
 from piper.recipe import import_file
 
 NOTEBOOKS = import_file(Path(__file__).parents[2] / "docs" / "notebooks" / "run.py")
@@ -23,9 +27,37 @@ def test_a_notebook_is_a_valid_document(path: Path) -> None:
     nbformat.validate(json.loads(path.read_text(encoding="utf-8")))
 
 
+@pytest.fixture
+def short_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let compilations trace few of a model's equal layers: `tests/capture/test_short.py` compares the outlines."""
+    known: dict[int, Capturing] = {}
+
+    def capturing_with(batch: Batch, recordings: Recordings, folder: Path | None) -> Capturing:
+        assert folder is None
+        if id(recordings) not in known:
+            short = short_capturing(Capturing(batch=batch, recordings=recordings), 1)
+            assert short.recordings is not recordings, "all layers would be traced"
+            known[id(recordings)] = known[id(short.recordings)] = short
+        return known[id(recordings)]
+
+    monkeypatch.setattr(build, "capturing_with", capturing_with)
+
+
 @names
-@pytest.mark.timeout(600)  # it takes under two minutes of a core, most of it for one trace
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("short_traces")
 def test_a_notebook_shows_what_its_cells_give(path: Path) -> None:
+    assert_shows_what_its_cells_give(path)
+
+
+@names
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # it takes under two minutes of a core, most of it for one trace
+def test_a_notebook_that_traces_all_layers_shows_the_same(path: Path) -> None:
+    assert_shows_what_its_cells_give(path)
+
+
+def assert_shows_what_its_cells_give(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert NOTEBOOKS.executed(text, path.stem) == text, "run `make notebooks`"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import dropwhile
 from typing import TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from piper.capture.autodiff.differentiate import Captured
 from piper.capture.layers.annotate_layers import find_layers
-from piper.capture.layers.equal_blocks import equal_blocks
+from piper.capture.layers.equal_blocks import EARLY, equal_blocks
 from piper.capture.layers.filled import Filled, filled, skipped_blocks
 from piper.capture.recordings import Capturing, Recordings, request_key
 from piper.capture.shard.request import Request, merged
@@ -105,7 +106,7 @@ def shorter(values: Mapping[K, V], origins: Mapping[K, K]) -> dict[K, V] | None:
 
 
 def short_capturing(capturing: Capturing, rows: int) -> Capturing:
-    """Return a capturing of the same model that traces few of its blocks, if they are all equal.
+    """Return a capturing of the same model that traces few of its blocks, if all but the first are equal.
 
     rows: the samples with which the model is run once, on fakes.
     """
@@ -116,7 +117,7 @@ def short_capturing(capturing: Capturing, rows: int) -> Capturing:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     model = build_fake(known.model, mode, dtype, device)
     fakes = fake_batch(capturing.batch, rows, mode, dtype, device)
-    blocks = find_layers(model)
+    blocks = without_others(model, find_layers(model))
     if len(blocks) < FEWEST or not equal_blocks(model, blocks, known.loss, fakes, mode):
         return capturing
     recordings = replace(
@@ -133,6 +134,20 @@ def short_capturing(capturing: Capturing, rows: int) -> Capturing:
         short=replace(capturing, recordings=recordings),
         whole=capturing,
     )
+
+
+def without_others(model: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
+    """Return blocks all but the first of which have the parameters of the last, if more than two have others.
+
+    The first blocks of a mixture of experts are often dense: they are traced as what comes before the blocks.
+    The third of those that are left reads the result of one like itself, which `filled` compares.
+    """
+    kinds = [
+        [(name, tuple(tensor.shape)) for name, tensor in model.get_submodule(path).named_parameters()]
+        for path in blocks
+    ]
+    others = sum(1 for _ in dropwhile(lambda kind: kind == kinds[-1], reversed(kinds)))
+    return blocks[others - 1 :] if others > EARLY else blocks
 
 
 def without(build: Callable[[], nn.Module], skipped: Sequence[str]) -> Callable[[], nn.Module]:
