@@ -1,6 +1,6 @@
 """The results of the published system in its own form: schedules, streams, memory, scale and buckets.
 
-python benchmarks/paper.py [--parts schedules,streams,batch,peer,scale,buckets] [--out FILE]
+python benchmarks/paper.py [--parts schedules,sweep,streams,batch,peer,scale,buckets] [--out FILE]
 python benchmarks/paper.py --measure FILE             # on one GPU: the costs of the 1B model's chunks
 python benchmarks/paper.py --parts measured --costs FILE [--out FILE]
 
@@ -11,6 +11,7 @@ cluster file says. `batch` also runs torch's own PipelineStage and FSDP2, on ten
 """
 
 import argparse
+import itertools
 import platform
 import subprocess
 import sys
@@ -240,6 +241,21 @@ CASES = (
 )
 
 
+def best_of(
+    study: Study, case: Case, schedule: str, clusters: Sequence[str], measured: Measured | None
+) -> dict[str, tuple[Simulation, Program]]:
+    """Return the fastest step of a schedule on each cluster, by the ways to divide stages."""
+    best: dict[str, tuple[Simulation, Program]] = {}
+    for ends in case.ends:
+        program = compiled(study, case.layout(schedule, ends))
+        for name in clusters:
+            costs = costs_for(load_cluster(name), measured, program.outline)
+            found = simulate(program.plans, program.outline, costs)
+            if name not in best or found.step < best[name][0].step:
+                best[name] = found, program
+    return best
+
+
 def schedules(
     cases: Sequence[Case] = CASES,
     clusters: Sequence[str] = CLUSTERS,
@@ -253,17 +269,7 @@ def schedules(
         measured = (costs or {}).get(case.name)
         base: dict[str, float] = {}
         for schedule in SCHEDULES:
-            best: dict[str, tuple[Simulation, Program]] = {}
-            for ends in case.ends:
-                program = compiled(study, case.layout(schedule, ends))
-                for name in clusters:
-                    cluster = load_cluster(name)
-                    found = simulate(
-                        program.plans, program.outline, costs_for(cluster, measured, program.outline)
-                    )
-                    if name not in best or found.step < best[name][0].step:
-                        best[name] = found, program
-            for name, (found, program) in best.items():
+            for name, (found, program) in best_of(study, case, schedule, clusters, measured).items():
                 base.setdefault(name, found.step)
                 rows.append(
                     {
@@ -281,6 +287,42 @@ def schedules(
                     }
                 )
                 print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def sweep(
+    cases: Sequence[Case] = CASES[2:],
+    ranks: Sequence[int] = (4, 8),
+    replicas: Sequence[int] = (1, 2, 4),
+    clusters: Sequence[str] = CLUSTERS,
+) -> Table:
+    """Predict the published system's own sweep: its models on more ranks and replicas, which share experts.
+
+    Each schedule has twice as many microbatches as ranks, and is divided as it is fastest with.
+    """
+    rows: Table = []
+    for case in cases:
+        study = case.study()
+        for pp, dp in itertools.product(ranks, replicas):
+            shape, base = replace(case, pp=pp, ep=dp, microbatches=2 * pp), dict[str, float]()
+            tokens = shape.microbatches * shape.samples * shape.length / pp
+            for schedule in SCHEDULES:
+                for name, (found, _) in best_of(study, shape, schedule, clusters, None).items():
+                    base.setdefault(name, found.step)
+                    rows.append(
+                        {
+                            "model": case.name,
+                            "layout": f"PP{pp} x DP{dp}",
+                            "cluster": name,
+                            "schedule": schedule,
+                            "step ms": f"{1e3 * found.step:.1f}",
+                            "over 1F1B": f"{base[name] / found.step:.2f}x",
+                            "tokens/s of a device": f"{tokens / found.step:.0f}",
+                            "bubble %": f"{100 * found.bubble:.0f}",
+                            "peak GiB": f"{peak(found):.1f}",
+                        }
+                    )
+                    print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
@@ -456,6 +498,7 @@ def measure(case: Case, out: Path, *, device: str = "cuda", compile: bool = True
 
 PARTS: Mapping[str, str] = {
     "schedules": "(a) schedules of mixtures of experts",
+    "sweep": "(a) the published models on 4 to 32 devices, before anything of it is measured",
     "measured": "(a) the same, with what a GPU took for each chunk: needs --costs",
     "streams": "(b) a stream for each kind of communication",
     "batch": "(c) the largest microbatch",
@@ -548,7 +591,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             rows = paper_peer.batch(workers=2) if part == "batch" else paper_peer.peer()
         else:
-            rows = {"schedules": schedules, "streams": streams, "scale": scale, "buckets": buckets}[part]()
+            run = {"schedules": schedules, "sweep": sweep, "streams": streams, "scale": scale}
+            rows = {**run, "buckets": buckets}[part]()
         made[part] = table(rows)
         print(f"## {part}\n\n{made[part]}", flush=True)
     if options.out is not None:

@@ -34,8 +34,9 @@ def test_every_ratio_and_row_of_the_page_is_one_of_the_results() -> None:
 
 
 def test_the_results_of_a_script_are_of_one_commit() -> None:
-    """The largest microbatches, which have a script of their own, may be of another commit than the rest."""
+    """The largest microbatches, which have a script of their own, and the sweep may be of another commit."""
     commits = dict(re.findall(r"^## (\w+)\n\n```text\n.*\ncommit: +(\w+)$", RESULTS, re.MULTILINE))
     assert len(commits) == RESULTS.count("\n## ") >= 6
     assert commits.pop("batch") == commits.pop("peer")
+    assert commits.pop("sweep")
     assert len(set(commits.values())) == 1
