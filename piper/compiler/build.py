@@ -20,7 +20,7 @@ from piper.capture.trace.trace import Traced
 from piper.compiler.locate_errors import locate_errors
 from piper.compiler.optimizer_facts import OptimizerFacts, facts_of_optimizer
 from piper.compiler.requests import requests_of
-from piper.compiler.shared_state import buckets_beside, check_same_state, reads_state_of
+from piper.compiler.shared_state import check_same_state, holder_of, reads_state_of
 from piper.compiler.slices import (
     capture_slices,
     check_sums,
@@ -227,14 +227,16 @@ def build(
             graph = reads_state_of(trained, graph)
             buckets = share_buckets(graph, trained.work.buckets)
             facts = OptimizerFacts(state_bytes=trained.work.settings.state_bytes)
-        elif first is not None:
-            settings = first.work.settings
-            buckets = buckets_beside(first, job, graph, make_buckets(graph), batch)
-            facts = OptimizerFacts(state_bytes=settings.state_bytes, whole=settings.whole)
         else:
             buckets = make_buckets(graph)
-            facts = optimizer or facts_of_optimizer(job, graph, buckets)
-            buckets = with_whole_parameters(buckets) if facts.whole else buckets
+            holder = None if first is None else holder_of(first, job, graph, buckets, batch)
+            if holder is not None:
+                buckets = share_buckets(graph, holder.work.buckets, buckets)
+                known = holder.work.settings
+                facts = OptimizerFacts(state_bytes=known.state_bytes, whole=known.whole)
+            else:
+                facts = optimizer or facts_of_optimizer(job, graph, buckets)
+                buckets = with_whole_parameters(buckets) if facts.whole else buckets
         settings = Settings(
             clip=job.clip_norm is not None and trained is None,
             state_bytes=facts.state_bytes,

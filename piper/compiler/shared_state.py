@@ -10,8 +10,7 @@ from piper.ir.devices import show
 from piper.ir.graph import Graph
 from piper.job import Batch, Job, limit_of
 from piper.lower.buckets import ProgramBuckets
-from piper.lower.shared_buckets import held_otherwise, share_buckets
-from piper.lower.whole_parameters import with_whole_parameters
+from piper.lower.shared_buckets import held_otherwise
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plan, Slot
 from piper.runtime.uneven import COUNTS
@@ -85,13 +84,12 @@ def layout_of(parameter: Parameter) -> object:
     return parameter.shape, parameter.dtype, placements
 
 
-def buckets_beside(
+def holder_of(
     program: "Program", job: Job, graph: Graph, own: ProgramBuckets, batch: Batch
-) -> ProgramBuckets:
-    """Return the buckets of another program that trains the parameters of a first one.
+) -> "Program | None":
+    """Return the program whose buckets another one trains too: the first one, or one for another length.
 
-    They lie as those of one that is known, if any does. Otherwise they are its own, and the state moves.
-    own: the buckets that it would have alone.
+    None: no program holds parameters as `own`, the buckets that it would have alone. Then the state moves.
     """
     here, there = program.outline.reached, graph.outline.reached
     if apart := sorted(here ^ there):
@@ -101,14 +99,14 @@ def buckets_beside(
         raise other_layout(program.job, job, "groups that train apart", ("one strategy", "another one"))
     for known in (program, *program.shapes.values()):
         if next(held_otherwise(own.read, known.work.buckets), None) is None:
-            return share_buckets(graph, known.work.buckets, own)
+            return known
     for name, its, ours in held_otherwise(own.read, program.work.buckets):
         if same_strategy or ours is None or its is None:
             which = "lies otherwise" if ours and its else "is used only"
             raise another_model(batch, "parameters", f"{name} {which} for one of them")
         if not movable(ours, its):
             raise other_layout(program.job, job, name, (described(ours), described(its)))
-    return with_whole_parameters(own) if program.work.settings.whole else own
+    return None
 
 
 def movable(before: Bucket, after: Bucket) -> bool:

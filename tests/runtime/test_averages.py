@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import piper
-from piper import at, average, protect, replicate, shard, split
+from piper import at, average, protect, remat, replicate, shard, split
 from piper.check.check import Report, check
 from piper.plan.text import read_plans, show_plans
 from piper.run.launch import launch_inline
@@ -67,9 +67,11 @@ def zero(level: int) -> list[piper.Directive]:
         (zero(3), 2, 3),
         (WITHIN, 2, 2),
         (PIPELINE, 2, 2),
+        ([*PIPELINE[:3], *piper.schedules.zero_bubble(2, 2), PIPELINE[-1]], 2, 2),
+        ([*zero(3), remat(at(), 0.5)], 2, 3),
         (TENSOR, 2, 2),
     ],
-    ids=["pair", "four", "zero1", "zero2", "zero3", "within", "pipeline", "tensor"],
+    ids=["pair", "four", "zero1", "zero2", "zero3", "within", "pipeline", "zero bubble", "remat", "tensor"],
 )
 def test_groups_have_the_numbers_of_plain_pytorch(
     strategy: list[piper.Directive], groups: int, every: int
