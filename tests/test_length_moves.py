@@ -140,3 +140,15 @@ def test_a_lost_worker_is_replaced_in_either_layout(
             losses.append(run.step(batch).loss)
         assert losses == wanted and not breaks
         assert all(torch.equal(value, state[name]) for name, value in run.state_dict().items())
+
+
+def test_a_length_that_no_step_had_is_evaluated_with_its_strategy(caplog: pytest.LogCaptureFixture) -> None:
+    program = piper.compile(job(batches(1), strategy=MOST))
+    with piper.launch(program) as run:
+        alone = run.evaluate([rows(1, 16)]).loss  # one sample cannot be sliced for two replicas
+        assert not program.shapes and "Batches up to 16 are evaluated with the first strategy" in caplog.text
+    with piper.launch(program) as run:
+        assert run.evaluate([rows(4, 16)]).loss > 0
+        (other,) = program.shapes.values()
+        assert [directive.verb for directive in other.graph.directives] == ["replicate", "shard"]
+        assert run.evaluate([rows(1, 16)]).loss == pytest.approx(alone, abs=1e-12)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from piper.checkpoint.bucket_spans import held_names
 from piper.data.feed import one_epoch
-from piper.errors import ConfigError, WorkerError
+from piper.errors import ConfigError, ScheduleError, WorkerError
 from piper.ir.format import size
-from piper.job import Job
+from piper.job import Job, limit_of
 from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import SavedWorkers
 from piper.runtime.batch import (
@@ -77,6 +77,7 @@ class Session(SavedWorkers):
         self.prepared: dict[tuple[bool | Forward, Shapes], Prepared] = {}
         self.last = self.first  # the program of the last step
         self.moves = False  # workers have a program that holds the state in another layout than the first
+        self.unsliced: set[int | None] = set()  # lengths whose strategies cannot slice what is evaluated
         self.preparations = 0  # how many programs workers have been given since they were started
         self.rows: dict[str, tuple[int, ...]] = {}  # of each expert in the last step, by regions with clones
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step, if known
@@ -136,7 +137,7 @@ class Session(SavedWorkers):
 
     def _pieces(self, batch: Batch) -> Iterator[SampleGroup]:
         """Yield a batch in pieces that the programs which evaluate batches of its length can slice."""
-        return pieces_of(batch, slices_of((with_strategy_for(self.program, batch) or self.program).plans))
+        return pieces_of(batch, slices_of(self._trained_like(batch).plans))
 
     def _run(
         self,
@@ -187,12 +188,22 @@ class Session(SavedWorkers):
         return Prepared(number=number, program=program, slicer=BatchSlicer(program.plans), buffers=buffers)
 
     def _trained_like(self, batch: Batch) -> ProgramLike:
-        """Return the program whose parameters one for batches like `batch` evaluates. Workers have it."""
-        program = with_strategy_for(self.program, batch) or self.program
+        """Return the program whose parameters one for batches like `batch` evaluates. Workers have it.
+
+        It has the strategy of their length, also where no step was trained with it, if that can slice them.
+        """
+        program = with_strategy_for(self.program, batch)
+        limit = limit_of(self.program.job, batch)
+        if program is None and limit not in self.unsliced and self.wanted.shapes.keys() <= batch.keys():
+            try:
+                program = self._shaped(batch, batch)
+            except ScheduleError as error:
+                self.unsliced.add(limit)
+                log.warning("Batches up to %s are evaluated with the first strategy: %s", limit, error.what)
         for shapes, one in self.program.shapes.items():
             if one is program and (True, shapes) not in self.prepared:
-                self.prepared[True, shapes] = self._prepare(program, trains=True)
-        return program
+                self.prepared[True, shapes] = self._prepare(one, trains=True)
+        return program or self.program
 
     def _shaped(self, batch: Batch, given: Batch) -> ProgramLike:
         """Return the program that trains on batches of these shapes. Say so if it has to be compiled."""
