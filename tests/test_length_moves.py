@@ -152,3 +152,9 @@ def test_a_length_that_no_step_had_is_evaluated_with_its_strategy(caplog: pytest
         (other,) = program.shapes.values()
         assert [directive.verb for directive in other.graph.directives] == ["replicate", "shard"]
         assert run.evaluate([rows(1, 16)]).loss == pytest.approx(alone, abs=1e-12)
+
+
+def test_one_rank_alone_moves_its_part(program: Program) -> None:
+    with piper.launch(program, on="rank:1") as run:
+        for batch in batches(3):
+            run.step(batch)
