@@ -148,7 +148,7 @@ def states_of(worker: Worker, bucket: BucketUpdate) -> Mapping[str, Mapping[str,
 def trainer_of(worker: Worker) -> Trainer:
     """Return the state of a worker's optimizer and scheduler, in words and numbers."""
     optimizer, scheduler = worker.env.state.optimizer, worker.env.state.scheduler
-    if optimizer is None:
+    if optimizer is None or not worker.env.state.trains:
         return Trainer()
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return Trainer(

@@ -229,6 +229,7 @@ def set_up(trial: Trial, view: View, groups: Groups | None) -> tuple[Optimizer, 
     named_tensors = [(part.name, tensor) for part, tensor in zip(view.parts, tensors, strict=True)]
     sizes = {name: tuple(value.shape) for name, value in trial.start.items()}
     optimizer = build_optimizer(trial.make, sizes, named_tensors)
+    assert optimizer is not None, "every view has parts"
     if groups is not None and not alike(groups_of(optimizer, view, tensors), groups):
         regroup(optimizer, view, tensors, groups)
     for group in optimizer.param_groups:

@@ -117,7 +117,6 @@ def movable(before: Bucket, after: Bucket) -> bool:
 
 def check_same_state(program: "Program", other: "Program", batch: Batch) -> None:
     """Refuse a program that needs other buffers than the first one, or keeps state elsewhere, on a device."""
-    written = {name for chunk in other.outline.chunks for name in chunk.mutated}
     moves = not other.plans.lie_in(program.plans)
     if moves and program.plans.devices != other.plans.devices:
         sets = (show(program.plans.devices), show(other.plans.devices))
@@ -128,9 +127,7 @@ def check_same_state(program: "Program", other: "Program", batch: Batch) -> None
             moves_between(other.plans.buckets, known.plans.buckets)
     for device in other.plans.devices:
         ours, its = program.plans.of(device), other.plans.of(device)
-        missing = its.buffers.keys() - ours.buffers.keys()
-        if not missing.isdisjoint(written):
-            raise another_model(batch, "buffers", f"{min(missing & written)} is written only for one of them")
+        check_same_buffers(program, other, device, batch)
         for slot in its.residents.keys() & ours.residents.keys():
             held, needed = (where_it_lies(plan.residents[slot]) for plan in (ours, its))
             if slot.kind in (("buffer",) if moves else ("param", "state", "buffer")) and held != needed:
@@ -142,6 +139,21 @@ def check_same_state(program: "Program", other: "Program", batch: Batch) -> None
         if copied(ours) != copied(its) or (moves and copied(ours)):
             what = f"the copies of the state of device {device}"
             raise other_layout(program.job, other.job, what, (str(copied(ours)), str(copied(its))))
+
+
+def check_same_buffers(program: "Program", other: "Program", device: int, batch: Batch) -> None:
+    """Refuse a buffer that steps write and that a device has in one of two programs only."""
+    before, written = (
+        {name for chunk in one.outline.chunks for name in chunk.mutated} for one in (program, other)
+    )
+    ours, its = program.plans.of(device).buffers.keys(), other.plans.of(device).buffers.keys()
+    apart = sorted((its - ours) & (before | written) | (ours - its) & written)
+    if apart and limit_of(program.job) == limit_of(other.job):
+        raise another_model(batch, "buffers", f"{apart[0]} is written only for one of them")
+    if apart:
+        what = f"{apart[0]}, a buffer that steps write, on device {device}"
+        held = ("it is there", "it is not") if apart[0] in ours else ("it is not", "it is there")
+        raise other_layout(program.job, other.job, what, held)
 
 
 def where_it_lies(slot: Slot) -> str:

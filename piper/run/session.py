@@ -31,6 +31,7 @@ from piper.runtime.batch import (
 )
 from piper.runtime.compute import slices_of
 from piper.runtime.expert_exchange import TABLES
+from piper.runtime.full_values import whole_buffers
 from piper.runtime.predictions import predicted_rows
 from piper.runtime.setup import Forward, ProgramLike, Shapes, initial_tensors, setup_of
 from piper.runtime.uneven import COUNTS
@@ -52,6 +53,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 AT_HOME = ("save", "load", "adopt", "protect", "restore", "owned", "optimizer_state")
 # ^ calls about the state as the first program holds it
+LOADS = ("load", "adopt", "restore")  # those that change the values of buffers
 MANY = 8  # shapes after which a message says how to need fewer
 log = logging.getLogger("piper")
 
@@ -76,6 +78,7 @@ class Session(SavedWorkers):
         # by whether it trains, or what it predicts, and by shape
         self.prepared: dict[tuple[bool | Forward, Shapes], Prepared] = {}
         self.last = self.first  # the program of the last step
+        self.elsewhere: dict[str, Tensor] = {}  # buffers that no step writes and only some devices hold
         self.moves = False  # workers have a program that holds the state in another layout than the first
         self.unsliced: set[int | None] = set()  # lengths whose strategies cannot slice what is evaluated
         self.preparations = 0  # how many programs workers have been given since they were started
@@ -87,6 +90,8 @@ class Session(SavedWorkers):
         if self.moves and call.__name__ in AT_HOME:
             everyone = dict.fromkeys(self.devices)
             self._guarded(lambda: self.group.ask(WorkerAnswers.come_home, everyone))
+        if call.__name__ in LOADS:
+            self.elsewhere = {}
         return self._guarded(lambda: self.group.ask(call, arguments))
 
     def _guarded(self, act: Callable[[], R]) -> R:
@@ -167,7 +172,8 @@ class Session(SavedWorkers):
         """
         key = (forward or trains, read_shapes(batch, self.wanted) if trains else shapes_of(batch))
         known = self.prepared.get(key)
-        if known is not None and all(self.unread.get(name) is value for name, value in known.buffers.items()):
+        values = self.unread | self.elsewhere
+        if known is not None and all(values.get(name) is value for name, value in known.buffers.items()):
             return known
         if known is not None:
             program = known.program
@@ -222,13 +228,22 @@ class Session(SavedWorkers):
         return program
 
     def _unheld(self, program: ProgramLike) -> dict[str, Tensor]:
-        """Return the values of the buffers that a program reads and no worker holds."""
+        """Return the values of the buffers that a program reads on devices that do not hold them."""
         read = {name for plan in program.plans for name in plan.buffers}
         unheld = sorted(read - held_names(self.plans))
         if missing := [name for name in unheld if name not in self.unread]:
             initial = initial_tensors(self.program)  # the run began from a checkpoint, which has none of them
             self.unread |= {name: initial[name] for name in missing}
-        return {name: self.unread[name] for name in unheld}
+        elsewhere = {
+            name
+            for device in program.plans.devices
+            for name in program.plans.of(device).buffers.keys() - self.plans.of(device).buffers.keys()
+        }.difference(unheld)
+        if asked := sorted(elsewhere - self.elsewhere.keys()):
+            self.elsewhere |= whole_buffers(self.plans, self.ask_all(WorkerAnswers.buffers, asked))
+        return {name: self.unread[name] for name in unheld} | {
+            name: self.elsewhere[name] for name in elsewhere
+        }
 
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of parameters on all devices."""

@@ -131,9 +131,9 @@ class DeviceState:
         self.copies = self._copies()
         trained = [held for segments in self.segments.values() for held in segments]
         sizes = {p.name: p.shape for p in setup.outline.parameters if p.trainable}
-        self.optimizer: Optimizer | None = (
-            build_optimizer(setup.optimizer, sizes, trained) if trained else None
-        )
+        self.trains = bool(trained)  # else its shards are padding only, or all that it has is frozen
+        # It has an optimizer even so, for its options: another layout may let it train.
+        self.optimizer: Optimizer | None = build_optimizer(setup.optimizer, sizes, trained) if sizes else None
         if self.optimizer is not None and is_accelerator(setup.device):
             fuse(self.optimizer)
         self.scheduler: LRScheduler | None = (
@@ -172,8 +172,8 @@ class DeviceState:
             for name, parts in gradients.items():
                 flat = torch.cat([part.reshape(-1) for part in parts])
                 self.gradients[name] = flat if weight is None else flat / weight
-        if self.optimizer is None:
-            return  # the device's shards are padding only
+        if self.optimizer is None or not self.trains:
+            return
         if skip is not None and not self.captured and skip.item() > 0:
             return
         divisor = self._divisor(sums, weight)
@@ -219,7 +219,7 @@ class DeviceState:
 
     def options(self) -> list[dict[str, object]] | None:
         """Return the options of the optimizer's groups. None: this device trains nothing."""
-        if self.optimizer is None:
+        if self.optimizer is None or not self.trains:
             return None
         return [
             {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}

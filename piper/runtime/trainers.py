@@ -55,8 +55,10 @@ def takes_pairs(make: MakeOptimizer) -> bool:
     return first in PAIRS
 
 
-def build_optimizer(make: MakeOptimizer, sizes: Sizes, held: Sequence[tuple[str, Tensor]]) -> Optimizer:
-    """Return the optimizer of a device that holds parts of parameters.
+def build_optimizer(
+    make: MakeOptimizer, sizes: Sizes, held: Sequence[tuple[str, Tensor]]
+) -> Optimizer | None:
+    """Return the optimizer of a device that holds parts of parameters. None: it cannot be made without any.
 
     The user's function sees every parameter of the model with its name and original shape, so that its groups
     are those of plain PyTorch. The parts then take the places of the parameters. A function that looks at
@@ -70,9 +72,9 @@ def build_optimizer(make: MakeOptimizer, sizes: Sizes, held: Sequence[tuple[str,
     except ConfigError as error:
         if not isinstance(error.__cause__, RuntimeError | TypeError):
             raise
-        return make_optimizer(make, held)
+        return make_optimizer(make, held) if held else None
     if optimizer.state:
-        return make_optimizer(make, held)
+        return make_optimizer(make, held) if held else None
     names = {id(tensor): name for name, tensor in whole}
     parts = dict(held)
     for group in optimizer.param_groups:

@@ -169,6 +169,8 @@ class Worker:
             self._take_buffers(self.latest)
         self.env.step += 1
         if self.env.state.scheduler is not None:
+            # The optimizer of another layout may have been stepped in its place, or none: say nothing of it.
+            self.env.state.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
             self.env.state.scheduler.step()
         return sums
 
