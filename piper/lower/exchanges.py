@@ -25,7 +25,7 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
         written = [splits, output_slot(chunk.name, 1)]
         if policy.may_overflow:
             written.append(output_slot(chunk.name, OVERFLOWS))
-            flow.values[written[-1]] = Slot(nbytes=8)
+            flow.values[written[-1]] = Slot(nbytes=1)
         counts = Counts(
             run=Pass(phase="F", chunk=chunk.name),
             devices=placement.devices,

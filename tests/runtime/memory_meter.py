@@ -13,6 +13,7 @@ from piper.runtime.bucket_layout import Flat
 from piper.runtime.context import BatchField, Bound, Env
 from piper.runtime.cuda.graphs import GraphExecutor
 from piper.runtime.executor import Executor
+from piper.runtime.expert_blocks import Blocks
 from piper.runtime.expert_exchange import Splits
 from piper.runtime.stream_executor import StreamExecutor
 from piper.runtime.worker import Options, Sums, Worker
@@ -81,6 +82,8 @@ def tensors_in(value: object) -> list[Tensor]:
             return [value.whole]
         case Splits():
             return [value.given, value.taken]
+        case Blocks():
+            return [value.source, value.fills, value.target, value.order, value.home]
         case list() | tuple():
             return [item for item in value if isinstance(item, Tensor)]
     return []

@@ -24,6 +24,8 @@ from piper.runtime.expert_blocks import _sorted_places
 from piper.runtime.worker import Options
 from tests import plain
 from tests.runtime import moving
+from tests.runtime.inline_workers import workers_of
+from tests.runtime.memory_meter import measured, meter_of, planned_bytes
 from tests.runtime.moving import WIDTH, loss
 
 Optimize = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -168,6 +170,14 @@ def test_a_plan_knows_the_sizes_of_blocks() -> None:
     assert {ins.nbytes for ins in fixed} == {row * 24}  # three blocks of 8 rows
     assert {ins.workspace for ins in fixed} == {2 * row * 32}  # rows before they leave, and as they arrive
     assert {(ins.payload.rows, ins.payload.block) for ins in fixed} == {(16, 8)}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("capacity", [4, 3])
+def test_a_plan_predicts_the_memory_of_each_instruction(capacity: float) -> None:
+    with measured(), launch_inline(program([*blocks(capacity), MICROBATCHES])) as run:
+        assert not run.step(batches(1)[0]).repeated
+        for worker in workers_of(run).values():
+            assert meter_of(worker).live == planned_bytes(worker)
 
 
 def test_a_plan_in_which_an_overflow_goes_unseen_is_not_proven() -> None:

@@ -67,8 +67,11 @@ class Intake:
 
             def rated() -> None:
                 env.state.captured = self.capturing
-                with rates.lent():
-                    run()
+                try:
+                    with rates.lent():
+                        run()
+                finally:
+                    env.state.captured = False  # other programs use the same state
 
             return rated
 
