@@ -214,7 +214,7 @@ def test_experts_share_a_recording() -> None:
 
     first = compile(replace(job, strategy=ways[0]))
     for strategy in ways:
-        wanted = compile(replace(job, strategy=strategy))
+        wanted = first if strategy is ways[0] else compile(replace(job, strategy=strategy))
         with patch.object(compose, "trace_joint", counted):
             made = compile(replace(job, strategy=strategy), captured=first)
         assert show_plans(made.plans) == show_plans(wanted.plans)
