@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
+from random import Random
 
 import pytest
 
@@ -108,9 +109,12 @@ def choices(cell: Cell) -> Choices:
 def chosen() -> list[Cell]:
     """Return cells in which every two values of two axes meet. Where several do, two replicas are preferred.
 
-    What is refused shows nothing else: values meet there that meet nowhere else.
+    The order is drawn: with this one the cells need 39 captures (by model, stages, mask and ways to divide experts), with that of
+    the list 45. What is refused shows nothing else: values meet there that meet nowhere else.
     """
-    every = sorted([*cells(), *both_ways()], key=lambda cell: abs(cell.dp - 2))
+    every = [*cells(), *both_ways()]
+    Random(40).shuffle(every)
+    every.sort(key=lambda cell: abs(cell.dp - 2))
     right = covering([cell for cell in every if limit_of(cell) is None], choices)
     return [*right, *covering([cell for cell in every if limit_of(cell) is not None], choices, given=right)]
 
