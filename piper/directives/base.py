@@ -43,8 +43,8 @@ def given_filter(by: str, key: str, at: object) -> At:
 def given_devices(by: str, key: str, devices: object) -> Devices:
     """Return the devices that a directive is given, as a tuple. `apply` checks their values."""
     if isinstance(devices, str | bytes | set | frozenset | dict) or not isinstance(devices, Iterable):
-        hint = "list the devices in order: devices=[0, 1]"
-        raise ScheduleError(f"devices={devices!r} is not a list", by=by, hint=hint)
+        hint = f"list the devices in order: {key}=[0, 1]"
+        raise ScheduleError(f"{key}={devices!r} is not a list", by=by, hint=hint)
     return tuple(devices)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from piper.directives.base import (
     Directive,
@@ -17,6 +16,7 @@ from piper.ir.chunk import ROUTED, Chunk, Output
 from piper.ir.graph import Graph
 from piper.ir.mesh import EXPERTS
 from piper.ir.node import Compute
+from piper.ir.numbers import is_number, is_whole
 from piper.ir.select import At
 from piper.ir.sharding import AxisPlacement
 from piper.ir.sharding import Shard as ShardDim
@@ -76,9 +76,9 @@ class Shard(PlacingDirective):
 
     def check_capacity(self, ways: int, by: str) -> None:
         """Refuse room for fewer rows than even routing sends, or for more than there are."""
-        if self.clones or not 1 <= cast(float, self.capacity) <= ways:
+        if self.clones or not is_number(self.capacity) or not 1 <= self.capacity <= ways:
             raise ScheduleError(
-                f"blocks of rows cannot have room for {self.capacity} even shares",
+                f"blocks of rows cannot have room for {self.capacity!r} even shares",
                 by=by,
                 facts={"ways": str(ways), **({"clones": str(self.clones)} if self.clones else {})},
                 hint="capacity is from 1, for even routing, to ways, for any routing; without clones",
@@ -88,10 +88,10 @@ class Shard(PlacingDirective):
         """Refuse room for more experts than other devices have, and clones of experts with buffers."""
         for chunk in chunks:
             others = chunk.experts - chunk.experts // ways
-            if self.clones > others or self.clones < 0 or chunk.buffers:
+            if not is_whole(self.clones, 0) or self.clones > others or chunk.buffers:
                 buffers = {"buffers": ", ".join(chunk.buffers)} if chunk.buffers else {}
                 raise ScheduleError(
-                    f"a device cannot have {self.clones} clones of these experts",
+                    f"a device cannot have {self.clones!r} clones of these experts",
                     by=by,
                     facts={"region": chunk.name, "experts of other devices": str(others), **buffers},
                     hint="clones is from 0 to that number, of experts that have parameters only",

@@ -198,9 +198,9 @@ def test_a_plan_in_which_an_overflow_goes_unseen_is_not_proven() -> None:
     assert any("does not read the sums" in problem for problem in problems("update", "total"))
 
 
-@pytest.mark.parametrize("capacity", [0.9, 4.1])
+@pytest.mark.parametrize("capacity", [0.9, 4.1, True, "2"])
 def test_a_capacity_that_makes_no_sense_is_refused(capacity: float) -> None:
-    with pytest.raises(ScheduleError, match=f"blocks of rows cannot have room for {capacity} even shares"):
+    with pytest.raises(ScheduleError, match=f"blocks of rows cannot have room for {capacity!r} even shares"):
         program(blocks(capacity))
 
 

@@ -112,8 +112,9 @@ def test_a_plan_in_which_the_gradient_of_clones_does_not_come_back_is_not_proven
 
 
 def test_clones_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="a device cannot have 7 clones of these experts"):
-        program(cloned(clones=7))
+    for clones in (7, 1.5, "1"):
+        with pytest.raises(ScheduleError, match=f"a device cannot have {clones!r} clones of these experts"):
+            program(cloned(clones=clones))  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="these experts cannot be cloned on other devices"):
         program([replicate(at(), devices=range(4), zero=3, within=2), *cloned(ways=2)[1:]])
 
