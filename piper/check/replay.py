@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.check.slicing import BatchSlicing, Slice
@@ -110,7 +111,7 @@ class Replay:
                     self.unmatched.append(f"{chunk} draws random numbers that plain PyTorch does not draw")
 
     def draws_of(self) -> dict[str, list[Shape]]:
-        """Return the shapes of each chunk's draws in order, by running the chunk once on zeros."""
+        """Return the shapes of each chunk's draws in order, by running it once on zeros, or on no values."""
         if self.layout is None:
             self.layout = {
                 chunk.name: self._count(chunk) for chunk in self.program.outline.chunks if chunk.has_code
@@ -141,9 +142,17 @@ class Replay:
         ]
         params = [value.requires_grad_(value.is_floating_point()) for value in params]
         buffers = [share(self.buffers[name]).clone() for name in spec.buffers]
+        values = [*given, *params, *buffers]
+        try:
+            return self._shapes(chunk, values)
+        except (IndexError, RuntimeError):  # an index of zeros, such as of the last token that is no padding
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                return self._shapes(chunk, [mode.from_tensor(value) for value in values])
+
+    def _shapes(self, chunk: Chunk, values: Sequence[Tensor]) -> list[Shape]:
         count = _DrawShapes()
         with torch.enable_grad(), count:  # with gradients: compiled code then runs uncompiled
-            self.program.code(chunk, "F")(*given, *params, *buffers)
+            self.program.code(chunk, "F")(*values)
         return count.shapes
 
     def device(self) -> torch.device:

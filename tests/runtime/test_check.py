@@ -304,6 +304,31 @@ def test_rounding_of_the_model_s_own_type_is_no_difference(strategy: list[Direct
     assert float(note.partition("agrees to ")[2].partition(",")[0]) > 1.2e-5, "more than one operation's"
 
 
+class LastToken(nn.Module):
+    """Reads the last token that is no padding, as mBART does: a batch of zeros has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 16), nn.Linear(16, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        last = tokens.gather(1, tokens.ne(0).sum(dim=1, keepdim=True) - 1)
+        with annotate("PP"):
+            x = F.dropout(self.table(last[:, 0]), 0.5)
+        result: Tensor = self.head(x)
+        return result
+
+
+def test_values_that_a_chunk_cannot_run_on_do_not_stop_the_count_of_its_draws() -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        squares: Tensor = model(batch["tokens"]).square().mean()
+        return squares
+
+    batch = {"tokens": torch.arange(1, 49).view(8, 6) % 7 + 1}
+    report = checked(job(LastToken, loss, [batch, batch], strategy=[*DP, *PARTS]))
+    assert report.verdict == "The same numbers as one device."
+
+
 def test_weights_of_classes_in_another_type_are_named() -> None:
     def weighed(model: nn.Module, batch: Batch) -> Tensor:
         return F.cross_entropy(model(batch["x"]), batch["y"].argmax(-1), weight=torch.ones(4))
