@@ -1,5 +1,7 @@
 """Strategies for several lengths that hold parameters differently: the state moves when a step switches."""
 
+import os
+import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from piper.run.run import Run
 from piper.runtime.context import Bound
 from piper.runtime.worker import Options
 from piper.workers.blame import Watcher
+from piper.workers.local import LocalWorkerGroup
 from tests.runtime.grid import adafactor, muon
 from tests.test_length_strategies import DEVICES, compare, context, job, replicas, rows
 from tests.workers.sabotage import BrokenError
@@ -158,3 +161,19 @@ def test_one_rank_alone_moves_its_part(program: Program) -> None:
     with piper.launch(program, on="rank:1") as run:
         for batch in batches(3):
             run.step(batch)
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_replaced_in_either_layout(program: Program) -> None:
+    data = batches(8)
+    with piper.launch(program) as run:
+        wanted = [run.step(batch).loss for batch in data]
+        state = run.state_dict()
+    losses: list[float] = []
+    with recovering(program, "local", Options(), retries=3) as run:
+        for number, batch in enumerate(data):
+            if number in (3, 6):
+                os.kill(cast(LocalWorkerGroup, run.session.group).processes[number % 4], signal.SIGKILL)
+            losses.append(run.step(batch).loss)
+        assert losses == wanted
+        assert all(torch.equal(value, state[name]) for name, value in run.state_dict().items())

@@ -58,8 +58,8 @@ class WorkerAnswers(BackgroundSaver):
         self.versions.restore(step)
 
     def owned(self, buckets: Sequence[str]) -> dict[str, Tensor]:
-        """Return this device's part of some buckets."""
-        return {name: self.worker.owned(name) for name in buckets}
+        """Return this device's part of some buckets, copied: torch cannot resize memory once NumPy sees it."""
+        return {name: self.worker.owned(name).detach().to("cpu", copy=True) for name in buckets}
 
     def gradients(self, buckets: Sequence[str]) -> dict[str, Tensor | None]:
         """Return the last step's gradients of this device's part of some buckets."""
