@@ -58,7 +58,7 @@ class WorkerAnswers(BackgroundSaver):
         self.versions.restore(step)
 
     def owned(self, buckets: Sequence[str]) -> dict[str, Tensor]:
-        """Return this device's part of some buckets, copied: torch cannot resize memory once NumPy sees it."""
+        """Return this device's part of some buckets, copied: torch cannot resize what NumPy has seen."""
         return {name: self.worker.owned(name).detach().to("cpu", copy=True) for name in buckets}
 
     def gradients(self, buckets: Sequence[str]) -> dict[str, Tensor | None]:
