@@ -1,5 +1,6 @@
-"""The samples that a device sees at a time, from the documented rule alone (docs/architecture.md, Samples).
+"""The samples that a device sees at a time, by the documented rule alone.
 
+`docs/architecture-compile.md` has the rule (Samples).
 The reference of `piper check` uses this module. The workers slice a batch with code of their own
 (`runtime/compute.py`), so a wrong slicing on either side shows as a difference.
 """
