@@ -95,3 +95,10 @@ def test_a_buffer_that_steps_write_lies_alike_in_all_layouts() -> None:
         given = replace(job(batches(1), strategy=strategy), model=lambda: Scaled(counts=True))
         with pytest.raises(piper.PiperError, match="hold scale, a buffer that steps write, on device 0 diff"):
             piper.compile(given).shaped(rows(4, 16))
+
+
+def test_groups_that_train_apart_in_one_of_two_layouts_are_refused() -> None:
+    apart = [*replicas(0), piper.average(piper.at(), across=[0, 2], every=2)]
+    for strategy in ({4: apart, 16: replicas(3)}, {4: replicas(3), 16: apart}):
+        with pytest.raises(piper.PiperError, match="hold groups that train apart differently"):
+            piper.compile(job(batches(1), strategy=strategy)).shaped(rows(4, 16))

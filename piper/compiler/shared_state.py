@@ -95,7 +95,7 @@ def holder_of(
     if apart := sorted(here ^ there):
         raise another_model(batch, "parameters", f"{apart[0]} is trained only for one of them")
     same_strategy = limit_of(program.job) == limit_of(job)
-    if not same_strategy and graph.averaging is not None:
+    if not same_strategy and (graph.averaging or program.graph.averaging):
         raise other_layout(program.job, job, "groups that train apart", ("one strategy", "another one"))
     for known in (program, *program.shapes.values()):
         if next(held_otherwise(own.read, known.work.buckets), None) is None:
