@@ -14,7 +14,7 @@ from torch import Tensor
 import piper
 from piper import Directive, at, replicate, shard, split
 from piper.compiler import Program
-from piper.errors import ScheduleError
+from piper.errors import ScheduleError, WorkerError
 from piper.plan.instr import Instr
 from piper.plan.ops import Routing
 from piper.plan.text import read_plans, show_plans
@@ -202,6 +202,28 @@ def test_a_plan_in_which_an_overflow_goes_unseen_is_not_proven() -> None:
 def test_a_capacity_that_makes_no_sense_is_refused(capacity: float) -> None:
     with pytest.raises(ScheduleError, match=f"blocks of rows cannot have room for {capacity!r} even shares"):
         program(blocks(capacity))
+
+
+class Miscounting(moving.Mixture):
+    """The first layer counts one row too few."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = cast(moving.Layer, self.layers[0])
+        with piper.annotate("PP"):
+            counts = (
+                torch.full((moving.EXPERTS,), len(x) // moving.EXPERTS)
+                - (torch.arange(moving.EXPERTS) < 1).int()
+            )
+            with piper.annotate("EP"):
+                rows, received = piper.route(layer.dense(x), counts)
+                hidden = piper.grouped_mm(rows, layer.up, received)
+                return piper.unroute(piper.grouped_mm(hidden, layer.down, received), received, len(x))
+
+
+def test_counts_that_leave_rows_out_are_refused_as_without_blocks() -> None:
+    miscounts = moving.program(blocks(2), model=Miscounting, data=batches)
+    with launch_inline(miscounts) as run, pytest.raises(WorkerError, match="split_sizes"):
+        run.step(batches(1)[0])
 
 
 def test_what_does_not_go_with_blocks_is_refused() -> None:
