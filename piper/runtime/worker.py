@@ -106,6 +106,7 @@ class Worker:
         self.on_host = torch.zeros(
             total_length(plan), dtype=torch.float64, pin_memory=is_accelerator(setup.device)
         )
+        self.may_overflow = may_overflow(plan, setup.outline)
         self.others: dict[int, Worker] = {}  # by the numbers of their programs
         self.latest = self  # the one that ran the last step
         self.holder = self.env.state  # the layout in which the state is
@@ -139,7 +140,7 @@ class Worker:
                 executor,
                 self.intake,
                 residents,
-                env.at(TOTAL) if may_overflow(env.plan, self.setup.outline) else None,
+                env.at(TOTAL) if self.may_overflow else None,
             )
         return Executor(
             env.plan,
@@ -202,9 +203,10 @@ class Worker:
         has updated anything.
         """
         env = self.env
-        buffers = {place: env.slots[place] for slot, place in env.index.items() if slot.kind == "buffer"}
+        kept = env.index.items() if self.may_overflow else ()
+        buffers = {place: env.slots[place] for slot, place in kept if slot.kind == "buffer"}
         self._finish(self.executor.run)
-        if not may_overflow(env.plan, self.setup.outline) or not self.on_host[-1]:
+        if not self.may_overflow or not self.on_host[-1]:
             return False
         for place, value in buffers.items():
             env.slots[place] = value
