@@ -72,9 +72,6 @@ def signature(found: object) -> str:
         made = inspect.signature(found)  # type: ignore[arg-type]
     except ValueError:
         return "(...)"
-    if isinstance(found, type) and issubclass(found, piper.Directive) and found is not piper.Directive:
-        own = [p for name, p in made.parameters.items() if name != "source"]  # which Piper gives
-        made = made.replace(parameters=own, return_annotation=found)
     text = plain(str(made))
     if len(text) <= 90:
         return text

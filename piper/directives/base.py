@@ -1,6 +1,7 @@
 """The base of all directives: their source line in the user's code, and checks on what they select."""
 
 import difflib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -185,6 +186,9 @@ def registered(rank: int, key: str = "") -> Callable[[type[D]], type[D]]:
     """
 
     def register(kind: type[D]) -> type[D]:
+        made = inspect.signature(kind)
+        shown = [parameter for name, parameter in made.parameters.items() if name != "source"]
+        kind.__signature__ = made.replace(parameters=shown, return_annotation=kind)  # type: ignore[attr-defined]
         if key:
             _FORMS[rank, key] = kind
         else:

@@ -1,9 +1,12 @@
 """A directive is known by its own definition: to the JSON form, to hints, to `piper` and to the documentation."""
 
+import inspect
 from pathlib import Path
 
+import pytest
+
 import piper
-from piper.directives.base import known_directives
+from piper.directives.base import Directive, known_directives
 from piper.directives.json import keys_of
 
 PAGES = Path(__file__).parents[2] / "docs" / "directives"
@@ -67,3 +70,10 @@ def test_the_json_form_follows_the_fields() -> None:
             "overlap": False, "keep": False,
         },
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", known_directives().values())
+def test_a_signature_has_the_arguments_of_users_alone(kind: type[Directive]) -> None:
+    made = inspect.signature(kind)
+    assert "source" not in made.parameters
+    assert made.return_annotation is kind
