@@ -10,12 +10,6 @@ import pytest
 from piper.data import ByteTokenizer, write_tokens
 from piper.errors import ConfigError
 from piper.process.files import write_output
-from piper.view.write import PICTURE, signed
-
-PNG = (
-    b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\0\0\0\0\x3a\x7e\x9b\x55"
-    b"\0\0\0\nIDATx\x9cc\xf8\x0f\0\1\1\1\0\x1b\xb6\xeeV\0\0\0\0IEND\xaeB`\x82"
-)
 
 
 def test_a_file_of_ours_is_replaced_and_another_is_not(tmp_path: Path) -> None:
@@ -59,16 +53,6 @@ def test_a_mark_may_be_at_the_end_and_an_empty_file_is_nobodys(tmp_path: Path) -
     with pytest.raises(ConfigError, match="Piper did not write it"):
         write_output(path, long, "# by us")
     write_output(Path("/dev/null"), long, "# by us")
-
-
-def test_a_picture_says_who_drew_it(tmp_path: Path) -> None:
-    drawn = signed(PNG)
-    assert drawn[33:58] == b"\0\0\0\x0etEXtSoftware\0Piper" + drawn[55:58]
-    for _ in range(2):
-        write_output(tmp_path / "a.png", drawn, PICTURE)
-    (tmp_path / "b.png").write_bytes(PNG)
-    with pytest.raises(ConfigError, match="Piper did not write it"):
-        write_output(tmp_path / "b.png", drawn, PICTURE)
 
 
 def test_tokens_of_another_text_are_not_replaced(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ COMMANDS = {
     "train one rank": "train net.py:job --on rank:0 --steps 3",
     "selftest": "selftest --only versions --devices 2 --device cpu",
     "import": "import net.py:job weights.pt --out imported",
-    "view": "view net.py:job --out page.html --svg grid.svg --text",
+    "view": "view net.py:job --out page.html --svg grid.svg",
 }
 
 

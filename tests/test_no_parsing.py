@@ -63,7 +63,6 @@ ALLOWED = {
     "view/colours.py": "colours written in one line",
     "view/facts.py": "names that differ in their microbatch alone are sent to the page once",
     "view/report.py": "the page's template",
-    "view/subject.py": "strategy.txt of a run folder",
 }
 
 

@@ -24,7 +24,7 @@ CORE = {
     "safetensors",
     "typer",
 }  # what an install without extras needs
-EXTRAS = {"ray", "hf", "gpu", "site", "train", "viewer", "dev"}
+EXTRAS = {"ray", "hf", "gpu", "site", "train", "dev"}
 OPTIONAL = ["transformers", "tokenizers", "ray", "triton", "tensorboard", "torchdata", "playwright", "peft"]
 TESTS = ("tests/ir", "tests/directives", "tests/plan", "tests/test_losses.py")  # no folder of the source
 SDIST = "from setuptools import build_meta; build_meta.build_sdist('dist')"

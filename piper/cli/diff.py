@@ -11,7 +11,6 @@ from rich.console import Console
 from piper.cli.answer import Answer
 from piper.cli.options import ClusterName, CostsFile
 from piper.cli.plan import moved
-from piper.cli.prices import prices_of
 from piper.cli.reports import DiffReport, SeatReport, SideReport
 from piper.ir.chunk import CapturedModel
 from piper.ir.devices import show
@@ -20,6 +19,7 @@ from piper.plan.plan import Plans
 from piper.plan.text import read_plans
 from piper.simulate.costs import Unit
 from piper.simulate.difference import Difference, Seat, difference
+from piper.simulate.prices import prices_of
 from piper.simulate.simulate import Simulation, simulate
 from piper.view.provenance import read_background
 

@@ -298,8 +298,7 @@ class ViewReport(TypedDict):
     """What was drawn."""
 
     title: str
-    files: Note[dict[str, str], "by kind: page, svg, png, trace"]
-    text: Note[str | None, "with --text"]
+    files: Note[dict[str, str], "by kind: page, svg, trace"]
 
 
 class InitReport(TypedDict):

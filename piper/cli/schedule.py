@@ -66,10 +66,10 @@ def schedule(
     if svg is not None:
         from piper.view.cells import of_schedule
         from piper.view.svg_grid import grid as draw_grid
-        from piper.view.write import DRAWING
+        from piper.view.svg_writer import MARK
 
         title = f"{name}, {ranks} ranks, {microbatches} microbatches"
-        write_output(svg, draw_grid(of_schedule(grid, title, times)), DRAWING)
+        write_output(svg, draw_grid(of_schedule(grid, title, times)), MARK)
     return Answer(
         report={
             "name": name,

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from piper.cli.answer import Answer
 from piper.cli.options import ClusterName, Compile, CostsFile, Recipe, StrategyFile
-from piper.cli.prices import Prices, prices_of
 from piper.cli.reports import SimulateReport
 from piper.ir.devices import show
 from piper.ir.dtypes import DTYPES
@@ -20,6 +19,7 @@ from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 from piper.plan.protected import survival
 from piper.simulate.cluster import Cluster
+from piper.simulate.prices import Prices, prices_of
 from piper.simulate.simulate import PathNode, Simulation, simulate_cycle
 from piper.simulate.simulate import simulate as simulate_step
 from piper.simulate.throughput import Throughput, amount_of, model_flops

@@ -17,7 +17,7 @@ from piper.cli.reports import TuneLengthsReport, TuneReport
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console
-from piper.process.files import refuse_existing, write_output
+from piper.process.files import refuse_existing
 
 if TYPE_CHECKING:
     from piper.tuning.evaluate import Evaluation
@@ -58,9 +58,6 @@ def tune(
     python: Annotated[
         Path | None, typer.Option(help="Write the best strategy as Python.", metavar="FILE")
     ] = None,
-    page: Annotated[
-        Path | None, typer.Option(help="Write a page with the time-memory front.", metavar="FILE")
-    ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Processes that evaluate candidates; else one a core.", metavar="N")
     ] = None,
@@ -81,7 +78,6 @@ def tune(
     """
     from piper.recipe import load_recipe  # torch is paid for only where it is used
     from piper.tuning.lengths import tune_lengths
-    from piper.tuning.page import MARK, tuning_page
     from piper.tuning.tune import tune as search
 
     for file in (out, python):
@@ -91,7 +87,7 @@ def tune(
     first = None if start is None else load_strategy(start)
     job = load_recipe(recipe)
     if lengths:
-        alone = {"--start": start, "--python": python, "--page": page, "--measure": measure}
+        alone = {"--start": start, "--python": python, "--measure": measure}
         if used := next((name for name, value in alone.items() if value is not None), None):
             raise ConfigError(
                 f"{used} is for one strategy", by="--lengths", hint=f"leave out {used} or --lengths"
@@ -127,8 +123,6 @@ def tune(
         if file is not None:
             refuse_existing(file)
             file.write_text(text, encoding="utf-8")
-    if page is not None:
-        write_output(page, tuning_page(tuned, recipe), MARK)
     return Answer(report=tuned_report(tuned), show=lambda: print_tuned(tuned, wide_console(), recipe, out))
 
 

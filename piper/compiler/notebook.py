@@ -5,27 +5,23 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from piper.directives import strategy_text
 from piper.ir.devices import show
 from piper.ir.format import count, size
 from piper.job import strategy_of
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import OPS
 from piper.process.files import write_output
-from piper.simulate.cluster import load_cluster
-from piper.simulate.costs import Roofline
-from piper.simulate.memory import communicators_of
+from piper.simulate.prices import prices_of
 from piper.simulate.simulate import Simulation, simulate
 from piper.view.cells import of_plans, stage_tags
-from piper.view.report import page
-from piper.view.subject import Subject, strategy_lines
+from piper.view.provenance import Provenance, subject_from
+from piper.view.report import MARK, page
+from piper.view.subject import StrategyLine
 from piper.view.svg_grid import grid
-from piper.view.write import PAGE
 
 if TYPE_CHECKING:
     from piper.compiler.build import Program
 
-CLUSTER = "h100"  # where none is named
 HEIGHT = 900  # pixels of a page in a notebook
 COLUMNS = ("devices", "instructions", "sent", "peak")
 
@@ -38,7 +34,7 @@ class Page:
 
     def save(self, path: Path | str) -> Path:
         """Write the page. A file that is not a page of Piper is never replaced."""
-        write_output(Path(path), self.html, PAGE)
+        write_output(Path(path), self.html, MARK)
         return Path(path)
 
     def __repr__(self) -> str:
@@ -82,23 +78,26 @@ def tags_of(program: "Program") -> dict[str, tuple[tuple[str, int], ...]]:
 
 def simulated(program: "Program", cluster: str | Path | None = None) -> Simulation:
     """Simulate a step of a program on a cluster: a known name, or a TOML file."""
-    machine = load_cluster(str(cluster) if cluster is not None else CLUSTER)
-    return simulate(program.plans, program.outline, Roofline(machine))
+    return simulate(program.plans, program.outline, prices_of(cluster, None).costs)
 
 
 def page_of(program: "Program", cluster: str | Path | None = None) -> Page:
     """Return the page of a program: its pipeline, streams, memory, dependencies and strategy."""
-    machine = load_cluster(str(cluster) if cluster is not None else CLUSTER)
-    subject = Subject(
-        title="program",
-        plans=program.plans,
-        planned=simulated(program, cluster),
-        usable=tuple(machine.usable(communicators_of(plan)) for plan in program.plans),
-        clock=str(cluster or CLUSTER),
-        tags=tags_of(program),
+    subject = subject_from(provenance_of(program, "program"), program.plans, prices_of(cluster, None))
+    return Page(html=page(subject))
+
+
+def provenance_of(program: "Program", title: str) -> Provenance:
+    """Return the model, directives and costs of a program."""
+    return Provenance(
+        title=title,
+        outline=program.outline,
         orderings=program.graph.orderings,
-        strategy=strategy_lines(strategy_text(strategy_of(program.job)).splitlines()),
+        strategy=tuple(
+            StrategyLine(title=directive.title(number), text=repr(directive), source=directive.source)
+            for number, directive in enumerate(strategy_of(program.job))
+        ),
         origins={node.name: node.origin for node in program.work.sequence},
         temporal=program.work.temporal,
+        device=program.device,
     )
-    return Page(html=page(subject))

@@ -121,7 +121,6 @@ class Operation:
 
     op: Op
     label: str  # in words
-    mark: str  # one letter, in drawings made of text
     short: str = ""  # in a narrow bar; default: the label
     pattern: Pattern = "alone"  # direct: every pair by itself; neighbour: each with the next
     may_be_alone: bool = False  # it communicates, but may have no peers
@@ -158,50 +157,50 @@ class Operation:
 
 
 def _communication(
-    op: Op, label: str, mark: str, pattern: Pattern, *, short: str = "", sized: bool = False, **more: bool
+    op: Op, label: str, pattern: Pattern, *, short: str = "", sized: bool = False, **more: bool
 ) -> Operation:
     network: Literal["network"] = "network"
     return Operation(
-        op=op, label=label, mark=mark, short=short, pattern=pattern, agrees_on_size=sized, takes=network,
+        op=op, label=label, short=short, pattern=pattern, agrees_on_size=sized, takes=network,
         takes_time=True, **more,
     )  # fmt: skip
 
 
-def _host_copy(op: Op, mark: str, **more: bool) -> Operation:
+def _host_copy(op: Op, **more: bool) -> Operation:
     return Operation(
-        op=op, label=op, mark=mark, short="", pattern="alone", takes="copy engine", takes_time=True,
+        op=op, label=op, short="", pattern="alone", takes="copy engine", takes_time=True,
         host=True, **more,
     )  # fmt: skip
 
 
 _ALL = (
-    Operation(op="load", label="load", mark="l", takes="copy engine", takes_time=True, needs_nothing=True),
-    Operation(op="compute", label="compute", mark="", takes_time=True),
-    _communication("send", "send", ">", "pair", sized=True, receives=False, outward=True),
-    _communication("recv", "receive", "<", "pair", sized=True, sends=False, needs_nothing=True),
-    Operation(op="copy", label="copy", mark="=", unchanged=True, hands_on=True),
-    Operation(op="concat", label="join", mark="=", hands_on=True),
-    Operation(op="add", label="add", mark="+", hands_on=True),
-    _communication("counts", "counts", "c", "direct", hands_on=True),
-    _communication("exchange", "all-to-all", "x", "direct", hands_on=True),
-    _communication("collect", "collective", "o", "ring", sized=True, hands_on=True),
-    _communication("shift", "shift", "s", "neighbour", sized=True, hands_on=True, outward=True),
-    Operation(op="slice", label="slice", mark="=", hands_on=True),
-    _communication("gather", "gather", "g", "ring", sized=True, needs_nothing=True),
-    Operation(op="accumulate", label="accumulate", mark="a", short="sum"),
-    _communication("all_reduce", "all-reduce", "r", "ring twice", short="reduce", sized=True),
-    _communication("reduce_scatter", "reduce-scatter", "r", "ring", short="reduce", sized=True, outward=True),
-    _communication("reshard", "reshard", "h", "direct", sized=True),
-    Operation(op="norm", label="norm", mark="n"),
-    _communication("total", "total", "t", "ring twice", may_be_alone=True),
-    Operation(op="update", label="update", mark="u"),
-    _communication("average", "average", "z", "ring twice", sized=True),
-    Operation(op="merge", label="merge", mark="y"),
-    _communication("broadcast", "broadcast", "b", "ring", may_be_alone=True),
-    _host_copy("protect", "p", needs_nothing=True, outward=True),
-    _communication("mirror", "mirror", "m", "neighbour", outward=True),
-    _host_copy("offload", "v", hands_on=True, outward=True),
-    _host_copy("fetch", "^", hands_on=True),
+    Operation(op="load", label="load", takes="copy engine", takes_time=True, needs_nothing=True),
+    Operation(op="compute", label="compute", takes_time=True),
+    _communication("send", "send", "pair", sized=True, receives=False, outward=True),
+    _communication("recv", "receive", "pair", sized=True, sends=False, needs_nothing=True),
+    Operation(op="copy", label="copy", unchanged=True, hands_on=True),
+    Operation(op="concat", label="join", hands_on=True),
+    Operation(op="add", label="add", hands_on=True),
+    _communication("counts", "counts", "direct", hands_on=True),
+    _communication("exchange", "all-to-all", "direct", hands_on=True),
+    _communication("collect", "collective", "ring", sized=True, hands_on=True),
+    _communication("shift", "shift", "neighbour", sized=True, hands_on=True, outward=True),
+    Operation(op="slice", label="slice", hands_on=True),
+    _communication("gather", "gather", "ring", sized=True, needs_nothing=True),
+    Operation(op="accumulate", label="accumulate", short="sum"),
+    _communication("all_reduce", "all-reduce", "ring twice", short="reduce", sized=True),
+    _communication("reduce_scatter", "reduce-scatter", "ring", short="reduce", sized=True, outward=True),
+    _communication("reshard", "reshard", "direct", sized=True),
+    Operation(op="norm", label="norm"),
+    _communication("total", "total", "ring twice", may_be_alone=True),
+    Operation(op="update", label="update"),
+    _communication("average", "average", "ring twice", sized=True),
+    Operation(op="merge", label="merge"),
+    _communication("broadcast", "broadcast", "ring", may_be_alone=True),
+    _host_copy("protect", needs_nothing=True, outward=True),
+    _communication("mirror", "mirror", "neighbour", outward=True),
+    _host_copy("offload", hands_on=True, outward=True),
+    _host_copy("fetch", hands_on=True),
 )
 PAYLOADS: Mapping[Op, type] = {
     "load": Field,

@@ -14,12 +14,13 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import assert_never
 
 from piper.compiler import Program
+from piper.compiler.notebook import provenance_of
 from piper.directives import strategy_text
 from piper.errors import ConfigError, file_errors
 from piper.ir.devices import show
@@ -31,7 +32,6 @@ from piper.run.run_events import Event
 from piper.train.lock import LOCK, read_lock
 from piper.version import VERSION
 from piper.view.provenance import FILE, METRICS, Provenance, show_background
-from piper.view.subject import strategy_lines
 
 RUNS = "runs"  # where folders without a given name go
 EVALUATIONS, EVENTS, ABOUT = "evaluations.jsonl", "events.jsonl", "run.json"
@@ -142,16 +142,10 @@ def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> 
 def background_of(program: Program, recipe: str) -> Provenance:
     """Return the model, directives and costs of a program, and the text of its recipe."""
     file, function = file_and_function(recipe)
-    return Provenance(
-        title=f"{Path(file).name}:{function}",
-        outline=program.outline,
-        orderings=program.graph.orderings,
-        strategy=strategy_lines(strategy_text(strategy_of(program.job)).splitlines()),
-        origins={node.name: node.origin for node in program.work.sequence},
-        temporal=program.work.temporal,
+    return replace(
+        provenance_of(program, f"{Path(file).name}:{function}"),
         source=Path(file).read_text(encoding="utf-8", errors="replace"),  # Python reads other encodings too
         source_name=Path(file).name,
-        device=program.device,
     )
 
 

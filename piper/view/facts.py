@@ -11,7 +11,7 @@ from piper.simulate.memory import MemoryUse, memory_of
 from piper.simulate.timeline import Timeline
 from piper.view.cells import Pipeline, of_plans
 from piper.view.colours import DARK, LIGHT, Paper
-from piper.view.sentences import WHOLE_UNITS, planned_and_measured, two_idles
+from piper.view.sentences import planned_and_measured, two_idles
 from piper.view.shade import caption, shade_of
 from piper.view.subject import Subject
 
@@ -74,12 +74,10 @@ def facts_of(subject: Subject) -> Columns:
         "title": subject.title,
         "clock": subject.clock,
         "about": subject.about,
-        "seconds": subject.clock != WHOLE_UNITS,
         "ticks": clock.rate,
         "step": clock(subject.planned.step),
         "bubble": round(subject.planned.bubble, 6),
         "devices": subject.devices,
-        "notes": list(subject.notes),
         "strategy": [{"title": s.title, "text": s.text, "source": s.source} for s in subject.strategy],
         "losses": loss_facts(subject.losses),
         "source": subject.source,

@@ -6,6 +6,8 @@ from piper.ir.devices import in_words
 from piper.simulate.trace_events import Process, chrome_trace
 from piper.view.subject import Subject
 
+MARK = '"Piper"'  # shows that Piper wrote a trace, which may then be replaced
+
 
 def plan_trace(subject: Subject) -> str:
     """Return the trace of planned times of every program, each followed by measured times of its devices."""

@@ -28,7 +28,11 @@ from piper.ir.graph import GroupMember, Ordering
 from piper.plan.plan import Plans
 from piper.plan.text import show_plans
 from piper.simulate.costs import type_of
-from piper.view.subject import StrategyLine
+from piper.simulate.prices import Prices
+from piper.simulate.profile import Profile
+from piper.simulate.simulate import simulate
+from piper.view.cells import stage_tags
+from piper.view.subject import StrategyLine, Subject
 
 FILE, METRICS = "view.json", "metrics.jsonl"
 FORM = 1  # of the file
@@ -46,7 +50,49 @@ class Provenance:
     temporal: tuple[tuple[str, str, int], ...] = ()  # earlier node, later node, directive
     source: str = ""  # the recipe's text
     source_name: str = ""  # and the name of its file
-    device: str = ""  # the kind of device that it was compiled for. Empty: an earlier version did not say
+    device: str = ""  # the kind of device that it was compiled for
+
+
+def subject_from(
+    background: Provenance,
+    plans: Plans,
+    prices: Prices,
+    profile: Profile | None = None,
+    losses: tuple[tuple[int, float], ...] = (),
+) -> Subject:
+    """Return plans with their background as pages need them, timed at some prices.
+
+    profile, losses: what a run measured.
+    """
+    prices.check(background.outline)
+    return Subject(
+        title=background.title,
+        plans=plans,
+        planned=simulate(plans, background.outline, prices.costs),
+        usable=prices.usable(plans),
+        clock=prices.name,
+        tags=stage_tags(
+            {chunk.name: chunk.tags for chunk in background.outline.chunks}, background.orderings
+        ),
+        orderings=background.orderings,
+        strategy=background.strategy,
+        origins=background.origins,
+        temporal=background.temporal,
+        measured=profile.timelines() if profile else {},
+        on=profile.on if profile and profile.accelerator == "cpu" else "",
+        about=about_run(profile) if profile else "",
+        source=background.source,
+        source_name=background.source_name,
+        losses=losses,
+    )
+
+
+def about_run(profile: Profile) -> str:
+    """Return which step is shown, and how far the devices' clocks can be trusted."""
+    where = f" on {profile.on}" if profile.on else ""
+    which = f", the typical of {profile.count}" if profile.count > 1 else ""
+    error = f", clocks within {profile.error * 1e6:.0f} µs" if profile.error else ""
+    return f"measured{where} in step {profile.first + profile.typical}{which}{error}"
 
 
 def show_background(background: Provenance, plans: Plans) -> str:
@@ -109,7 +155,7 @@ def read_background(folder: Path, plans: Plans) -> Provenance | None:
     path = folder / FILE
     if not path.is_file():
         return None
-    hint = f"delete {FILE}: the page is then made of the plan alone"
+    hint = "a run that is trained now writes it; `piper view file.py:function` shows the recipe"
     with file_errors("what this run kept for its page cannot be read", path, hint, *CONTENT):
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["piper_view"] != FORM:
@@ -135,7 +181,7 @@ def from_object(data: Mapping[str, Any]) -> Provenance:
         temporal=tuple((nodes[first], nodes[then], by) for first, then, by in data["temporal"]),
         source=str(data["source"]),
         source_name=str(data["source_name"]),
-        device=str(data.get("device", "")),
+        device=str(data["device"]),
     )
 
 
@@ -163,14 +209,14 @@ def chunk_of(data: Mapping[str, Any]) -> Chunk:
 
 
 def phase_of(data: Sequence[Any]) -> PhaseSpec:
-    """Build a phase with its costs. One that an earlier version wrote has no kernels."""
-    flops, moved, *rest = data
+    """Build a phase with its costs."""
+    flops, moved, kernels = data
     return PhaseSpec(
         flops=int(flops),
         bytes_moved=int(moved),
         kernels=tuple(
             Kernel(kind=kind, dtype=dtype, flops=work, nbytes=nbytes, count=count, shape=tuple(shape))
-            for kind, dtype, work, nbytes, count, shape in (rest[0] if rest else ())
+            for kind, dtype, work, nbytes, count, shape in kernels
         ),
     )
 

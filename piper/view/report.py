@@ -9,6 +9,7 @@ from piper.version import VERSION
 from piper.view.facts import facts_of
 from piper.view.subject import Subject
 
+MARK = " · Piper</title>"  # shows that Piper wrote a page, which may then be replaced
 SCRIPTS = (
     "state.js",
     "format.js",

@@ -5,7 +5,6 @@ from piper.simulate.account import account_of, mean_seconds
 from piper.view.cells import Pipeline
 from piper.view.subject import Subject
 
-WHOLE_UNITS = "whole units"  # the clock of a subject without costs
 SHARED = {  # by launcher: what devices share on CPUs, and the plan does not know
     "inline": "Here the devices are threads of one process, which share cores and the interpreter's lock.",
     "local": "Here the devices are processes of one machine, which share its cores.",
@@ -20,19 +19,14 @@ def two_idles(subject: Subject, pipeline: Pipeline) -> str:
     """
     if len(subject.devices) == 1:
         return ""
-    alone = (
-        f"In units a backward takes twice a forward and transfers take nothing: the schedule alone leaves "
-        f"devices idle for {share(pipeline.idle)}."
-    )
-    if subject.clock == WHOLE_UNITS:
-        return alone
     simulated = subject.planned
     step = simulated.step or 1.0
     _, exposed, _ = simulated.mean
     return (
-        f"{alone} In the simulated time of {subject.clock} they are idle for {share(simulated.bubble)}: "
-        f"{share(exposed / step)} in communication that no computing hides, the rest while they wait for "
-        f"passes of other devices, which are not all equally long."
+        "In units a backward takes twice a forward and transfers take nothing: the schedule alone leaves "
+        f"devices idle for {share(pipeline.idle)}. In the simulated time of {subject.clock} they are idle "
+        f"for {share(simulated.bubble)}: {share(exposed / step)} in communication that no computing hides, "
+        "the rest while they wait for passes of other devices, which are not all equally long."
     )
 
 
@@ -40,8 +34,6 @@ def planned_and_measured(subject: Subject) -> str:
     """Return how a measured step differs from the planned one, and why. Empty: nothing was measured."""
     if not subject.measured:
         return ""
-    if subject.clock == WHOLE_UNITS:
-        return "The plan is in whole units of time: compare the order and the shares, not the times."
     planned, took = subject.planned.step, max(line.end for line in subject.measured.values())
     programs = {device: n for n, plan in enumerate(subject.plans) for device in plan.devices}
     before = mean_seconds([subject.planned.accounts[programs[device]] for device in subject.measured])

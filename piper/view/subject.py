@@ -1,7 +1,6 @@
 """The subject of drawings and pages: plans, their times, and the directives that made each node."""
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from piper.ir.chunk import Tags
@@ -29,7 +28,7 @@ class Subject:
     plans: Plans
     planned: Simulation
     usable: tuple[float, ...] = ()  # bytes of a device that each program may use. Empty: not known
-    clock: str  # the costs behind the planned times: "h100", "whole units"
+    clock: str  # the costs behind the planned times: "h100"
     tags: Mapping[str, Tags] = field(default_factory=dict)  # the annotations of each chunk
     orderings: tuple[Ordering, ...] = ()
     strategy: tuple[StrategyLine, ...] = ()
@@ -41,18 +40,7 @@ class Subject:
     source: str = ""  # the recipe's text; empty if it is not known
     source_name: str = ""  # and the name of its file
     losses: tuple[tuple[int, float], ...] = ()  # of a run: each step and its loss
-    notes: tuple[str, ...] = ()  # what is missing from the page, and why
 
     @property
     def devices(self) -> Devices:
         return self.plans.devices
-
-
-def strategy_lines(lines: Iterable[str]) -> tuple[StrategyLine, ...]:
-    """Parse the lines `title (source): call` of a run folder's `strategy.txt`."""
-    found = []
-    for line in lines:
-        match = re.fullmatch(r"(\w+ #\d+ \((.*?)\)): (.*)", line)
-        if match:
-            found.append(StrategyLine(title=match[1], source=match[2], text=match[3]))
-    return tuple(found)

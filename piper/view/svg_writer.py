@@ -8,6 +8,7 @@ from xml.sax.saxutils import escape, quoteattr
 from piper.ir.chunk import Phase
 from piper.view.colours import DARK, HUES, LIGHT, Paper
 
+MARK = 'aria-labelledby="title about"'  # shows that Piper wrote a drawing, which may then be replaced
 FONT = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', 'DejaVu Sans', sans-serif"
 RISING, FALLING = "url(#hatch)", "url(#again)"  # lines over weight gradients, and over recomputed forwards
 HATCH_OPACITY, AGAIN_OPACITY = 0.4, 0.3

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import piper
 from piper.capture.cost.estimate import pairs_of_tokens
-from piper.cli.prices import prices_of
 from piper.ir.chunk import Chunk, Kernel, Phase, PhaseSpec, TensorSpec
 from piper.ir.devices import Devices
 from piper.ir.ids import Pass
@@ -24,6 +23,7 @@ from piper.simulate.cluster import Cluster, Link, load_cluster
 from piper.simulate.costs import Costs, Roofline, Talk, attention_seconds, product_seconds
 from piper.simulate.dependencies import InstructionCosts, touched, weave
 from piper.simulate.measured import Measured, MeasuredOn
+from piper.simulate.prices import prices_of
 from piper.simulate.simulate import simulate, simulate_alone
 from tests.slots import slot, slots
 

@@ -41,7 +41,7 @@ def test_the_page_of_a_run_needs_no_recipe(piper: Piper, recipe: Path, profiled:
     text = recipe.read_text()
     recipe.unlink()
     told = facts(page("run"))
-    assert (told["title"], told["notes"], told["source"]) == ("net.py:job", [], text)
+    assert (told["title"], told["source"]) == ("net.py:job", text)
     assert told["clock"] == "cpu"  # of the run
     metrics = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert told["losses"] == {key: [one[key] for one in metrics] for key in ("step", "loss")}

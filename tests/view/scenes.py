@@ -5,11 +5,9 @@ from functools import cache
 
 from piper import at, place, remat, replicate, schedules, shard, split
 from piper.directives import Directive, apply
-from piper.ir.devices import Devices
 from piper.ir.graph import start
-from piper.plan.ops import Op
 from piper.simulate.cluster import load_cluster
-from piper.simulate.costs import Roofline, Talk, Unit
+from piper.simulate.costs import Roofline
 from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import simulate
 from piper.simulate.timeline import Span, Timeline
@@ -18,13 +16,6 @@ from tests.chain import chain
 from tests.lower.lowering import lower
 
 SOURCE = '"""A recipe."""\n\nstrategy = [\n    replicate(...),\n    shard(...),\n]\n'
-
-
-class Talking(Unit):
-    """Unit costs, and communication that takes half a forward."""
-
-    def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
-        return Talk(seconds=0.5)
 
 
 def v_shaped(ranks: int, microbatches: int) -> list[Directive]:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from piper.cli.prices import prices_of
-from piper.cli.view import of_background
 from piper.errors import ConfigError
 from piper.plan.text import read_plans, show_plans
+from piper.simulate.prices import prices_of
 from piper.simulate.profile import fingerprint
-from piper.view.provenance import FILE, Provenance, read_background, show_background
+from piper.view.provenance import FILE, Provenance, read_background, show_background, subject_from
 from piper.view.report import page
 from piper.view.subject import Subject
 from tests.chain import chain
@@ -54,7 +53,7 @@ def test_the_page_is_the_same_to_the_last_byte(
     plans = read_plans((folder / "plan.txt").read_text())
     found = read_background(folder, plans)
     assert found is not None
-    assert page(of_background(found, plans, prices_of("h100", None))) == page(subject())
+    assert page(subject_from(found, plans, prices_of("h100", None))) == page(subject())
 
 
 def test_measured_costs_know_the_model(kept: Path) -> None:
@@ -90,7 +89,7 @@ def test_a_file_that_is_none(kept: Path, text: str, why: str) -> None:
     assert str(error.value) == cleandoc(f"""
         {kept / FILE}: what this run kept for its page cannot be read
           why:  {why}
-          hint: delete view.json: the page is then made of the plan alone
+          hint: a run that is trained now writes it; `piper view file.py:function` shows the recipe
     """)
 
 

@@ -1,5 +1,6 @@
 """The page in a real browser: it loads, zooms, lights up, leads from a node to its line, and obeys the keyboard."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +10,6 @@ import pytest
 
 from piper.view.report import page
 from piper.view.subject import Subject
-from piper.view.write import browser
 from tests.lower.test_collectives import plain
 from tests.view.scenes import again, deep, demo, long, measured
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 expect = sync_api.expect  # waits until what it expects is there
-CHROMIUM = browser()
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next((found for name in BROWSERS if (found := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt install chromium")
 SLOW_NODE = "B[PP=3 MB=1]"
 

@@ -12,7 +12,6 @@ from piper.plan.text import read_plans, show_plans
 from piper.view import report
 from piper.view.facts import Columns, data_edges, facts_of, pattern
 from piper.view.report import page
-from piper.view.subject import StrategyLine, strategy_lines
 from tests.view.scenes import again, deep, demo, measured
 
 
@@ -135,17 +134,6 @@ def test_measured_times_stand_beside_planned_ones() -> None:
     assert sorted(facts["measured"]) == ["0", "2"]
     assert len(facts["measured"]["0"]["start"]) == len(subject.plans.plans[0].instrs)
     assert facts["measured"]["0"]["end"] / facts["ticks"] == pytest.approx(run.measured[0].end, rel=1e-5)
-
-
-def test_a_strategy_is_read_back_from_a_run() -> None:
-    lines = ["replicate #0 (a (b).py:4): replicate(at(PP=0), devices=[0, 1], zero=3)", "one device"]
-    assert strategy_lines(lines) == (
-        StrategyLine(
-            title="replicate #0 (a (b).py:4)",
-            text="replicate(at(PP=0), devices=[0, 1], zero=3)",
-            source="a (b).py:4",
-        ),
-    )
 
 
 def test_plans_know_the_tags_of_their_chunks() -> None:

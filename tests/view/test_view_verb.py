@@ -9,15 +9,12 @@ from pathlib import Path
 import pytest
 
 from piper.cli import main
-from piper.errors import ConfigError
 from piper.plan.text import show_plans
-from piper.schedules.names import grid_for
 from piper.simulate.cluster import load_cluster
 from piper.simulate.profile import Profile, Track, write_profile
-from piper.view import write
-from piper.view.cells import of_schedule
-from piper.view.svg_grid import grid
+from piper.view.provenance import FILE, show_background
 from tests.view.scenes import demo
+from tests.view.test_background import background
 
 Piper = Callable[..., tuple[int, str, str]]
 RECIPE = """
@@ -68,7 +65,7 @@ def run_folder(folder: Path, *, profiled: bool, recipe: str = "gone.py:job") -> 
     folder.mkdir()
     plans = demo().plans
     (folder / "plan.txt").write_text(show_plans(plans))
-    (folder / "strategy.txt").write_text("split #0 (gone.py:3): split(at(), parts=4)\n")
+    (folder / FILE).write_text(show_background(background(demo(), 4, 4), plans))
     (folder / "run.json").write_text(json.dumps({"recipe": recipe}))
     if profiled:
         tracks = tuple(
@@ -90,13 +87,11 @@ def embedded(page: Path) -> dict[str, object]:
     return found
 
 
-def test_a_recipe_becomes_a_page_a_picture_a_trace_and_text(piper: Piper, tmp_path: Path) -> None:
+def test_a_recipe_becomes_a_page_a_picture_and_a_trace(piper: Piper, tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(RECIPE)
-    words = ["--out", "a.html", "--svg", "a.svg", "--trace", "a.json", "--text"]
+    words = ["--out", "a.html", "--svg", "a.svg", "--trace", "a.json"]
     code, out, err = piper("view", "small.py:job", *words)
-    assert (code, err) == (0, "")
-    assert out.splitlines()[0] == "0  0F0 0F1 .   .   0B0 --  .   0B1 --"
-    assert out.splitlines()[-1] == "a.html: open it in a browser"
+    assert (code, out, err) == (0, "a.html: open it in a browser\n", "")
     facts = embedded(tmp_path / "a.html")
     assert facts["title"] == "small.py:job"
     assert facts["source"] == RECIPE
@@ -136,18 +131,18 @@ def test_a_run_on_cpu_is_timed_on_cpu(piper: Piper, tmp_path: Path) -> None:
     )
 
 
-def test_a_run_without_its_background_still_shows_its_plan(piper: Piper, tmp_path: Path) -> None:
+def test_a_run_without_its_background(piper: Piper, tmp_path: Path) -> None:
     run_folder(tmp_path / "run", profiled=False)
-    code, out, err = piper("view", "run")
-    assert (code, out, err) == (0, "report.html: open it in a browser\n", "")
-    facts = embedded(tmp_path / "report.html")
-    assert facts["measured"] == {}
-    assert facts["notes"] == [
-        "Only the plans are shown, in whole units of time: the run has no view.json of them."
-    ]
-    assert facts["strategy"] == [
-        {"title": "split #0 (gone.py:3)", "text": "split(at(), parts=4)", "source": "gone.py:3"}
-    ]
+    (tmp_path / "run" / FILE).unlink()
+    assert piper("view", "run") == (
+        2,
+        "",
+        cleandoc("""
+            error: run: the run has no view.json of its plans
+              hint: a run that is trained now writes it; `piper view file.py:function` shows the recipe
+        """)
+        + "\n",
+    )
 
 
 def test_a_run_with_a_profile_shows_what_was_measured(piper: Piper, tmp_path: Path) -> None:
@@ -241,36 +236,3 @@ def test_a_page_that_cannot_be_written(piper: Piper, tmp_path: Path) -> None:
         """)
         + "\n",
     )
-
-
-def test_a_picture_without_a_browser(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("playwright", reason="playwright is not installed")
-    monkeypatch.setattr(write, "browser", lambda: None)
-    with pytest.raises(ConfigError) as error:
-        write.png("<svg/>")
-    assert str(error.value) == cleandoc("""
-        --png: a PNG is drawn by a browser
-          but:  none of chromium, chromium-browser, google-chrome, google-chrome-stable is installed
-          hint: pip install playwright and install Chromium (Debian: apt install chromium), or use --svg
-    """)
-
-
-def test_a_picture_without_playwright(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "playwright.sync_api", None)
-    with pytest.raises(ConfigError) as error:
-        write.png("<svg/>")
-    assert str(error.value) == cleandoc("""
-        --png: a PNG is drawn by a browser
-          but:  playwright is not installed
-          hint: pip install playwright and install Chromium (Debian: apt install chromium), or use --svg
-    """)
-
-
-@pytest.mark.skipif(write.browser() is None, reason="needs a browser: apt install chromium")
-def test_a_picture_becomes_a_png() -> None:
-    pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
-    svg = grid(of_schedule(grid_for("1f1b", 2, 3), "1f1b"))
-    drawn = write.png(svg, scale=1)
-    assert drawn.startswith(b"\x89PNG")
-    width, height = (int.from_bytes(drawn[at : at + 4], "big") for at in (16, 20))
-    assert f'viewBox="0 0 {width} {height}"' in svg

@@ -13,7 +13,6 @@ function showBytes(count) {
 
 // The unit that suits a time, and its length in ticks.
 function unitFor(ticks) {
-  if (!facts.seconds) return [facts.ticks, "units"];
   const seconds = Math.abs(ticks) / facts.ticks;
   const [unit, name] = seconds >= 1 ? [1, "s"] : seconds >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
   return [unit * facts.ticks, name];
@@ -22,7 +21,6 @@ function unitFor(ticks) {
 function showTime(ticks) {
   const [unit, name] = unitFor(ticks);
   const value = ticks / unit;
-  if (!facts.seconds) return `${trim(value, 2)} ${name}`;
   return `${value.toFixed(Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 10 ? 1 : 2)} ${name}`;
 }
 
@@ -30,8 +28,7 @@ function showTime(ticks) {
 function showTick(ticks, step, highest) {
   const [unit, name] = unitFor(highest);
   const digits = Math.max(0, -Math.floor(Math.log10(step / unit) + 1e-9));
-  const value = trim(ticks / unit, digits);
-  return facts.seconds ? `${value} ${name}` : value;
+  return `${trim(ticks / unit, digits)} ${name}`;
 }
 
 function trim(value, digits) {

@@ -6,16 +6,14 @@ function fillHeader() {
   const devices = plural(facts.devices.length, "device");
   const programs = plural(facts.programs.length, "program");
   const instructions = plural(facts.programs.reduce((sum, program) => sum + program.count, 0), "instruction");
-  const clock = facts.seconds ? `planned for ${facts.clock}` : "planned in whole units";
   const run = facts.about ? `; ${facts.about}` : "";
-  byId("subtitle").textContent = `${devices}, ${programs}, ${instructions}; ${clock}${run}`;
+  byId("subtitle").textContent = `${devices}, ${programs}, ${instructions}; planned for ${facts.clock}${run}`;
   const sent = facts.comms.reduce((sum, comm) => sum + comm.nbytes, 0);
   const peak = Math.max(...facts.programs.map((program) => program.memory.peak));
   const rows = [["planned step", showTime(facts.step)]];
   if (hasMeasured) rows.push(["measured step", showTime(measuredEnd)]);
-  rows.push([facts.seconds ? "idle, simulated" : "idle", showShare(facts.bubble)], ["highest memory", showBytes(peak)], ["sent in a step", showBytes(sent)]);
+  rows.push(["idle, simulated", showShare(facts.bubble)], ["highest memory", showBytes(peak)], ["sent in a step", showBytes(sent)]);
   byId("figures").append(...rows.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
-  byId("notes").append(...facts.notes.map((note) => make("p", { class: "note" }, note)));
 }
 
 function fillDevices() {

@@ -308,6 +308,5 @@ function fillClocks() {
       apply();
     });
   }
-  byId("clock").hidden = !facts.seconds;
   apply();
 }

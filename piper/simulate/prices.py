@@ -34,7 +34,7 @@ class Prices:
             check_model(self.measured, outline)
 
 
-def prices_of(cluster: str | None, costs: Path | None, *, default: str = CLUSTER) -> Prices:
+def prices_of(cluster: str | Path | None, costs: Path | None, *, default: str = CLUSTER) -> Prices:
     """Read measured costs, a cluster, or both. Refuse what cannot be read before anything costly.
 
     Both: computing takes as long as it was measured, communication as long as the cluster's links take.
