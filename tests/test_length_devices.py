@@ -1,8 +1,10 @@
 """Strategies for several lengths under which a device trains, or reads a buffer, only for some of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,18 +44,59 @@ class Scaled(Net):
         return given[0] * self.scale
 
 
-def trained(make: Callable[[], Net], data: list[dict[str, Tensor]], start: dict[str, Tensor]) -> Net:
-    """Train in plain PyTorch from given values, without clipping, with a learning rate that decays."""
+class Counting(torch.optim.Optimizer):
+    """Averages iterates with weights that are sums over steps, and lets the rate of each group decay by itself."""
+
+    def __init__(self, params: Iterable[Tensor], skips: bool = False) -> None:
+        """skips: a group without gradients is not counted."""
+        given = [*params]
+        split: list[dict[str, Any]] = [{"params": given[:2]}, {"params": given[2:], "lr": 0.3}]
+        super().__init__(split, {"lr": 0.1, "k": 0, "weight_sum": 0.0, "dtype": torch.float64})
+        self.skips = skips
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            if not given and self.skips:
+                continue
+            group["k"] += 1
+            group["weight_sum"] += group["k"] * group["lr"]
+            part = group["k"] * group["lr"] / group["weight_sum"]
+            for p in given:
+                z = self.state[p].setdefault("z", p.clone())
+                z.sub_(p.grad, alpha=group["lr"])
+                p.lerp_(z, part)
+            group["lr"] *= 0.9
+
+
+def adagrad(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Make an optimizer that has its state at once: a device that trains nothing has none."""
+    return torch.optim.Adagrad(params, lr=0.1, initial_accumulator_value=0.1)
+
+
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+COUNTS: tuple[MakeOptimizer, ...] = (Counting, partial(Counting, skips=True))
+
+
+def trained(
+    make: Callable[[], Net],
+    data: list[dict[str, Tensor]],
+    start: dict[str, Tensor],
+    make_optimizer: MakeOptimizer = adamw,
+) -> tuple[Net, torch.optim.Optimizer]:
+    """Train in plain PyTorch from given values, without clipping. The learning rate decays, also by a scheduler."""
     model = make().double()
     model.load_state_dict(start)
-    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
-    scheduler = decay(optimizer)
+    optimizer = make_optimizer(p for p in model.parameters() if p.requires_grad)
+    scheduler = None if make_optimizer in COUNTS else decay(optimizer)
     for batch in data:
         model.zero_grad()
         mean(model, batch).backward()
         optimizer.step()
-        scheduler.step()
-    return model
+        if scheduler is not None:
+            scheduler.step()
+    return model, optimizer
 
 
 @pytest.mark.parametrize("make", [FrozenHead, Scaled])
@@ -68,8 +111,50 @@ def test_a_device_that_begins_to_train_or_to_read_a_buffer_has_the_values_of_the
         for batch in data:
             run.step(batch)
         state = run.state_dict()
-        wanted = trained(make, data, start).state_dict()
+        wanted = trained(make, data, start)[0].state_dict()
         assert all((value - state[name]).abs().max() < 1e-9 for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("make", [*COUNTS, adagrad])
+@pytest.mark.parametrize("order", ["stages first", "replicas first"])
+def test_a_device_that_begins_to_train_has_the_options_of_those_that_did(
+    make: MakeOptimizer, order: str
+) -> None:
+    data = [rows(4, length, seed) for seed, length in enumerate((4, 4, 16, 16, 16, 4, 4, 16))]
+    strategy = {4: stages(1), 16: replicas(3)}
+    if order == "replicas first":
+        strategy = {4: replicas(3), 16: stages(1)}
+    scheduler = None if make in COUNTS else decay
+    given = job(data, strategy=strategy, clip_norm=None, scheduler=scheduler, optimizer=make)
+    program = piper.compile(replace(given, model=FrozenHead))
+    with piper.launch(program) as run:
+        start = run.state_dict()
+        for batch in data:
+            run.step(batch)
+        options = [dict(group) for group in run.optimizer]
+        state = run.state_dict()
+    wanted, plain = trained(FrozenHead, data, start, make)
+    assert all((value - state[name]).abs().max() < 1e-9 for name, value in wanted.state_dict().items())
+    for group, there in zip(options, plain.param_groups, strict=True):
+        assert group["lr"] == pytest.approx(there["lr"], abs=1e-12) and group.get("k") == there.get("k")
+
+
+def test_a_checkpoint_has_the_options_of_each_group_from_a_device_that_trains_it(tmp_path: Path) -> None:
+    """The first device trains nothing of the second group."""
+    data = batches(4)
+    program = piper.compile(job(data, strategy=stages(1), clip_norm=None, optimizer=COUNTS[1]))
+    with piper.launch(program) as run:
+        start = run.state_dict()
+        for batch in data[:2]:
+            run.step(batch)
+        run.save(tmp_path / "saved")
+    with piper.launch(program, resume=tmp_path / "saved") as run:
+        for batch in data[2:]:
+            run.step(batch)
+        state, counts = run.state_dict(), [group["k"] for group in run.optimizer]
+    wanted, _ = trained(Net, data, start, COUNTS[1])
+    assert all((value - state[name]).abs().max() < 1e-9 for name, value in wanted.state_dict().items())
+    assert counts == [4, 4]
 
 
 @pytest.mark.slow

@@ -35,11 +35,11 @@ def encode(value: object, where: str) -> Plain:
         case Tensor():
             here = value.detach().cpu().contiguous()
             raw = here.view(-1).view(torch.uint8).numpy().tobytes() if here.numel() else b""
-            return {"tensor": [str(here.dtype).removeprefix("torch."), [*here.shape], text_of(raw)]}
+            return {"tensor": [name_of_dtype(here.dtype), [*here.shape], text_of(raw)]}
         case np.ndarray() if value.dtype.kind in "biufc":
             return {"array": [value.dtype.str, [*value.shape], text_of(value.tobytes())]}
-        case bytes():
-            return {"bytes": text_of(value)}
+        case bytes() | torch.dtype():
+            return {"bytes": text_of(value)} if isinstance(value, bytes) else {"dtype": name_of_dtype(value)}
     raise ConfigError(
         "a part of the state cannot be written down",
         by="save",
@@ -82,6 +82,8 @@ def decode(value: Plain) -> object:
             return Counter(cast("dict[object, int]", pairs_read)) if tag == "counter" else pairs_read
         case "bytes", str():
             return base64.b64decode(inner, validate=True)
+        case "dtype", str():
+            return dtype_named(inner)
         case "tensor", [str(dtype), list(shape), str(text)]:
             raw, kind = bytearray(base64.b64decode(text, validate=True)), dtype_named(dtype)
             flat = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
@@ -90,6 +92,11 @@ def decode(value: Plain) -> object:
             array = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.dtype(dtype))
             return array.reshape(cast("list[int]", shape)).copy()
     raise ValueError(f"there is no kind of value {tag!r}")
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:

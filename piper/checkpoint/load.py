@@ -166,11 +166,7 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
             kept = moments_of(saved_name(worker, record, called), own_runs, shape, reader)
             if kept:
                 state[numbers[id(tensors[called])]] = kept
-    merged = [
-        {**now, **saved, **{key: now[key] for key in (*WAYS, "param_names") if key in now}}
-        for now, saved in zip(here, groups, strict=True)
-    ]
-    return partial(adopt_optimizer, optimizer, state, merged, numbers)
+    return partial(adopt_optimizer, optimizer, state, groups, numbers)
 
 
 def read_unused(worker: Worker, reader: CheckpointReader) -> Callable[[], None]:
@@ -203,13 +199,25 @@ def adopt_optimizer(
     numbers: Mapping[int, int],
 ) -> None:
     """Load state and groups into an optimizer. numbers: the key of each parameter's state, by its `id`."""
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    set_options(optimizer, groups)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, value in state.get(numbers[id(parameter)], {}).items():
                 now = optimizer.state[parameter][key]
                 if isinstance(value, Tensor) and now.dtype != value.dtype:  # torch casts to the parameter's
                     optimizer.state[parameter][key] = value.to(now.device)
+
+
+def set_options(optimizer: Optimizer, groups: Sequence[Mapping[str, object]]) -> None:
+    """Set the options of an optimizer's groups to saved ones, but for how it computes where it runs."""
+    for here, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            held = here.get(key)
+            if isinstance(value, Tensor) and isinstance(held, Tensor):
+                here[key] = value.to(held.device)
+            elif key not in (*WAYS, "param_names"):
+                here[key] = value
 
 
 def moments_of(

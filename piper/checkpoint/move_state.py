@@ -2,19 +2,24 @@
 
 See [Note: moves]. What the optimizer keeps is known only when it runs: of each parameter the device with its
 first element says which tensors there are. Those with the shape of the trained tensor move as it does, and
-all others, such as counts of steps, go to every device that trains a part of the parameter.
+all others, such as counts of steps, go to every device that trains a part of the parameter. Options of the
+optimizer, which its step may change too, and the scheduler go to all devices: of a group of parameters from
+the first device that trains some of it.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from piper.checkpoint.json_state import Plain, decode, encode
+from piper.checkpoint.load import set_options
+from piper.checkpoint.metadata import Trainer
 from piper.checkpoint.moves import BucketMove, MovedRuns, PieceMove, moves_between, placed
+from piper.checkpoint.save import one_trainer, trainer_of
 from piper.plan.bucket import Bucket
 from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.bucket_layout import strided
@@ -110,7 +115,8 @@ class Movement:
 
     def run(self) -> None:
         """Move parameters and what the optimizer keeps for them, bucket by bucket."""
-        kept = self.kept_anywhere()
+        everywhere = self.said_everywhere()
+        kept: Kept = {name: read(keys) for said in everywhere for name, keys in said["kept"].items()}
         like = {
             key for keys in kept.values() for key, value in keys.items() if isinstance(value, torch.dtype)
         }
@@ -123,6 +129,7 @@ class Movement:
                 after.state[tensor] = before.state[tensor]
         if before is not None:
             before.state.clear()
+        self.take_trainer(one_trainer(Trainer(**said["trainer"]) for said in everywhere))
 
     def move(self, move: BucketMove, kept: Kept, like: set[str]) -> None:
         """Move one bucket."""
@@ -175,17 +182,24 @@ class Movement:
         (piece,) = (piece for piece in bucket.update.pieces if piece.name == name)
         return max(piece.offset, bucket.update.owned(self.me)[0])
 
-    def kept_anywhere(self) -> Kept:
-        """Return what optimizers keep for each parameter, on this device or others."""
-        text = json.dumps(self.kept_here()).encode()
-        texts = [text]
-        if self.group is not None:
-            mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.where)
-            count = torch.tensor([len(text)], device=self.where)
-            counts = self.group.swap([count] * self.group.size, [1] * self.group.size)
-            given = self.group.swap([mine] * self.group.size, [int(one) for one in counts])
-            texts = [bytes(one.cpu().numpy()) for one in given]
-        return {name: read(keys) for each in texts for name, keys in json.loads(each).items()}
+    def take_trainer(self, trainer: Trainer) -> None:
+        """Take the options of the optimizer and the state of the scheduler, which are the same everywhere."""
+        if self.after.optimizer is not None and trainer.groups is not None:
+            set_options(self.after.optimizer, cast("list[dict[str, object]]", decode(trainer.groups)))
+        if self.after.scheduler is not None and trainer.schedule is not None:
+            self.after.scheduler.load_state_dict(cast("dict[str, object]", decode(trainer.schedule)))
+
+    def said_everywhere(self) -> list[Mapping[str, Any]]:
+        """Return what all devices say of their optimizers and schedulers, in the order of devices."""
+        here = {"kept": self.kept_here(), "trainer": asdict(trainer_of(self.before))}
+        text = json.dumps(here).encode()
+        if self.group is None:
+            return [json.loads(text)]
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.where)
+        count = torch.tensor([len(text)], device=self.where)
+        counts = self.group.swap([count] * self.group.size, [1] * self.group.size)
+        given = self.group.swap([mine] * self.group.size, [int(one) for one in counts])
+        return [json.loads(bytes(one.cpu().numpy())) for one in given]
 
     def kept_here(self) -> dict[str, dict[str, Plain]]:
         """Return what the optimizer keeps for parameters whose first elements this device trains."""

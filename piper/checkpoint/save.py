@@ -3,18 +3,19 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import length_of, saved_buckets, saved_buffers, spans
-from piper.checkpoint.json_state import Plain, encode
+from piper.checkpoint.json_state import Plain, decode, encode
 from piper.checkpoint.metadata import Record, Trainer, kept_by, name_in_group
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns, flat_runs
 from piper.plan.plan import Slot
 from piper.plan.updates import BucketUpdate
+from piper.runtime.device_state import DeviceState
 from piper.runtime.worker import Worker
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ def copy_state(worker: Worker, copied: Take = copied) -> Copied:
     """Copy the state that this worker saves. copied: copies one tensor, for a caller with its own copies."""
     plans, device = worker.setup.plans, worker.device
     buffers = saved_buffers(plans, device)
-    return copy_parts(worker, saved_buckets(plans, device), buffers, trainer_of(worker), copied)
+    return copy_parts(worker, saved_buckets(plans, device), buffers, trainer_of(worker.env.state), copied)
 
 
 def copy_parts(
@@ -145,18 +146,29 @@ def states_of(worker: Worker, bucket: BucketUpdate) -> Mapping[str, Mapping[str,
     return {name: states[tensor] for name, tensor in state.segments.get(bucket.name, ()) if tensor in states}
 
 
-def trainer_of(worker: Worker) -> Trainer:
-    """Return the state of a worker's optimizer and scheduler, in words and numbers."""
-    optimizer, scheduler = worker.env.state.optimizer, worker.env.state.scheduler
-    if optimizer is None or not worker.env.state.trains:
+def trainer_of(state: DeviceState) -> Trainer:
+    """Return a device's optimizer and scheduler, in words and numbers. Of `params` it counts those it has."""
+    optimizer, scheduler = state.optimizer, state.scheduler
+    if optimizer is None or not state.trains:
         return Trainer()
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     return Trainer(
         optimizer=name_of(optimizer),
         groups=encode(groups, "optimizer.param_groups"),
         scheduler=None if scheduler is None else name_of(scheduler),
         schedule=None if scheduler is None else encode(scheduler.state_dict(), "scheduler"),
     )
+
+
+def one_trainer(devices: Iterable[Trainer]) -> Trainer:
+    """Return the trainer of all devices. A step may change options, of a group also only where it trains."""
+    trainers = [trainer for trainer in devices if trainer.optimizer is not None]
+    if not trainers:
+        return Trainer()
+    said = zip(*(cast("list[dict[str, object]]", decode(one.groups)) for one in trainers), strict=True)
+    groups = [max(options, key=lambda each: bool(each["params"])) for options in said]
+    apart = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return replace(trainers[0], groups=encode(apart, "optimizer.param_groups"))
 
 
 def name_of(value: object) -> str:
@@ -167,7 +179,7 @@ def name_of(value: object) -> str:
 def record_of(copies: Sequence[Copied], seed: int) -> Record:
     """Return the record of what all workers have copied, without files."""
     moments, numbers = merged(c.moments for c in copies), merged(c.numbers for c in copies)
-    trainer = next((c.trainer for c in copies if c.trainer.optimizer is not None), Trainer())
+    trainer = one_trainer(copy.trainer for copy in copies)
     return Record(
         step=copies[0].step,
         seed=seed,

@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -322,9 +323,10 @@ class Run(ForwardOnly, MovesExperts):
 
     @asking
     def optimizer_groups(self) -> list[dict[str, object]]:
-        """Return the options of each group of parameters."""
+        """Return the options of each group of parameters, as a device has them that trains some of it."""
         answers = self.session.ask_all(WorkerAnswers.optimizer_options, None)
-        return next((groups for groups in answers.values() if groups is not None), [])
+        groups = zip(*(each for each in answers.values() if each), strict=True)
+        return [max(said, key=itemgetter(0))[1] for said in groups]
 
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of parameters on all devices."""

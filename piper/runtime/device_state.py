@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 # ^ whose fused kernels divide gradients by `grad_scale`
+PARAMS = ("params", "param_names")  # what a group has besides options
 PORTION = 2**26  # elements whose gradients are cast at a time, where the optimizer works in another type
 
 
@@ -132,7 +133,7 @@ class DeviceState:
         trained = [held for segments in self.segments.values() for held in segments]
         sizes = {p.name: p.shape for p in setup.outline.parameters if p.trainable}
         self.trains = bool(trained)  # else its shards are padding only, or all that it has is frozen
-        # It has an optimizer even so, for its options: another layout may let it train.
+        # It has an optimizer even so: its options are those that schedulers set and users read.
         self.optimizer: Optimizer | None = build_optimizer(setup.optimizer, sizes, trained) if sizes else None
         if self.optimizer is not None and is_accelerator(setup.device):
             fuse(self.optimizer)
@@ -201,13 +202,6 @@ class DeviceState:
                     tensor.untyped_storage().resize_(tensor.nbytes if wanted else 0)
                     tensor.detach().zero_() if wanted else None
 
-    def take_options(self, other: "DeviceState") -> None:
-        """Take the options of another state's optimizer, which has the same groups."""
-        if self is other or self.optimizer is None or other.optimizer is None:
-            return
-        for mine, its in zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=True):
-            mine |= {key: value for key, value in its.items() if key not in ("params", "param_names")}
-
     def bring(self, bucket: str, empty: Callable[[int], Tensor]) -> list[Tensor]:
         """Copy a bucket's state from the host to the device. empty: allocates bytes there."""
         return self.away[bucket].bring(self.optimizer, empty) if self.optimizer is not None else []
@@ -217,12 +211,15 @@ class DeviceState:
         if self.optimizer is not None:
             self.away[bucket].put_away(self.optimizer, wait=wait)
 
-    def options(self) -> list[dict[str, object]] | None:
-        """Return the options of the optimizer's groups. None: this device trains nothing."""
+    def options(self) -> list[tuple[bool, dict[str, object]]]:
+        """Return of the optimizer's groups whether this device trains some of each, and the options.
+
+        Empty: it trains nothing.
+        """
         if self.optimizer is None or not self.trains:
-            return None
+            return []
         return [
-            {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
+            (bool(group["params"]), {k: plain(v) for k, v in group.items() if k not in PARAMS})
             for group in self.optimizer.param_groups
         ]
 

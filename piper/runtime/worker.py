@@ -163,16 +163,14 @@ class Worker:
         assert self.latest.env.state is self.holder, "the state has moved there before"
         if self.latest is not self:
             self._lend_buffers(self.latest)
-        self.holder.take_options(self.env.state)
         sums = self.latest.run(batch)
-        self.env.state.take_options(self.holder)
         if self.latest is not self:
             self._take_buffers(self.latest)
         self.env.step += 1
-        if self.env.state.scheduler is not None:
-            # The optimizer of another layout may have been stepped in its place, or none: say nothing of it.
-            self.env.state.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
-            self.env.state.scheduler.step()
+        if self.holder.scheduler is not None:
+            # A device that trains nothing in this layout has not stepped its optimizer: say nothing of it.
+            self.holder.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+            self.holder.scheduler.step()
         return sums
 
     def run(self, batch: Mapping[str, BatchField]) -> Sums:

@@ -65,13 +65,13 @@ class WorkerAnswers(BackgroundSaver):
         """Return the last step's gradients of this device's part of some buckets."""
         return {name: self.worker.gradient(name) for name in buckets}
 
-    def optimizer_options(self, _: object) -> list[dict[str, object]] | None:
-        """Return the options of the optimizer's groups. None: this device trains nothing."""
-        return self.worker.env.state.options()
+    def optimizer_options(self, _: object) -> list[tuple[bool, dict[str, object]]]:
+        """Return of the optimizer's groups whether this device trains some of each, and the options."""
+        return self.worker.holder.options()
 
     def set_optimizer_option(self, given: tuple[int, str, float]) -> None:
         """Set an option of one of the optimizer's groups."""
-        self.worker.env.state.set_option(*given)
+        self.worker.holder.set_option(*given)
 
     def optimizer_state(self, asked: tuple[str, Sequence[str]]) -> dict[str, tuple[Tensor, tuple[str, ...]]]:
         """Return what the optimizer keeps under a key for this device's part of some buckets."""

@@ -33,6 +33,7 @@ def there_and_back(value: object) -> object:
         {1: "a", (2, 3): [0.5]},
         Counter({3: 2, 7: 1}),
         b"\x00\xff",
+        torch.bfloat16,
     ],
     ids=repr,
 )

@@ -139,7 +139,7 @@ class WorkerVersions:
     def _copy(self, writer: SectionWriter, ins: Instr) -> None:
         step = self.worker.env.step
         if self.said is None or self.said[0] != step:
-            trainer = trainer_of(self.worker)
+            trainer = trainer_of(self.worker.env.state)
             text = encoded(Copied(parts=[], trainer=trainer, moments={}, numbers={}, step=step))
             self.said = step, trainer, text
         kept, known = self._kept(ins), self.known.get(writer.number)
