@@ -39,7 +39,7 @@ def stages(zero: int) -> list[Directive]:
     return [piper.replicate(at(LAYER=n), [2 * n, 2 * n + 1], zero=zero) for n in range(2)]
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, dict[int, list[Directive]]] = {
     "zero 3 and 0": {4: replicas(3), 16: replicas(0)},
     "zero 3 and TP x zero 3": {4: replicas(3), 16: tensor(3, 2)},
     "zero 2 and TP": {4: replicas(2), 16: tensor(0, 4)},
@@ -75,6 +75,14 @@ def test_processes_move_their_state_too(program: Program) -> None:
 
 def test_every_step_has_the_gradients_of_one_device(program: Program) -> None:
     report = check(program, launch_inline, batches(4))
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("narrow", [4, 16])
+def test_fp8_in_one_of_two_strategies_has_the_numbers_of_one_device_that_rounds_alike(narrow: int) -> None:
+    fp8 = [piper.precision(at(LAYER=0), "fp8")]
+    strategy = {limit: [*given, *(fp8 if limit == narrow else ())] for limit, given in MOST.items()}
+    report = check(piper.compile(job(batches(1), strategy=strategy)), launch_inline, batches(4))
     assert report.ok, report
 
 

@@ -271,7 +271,7 @@ class _Check:
                 f"{apart:.2g}, the same slices to {max(self.tol, *self.sliced.largest.values()):.2g}"
             )
             return None
-        if not reasons.mixing and any(plain.fp8 is not None and plain.fp8.unsure for plain in self.replays):
+        if not reasons.mixing and any(plain.unsure for plain in self.replays):
             self.only_sliced = "gradients are rounded to fp8"
             self.notes.append(
                 "rows of a product in fp8 have two axes as long as the batch, and the first is taken for the "

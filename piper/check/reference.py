@@ -46,8 +46,8 @@ class Reference:
 
     def __init__(self, program: ProgramLike, *, sliced: bool = False, exact: bool = False) -> None:
         self.program, self.sliced = program, sliced
-        self.exact = program.job.precision == "fp64" and (exact or bool(program.outline.degrees))
         self.job = job = program.job
+        self.asked_exact = exact
         self.device = device_of(program.device)
         self.dtype: torch.dtype = getattr(torch, DTYPES[job.precision])
         with seeded_draws(job.seed, drawing_device(program)):
@@ -65,11 +65,33 @@ class Reference:
         self.wanted = wanted_batch(setup_of(program))
         self.replays: dict[int, Replay] = {}  # of the programs for each shape of batches
         self.replay = self._replay(program)
+        self.products: dict[int, Fp8Products | None] = {}  # likewise
         self.counts: Tensor | None = None  # where samples are repeated: how many each row's slice holds
-        self.fp8 = self._fp8_products()
         self.steps = 0
         self.gradients: dict[str, Tensor] = {}
         self.grad_norm = 0.0
+
+    @property
+    def running(self) -> ProgramLike:
+        """Return the program that runs on batches like the last one."""
+        return self.replay.program
+
+    @property
+    def exact(self) -> bool:
+        """Return whether nothing is cast to float32."""
+        return self.job.precision == "fp64" and (self.asked_exact or bool(self.running.outline.degrees))
+
+    @property
+    def fp8(self) -> Fp8Products | None:
+        """Return how products run whose regions the program for the last batch has in fp8. None: none are."""
+        if id(self.running) not in self.products:
+            self.products[id(self.running)] = self._fp8_products()
+        return self.products[id(self.running)]
+
+    @property
+    def unsure(self) -> bool:
+        """Return whether the samples of some product in fp8 were not known for sure."""
+        return any(products is not None and products.unsure for products in self.products.values())
 
     @property
     def slicing(self) -> BatchSlicing:
@@ -128,16 +150,17 @@ class Reference:
         }
 
     def _fp8_products(self) -> Fp8Products | None:
-        """Return how products run whose regions the strategy puts in fp8. None: there are none."""
+        """Return how products run whose regions the strategy for the last batch puts in fp8, if any."""
         chunks: dict[str, list[str]] = {}
-        for chunk in self.program.outline.chunks:
+        outline = self.running.outline
+        for chunk in outline.chunks:
             for name in chunk.products if chunk.precision else ():
                 chunks.setdefault(name, []).append(chunk.name)
         if not chunks:
             return None
         weights = {name: self.params[name] for name in chunks}
-        captured = {parameter.name: parameter for parameter in self.program.outline.parameters}
-        strategy = strategy_of(self.job)
+        captured = {parameter.name: parameter for parameter in outline.parameters}
+        strategy = strategy_of(self.running.job)
         shards = {name: shards_of(captured[name], strategy) for name in chunks}
         return Fp8Products(weights, chunks, shards, self.slicing)
 
@@ -188,10 +211,10 @@ class Reference:
 
     def _sliced(self, batch: Mapping[str, Tensor]) -> float:
         """Run the job's loss and its backward on each slice; the first replica's buffers are kept."""
-        slices = [*self.slicing.slices(self.program.outline.loss.chunk, samples_in(batch))]
+        slices = [*self.slicing.slices(self.running.outline.loss.chunk, samples_in(batch))]
         slices.sort(key=lambda part: part.part)  # the order in which a device writes its buffers
         total, weights = 0.0, 0.0
-        buffers = BufferHistories(self.program.outline, self.slicing, self.buffers, self.set_buffers)
+        buffers = BufferHistories(self.running.outline, self.slicing, self.buffers, self.set_buffers)
         of_weight: dict[str, Tensor] = {}  # the gradient of the weights, where they depend on parameters
         for part in slices:
             buffers.begin(part.part, part.replica)

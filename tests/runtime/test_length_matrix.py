@@ -84,23 +84,28 @@ class LengthCell:
     zero: int
     second: str
     saved: float  # of what regions save
-    fp8: bool
+    fp8: str  # the strategies that have it
     optimizer: str
     besides: str
 
     def __str__(self) -> str:
         kept = "" if self.saved == 1 else f"-remat{self.saved}"
-        fp8 = "-fp8" if self.fp8 else ""
+        fp8 = f"-fp8_{self.fp8}" if self.fp8 else ""
         return f"zero{self.zero}-{self.second}{kept}{fp8}-{self.optimizer}-{self.besides}".replace(" ", "_")
 
 
 def cells() -> list[LengthCell]:
     besides = ("nothing", "evaluates", "resumes", "loses a worker")
-    axes = (range(4), SECOND, (1.0, 0.5), (False, True), ("adamw", "sgd", "adafactor"), besides)
+    axes = (
+        range(4),
+        SECOND,
+        (1.0, 0.5),
+        ("", "both", "first", "second"),
+        ("adamw", "sgd", "adafactor"),
+        besides,
+    )
     names = ("zero", "second", "saved", "fp8", "optimizer", "besides")
-    every = [LengthCell(**dict(zip(names, each, strict=True))) for each in itertools.product(*axes)]  # type: ignore[arg-type]
-    # Scales of fp8 are those of slices, and the check takes the slices of the first strategy for all.
-    return [cell for cell in every if not (cell.fp8 and cell.second == "TP x zero 3")]
+    return [LengthCell(**dict(zip(names, each, strict=True))) for each in itertools.product(*axes)]  # type: ignore[arg-type]
 
 
 def choices(cell: LengthCell) -> Choices:
@@ -109,10 +114,14 @@ def choices(cell: LengthCell) -> Choices:
 
 def compiled(cell: LengthCell, shared: Shared) -> Program:
     more: list[Directive] = [] if cell.saved == 1 else [remat(at(), cell.saved)]
-    more += [precision(at(), "fp8")] if cell.fp8 else []
+    narrow = [precision(at(), "fp8")]
     strategies = {
-        SHORT: [replicate(at(), DEVICES, zero=cell.zero), *more],
-        LONG: [*SECOND[cell.second], *more],
+        SHORT: [
+            replicate(at(), DEVICES, zero=cell.zero),
+            *more,
+            *(narrow if cell.fp8 in ("both", "first") else []),
+        ],
+        LONG: [*SECOND[cell.second], *more, *(narrow if cell.fp8 in ("both", "second") else [])],
     }
     job = piper.Job(
         model=Net,
