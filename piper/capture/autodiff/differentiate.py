@@ -19,6 +19,7 @@ from piper.capture.compile.hashing import structural_key
 from piper.capture.compile.servers import CompileServers
 from piper.capture.precision.fp8 import in_fp8
 from piper.capture.trace.piece import CapturedChunk
+from piper.capture.trace.routed_rows import check_rows
 from piper.capture.trace.trace import Traced
 from piper.errors import CaptureError
 from piper.ir.chunk import PHASES, CapturedModel, Chunk, Output, Parameter, Phase, PhaseSpec, TensorSpec
@@ -43,6 +44,7 @@ class CodeCache:
         self.device, self.compiled = device, compiled
         self.joints = Joints(device, decompose=compiled)
         self.codes: dict[str, CompiledChunk] = {}
+        self.checked: set[str] = set()  # keys of experts whose rows have been checked
 
     def find(
         self,
@@ -188,6 +190,7 @@ class _Differentiator:
         self.parameters = {parameter.name: parameter for parameter in traced.outline.parameters}
         self.wanted: dict[str, set[int]] = {chunk.name: set() for chunk in traced.outline.chunks}
         self.routed = _options_of_experts(traced.outline, self.options)
+        self.own_rows = {chunk.name for chunk in traced.outline.chunks if chunk.own_rows}
         self.counts = {(chunk.name, 1) for chunk in traced.outline.chunks if chunk.kind == "route"}
         self.codes: dict[str, Code] = {}
         self.fallbacks: dict[str, str] = {}
@@ -240,6 +243,8 @@ class _Differentiator:
 
     def _compute(self, piece: CapturedChunk, chunk: Chunk) -> Chunk:
         experts, options = self.routed.get(chunk.name, CodeOptions()), self.options[chunk.name]
+        if chunk.kind == "expert":
+            self._check_rows(piece, experts)
         if experts.clones:
             piece = _with_clones(piece, experts.ways, experts.clones)
         if experts.capacity is not None:
@@ -259,6 +264,18 @@ class _Differentiator:
         if compiled.choice is not None and compiled.choice.budget is not None:
             self.choices[chunk.name] = compiled.choice
         return _finished(chunk, compiled.key, compiled.code.shape)
+
+    def _check_rows(self, piece: CapturedChunk, experts: CodeOptions) -> None:
+        """Refuse experts whose results depend on which rows and experts their device has, once if equal."""
+        assert piece.body is not None, "experts have code"
+        own_rows = any(
+            isinstance(each, Output) and each.chunk in self.own_rows for each in piece.chunk.inputs
+        )
+        apart = own_rows or experts.clones > 0 or experts.capacity is not None
+        key = structural_key(piece.body, (), (), experts.ways, self.known.device, f"rows apart {apart}")
+        if (experts.ways > 1 or own_rows) and key not in self.known.checked:
+            check_rows(piece.body, piece.chunk.name, sharded=experts.ways > 1, apart=apart)
+            self.known.checked.add(key)
 
 
 def _spec(parameter: Parameter) -> TensorSpec:
