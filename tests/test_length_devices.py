@@ -157,6 +157,24 @@ def test_a_checkpoint_has_the_options_of_each_group_from_a_device_that_trains_it
     assert counts == [4, 4]
 
 
+def test_what_an_optimizer_kept_for_frozen_parameters_is_saved_from_any_layout(tmp_path: Path) -> None:
+    data = [rows(4, 4), rows(4, 16)]
+    whole = piper.compile(job(data, strategy=replicas(1)))
+    with piper.launch(whole) as run:
+        run.step(data[0])
+        wanted = run.optimizer_state("exp_avg")
+        run.save(tmp_path / "whole")
+    given = replace(job(data, strategy={4: stages(1), 16: replicas(3)}), model=FrozenHead)
+    with piper.launch(piper.compile(given), resume=tmp_path / "whole") as run:
+        run.step(data[1])
+        run.save(tmp_path / "part")  # in the second layout
+    with piper.launch(whole, resume=tmp_path / "part") as run:
+        kept = run.optimizer_state("exp_avg")
+    frozen = [name for name in wanted if name.startswith(("norm.", "last."))]
+    assert len(frozen) == 4 and all(torch.equal(kept[name], wanted[name]) for name in frozen)
+    assert not torch.equal(kept["qkv.weight"], wanted["qkv.weight"])
+
+
 @pytest.mark.slow
 def test_a_buffer_that_a_checkpoint_has_is_read_in_every_layout(tmp_path: Path) -> None:
     def other() -> Net:

@@ -14,6 +14,7 @@ from torch import Tensor
 import piper
 from piper import at
 from piper.check.check import check
+from piper.checkpoint.move_state import Movement
 from piper.compiler import Program
 from piper.directives import Directive
 from piper.ir.dtypes import JobPrecision
@@ -151,6 +152,27 @@ def test_a_lost_worker_is_replaced_in_either_layout(
             losses.append(run.step(batch).loss)
         assert losses == wanted and not breaks
         assert all(torch.equal(value, state[name]) for name, value in run.state_dict().items())
+
+
+def test_a_run_that_copies_its_state_after_every_step_moves_it_only_for_another_layout(
+    program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    moved: list[int] = []
+    run_move = Movement.run
+
+    def counted(self: Movement) -> None:
+        moved.append(self.me)
+        run_move(self)
+
+    monkeypatch.setattr(Movement, "run", counted)
+    data = [rows(4, length, seed) for seed, length in enumerate((4, 16, 16, 16, 4))]
+    with recovering(program, "inline", Options(), retries=1) as run:
+        for batch in data[:4]:
+            run.step(batch)
+        run.save(tmp_path / "saved")
+        assert sorted(moved) == [*DEVICES]
+        run.step(data[4])
+        assert sorted(moved) == sorted([*DEVICES] * 2)
 
 
 def test_a_length_that_no_step_had_is_evaluated_with_its_strategy(caplog: pytest.LogCaptureFixture) -> None:

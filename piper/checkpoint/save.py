@@ -1,6 +1,6 @@
 """Copies what a worker writes into a checkpoint: its own runs of parameters, moments and buffers."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
@@ -52,10 +52,13 @@ def copied(value: Tensor) -> Tensor:
 
 
 def copy_state(worker: Worker, copied: Take = copied) -> Copied:
-    """Copy the state that this worker saves. copied: copies one tensor, for a caller with its own copies."""
-    plans, device = worker.setup.plans, worker.device
-    buffers = saved_buffers(plans, device)
-    return copy_parts(worker, saved_buckets(plans, device), buffers, trainer_of(worker.env.state), copied)
+    """Copy the state that this worker saves, in the layout that it is in.
+
+    copied: copies one tensor, for a caller with its own copies.
+    """
+    updates = saved_buckets(worker.holder.setup.plans, worker.device)
+    buffers = saved_buffers(worker.setup.plans, worker.device)
+    return copy_parts(worker, updates, buffers, trainer_of(worker.holder), copied)
 
 
 def copy_parts(
@@ -67,18 +70,21 @@ def copy_parts(
     parts: list[TensorRange] = []
     moments: dict[str, Shapes] = {}
     numbers: dict[str, dict[str, Plain]] = {}
+    updates = [*updates]
     for update in updates:
         low, high = update.owned(device)
-        owned = worker.env.state.holdings[update.name].trained
-        states = states_of(worker, update)
+        owned = worker.holder.holdings[update.name].trained
         for piece, own_runs in spans(update, device, low, high).items():
-            size, name = sizes[piece], name_in_group(piece, group)
-            own = (range_of(f"model.{name}", size, runs, owned, low) for runs in own_runs)
+            key = f"model.{name_in_group(piece, group)}"
+            own = (range_of(key, sizes[piece], runs, owned, low) for runs in own_runs)
             parts += [replace(one, tensor=copied(one.tensor)) for one in own]
+    for update, states in states_here(worker, updates):
+        for piece, own_runs in spans(update, device, *update.owned(device)).items():
+            name = name_in_group(piece, group)
             for key, value in states.get(piece, {}).items():
                 if not isinstance(value, Tensor):
                     numbers.setdefault(name, {})[key] = encode(value, f"optimizer.{name}.{key}")
-                elif ranges := moment_parts(f"optimizer.{name}.{key}", own_runs, size, value, copied):
+                elif ranges := moment_parts(f"optimizer.{name}.{key}", own_runs, sizes[piece], value, copied):
                     parts += ranges
                     like = elementwise(own_runs, value)
                     moments.setdefault(name, {})[key] = None if like else tuple(value.shape)
@@ -135,15 +141,21 @@ def moment_parts(
     return [TensorRange(key=name, size=value.numel(), start=0, tensor=copied(value).view(-1))]
 
 
-def states_of(worker: Worker, bucket: BucketUpdate) -> Mapping[str, Mapping[str, object]]:
-    """Return what the optimizer keeps for the parameters of a bucket, or kept for those that are frozen."""
-    state = worker.env.state
-    if not bucket.trainable:
-        return state.unused.get(bucket.name, {})
-    if state.optimizer is None:
-        return {}
-    states = state.optimizer.state
-    return {name: states[tensor] for name, tensor in state.segments.get(bucket.name, ()) if tensor in states}
+def states_here(
+    worker: Worker, updates: Iterable[BucketUpdate]
+) -> Iterator[tuple[BucketUpdate, Mapping[str, Mapping[str, object]]]]:
+    """Yield what the optimizer keeps for the parameters of buckets, or kept for those that are frozen.
+
+    What it kept does not move: it is in the layout of the first program.
+    """
+    home, holder = worker.env.state, worker.holder
+    states = {} if holder.optimizer is None else holder.optimizer.state
+    for update in updates:
+        if update.trainable:
+            own = holder.segments.get(update.name, ())
+            yield update, {name: states[tensor] for name, tensor in own if tensor in states}
+    frozen = updates if home is holder else saved_buckets(home.setup.plans, worker.device)
+    yield from ((update, home.unused.get(update.name, {})) for update in frozen if not update.trainable)
 
 
 def trainer_of(state: DeviceState) -> Trainer:

@@ -51,7 +51,7 @@ from piper.workers.results import (
 
 A = TypeVar("A")
 R = TypeVar("R")
-AT_HOME = ("save", "load", "adopt", "protect", "restore", "owned", "optimizer_state")
+AT_HOME = ("load", "adopt", "restore", "owned", "optimizer_state")
 # ^ calls about the state as the first program holds it
 LOADS = ("load", "adopt", "restore")  # those that change the values of buffers
 MANY = 8  # shapes after which a message says how to need fewer

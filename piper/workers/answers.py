@@ -49,7 +49,6 @@ class WorkerAnswers(BackgroundSaver):
     def protect(self, _: object = None) -> None:
         """Copy the state into memory that outlives this worker."""
         assert self.versions is not None
-        self.come_home()
         self.versions.write()
 
     def restore(self, step: int) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from piper.checkpoint.bucket_spans import saved_buckets, saved_buffers
 from piper.checkpoint.load import read_state
 from piper.checkpoint.metadata import Trainer
-from piper.checkpoint.save import Copied, RefusedError, copy_parts, copy_state, states_of, trainer_of
+from piper.checkpoint.save import Copied, RefusedError, copy_parts, copy_state, states_here, trainer_of
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.ir.chunk_options import Protection
@@ -166,9 +166,9 @@ class WorkerVersions:
         for slot in ins.reads:
             if slot.kind == "buffer":
                 return None
-            bucket = self.worker.setup.plans.buckets[slot.owner]
-            for values in states_of(self.worker, bucket.update).values() if slot.kind == "param" else ():
-                for value in values.values():
+            update = self.worker.setup.plans.buckets[slot.owner].update
+            for _, kept in states_here(self.worker, [update]) if slot.kind == "param" else ():
+                for value in (value for values in kept.values() for value in values.values()):
                     if not isinstance(value, Tensor) or not value.is_contiguous():
                         return None
                     states.append(value)
