@@ -25,6 +25,7 @@ SlotKind = Literal[
     "kept",  # and for its weight gradients, which may run later
     "carried",  # from input gradients to weight gradients
     "splits",  # how many rows go to which expert
+    "overflows",  # whether some of them exceed their blocks
     "storage",  # that several slots share
     "gradient",  # of a bucket, by one backward
     "grad",  # of a bucket, added up
@@ -46,7 +47,7 @@ SlotKind = Literal[
     "weight",
     "metrics",  # sums and weights of what a loss returns beside the loss
     "norm",
-    "total",  # the norm, the loss, the weight and the metrics over all devices
+    "total",  # the sums of a step over all devices: see `StepSum`
     "seed",  # the gradient that each microbatch's loss starts from
 ]
 # Slots without an owner, and slots that are named after their kind.
@@ -262,8 +263,6 @@ def read_slot(text: str, axes: Collection[str] = ()) -> SlotId:
 
 SEED: Final = SlotId("seed")
 LOSS: Final = SlotId("loss")
-WEIGHT: Final = SlotId("weight")
-METRICS: Final = SlotId("metrics")
 NORM: Final = SlotId("norm")
 TOTAL: Final = SlotId("total")
 

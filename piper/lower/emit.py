@@ -7,6 +7,7 @@ from piper.ir.devices import Devices
 from piper.ir.graph import Graph
 from piper.ir.ids import SlotId, Tags, state_slot
 from piper.ir.node import Transfer
+from piper.ir.step_sums import step_sums
 from piper.lower.events import PendingInstr, synchronised
 from piper.lower.instructions import Emission, emit_node
 from piper.lower.placements import layouts_of
@@ -45,6 +46,7 @@ def emit(state: LoweringState) -> LoweringState:
         seed=1.0 if outline.weight else 1.0 / slices,
         weighted=outline.weight is not None,
         copies=placement.mesh.degree,
+        sums={each.name: each.length for each in step_sums(state.graph, clip=state.settings.clip)},
         cells=cells_per_device(state.graph),
         axes=dict(axis for axes in state.graph.parts.values() for axis in axes),
         chunks=placed_chunks(state.graph),

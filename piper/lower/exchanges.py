@@ -9,7 +9,6 @@ from piper.lower.placements import ChunkPlacement
 from piper.lower.value_table import Flow, Template, input_gradient, output_slot, splits_slot
 from piper.plan.plan import Slot
 
-OVERFLOWS = 2  # the output of a route that says whether rows exceed their blocks
 IN_FRONT: tuple[Phase, ...] = ("B", "BI")  # whichever the graph has: values travel in the first half
 
 
@@ -24,7 +23,7 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
         flow.values[splits] = Slot(nbytes=places if block else 16 * chunk.experts)
         written = [splits, output_slot(chunk.name, 1)]
         if policy.may_overflow:
-            written.append(output_slot(chunk.name, OVERFLOWS))
+            written.append(SlotId("overflows", chunk.name))
             flow.values[written[-1]] = Slot(nbytes=1)
         counts = Counts(
             run=Pass(phase="F", chunk=chunk.name),

@@ -1,28 +1,14 @@
 """The start and the end of a step: batch fields loaded at first use, then losses, norms and updates."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from piper.ir.chunk import CapturedModel, Output
 from piper.ir.devices import Devices, show
-from piper.ir.ids import LOSS, METRICS, NORM, TOTAL, WEIGHT, SlotId, buffer_slot, param_slot
-from piper.ir.node import (
-    Broadcast,
-    Compute,
-    Counts,
-    Gather,
-    Load,
-    Node,
-    Norm,
-    Reduce,
-    SlotNode,
-    Total,
-    Transfer,
-    Update,
-)
+from piper.ir.ids import NORM, TOTAL, SlotId, buffer_slot, param_slot
+from piper.ir.node import Broadcast, Compute, Gather, Load, Norm, Reduce, SlotNode, Total, Transfer, Update
 from piper.ir.sharding import shardings_on
+from piper.ir.step_sums import StepSum, step_sums
 from piper.lower.edit import SequenceEdit
-from piper.lower.exchanges import OVERFLOWS
 from piper.lower.placements import placements_of
 from piper.lower.programs import classes_of
 from piper.lower.reductions import accumulate
@@ -100,15 +86,17 @@ def every_field_is_loaded(state: LoweringState) -> Iterator[str]:
 
 
 def add_losses(state: LoweringState) -> LoweringState:
-    """Add each microbatch's loss and weight to the step's sums, as soon as they are computed.
+    """Add each microbatch's loss, weight and metrics to the step's sums, as soon as they are computed.
 
     F[PP=1 MB=0]  F[PP=1 MB=1]
     -->
     F[PP=1 MB=0], accumulate, F[PP=1 MB=1], accumulate
     """
-    totals = totals_of(state.graph.outline)
     edit = SequenceEdit(state)
-    for total, source in totals.items():
+    for each in step_sums(state.graph, clip=state.settings.clip):
+        if (source := each.source) is None:
+            continue
+        edit.values[each.slot] = Slot(nbytes=8 * each.length)
         result = output_slot(source.chunk, source.index)
         begun: dict[Devices, bool] = {}
         for place, node in enumerate(state.sequence):
@@ -116,16 +104,8 @@ def add_losses(state: LoweringState) -> LoweringState:
                 continue
             if node.phase == "F" and node.chunk == source.chunk:
                 value = next(value for value in node.writes if value.base == result)
-                accumulate(edit, place, value, total, begun)
-    pairs = len(state.graph.outline.metric_names)
-    edit.values |= {LOSS: Slot(nbytes=8), WEIGHT: Slot(nbytes=8), METRICS: Slot(nbytes=16 * pairs)}
+                accumulate(edit, place, value, each.slot, begun)
     return edit.apply()
-
-
-def totals_of(outline: CapturedModel) -> dict[SlotId, Output]:
-    """Return the sums that a step takes over microbatches, and the outputs that each adds up."""
-    sources = {LOSS: outline.loss, WEIGHT: outline.weight, METRICS: outline.metrics}
-    return {slot: source for slot, source in sources.items() if source is not None}
 
 
 def every_value_is_where_it_is_read(state: LoweringState) -> Iterator[str]:
@@ -164,23 +144,19 @@ def add_updates(state: LoweringState) -> LoweringState:
     trained = [b for b in state.buckets.values() if b.gradient() in written]
     everyone = state.graph.devices()
     edit = SequenceEdit(state)
-    placements = placements_of(state.graph)
-    outline = state.graph.outline
-    extras = {slot: placements[source.chunk].devices for slot, source in totals_of(outline).items()}
     groups = device_groups(state, trained)
-    flags = [(node.writes[OVERFLOWS], node.devices) for node in state.sequence if may_overflow(node)]
-    waits_for_total = state.settings.clip or outline.weight is not None or bool(flags)
+    sums = step_sums(state.graph, clip=state.settings.clip)
+    held = terms_of(state, sums)
+    waits_for_total = any(each.steers for each in sums)
     for devices, buckets in groups.items():
         reads = [b.gradient() for b in buckets]
-        reads += [extra for extra, placement in extras.items() if devices[0] in placement]
-        reads += [flag for flag, placement in flags if devices[0] in placement]
+        reads += [slot for slot, holders in held.items() if devices[0] in holders]
         edit.append(Norm(devices=devices, reads=tuple(reads), writes=(NORM,)))
     sliced = [bucket for bucket in trained if bucket.slices]
     for bucket in sliced:
         edit.append(Reshard.of(bucket, bucket.gradient(), bucket.applied))
         edit.values[bucket.applied] = Slot(nbytes=bucket.update.elements * bucket.precision.sum_itemsize)
-    # The squared norm, the loss, its weight, the metrics, and how often rows have exceeded their blocks.
-    size = 24 + 16 * len(outline.metric_names) + (8 if flags else 0)
+    size = 8 * sum(each.length for each in sums)
     edit.append(Total(devices=everyone, groups=(everyone,), reads=(NORM,), writes=(TOTAL,), nbytes=size))
     for devices, buckets in groups.items():
         if buckets:
@@ -200,9 +176,14 @@ def add_updates(state: LoweringState) -> LoweringState:
     return replace(edit.apply(), residents=residents)
 
 
-def may_overflow(node: Node) -> bool:
-    """Return whether a node counts rows that may exceed their blocks, and says whether they do."""
-    return isinstance(node, Counts) and len(node.writes) > OVERFLOWS
+def terms_of(state: LoweringState, sums: Iterable[StepSum]) -> dict[SlotId, set[int]]:
+    """Return the slots that hold terms of a step's sums, in the order of these, and the devices of each."""
+    held: dict[str, dict[SlotId, set[int]]] = {each.name: {} for each in sums}
+    for node in state.sequence:
+        for slot in node.writes:
+            if slot.kind in held:
+                held[slot.kind].setdefault(slot, set()).update(node.devices)
+    return {slot: devices for slots in held.values() for slot, devices in slots.items()}
 
 
 def every_gradient_is_applied(state: LoweringState) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from piper.ir.averaging import Averaging
 from piper.ir.chunk_options import Protection
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, Tags
 from piper.ir.sharding import UNSHARDED, Sharding
+from piper.ir.step_sums import USUAL
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 
@@ -112,6 +114,7 @@ class Plans:
     cells: int = 1  # slices of the samples before microbatches; every set of devices divides it
     axes: Mapping[str, int] = field(default_factory=dict)  # the number of microbatches along each axis
     copies: int = 1  # how many devices hold the loss of each slice
+    sums: Mapping[str, int] = field(default_factory=lambda: USUAL)  # of a step: how many numbers each has
     chunks: Mapping[str, PlacedChunk] = field(default_factory=dict)
     protection: Protection | None = None  # how copies of the state are kept. None: by no instruction
     averaging: Averaging | None = None  # the groups that train apart. None: all devices train together
@@ -130,6 +133,12 @@ class Plans:
     def groups_apart(self) -> tuple[Devices, ...]:
         """Return the groups of devices that train apart: one of all devices where none do."""
         return (self.devices,) if self.averaging is None else self.averaging.groups
+
+    @property
+    def places(self) -> dict[str, slice]:
+        """Return where the numbers of each sum lie in the total of a step."""
+        ends = accumulate(self.sums.values())
+        return {name: slice(end - self.sums[name], end) for name, end in zip(self.sums, ends, strict=True)}
 
     @property
     def cloned(self) -> dict[str, Bucket]:

@@ -18,7 +18,6 @@ from piper.proof.symbolic_values import (
     SymbolicValue,
     SymbolTable,
     Terms,
-    Value,
     places_along,
     shown_cuts,
 )
@@ -169,17 +168,9 @@ class Expectations:
         if self.own_cover(program, name) is None:
             return None
         writes = [self._splits(program, chunk), self._output(program, name, 1, name)]
-        if name in self.spec.overflowing:
+        if self.spec.graph.policy(name).may_overflow:
             writes.append(self._output(program, name, 2, name))
         return Expected(chunk=name, reads=(self._input(program, chunk, 1),), writes=tuple(writes))
-
-    def overflows(self, program: int) -> Iterator[Value]:
-        """Yield what says on a program whether rows have exceeded their blocks, in this layout."""
-        for name in self.spec.overflowing:
-            counts = self.of_counts(program, name)
-            for part in self.spec.microbatches[name] if counts is not None else ():
-                if counts is not None and part in self.parts:
-                    yield counts.writes[2][0], part, NOTHING
 
     def own_cover(self, program: int, chunk: str) -> Cover | None:
         """Return the samples that a chunk works on, and which shards of them. None: it does not run there."""

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from piper.ir.chunk import Output
-from piper.ir.ids import LOSS, METRICS, TOTAL, WEIGHT, Pass, SlotId, param_slot, show_part, state_slot
+from piper.ir.ids import TOTAL, Pass, SlotId, param_slot, show_part, state_slot
 from piper.plan.bucket import Bucket
 from piper.plan.ops import OPS, Adding, Field, Op
 from piper.proof.amounts import NOTHING
@@ -21,6 +20,7 @@ class LocalRules:
         self.state = state
         self.spec, self.symbols, self.covers = state.spec, state.symbols, state.covers
         self.on_host: dict[tuple[int, SlotId], Value] = {}  # the values of copies, by program and slot
+        self.overflows: dict[int, set[Value]] = {}  # by program: what says whether rows exceed their blocks
         self.kernels: dict[Op, Callable[[ProgramInstr], None]] = {
             **{op: self.copy for op, operation in OPS.items() if operation.unchanged},
             "load": self.load,
@@ -293,37 +293,31 @@ class LocalRules:
         if bucket is not None:
             wanted = (self.state.expected.weights(bucket), "whole")
             return value if value[:2] == wanted else None
-        for name, source in self.sums():
-            of = (symbol.kind, symbol.name, symbol.index)
-            if slot == name and of == ("output", source.chunk, source.index):
-                assert not isinstance(value[1], str)
-                amount = self.state.expected.single(source.chunk, value[1])
-                return self.state.value(SymbolicValue("sum", name), "", ((symbol.cover, amount),))
-        return None
-
-    def sums(self) -> list[tuple[SlotId, Output]]:
-        """Return the sums that every step takes, and the outputs they are of."""
-        outline = self.spec.outline
-        sources = ((LOSS, outline.loss), (WEIGHT, outline.weight), (METRICS, outline.metrics))
-        return [(slot, source) for slot, source in sources if source is not None]
+        source = self.spec.microbatch_sums.get(slot)
+        of = (symbol.kind, symbol.name, symbol.index)
+        if source is None or of != ("output", source.chunk, source.index):
+            return None
+        assert not isinstance(value[1], str)
+        amount = self.state.expected.single(source.chunk, value[1])
+        return self.state.value(SymbolicValue("sum", slot), "", ((symbol.cover, amount),))
 
     def norm(self, at: ProgramInstr) -> None:
         """Compute a device's part of the squared norm, and its sums: each gradient once, complete."""
         state = self.state
         left: dict[SlotId, Value] = {}
-        for name, source in self.sums():
+        for name, source in self.spec.microbatch_sums.items():
             terms = state.sum_of(at.program, source)
             if terms is not None:
                 left[name] = state.value(SymbolicValue("sum", name), "", terms)
         buckets = {bucket.name: bucket for bucket in state.trained_on(at.program)}
-        flags = state.overflows(at.program)
+        flags = self.overflows.pop(at.program, set())
         for slot in at.ins.reads:
             bucket = state.gradient_bucket(slot)
             if bucket is not None and bucket.name in buckets:
                 self.check_final(at, slot, buckets.pop(bucket.name))
             elif slot in left:
                 self._check_sum(at, slot, left.pop(slot))
-            elif (value := state.slots[at.program].get(slot)) in flags:
+            elif slot.kind == "overflows" and (value := state.slots[at.program].get(slot)) in flags:
                 flags.remove(value)
             else:
                 state.complain(at, f"counts {slot} twice, or should not count it")
@@ -355,7 +349,7 @@ class LocalRules:
         state, slots = self.state, self.state.slots[at.program]
         buckets = {param_slot(bucket.name): bucket for bucket in state.trained_on(at.program)}
         total = slots.get(TOTAL)
-        if self.spec.clip or self.spec.outline.weight is not None or self.spec.overflowing:
+        if any(each.steers for each in self.spec.sums):
             fresh = state.value(SymbolicValue("total"), "fresh")
             if TOTAL not in at.ins.reads:
                 state.complain(at, "does not read the sums over all devices, by which it scales")

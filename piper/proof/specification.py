@@ -13,6 +13,7 @@ from piper.ir.devices import Devices
 from piper.ir.graph import Graph
 from piper.ir.mesh import Axis, Mesh
 from piper.ir.sharding import AxisPlacement, Sharding, shardings_on
+from piper.ir.step_sums import step_sums
 from piper.proof.meshes import Holding, Numbering, holding, in_any_order, numbering, passes
 
 
@@ -28,8 +29,7 @@ class Specification:
     """What a step must compute: placements, microbatches, data flow, losses and gradients."""
 
     def __init__(self, graph: Graph, *, clip: bool) -> None:
-        self.graph, self.clip = graph, clip
-        self.outline = graph.outline
+        self.graph, self.outline = graph, graph.outline
         self.chunks: Mapping[str, Chunk] = graph.chunks
         self.part_devices = devices_by_part(graph)
         self.placement = {name: union_of(sets.values()) for name, sets in self.part_devices.items()}
@@ -48,8 +48,8 @@ class Specification:
         self.copies = self.meshes[loss].degree
         self.shares = max(map(self.degree, self.chunks))
         self.mutated = frozenset(name for chunk in self.outline.chunks for name in chunk.mutated)
-        routes = [chunk.name for chunk in self.outline.chunks if chunk.kind == "route"]
-        self.overflowing = frozenset(name for name in routes if graph.policy(name).may_overflow)
+        self.sums = step_sums(graph, clip=clip)
+        self.microbatch_sums = {each.slot: each.source for each in self.sums if each.source is not None}
         self.contributors = self._contributors()
         self.readers = self._readers(backward=True)
         self._whole = {False: self._whole_axes(backward=False), True: self._whole_axes(backward=True)}

@@ -86,10 +86,6 @@ class SymbolicState:
         sums = [terms for each in self._layouts if (terms := each.sum_of(program, source)) is not None]
         return self.merged(*sums) if sums else None
 
-    def overflows(self, program: int) -> set[Value]:
-        """Return what says on a program whether rows have exceeded their blocks."""
-        return {flag for each in self._layouts for flag in each.overflows(program)}
-
     def value(self, symbol: SymbolicValue, about: str = "", amount: int | Terms = NOTHING) -> Value:
         """Return a value that has no microbatch."""
         return self.symbols.number(symbol), about, amount

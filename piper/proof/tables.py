@@ -71,14 +71,14 @@ def header_problems(plans: Plans, spec: Specification) -> Iterator[str]:
         ("weighted", plans.weighted, spec.outline.weight is not None),
         ("cells", plans.cells, spec.cells),
         ("copies", plans.copies, spec.copies),
+        ("sums", dict(plans.sums), {each.name: each.length for each in spec.sums}),
         ("axes", dict(plans.axes), spec.axes),
     ):
         if said != wanted:
             yield f"the plans say {name}={said}; it should be {wanted}"
-    for what, source in (("weight", spec.outline.weight), ("metric", spec.outline.metrics)):
-        if source is not None and spec.meshes[source.chunk].degree != spec.copies:
-            there = spec.meshes[source.chunk].degree
-            yield f"{spec.copies} devices hold each loss and {there} each {what}; they are counted alike"
+    for slot, source in spec.microbatch_sums.items():
+        if (there := spec.meshes[source.chunk].degree) != spec.copies:
+            yield f"{spec.copies} devices hold each loss and {there} each {slot}; they are counted alike"
 
 
 def sharding_problems(spec: Specification) -> Iterator[str]:

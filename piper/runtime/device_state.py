@@ -153,22 +153,16 @@ class DeviceState:
         return copies
 
     def update(
-        self,
-        gradients: Mapping[str, list[Tensor]],
-        sums: Tensor | None,
-        *,
-        weighted: bool,
-        skip: Tensor | None = None,
+        self, gradients: Mapping[str, list[Tensor]], sums: Mapping[str, Tensor], *, weighted: bool
     ) -> None:
         """Step the optimizer, given each bucket's summed gradient, and the step's sums where they matter.
 
         gradients: of what this device owns of a bucket, in one tensor, or in one for each piece.
-        sums: the gradient's squared norm, the loss and the weight, which stay on the device: nothing here
-        makes the host wait.
+        sums: by name, the first number of each; empty where none matters. They stay on the device: the host
+        waits for them only where overflows may skip the update, unless the step is captured.
         weighted: the gradients are divided by the weight.
-        skip: change nothing where it is above 0. Where the step is captured kernels read it, else the host.
         """
-        weight = sums[2] if sums is not None and weighted else None
+        weight, skip = sums.get("weight") if weighted else None, sums.get("overflows")
         if self.keep_gradients:
             for name, parts in gradients.items():
                 flat = torch.cat([part.reshape(-1) for part in parts])
@@ -177,7 +171,7 @@ class DeviceState:
             return
         if skip is not None and not self.captured and skip.item() > 0:
             return
-        divisor = self._divisor(sums, weight)
+        divisor = self._divisor(sums.get("squares"), weight)
         pairs = [*self._pairs(gradients)]
         if self.kernel is not None:
             pairs = self.kernel.step(pairs, divisor, skip)
@@ -249,12 +243,12 @@ class DeviceState:
                 names.append(piece)
         return found, tuple(names)
 
-    def _divisor(self, sums: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    def _divisor(self, squares: Tensor | None, weight: Tensor | None) -> Tensor | None:
         """Return the divisor of the gradients: their weight, and more where that clips their norm."""
-        if sums is None or self.setup.clip_norm is None:
+        if squares is None or self.setup.clip_norm is None:
             return weight
-        divisor = torch.ones_like(sums[0]) if weight is None else weight
-        excess = (sums[0].sqrt() / divisor + 1e-6) / self.setup.clip_norm
+        divisor = torch.ones_like(squares) if weight is None else weight
+        excess = (squares.sqrt() / divisor + 1e-6) / self.setup.clip_norm
         return divisor * excess.clamp(min=1.0)
 
     def _pairs(self, gradients: Mapping[str, list[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,10 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.ir.chunk import CapturedModel
-from piper.ir.ids import TOTAL
+from piper.ir.ids import OF_STEP
 from piper.plan.instr import Instr
-from piper.plan.plan import Plan
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.bucket_layout import Flat, Layout, Resharding
 from piper.runtime.context import Bound, Env
@@ -165,42 +163,25 @@ def reshard(env: Env, ins: Instr) -> Bound:
 
 
 def norm(env: Env, ins: Instr) -> Bound:
-    """Compute this device's loss, weight and squared norm; over all devices, each element counts once."""
+    """Compute this device's terms of the step's sums; over all devices, each element counts once."""
     slots, target = env.slots, env.at(ins.writes[0])
     gradients = [slot for slot in ins.reads if slot.kind in ("grad", "grad_shard")]
     parts = [(env.at(slot), env.layouts[slot.owner].bucket.copies) for slot in gradients]
-    kinds = {slot.kind: env.at(slot) for slot in ins.reads}
-    length = total_length(env.plan)
-    metrics = slice(3, 3 + 2 * len(env.setup.outline.metric_names))
-    places = {"loss": slice(1, 2), "weight": slice(2, 3), "metrics": metrics}
-    extras = [(kinds[kind], place) for kind, place in places.items() if kind in kinds]
-    flags = [env.at(slot) for slot in ins.reads if slot.kind == "output"]
-    device = env.setup.device
+    plans, device = env.setup.plans, env.setup.device
+    places, length = plans.places, sum(plans.sums.values())
+    kinds = dict.fromkeys(slot.kind for slot in ins.reads if slot.kind in places)
+    terms = {kind: [env.at(slot) for slot in ins.reads if slot.kind == kind] for kind in kinds}
 
     def run() -> None:
         result = torch.zeros(length, dtype=torch.float64, device=device)
         for slot, copies in parts:
-            result[0] += squares(parts_of(slots[slot])) / copies
-        for extra, place in extras:
-            result[place] = cast(Tensor, slots[extra]) / env.setup.plans.copies
-        if flags and not env.exact:
-            result[-1] = torch.stack([cast(Tensor, slots[flag]) for flag in flags]).sum()
+            result[places["squares"]] += squares(parts_of(slots[slot])) / copies
+        for kind, held in terms.items():
+            term = torch.stack([cast(Tensor, slots[slot]) for slot in held]).sum(0)
+            result[places[kind]] = term / plans.copies if kind in OF_STEP else term
         slots[target] = result
 
     return run
-
-
-def total_length(plan: Plan) -> int:
-    """Return the number of sums over all devices: the squared norm, the loss, its weight, the metrics.
-
-    Where rows may exceed their blocks, the last one says how often they did.
-    """
-    return plan.residents[TOTAL].nbytes // torch.float64.itemsize
-
-
-def may_overflow(plan: Plan, outline: CapturedModel) -> bool:
-    """Return whether rows may exceed their blocks in a step, on any device."""
-    return total_length(plan) > 3 + 2 * len(outline.metric_names)
 
 
 def squares(gradient: list[Tensor]) -> Tensor:
@@ -229,7 +210,7 @@ def at_least_single(dtype: torch.dtype) -> torch.dtype:
 
 
 def total(env: Env, ins: Instr) -> Bound:
-    """Compute the norm, loss and weight over all devices."""
+    """Compute the step's sums over all devices."""
     group = env.group(ins) if ins.comm is not None else None
     slots, source, target = env.slots, env.at(ins.reads[0]), env.at(ins.writes[0])
 
@@ -246,13 +227,12 @@ def update(env: Env, ins: Instr) -> Bound:
     kinds = ("grad", "grad_shard", "grad_full")
     places = {slot.owner: env.at(slot) for slot in ins.reads if slot.kind in kinds}
     sums = next((env.at(slot) for slot in ins.reads if slot.kind == "total"), None)
-    skippable = may_overflow(env.plan, env.setup.outline)
+    first = {name: place.start for name, place in env.setup.plans.places.items()}
 
     def run() -> None:
         gradients = {name: parts_of(slots[place]) for name, place in places.items()}
-        totals = None if sums is None else cast(Tensor, slots[sums])
-        skip = totals[-1] if skippable and not env.exact and totals is not None else None
-        env.state.update(gradients, totals, weighted=env.setup.plans.weighted, skip=skip)
+        totals = {} if sums is None else {name: cast(Tensor, slots[sums])[i] for name, i in first.items()}
+        env.state.update(gradients, totals, weighted=env.setup.plans.weighted)
 
     return run
 

@@ -105,7 +105,7 @@ def counts(env: Env, ins: Instr) -> Bound:
     group, slots = env.group(ins), env.slots
     source, (splits, local, *overflows) = env.at(ins.reads[0]), map(env.at, ins.writes)
     assert isinstance(ins.payload, Routing)
-    region, again = env.clones_behind(ins.payload.run.chunk), ins.payload.run.again
+    region = env.clones_behind(ins.payload.run.chunk)
     rows, block = ins.payload.rows, ins.payload.block
 
     def run() -> None:
@@ -115,14 +115,14 @@ def counts(env: Env, ins: Instr) -> Bound:
         division = env.division(region)
         divided = expert_exchange.count_divided(group, cast(Tensor, slots[source]), division)
         slots[splits], slots[local], rows = divided
-        if not again:
-            env.rows[region] = env.rows[region] + rows if region in env.rows else rows
+        env.rows[region] = env.rows[region] + rows if region in env.rows else rows
 
     def run_in_blocks() -> None:
         if env.exact:
             run()
-            return
-        slots[splits], slots[local], flag = count_blocks(group, cast(Tensor, slots[source]), rows, block)
+            flag = torch.zeros((), dtype=torch.bool, device=env.setup.device)
+        else:
+            slots[splits], slots[local], flag = count_blocks(group, cast(Tensor, slots[source]), rows, block)
         for slot in overflows:
             slots[slot] = flag
 

@@ -21,7 +21,6 @@ from piper.runtime.debug.profiler import Recorder
 from piper.runtime.device_state import DeviceState
 from piper.runtime.executor import Executor
 from piper.runtime.expert_exchange import TABLES, tables_of_field
-from piper.runtime.gradients import may_overflow, total_length
 from piper.runtime.kernels import KERNELS
 from piper.runtime.predictions import PredictionRecorder, predicts
 from piper.runtime.setup import Initial, Setup, blank_values
@@ -30,16 +29,16 @@ from piper.runtime.stream_executor import Show, StreamExecutor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """The sums over all devices at the end of a step."""
+    """The sums over all devices at the end of a step, and what one device has to say of it."""
 
-    squares: float  # of the gradient's norm, before it is divided by the weight
-    loss: float
-    weight: float
-    metrics: tuple[float, ...] = ()  # the sum and the weight of each metric, one after another
+    numbers: Mapping[str, tuple[float, ...]]  # of each of the plans' sums
     busy: float = 0.0  # seconds that this device computed, where a launcher counts them
     rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # ^ of each expert in this device's group, by chunks of experts that have clones
     repeated: bool = False  # rows exceeded their blocks, so the step was run again with as many as there were
+
+    def __getitem__(self, name: str) -> float:
+        return self.numbers[name][0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +102,10 @@ class Worker:
             if each is not None:
                 instrs = enumerate(zip(plan.instrs, bound, strict=True))
                 bound = [each(place, ins, run) for place, (ins, run) in instrs]
+        self.places = setup.plans.places
         self.on_host = torch.zeros(
-            total_length(plan), dtype=torch.float64, pin_memory=is_accelerator(setup.device)
+            sum(setup.plans.sums.values()), dtype=torch.float64, pin_memory=is_accelerator(setup.device)
         )
-        self.may_overflow = may_overflow(plan, setup.outline)
         self.others: dict[int, Worker] = {}  # by the numbers of their programs
         self.latest = self  # the one that ran the last step
         self.holder = self.env.state  # the layout in which the state is
@@ -136,12 +135,9 @@ class Worker:
             if self.intake is None:
                 return executor
             residents = [env.at(slot) for slot in env.plan.residents]
-            return GraphExecutor(
-                executor,
-                self.intake,
-                residents,
-                env.at(TOTAL) if self.may_overflow else None,
-            )
+            overflows = self.places.get("overflows")
+            undone = None if overflows is None else (env.at(TOTAL), overflows.start)
+            return GraphExecutor(executor, self.intake, residents, undone)
         return Executor(
             env.plan,
             bound,
@@ -182,17 +178,9 @@ class Worker:
             env.move_experts(tables_of_field(tables, self.setup.plans.cloned))
         repeated = self._issue()
         env.batch = {}
-        count = 3 + 2 * len(self.setup.outline.metric_names)
-        squares, loss, weight, *metrics = self.on_host.tolist()[:count]
+        numbers = {name: tuple(self.on_host[place].tolist()) for name, place in self.places.items()}
         rows = {region: tuple(counts.tolist()) for region, counts in env.rows.items()}
-        return Sums(
-            squares=squares,
-            loss=loss,
-            weight=weight,
-            metrics=tuple(metrics),
-            rows=rows,
-            repeated=repeated,
-        )
+        return Sums(numbers=numbers, rows=rows, repeated=repeated)
 
     def _issue(self) -> bool:
         """Run the plan, and again where rows have exceeded their blocks: then as many travel as are counted.
@@ -201,10 +189,11 @@ class Worker:
         has updated anything.
         """
         env = self.env
-        kept = env.index.items() if self.may_overflow else ()
+        overflows = self.places.get("overflows")
+        kept = () if overflows is None else env.index.items()
         buffers = {place: env.slots[place] for slot, place in kept if slot.kind == "buffer"}
         self._finish(self.executor.run)
-        if not self.may_overflow or not self.on_host[-1]:
+        if overflows is None or not self.on_host[overflows]:
             return False
         for place, value in buffers.items():
             env.slots[place] = value

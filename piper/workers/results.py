@@ -52,13 +52,13 @@ class Resumed:
 
 def result_of(plans: Plans, outline: CapturedModel, sums: Sums) -> StepResult:
     """Return the result of a step from the sums over all devices."""
-    norm, metrics = math.sqrt(sums.squares), metrics_of(outline.metric_names, sums.metrics)
-    if plans.weighted:
-        if not sums.weight:  # nothing counts in this batch: as 0 / 0 in PyTorch
-            return StepResult(loss=math.nan, grad_norm=math.nan, metrics=metrics, repeated=sums.repeated)
-        loss, norm = sums.loss / sums.weight, norm / sums.weight
-        return StepResult(loss=loss, grad_norm=norm, metrics=metrics, repeated=sums.repeated)
-    return StepResult(loss=sums.loss * plans.seed, grad_norm=norm, metrics=metrics, repeated=sums.repeated)
+    norm = math.sqrt(sums["squares"])
+    return StepResult(
+        loss=ratio(sums["loss"], sums["weight"]) if plans.weighted else sums["loss"] * plans.seed,
+        grad_norm=ratio(norm, sums["weight"]) if plans.weighted else norm,
+        metrics=metrics_of(outline.metric_names, sums.numbers.get("metrics", ())),
+        repeated=sums.repeated,
+    )
 
 
 def sums_over_groups(plans: Plans, answers: Mapping[int, Sums]) -> Sums:
@@ -70,13 +70,14 @@ def sums_over_groups(plans: Plans, answers: Mapping[int, Sums]) -> Sums:
         return next(iter(answers.values()))
     groups = {plans.place_in_group(device)[0]: sums for device, sums in answers.items()}
     each = [groups[group] for group in sorted(groups)]  # all, but where a device runs alone
-    weight, count = sum(sums.weight for sums in each), len(each)
-    scale = [weight / sums.weight if plans.weighted and sums.weight else 1.0 for sums in each]
+    numbers: dict[str, tuple[float, ...]] = {
+        name: tuple(map(sum, zip(*(sums.numbers[name] for sums in each), strict=True))) for name in plans.sums
+    }
+    (weight,), (loss,), count = numbers["weight"], numbers["loss"], len(each)
+    scale = [weight / sums["weight"] if plans.weighted and sums["weight"] else 1.0 for sums in each]
+    squares = sum(sums["squares"] * by**2 for sums, by in zip(each, scale, strict=True)) / count
     return Sums(
-        squares=sum(sums.squares * by**2 for sums, by in zip(each, scale, strict=True)) / count,
-        loss=sum(sums.loss for sums in each) / (1 if plans.weighted else count),
-        weight=weight,
-        metrics=tuple(map(sum, zip(*(sums.metrics for sums in each), strict=True))),
+        numbers={**numbers, "squares": (squares,), "loss": (loss if plans.weighted else loss / count,)}
     )
 
 
@@ -128,9 +129,7 @@ class Means:
     """The sums of an evaluation so far."""
 
     names: tuple[str, ...] = ()  # of the metrics
-    loss: float = 0.0
-    weight: float = 0.0
-    metrics: tuple[float, ...] = ()  # the sum and the weight of each metric
+    sums: tuple[float, ...] = ()  # the sum and the weight of the loss and of each metric
     samples: int = 0
     batches: int = 0
 
@@ -138,17 +137,15 @@ class Means:
         """Return these sums with those of one piece. A mean loss counts by the samples of the piece."""
         plans = program.plans
         if plans.weighted:
-            loss, weight = sums.loss / piece.copies, sums.weight / piece.copies
+            loss, weight = sums["loss"] / piece.copies, sums["weight"] / piece.copies
         else:
-            loss, weight = sums.loss * plans.seed * piece.samples, float(piece.samples)
-        metrics = [value / piece.copies for value in sums.metrics]
-        before = self.metrics or (0.0,) * len(metrics)
+            loss, weight = sums["loss"] * plans.seed * piece.samples, float(piece.samples)
+        added = [loss, weight, *(value / piece.copies for value in sums.numbers.get("metrics", ()))]
+        before = self.sums or (0.0,) * len(added)
         return replace(
             self,
             names=program.outline.metric_names,
-            loss=self.loss + loss,
-            weight=self.weight + weight,
-            metrics=tuple(a + b for a, b in zip(before, metrics, strict=True)),
+            sums=tuple(a + b for a, b in zip(before, added, strict=True)),
             samples=self.samples + piece.samples,
         )
 
@@ -159,8 +156,8 @@ class Means:
                 "there is no batch to evaluate on", by="evaluate", hint="give at least one batch"
             )
         return EvaluationResult(
-            loss=ratio(self.loss, self.weight),
-            metrics=metrics_of(self.names, self.metrics),
+            loss=ratio(*self.sums[:2]),
+            metrics=metrics_of(self.names, self.sums[2:]),
             samples=self.samples,
             batches=self.batches,
         )

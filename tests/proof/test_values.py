@@ -725,6 +725,12 @@ TABLES: dict[str, tuple[Callable[[], Made], Callable[[Plans], Plans], str]] = {
         lambda plans: replace(plans, weighted=True),
         "the plans say weighted=True; it should be False",
     ),
+    "sums": (
+        pipeline,
+        lambda plans: replace(plans, sums={"squares": 1, "loss": 1, "weight": 1, "overflows": 1}),
+        "the plans say sums={'squares': 1, 'loss': 1, 'weight': 1, 'overflows': 1}; "
+        "it should be {'squares': 1, 'loss': 1, 'weight': 1}",
+    ),
     "cells": (
         pipeline,
         lambda plans: replace(plans, cells=4),

@@ -126,9 +126,9 @@ class Counting:
 
     def evaluate(self, batch: Mapping[str, Tensor], means: Means) -> Means:
         self.script.do(f"evaluate {float(batch['x']):g}")
-        return replace(
-            means, loss=means.loss + float(batch["x"]), weight=means.weight + 1, batches=means.batches + 1
-        )
+        loss, weight = means.sums or (0.0, 0.0)
+        sums = (loss + float(batch["x"]), weight + 1)
+        return replace(means, sums=sums, batches=means.batches + 1)
 
     def protect(self) -> None:
         if self.script.kept:

@@ -24,7 +24,6 @@ from piper.run.launch import launch_inline
 from piper.runtime.comm.synthetic import AloneComms, arriving
 from piper.runtime.cuda.graph_inputs import Intake, Kernel
 from piper.runtime.cuda.graphs import WARM, GraphExecutor
-from piper.runtime.gradients import may_overflow
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, setup_of
 from piper.runtime.stream_executor import StreamExecutor
@@ -87,7 +86,8 @@ def replaying(
         accelerator=worker.setup.device,
         home=torch.cuda.Stream(),
     )
-    undone = env.at(TOTAL) if may_overflow(env.plan, program.outline) else None
+    overflows = program.plans.places.get("overflows")
+    undone = None if overflows is None else (env.at(TOTAL), overflows.start)
     worker.executor = GraphExecutor(inner, intake, [env.at(slot) for slot in env.plan.residents], undone)
     return worker, worker.executor
 

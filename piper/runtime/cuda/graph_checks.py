@@ -17,7 +17,6 @@ from piper.ir.chunk import Chunk
 from piper.plan.ops import BY_HOST, Routing
 from piper.plan.plan import Plan
 from piper.runtime.device_state import fuse, skips
-from piper.runtime.gradients import may_overflow
 from piper.runtime.setup import Setup
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def check_static(setup: Setup, plans: Iterable[Plan], options: "Options", *, by_
         reasons.append("values go from device to device through the host")
     for plan in plans:
         reasons += static_reasons(plan, chunks)
-    reasons += trainer_reasons(setup, skips_steps=any(may_overflow(plan, setup.outline) for plan in plans))
+    reasons += trainer_reasons(setup, skips_steps="overflows" in setup.plans.sums)
     if reasons:
         raise not_static(reasons)
 

@@ -12,6 +12,7 @@ from piper.runtime.comm.base import CommError
 from piper.runtime.cuda.graph_inputs import Intake
 from piper.runtime.stream_executor import StreamExecutor, pause
 
+Undone = tuple[int, int]  # a slot, and the number of its tensor by which the other slots stay as they were
 WARM = 2  # steps issued one by one: an optimizer makes its state, kernels are chosen, peers meet
 
 
@@ -27,11 +28,15 @@ class GraphExecutor:
     """
 
     def __init__(
-        self, inner: StreamExecutor, intake: Intake, residents: Sequence[int], undone: int | None = None
+        self,
+        inner: StreamExecutor,
+        intake: Intake,
+        residents: Sequence[int],
+        undone: Undone | None = None,
     ) -> None:
         """Wrap `inner`, whose first stream can be captured; `residents`: the slots that outlive a step.
 
-        undone: the slot of a tensor whose last number says that the others stay as they were. None: never.
+        undone: says in a replay whether the others of these stay as they were. None: they never do.
         """
         self.inner, self.intake, self.residents, self.undone = inner, intake, residents, undone
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -136,14 +141,15 @@ class GraphExecutor:
         self.inner.close()
 
 
-def put_back(slots: list[object], before: Mapping[int, object], undone: int | None = None) -> None:
+def put_back(slots: list[object], before: Mapping[int, object], undone: Undone | None = None) -> None:
     """Copy what has been replaced to where it was, on the current stream.
 
-    undone: the slot of a tensor. Where its last number is above 0 the others stay as they were.
+    undone: where this number is above 0, the slots but its own stay as they were. None: none of them does.
     """
-    stays = None if undone is None else cast(Tensor, slots[undone])[-1] > 0
+    total, number = undone or (-1, 0)
+    stays = None if undone is None else cast(Tensor, slots[total])[number] > 0
     for slot, value in before.items():
         now = slots[slot]
         if now is not value and isinstance(value, Tensor) and isinstance(now, Tensor):
-            value.copy_(now if stays is None or slot == undone else torch.where(stays, value, now))
+            value.copy_(now if stays is None or slot == total else torch.where(stays, value, now))
             slots[slot] = value

@@ -1,0 +1,45 @@
+"""The sums of a step: the numbers that devices add up at its end, so that each of them knows them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from piper.ir.chunk import Output
+from piper.ir.graph import Graph
+from piper.ir.ids import SlotId
+
+USUAL: Final[Mapping[str, int]] = {"squares": 1, "loss": 1, "weight": 1}  # the lengths of the usual ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSum:
+    """A sum of a step: one number, or several, in float64.
+
+    All sums of a step travel in one tensor, the slot `total`. Each device adds to a sum what it has in slots
+    whose kind is the sum's name; `norm` computes the squares of its gradients.
+    """
+
+    name: Literal["squares", "loss", "weight", "metrics", "overflows"]
+    length: int = 1
+    source: Output | None = None  # a chunk's result that one slot adds up over microbatches. None: no such
+    steers: bool = False  # updates depend on it, so they wait for the total
+
+    @property
+    def slot(self) -> SlotId:
+        """Return the slot in which a device adds up the results of its microbatches."""
+        assert self.name != "squares", "there are no squares before the norm"
+        return SlotId(self.name)
+
+
+def step_sums(graph: Graph, *, clip: bool) -> tuple[StepSum, ...]:
+    """Return the sums of a step, as they follow each other in the total. clip: gradients are clipped."""
+    outline = graph.outline
+    blocks = any(graph.policy(chunk.name).may_overflow for chunk in outline.chunks)
+    declared = (
+        StepSum(name="squares", steers=clip),  # of the gradient's elements
+        StepSum(name="loss", source=outline.loss),
+        StepSum(name="weight", source=outline.weight, steers=outline.weight is not None),
+        StepSum(name="metrics", source=outline.metrics, length=2 * len(outline.metric_names)),
+        StepSum(name="overflows", length=int(blocks), steers=True),  # how often rows exceed their blocks
+    )
+    return tuple(each for each in declared if each.length)
