@@ -6,6 +6,7 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from time import sleep
 
 import pytest
 import torch
@@ -111,6 +112,29 @@ def test_a_wrong_value_of_any_collective_is_noticed(case: CommCase) -> None:
             spoiled[rank] = [*values[:index], wrong, *values[index + 1 :]]
             (problem,) = case.problems(Crew(size=SIZE, run=lambda work, got=spoiled: got))  # type: ignore[misc]
             assert f"rank {rank} gets" in problem
+
+
+def test_threads_have_read_a_shard_before_its_owner_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an update does right behind the last gather, if only the loss needs what is gathered."""
+    take = World.take
+
+    def take_late(world: World, name: str, sender: int, receiver: int) -> Tensor:
+        value = take(world, name, sender, receiver)
+        sleep(0.02 * (receiver == 1))
+        return value
+
+    monkeypatch.setattr(World, "take", take_late)
+    world = World(PLANS, TIMEOUT)
+
+    def work(device: int) -> list[float]:
+        shard, out = torch.full((2,), float(device)), torch.empty(2 * SIZE)
+        world.member(device).group("all").all_gather(shard, out)
+        shard.fill_(-1.0)
+        return out.tolist()
+
+    with ThreadPoolExecutor(SIZE) as threads:
+        gathered = [*threads.map(work, range(SIZE))]
+    assert gathered == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0]] * SIZE
 
 
 def test_stopping_a_world_ends_every_wait() -> None:

@@ -88,6 +88,10 @@ class InlineGroup(Group):
         world, name, me = self.world, self.name, self.device
         return [parts[self.rank] if other == me else world.take(name, other, me) for other in self.members]
 
+    def all_gather_uneven(self, shard: Tensor, out: Tensor, lengths: Sequence[int]) -> None:
+        super().all_gather_uneven(shard, out, lengths)
+        self.swap([shard[:0]] * self.size, [0] * self.size)  # all have read it: now an update may write to it
+
     def shift(self, flat: Tensor, by: int) -> Tensor:
         return super().shift(flat, by).clone()  # a gradient may be added to where it arrives
 
