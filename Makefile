@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SYSTEMS := build/systems
 PEERS := torchtitan megatron-core tyro docstring-parser typeguard shtab
 
-.PHONY: help setup test test-all wheel systems mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures notebooks site
+.PHONY: help setup test test-all test-matrix beside wheel systems mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures notebooks site
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
@@ -67,6 +67,14 @@ test: setup
 
 test-all: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+# The tests of test-all and of matrix in one run, which reads them once and captures a model that both have once.
+test-matrix: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow or exhaustive or ray or chaos)"
+
+# One after the other, also where one fails, beside other tests: all of these wait much.
+beside: setup
+	@failed=0; for each in ray wheel systems; do $(MAKE) --no-print-directory $$each || failed=1; done; exit $$failed
 
 wheel: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/test_wheel.py

@@ -6,11 +6,13 @@ import signal
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 Golden = Callable[[str, str], None]
+RUN = "PIPER_TEST_RUN"  # names this run of pytest to all processes that it starts
 # A test compiles one kernel or two. Headers compiled in advance, and the trial compilations that find out which
 # vector instructions there are (the kernel says so too), take longer than the kernels themselves.
 COMPILER = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
@@ -25,6 +27,7 @@ def pytest_configure() -> None:
     """Prepare this process, before torch is imported."""
     for name, value in COMPILER.items():
         os.environ.setdefault(name, value)
+    os.environ.setdefault(RUN, uuid4().hex)
     heed_signals()
     one_core_for_each_worker()
 

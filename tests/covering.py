@@ -8,7 +8,7 @@ selections, `make matrix-full` all cells.
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import reduce
 from heapq import heapify, heappop, heappush
-from itertools import combinations
+from itertools import accumulate, combinations
 from operator import or_
 from random import Random
 from typing import TypeVar
@@ -96,12 +96,14 @@ def selection(having: Sequence[tuple[CellT, int]]) -> list[CellT]:
 
 def without_needless(chosen: Sequence[tuple[CellT, int]], wanted: int) -> list[CellT]:
     """Leave out cells all of whose meetings later ones have too."""
-    kept = [*chosen]
-    for each in chosen:
-        others = reduce(or_, (met for cell, met in kept if cell != each[0]), 0)
-        if not wanted & ~others:
-            kept.remove(each)
-    return [cell for cell, _ in kept]
+    later = [*accumulate((met for _, met in reversed(chosen)), or_, initial=0)][-2::-1]
+    kept: list[CellT] = []
+    had = 0
+    for (cell, met), after in zip(chosen, later, strict=True):
+        if wanted & ~(had | after):
+            kept.append(cell)
+            had |= met
+    return kept
 
 
 def selected(cells: Iterable[CellT], chosen: Collection[CellT]) -> list[object]:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 
@@ -19,6 +20,7 @@ from piper.compiler import compile
 from piper.errors import LaunchError
 from piper.run.launch import launch
 from piper.workers import ray as launcher
+from tests.conftest import RUN
 from tests.runtime.grid import Cell, batches, job
 from tests.workers.bounds import set_timeouts
 from tests.workers.family import command_of, family
@@ -30,18 +32,64 @@ LOOPBACK = ("0100007F:", "0000000000000000FFFF00000100007F:")  # 127.0.0.1, in b
 
 
 def listening() -> set[str]:
-    """The addresses that something on this machine listens on, as the kernel writes them."""
-    found = set()
+    """The addresses that something on this machine listens on, as the kernel writes them, without those of other runs."""
+    before = listening_sockets()
+    others = sockets_of_other_runs()
+    # What listened before and after the look at processes had its process meanwhile.
+    return {address for number, address in listening_sockets().items() if number in before.keys() - others}
+
+
+def listening_sockets() -> dict[str, str]:
+    """The addresses that something on this machine listens on, by the number of the socket."""
+    found = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
-            if line.split()[3] == "0A":
-                found.add(line.split()[1])
+            if (words := line.split())[3] == "0A":
+                found[words[9]] = words[1]
+    return found
+
+
+def sockets_of_other_runs() -> set[str]:
+    """The numbers of the sockets of processes that another run of the tests has started."""
+    found, ours = set(), f"{RUN}={os.environ[RUN]}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended, or is somebody else's
+            marks = [
+                each
+                for each in (process / "environ").read_bytes().split(b"\0")
+                if each.startswith(RUN.encode())
+            ]
+            if marks and ours not in marks:
+                found |= {
+                    file.readlink().name.removeprefix("socket:[").removesuffix("]")
+                    for file in (process / "fd").iterdir()
+                }
     return found
 
 
 def exposed(before: set[str]) -> list[str]:
     """What listens now and did not before, and can be reached from other machines."""
     return [address for address in listening() - before if not address.startswith(LOOPBACK)]
+
+
+LISTENER = """
+import socket, sys
+server = socket.create_server(("0.0.0.0", 0))
+print(server.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("run", ["ours", "another"])
+def test_what_another_run_of_the_tests_listens_on_is_left_out(run: str) -> None:
+    before = listening()
+    words = [sys.executable, "-I", "-S", "-c", LISTENER]
+    env = {**os.environ, RUN: os.environ[RUN] if run == "ours" else run}
+    with Popen(words, stdin=PIPE, stdout=PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        address = f"00000000:{int(process.stdout.readline()):04X}"
+        assert (address in exposed(before)) == (run == "ours")
+        process.communicate("")
 
 
 @pytest.mark.ray
@@ -117,17 +165,14 @@ def holders(folder: Path) -> list[int]:
 @pytest.mark.timeout(240)
 def test_a_driver_that_is_killed_leaves_nothing() -> None:
     """No process, no folder, and no file of its workers, even if one of them is stopped."""
-    temporary = Path(tempfile.gettempdir())
-    before = set(temporary.glob("piper-*"))
-    with family() as drivers:
-        driver = drivers.start(
-            [sys.executable, "-c", DRIVER], env={**os.environ, "PYTHONPATH": str(ROOT)}, fresh=True
-        )
+    with tempfile.TemporaryDirectory(prefix="d") as temporary, family() as drivers:
+        own = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": temporary}
+        driver = drivers.start([sys.executable, "-c", DRIVER], env=own, fresh=True)
         assert driver.stdout is not None
         words = driver.stdout.readline().split()
         assert len(words) == 3, driver.communicate(timeout=30)[1]
         folder, pids = Path(words[0]), [int(word) for word in words[1:]]
-        assert folder.exists()
+        assert folder.exists() and folder.parent == Path(temporary)
         for agent in agents_of(
             folder
         ):  # they end by themselves once they notice that Ray has gone, unless stopped
@@ -141,7 +186,7 @@ def test_a_driver_that_is_killed_leaves_nothing() -> None:
         assert not folder.exists()
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
         assert drivers.members() == []
-    assert set(temporary.glob("piper-*")) <= before
+        assert not list(Path(temporary).glob("piper-*"))
 
 
 def test_an_address_without_a_cluster_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ def fork_programs(connection: socket.socket, path: list[str]) -> NoReturn:
 
 def preload() -> None:
     """Import what most programs of the tests import. Not Ray: it reads the environment once and for all."""
+    import torch
     from torch import _dynamo
     from torch.distributed import run
 
@@ -80,7 +81,10 @@ def preload() -> None:
     from tests.runtime import grid
 
     share_joints()  # programs of the tests compile the same models again and again
-    assert all((_dynamo, run, cli.app_with(), compiler, launch, worker_server, train_command, grid))
+    assert all((_dynamo, run, cli.app_with(), launch, worker_server, train_command, grid))
+    # A first capture imports and sets up what takes up to a second of a core in each program.
+    with torch.random.fork_rng():
+        compiler.compile(grid.job(grid.Cell(case="decoder", schedule="1f1b", dp=2, zero=1)))
 
 
 def serve(connection: socket.socket) -> tuple[Request, list[int]]:
