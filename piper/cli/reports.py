@@ -276,7 +276,6 @@ class SelftestReport(TypedDict):
     ok: bool
     verdict: str
     place: str
-    compiled: bool
     seconds: float
     cpu_seconds: float
     skipped: list[str]
