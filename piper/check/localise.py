@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from piper.check.collected import Trails, first_bad_collective
 from piper.check.distance import distance
 from piper.check.reference import Reference
 from piper.check.slicing import Slice, take
@@ -27,6 +26,7 @@ from piper.runtime.setup import ProgramLike, Setup, setup_of
 from piper.runtime.worker import Options
 
 BACKWARD: tuple[Phase, ...] = ("B", "BI")  # either gives the gradients of inputs
+Trails = Mapping[int, Mapping[OutputKey, Tensor]]  # the values that each device kept
 
 
 class CheckedResult(Protocol):
@@ -189,26 +189,25 @@ def first_difference(
     tol: float,
     options: Options,
 ) -> str | None:
-    """Repeat the steps, and name the first result that is wrong, in the order of the model.
+    """Repeat the steps, and name the first result of a chunk that is wrong, in the order of the model.
 
-    Of a sharded model that is a collective, else a result of a chunk.
+    None: all are right, or the chunks cannot be run one by one.
     """
     first, outline = wanted_batch(setup_of(program)), program.outline
+    if outline.degrees:
+        return None  # a chunk of a sharded region computes with what other devices give: it cannot run alone
     if not all(as_run(program, batch, first)[1] for batch in batches):
         return None  # the chunks of other shapes are those of other programs
-    if not outline.degrees and not one_slicing(program):
+    if not one_slicing(program):
         return None  # the chunks of other device sets were captured for slices of another size
-    if not outline.degrees and any(chunk.precision for chunk in outline.chunks):
+    if any(chunk.precision for chunk in outline.chunks):
         return None  # autograd cannot repeat chunks with products in fp8: rounding has no derivative
-    reference = None if outline.degrees else ChunkwiseReference(program)
+    reference = ChunkwiseReference(program)
     with launch(program, replace(options, keep_outputs=True)) as run:
         for number, batch in enumerate(batches):
             run.step(batch)
-            if reference is None:
-                bad = first_bad_collective(outline, program.plans, run.trails(), tol)
-            else:
-                reference.step(batch)
-                bad = first_bad_chunk(program, reference, run.trails(), tol)
+            reference.step(batch)
+            bad = first_bad_chunk(program, reference, run.trails(), tol)
             if bad is not None:
                 return f"step {number}: {bad}"
     return None
