@@ -89,7 +89,7 @@ def add_live_pages(folder: Path) -> None:
     lines = ["", "## Live pages", "", "Pages of `piper view`, to point at and click:", ""]
     for recipe, what in LIVE.items():
         name = re.sub(r"\W+", "-", recipe.removeprefix("recipes/").replace(".py", ""))
-        subject = subject_of(str(ROOT / recipe), cluster=None, costs=None, measured=False)
+        subject = subject_of(str(ROOT / recipe), cluster=None, costs=None)
         write(folder / "docs" / "live" / f"{name}.html", page(subject))
         lines.append(f"- [`{recipe}`](live/{name}.html): {what}")
     gallery = folder / "docs" / "gallery.md"

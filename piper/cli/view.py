@@ -33,9 +33,6 @@ def view(
     out: Annotated[Path | None, typer.Option(help="Write the page here; else report.html.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write the pipeline grid as SVG.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace that Perfetto and Chrome open.")] = None,
-    measured: Annotated[
-        bool, typer.Option("--measured", help="Refuse a target that has no measured times.")
-    ] = False,
     cluster: Annotated[str | None, typer.Option(help=MACHINE, metavar="NAME|FILE")] = None,
     costs: CostsFile = None,
     strategy: StrategyFile = None,
@@ -45,9 +42,7 @@ def view(
 
     Without --svg or --trace it writes one page that opens in any browser, without a network.
     """
-    subject = subject_of(
-        target, cluster=cluster, costs=costs, measured=measured, strategy=strategy, compiled=compiled
-    )
+    subject = subject_of(target, cluster=cluster, costs=costs, strategy=strategy, compiled=compiled)
     if svg:
         drawn = grid(of_plans(subject.plans, subject.tags, subject.title, subject.orderings))
         write_output(svg, drawn, svg_writer.MARK)
@@ -71,7 +66,6 @@ def subject_of(
     *,
     cluster: str | None,
     costs: Path | None,
-    measured: bool,
     strategy: Path | None = None,
     compiled: bool = False,
 ) -> Subject:
@@ -88,18 +82,12 @@ def subject_of(
                 facts={"asked": asked},
                 hint="name the recipe instead: piper view file.py:function",
             )
-        return subject_of_run(Path(target), cluster=cluster, costs=costs, measured=measured)
+        return subject_of_run(Path(target), cluster=cluster, costs=costs)
     if ":" not in target:
         raise ConfigError(
             "there is no such recipe or run",
             by=target,
             hint="name a recipe, file.py:function, or the folder that `piper train --out` wrote",
-        )
-    if measured:
-        raise ConfigError(
-            "a recipe has not been measured",
-            by=target,
-            hint="run it with `piper train --profile 5 --out DIR`, then: piper view DIR --measured",
         )
     prices = prices_of(cluster, costs)
     from piper.compiler import compile  # torch is paid for only where it is used
@@ -110,10 +98,10 @@ def subject_of(
     return subject_from(background_of(program, target), program.plans, prices)
 
 
-def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None, measured: bool) -> Subject:
+def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None) -> Subject:
     """Return a run: its plans as they were, with the background that it saved."""
     has_profile = (folder / FOLDER / ABOUT).is_file() or (folder / ABOUT).is_file()
-    profile = read_profile(folder) if has_profile or measured else None
+    profile = read_profile(folder) if has_profile else None
     plans = profile.plans if profile else plans_of_run(folder)
     background = read_background(folder, plans)
     if background is None and profile is not None:  # of an earlier layout, which the profile has kept

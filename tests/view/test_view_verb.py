@@ -147,7 +147,7 @@ def test_a_run_without_its_background(piper: Piper, tmp_path: Path) -> None:
 
 def test_a_run_with_a_profile_shows_what_was_measured(piper: Piper, tmp_path: Path) -> None:
     run_folder(tmp_path / "run", profiled=True)
-    code, _, err = piper("view", "run", "--measured", "--out", "page.html")
+    code, _, err = piper("view", "run", "--out", "page.html")
     assert (code, err) == (0, "")
     assert embedded(tmp_path / "page.html")["about"] == "measured in step 3, clocks within 60 µs"
     assert list(embedded(tmp_path / "page.html")["measured"]) == ["0", "1", "2", "3"]  # type: ignore[call-overload]
@@ -192,33 +192,6 @@ def test_a_folder_that_holds_no_run(piper: Piper, tmp_path: Path) -> None:
             error: empty: this folder holds no run
               looked: for empty/plan.txt
               hint:   name the folder that `piper train --out DIR` wrote, or a recipe: file.py:function
-        """)
-        + "\n",
-    )
-
-
-def test_measured_times_of_a_run_without_a_profile(piper: Piper, tmp_path: Path) -> None:
-    run_folder(tmp_path / "run", profiled=False)
-    assert piper("view", "run", "--measured") == (
-        2,
-        "",
-        cleandoc("""
-            error: run: there is no profile
-              looked: for run/profile/profile.json
-              hint:   record one: piper train RECIPE --profile 5 --out DIR
-        """)
-        + "\n",
-    )
-
-
-def test_measured_times_of_a_recipe(piper: Piper, tmp_path: Path) -> None:
-    (tmp_path / "small.py").write_text(RECIPE)
-    assert piper("view", "small.py:job", "--measured") == (
-        2,
-        "",
-        cleandoc("""
-            error: small.py:job: a recipe has not been measured
-              hint: run it with `piper train --profile 5 --out DIR`, then: piper view DIR --measured
         """)
         + "\n",
     )
