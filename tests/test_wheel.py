@@ -19,6 +19,7 @@ SECONDS = 400  # for one command
 CORE = {
     "torch",
     "cloudpickle",
+    "networkx",
     "numpy",
     "rich",
     "safetensors",
