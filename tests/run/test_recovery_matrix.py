@@ -1,6 +1,6 @@
 """Failures at every kind of instruction and during the copy, under many strategies: always the same bits."""
 
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import islice
@@ -142,6 +142,34 @@ def targets(plans: Plans) -> list[tuple[int, str]]:
     ]
 
 
+@dataclass
+class Met:
+    """The operations that have failed in this process, each with the choices of the trials in which it did.
+
+    The operation that fails is one more axis of the matrix: it meets each choice once. A copy fails in every trial.
+    """
+
+    every: bool = False  # each operation fails in each trial
+    pairs: set[tuple[str, tuple[str, Hashable]]] = field(default_factory=set)
+
+    def wanted(self, aims: Iterable[tuple[int, str]], choices: Choices) -> list[tuple[int, str]]:
+        """Return those of a trial's aims that are copies, or meet one of its choices for the first time."""
+        return [
+            (device, what)
+            for device, what in aims
+            if self.every or what == COPY or any((what, one) not in self.pairs for one in choices.items())
+        ]
+
+    def add(self, aims: Iterable[tuple[int, str]], choices: Choices) -> None:
+        """Note that a trial has survived failures."""
+        self.pairs |= {(what, one) for _, what in aims for one in choices.items()}
+
+
+@pytest.fixture(scope="session")
+def met(request: pytest.FixtureRequest) -> Met:
+    return Met(every=any(item.get_closest_marker("exhaustive") for item in request.session.items))
+
+
 WAYS: dict[str, list[Directive]] = {
     "between steps": [],
     "by the plan": [protect(at())],
@@ -171,28 +199,47 @@ def chosen() -> list[Trial]:
 
 @pytest.mark.parametrize(("cell", "way", "precision"), DEFAULT)
 def test_a_failure_at_every_instruction(
-    cell: Cell, way: str, precision: str, injector: Injector, shared: Shared, undisturbed: Undisturbed
+    cell: Cell,
+    way: str,
+    precision: str,
+    injector: Injector,
+    shared: Shared,
+    undisturbed: Undisturbed,
+    met: Met,
 ) -> None:
-    assert_trial_survives(cell, way, precision, injector, shared, undisturbed)
+    assert_trial_survives(cell, way, precision, injector, shared, undisturbed, met)
 
 
 @pytest.mark.parametrize(
     ("cell", "way", "precision"), selected([trial for trial in ALL if trial not in DEFAULT], chosen())
 )
 def test_failures_under_every_strategy(
-    cell: Cell, way: str, precision: str, injector: Injector, shared: Shared, undisturbed: Undisturbed
+    cell: Cell,
+    way: str,
+    precision: str,
+    injector: Injector,
+    shared: Shared,
+    undisturbed: Undisturbed,
+    met: Met,
 ) -> None:
-    assert_trial_survives(cell, way, precision, injector, shared, undisturbed)
+    assert_trial_survives(cell, way, precision, injector, shared, undisturbed, met)
 
 
 def assert_trial_survives(
-    cell: Cell, way: str, precision: str, injector: Injector, shared: Shared, undisturbed: Undisturbed
+    cell: Cell,
+    way: str,
+    precision: str,
+    injector: Injector,
+    shared: Shared,
+    undisturbed: Undisturbed,
+    met: Met,
 ) -> None:
     scheduler = partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=10)
     made = job(cell, precision=precision, scheduler=scheduler)
     with shared.capturing():
         program = compile(replace(made, strategy=[*strategy(cell), *WAYS[way]]))
-    assert_survives((cell, precision), program, partial(batches, cell), injector, undisturbed)
+    chosen = choices((cell, way, precision))
+    assert_survives((cell, precision), chosen, program, partial(batches, cell), injector, undisturbed, met)
 
 
 DIVIDED = ["tp2", "sp2", "tp2dp2z1", "tp2dp2z3", "tp2pp2", "cp2", "cp2zigzag", "tp2cp2dp2"]
@@ -219,21 +266,28 @@ def chosen_divided() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "way"), selected(DIVIDED_WAYS, chosen_divided()))
 def test_a_failure_at_every_instruction_of_divided_chunks(
-    name: str, way: str, injector: Injector, shared: Shared, undisturbed: Undisturbed
+    name: str, way: str, injector: Injector, shared: Shared, undisturbed: Undisturbed, met: Met
 ) -> None:
     made = divided.job("decoder", name)
     with shared.capturing():
         program = compile(replace(made, strategy=[*strategy_of(made), *WAYS[way]]))
-    assert_survives(name, program, divided.batches, injector, undisturbed)
+    chosen = choices_of_divided((name, way))
+    assert_survives(name, chosen, program, divided.batches, injector, undisturbed, met)
     if (report := survival(program.plans)) is not None:
         assert report.host_bytes == (2 * held_bytes(program, divided.batches(2)),)
 
 
 def assert_survives(
-    job: Hashable, program: Program, batches: Batches, injector: Injector, undisturbed: Undisturbed
+    job: Hashable,
+    choices: Choices,
+    program: Program,
+    batches: Batches,
+    injector: Injector,
+    undisturbed: Undisturbed,
+    met: Met,
 ) -> None:
     """Check that failures at every kind of instruction leave the bits of an undisturbed run."""
-    aims = targets(program.plans)
+    aims = met.wanted(targets(program.plans), choices)
     given = batches(len(aims) + 2)
     wanted = undisturbed.after(job, program, batches, len(given))
     _, state = wanted[-1]
@@ -249,3 +303,26 @@ def assert_survives(
         assert got == [result for result, _ in wanted]
         assert all(torch.equal(state[name], value) for name, value in run.state_dict().items())
     assert [e.event for e in events] == ["failure", "recovery"] * len(aims), "no step gave another result"
+    met.add(aims, choices)
+
+
+@pytest.mark.parametrize(
+    ("trials", "of_trial"), [(ALL, choices), (DIVIDED_WAYS, choices_of_divided)], ids=["models", "divided"]
+)
+def test_every_operation_meets_every_choice(
+    trials: list[Hashable], of_trial: Callable[[Hashable], Choices]
+) -> None:
+    aims, met = [(0, "send"), (1, "gather"), (1, COPY)], Met()
+    failed: list[tuple[Hashable, str]] = []
+    for trial in trials:
+        wanted = met.wanted(aims, of_trial(trial))
+        met.add(wanted, of_trial(trial))
+        failed += [(trial, what) for _, what in wanted]
+    assert [trial for trial, what in failed if what == COPY] == trials
+    for operation in ("send", "gather"):
+        where = [of_trial(trial).items() for trial, what in failed if what == operation]
+        assert {one for found in where for one in found} == {
+            one for trial in trials for one in of_trial(trial).items()
+        }
+        assert len(where) < len(trials) / 2
+    assert Met(every=True, pairs=met.pairs).wanted(aims, of_trial(trials[0])) == aims
