@@ -39,11 +39,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch_peers import layer_plan
 
 import piper
 from piper.models import decoder
 from piper.run.single_rank_run import launch_single_rank
+from piper.selftest.peers import layer_plan
 
 WAYS = 8
 GIB = 2**30

@@ -4,7 +4,7 @@ Each side's processes stay alive and sleep while the other works; rounds alterna
 does hits both. Both sides are compiled with Inductor: the peer's blocks before they are wrapped or sharded,
 as TorchTitan does, and our chunks. `--eager` compiles neither. Tokens are random, and what travels between
 processes is what was computed. A row gives the median and the fastest step of each side, and the ratio of the
-medians: above 1 Piper is faster. Leave the machine alone meanwhile.
+medians: above 1 Piper is faster. Leave the machine alone meanwhile. The peers are those of `piper selftest`.
 """
 
 import argparse
@@ -20,12 +20,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
-from torch_peers import PEERS, Peer, Step, Training, compare, in_stages, pipeline_step, whole_step
 
 import piper
 from piper.models import decoder
 from piper.models.causal import mean_cross_entropy
 from piper.selftest.crew import Processes
+from piper.selftest.peers import PEERS, Peer, Step, Training, compare, in_stages, pipeline_step, whole_step
 from piper.selftest.rank_process import Rank
 from piper.workers.transport.fork_server import ForkServer
 
@@ -53,7 +53,7 @@ def zero_bubble_step(training: Training, rank: Rank) -> Step:
 
 ROWS = {
     "single": Peer(name="single", title="", step=single_step, strategy=lambda training: []),
-    **{peer.name: peer for peer in PEERS},
+    **{peer.name: peer for peer in PEERS if peer.name != "tp"},
     "zero-bubble": Peer(
         name="zero-bubble",
         title="",

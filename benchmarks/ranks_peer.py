@@ -32,8 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.ranks_experts import ExpertsHere
 from benchmarks.ranks_rows import RANKS, SEED, Batch, Row, Shape, Size, adamw, batch_of, model_of
-from benchmarks.torch_peers import PeerStage, parallelize
 from piper.models.moe import SparseFeedForward
+from piper.selftest.peers import PeerStage, parallelize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -276,6 +276,7 @@ class SelftestReport(TypedDict):
     ok: bool
     verdict: str
     place: str
+    compiled: bool
     seconds: float
     cpu_seconds: float
     skipped: list[str]

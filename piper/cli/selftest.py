@@ -7,7 +7,7 @@ from typing import Annotated, cast
 import typer
 
 from piper.cli.answer import Answer
-from piper.cli.options import NO, SUCCESS, Device
+from piper.cli.options import NO, SUCCESS, Compile, Device
 from piper.cli.reports import SelftestReport
 from piper.ir.format import wide_console
 from piper.process.files import check_output, write_output
@@ -21,13 +21,14 @@ def selftest(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only this part, or several: versions, links, collectives, compositions, kill.",
+            help="Only this part, or several: versions, links, collectives, compositions, kill, torch.",
             metavar="PART",
         ),
     ] = None,
     device: Device = None,
+    compiled: Compile = False,
 ) -> Answer:
-    """Try the links, collectives, compositions and recovery of this machine.
+    """Try the links, collectives, compositions and recovery of this machine, and torch beside them.
 
     Prints one page, which ends with a verdict. The exit code is 1 if anything failed.
     """
@@ -37,7 +38,13 @@ def selftest(
     if out is not None:
         check_output(out, MARK)
     console = wide_console(stderr=True)
-    page = try_machine(devices, device=device, only=only or (), progress=console.print)
+    page = try_machine(
+        devices,
+        device=device,
+        compiled=compiled,
+        only=only or (),
+        progress=console.print,
+    )
     if out is not None:
         write_output(out, page.markdown(), MARK)
     return Answer(

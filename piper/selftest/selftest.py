@@ -15,13 +15,15 @@ import torch
 
 from piper.errors import ConfigError
 from piper.ir.format import count, seconds, size
+from piper.models import decoder
 from piper.run.launch import shared_place
 from piper.runtime.accelerator import accelerators, device_kind, is_accelerator, module
 from piper.selftest.comm_cases import CASES
 from piper.selftest.compositions import TOLERANCE, compared, compositions, killed_and_recovered
 from piper.selftest.crew import Processes
 from piper.selftest.links import LARGE, measured_collectives, measured_links
-from piper.selftest.selftest_page import DIFFERENCE, Column, Part, ResultRow, SelftestPage, rate
+from piper.selftest.peers import PEERS, Training, compare
+from piper.selftest.selftest_page import DIFFERENCE, RATIO, Column, Part, ResultRow, SelftestPage, rate
 from piper.version import VERSION
 from piper.workers.rank_environment import check_alone
 from piper.workers.serve import crowded
@@ -32,6 +34,8 @@ PACKAGES = ("ray", "transformers", "triton")  # none of which it needs
 BOUND = 120.0  # seconds that a rank may take for one call
 TIMEOUT = 60.0  # seconds of one communication
 USUAL = 4  # ranks, where there are not several accelerators
+ROUNDS = {False: 7, True: 20}  # of steps that are timed beside torch, by `Machine.apart`
+LOSSES = 1e-4  # how far losses may be apart in float32, relative
 SLOW = 2.0  # times the median seconds of a byte: such a link is named
 Progress = Callable[[str], None]
 
@@ -42,6 +46,7 @@ class Machine:
 
     devices: int
     kind: str
+    compiled: bool
     forks: ForkServer
     processes: Processes
 
@@ -138,6 +143,37 @@ def killed(machine: Machine) -> Iterator[ResultRow]:
     )
 
 
+def beside_torch(machine: Machine) -> Iterator[ResultRow]:
+    """Train the same model with torch's own means, in turns."""
+    training, rounds = training_for(machine), ROUNDS[machine.apart]
+    for peer in PEERS:
+        try:
+            both = compare(peer, training, rounds, machine.kind, machine.processes, machine.forks)
+        except Exception as error:  # noqa: BLE001  it is the result of this row
+            yield ResultRow(name=peer.title, ok=False, why=text_of(error))
+            continue
+        ok, medians = both.apart <= LOSSES, {"piper_s": median(both.ours), "torch_s": median(both.theirs)}
+        figures = {**medians, "ratio": both.ratio, "difference": both.apart}
+        why = "" if ok else "the losses of both sides differ"
+        yield ResultRow(name=peer.title, figures=figures, ok=ok, why=why)
+
+
+def training_for(machine: Machine) -> Training:
+    """Return a decoder whose heads, vocabulary, layers and positions all ranks can divide."""
+    n, large = machine.devices, machine.apart
+    least, width, length = (16, 64, 512) if large else (4, 32, 32)
+    heads = -(-least // n) * n
+    config = decoder.Config(
+        vocab=n * (4096 if large else 64), layers=n * (2 if large else 1), dim=heads * width,
+        heads=heads, kv_heads=heads, head_dim=width, hidden=3 * heads * width,
+    )  # fmt: skip
+    return Training(
+        config=config, ranks=n, samples=4 * n, length=-(-length // n) * n, microbatches=2 * n,
+        compiled=machine.compiled,
+    )  # fmt: skip
+
+
+APART = Column("difference", "losses apart", DIFFERENCE)
 PARTS: dict[str, tuple[Part, Callable[[Machine], Iterator[ResultRow]]]] = {
     "versions": (Part(title="Versions", first="", columns=(Column("is", ""),)), versions),
     "links": (Part(
@@ -160,10 +196,16 @@ PARTS: dict[str, tuple[Part, Callable[[Machine], Iterator[ResultRow]]]] = {
     "kill": (Part(
         title="A killed worker", first="signal",
         columns=(Column("recovered_s", "to the end of the step", seconds),
-                 Column("step_s", "an ordinary step", seconds),
-                 Column("difference", "losses apart", DIFFERENCE)),
+                 Column("step_s", "an ordinary step", seconds), APART),
         about="In the middle of a step. The run replaces it, repeats the step, and trains on.",
     ), killed),
+    "torch": (Part(
+        title="Beside torch", first="peer",
+        columns=(Column("piper_s", "piper", seconds), Column("torch_s", "torch", seconds),
+                 Column("ratio", "ratio", RATIO), APART),
+        about="Medians of steps that both sides take in turns: the same model, weights and batch. "
+              "All is float32. Ratios are no part of the verdict.",
+    ), beside_torch),
 }  # fmt: skip
 
 
@@ -192,6 +234,7 @@ def selftest(
     devices: int | None = None,
     *,
     device: str | None = None,
+    compiled: bool = False,
     only: Sequence[str] = (),
     progress: Progress = lambda text: None,
     process: str = PROCESS,
@@ -211,7 +254,7 @@ def selftest(
     ranks = devices or (cards if cards > 1 else USUAL)
     begin, cpu = perf_counter(), cpu_seconds()
     with closing(ForkServer(process)) as forks, closing(Processes(forks, ranks, BOUND, kind)) as processes:
-        machine = Machine(devices=ranks, kind=kind, forks=forks, processes=processes)
+        machine = Machine(devices=ranks, kind=kind, compiled=compiled, forks=forks, processes=processes)
         place, parts = machine.place, list[Part]()
         progress(place)
         for name in only or PARTS:
@@ -224,6 +267,6 @@ def selftest(
     elif crowded(ranks):
         skipped.append("an accelerator for each rank: these figures say nothing of NVLink or PCIe")
     return SelftestPage(
-        place=place, parts=tuple(parts), skipped=tuple(skipped),
+        place=place, compiled=compiled, parts=tuple(parts), skipped=tuple(skipped),
         seconds=perf_counter() - begin, cpu_seconds=cpu_seconds() - cpu,
     )  # fmt: skip

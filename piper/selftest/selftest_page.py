@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from piper.ir.format import count, size
 
 MARK = "# Piper self-test"  # by which the file is known
-DIFFERENCE = "{:.1e}".format  # how a column is written
+DIFFERENCE, RATIO = "{:.1e}".format, "{:.2f}x".format  # how columns are written
 WORDS = {True: "passed", False: "**FAILED**", None: ""}
 Figure = float | str
 
@@ -81,6 +81,7 @@ class SelftestPage:
     """What a self-test found."""
 
     place: str
+    compiled: bool
     parts: tuple[Part, ...]
     skipped: tuple[str, ...]
     seconds: float
@@ -102,8 +103,9 @@ class SelftestPage:
 
     def markdown(self) -> str:
         """Return the page as Markdown."""
+        compiled = "both sides compiled" if self.compiled else "nothing compiled"
         took = f"{self.seconds:.0f} s, {self.cpu_seconds:.0f} s of CPU time"
-        lines = [MARK, "", f"{self.place}; {took}."]
+        lines = [MARK, "", f"{self.place}; {compiled}; {took}."]
         for part in self.parts:
             lines += part.markdown()
         if self.skipped:
@@ -116,6 +118,7 @@ class SelftestPage:
             "ok": self.ok,
             "verdict": self.verdict,
             "place": self.place,
+            "compiled": self.compiled,
             "seconds": self.seconds,
             "cpu_seconds": self.cpu_seconds,
             "skipped": self.skipped,

@@ -15,6 +15,7 @@ from piper.errors import ConfigError
 from piper.selftest import selftest as module
 from piper.selftest.compositions import compositions
 from piper.selftest.crew import Processes
+from piper.selftest.peers import PEERS, Comparison, Peer
 from piper.selftest.selftest import PARTS, Machine, run_part, selftest
 from piper.selftest.selftest_page import MARK, Part, ResultRow
 from piper.workers.processes import gone
@@ -42,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def wrong_machine() -> Iterator[Machine]:
     """Two ranks whose sums are wrong."""
     with closing(ForkServer(WRONG)) as forks, closing(Processes(forks, PAIR, 60.0)) as processes:
-        yield Machine(devices=PAIR, kind="cpu", forks=forks, processes=processes)
+        yield Machine(devices=PAIR, kind="cpu", compiled=False, forks=forks, processes=processes)
 
 
 def run_cli(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -102,6 +103,25 @@ def test_a_part_that_raises_is_a_failure_with_its_message(wrong_machine: Machine
     assert "ZeroDivisionError" in part.rows[1].why and "rank 1: done" in part.rows[1].why
 
 
+def test_other_losses_fail_and_one_peer_that_raises_does_not_stop_the_next(
+    wrong_machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([1e-7, 1e-3])
+
+    def compare(peer: Peer, *_: object) -> Comparison:
+        if peer.name == "fsdp2":
+            raise OSError("gone")
+        return Comparison(ours=[1.0, 2.0, 3.0], theirs=[4.0], apart=next(found))
+
+    monkeypatch.setattr(module, "compare", compare)
+    monkeypatch.setattr(module, "PEERS", PEERS[:3])
+    part = run_part(*PARTS["torch"], wrong_machine)
+    assert [row.ok for row in part.rows] == [True, False, False]
+    assert part.rows[0].figures == {"piper_s": 2.0, "torch_s": 4.0, "ratio": 0.5, "difference": 1e-7}
+    assert [row.why for row in part.rows[1:]] == ["OSError: gone", "the losses of both sides differ"]
+    assert "| DistributedDataParallel | 2 s | 4 s | 0.50x | 1.0e-07 | passed |" in [*part.markdown()]
+
+
 def test_losses_that_differ_after_a_kill_fail(
     wrong_machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +175,7 @@ def test_everything_passes_on_the_host() -> None:
     page = selftest(device="cpu")
     sys.stdout.write(page.markdown())
     assert page.ok, page.verdict
-    assert [len(part.rows) for part in page.parts][1:] == [4, 7, 10, 1]
+    assert [len(part.rows) for part in page.parts][1:] == [4, 7, 10, 1, 4]
 
 
 @pytest.mark.slow
