@@ -13,7 +13,7 @@ from piper.runtime.collect import collect
 from piper.runtime.comm.base import Form
 from piper.runtime.compute import compute, load
 from piper.runtime.context import Bound, Env
-from piper.runtime.expert_blocks import Blocks, count_blocks
+from piper.runtime.expert_blocks import Blocks, count_blocks, refuse_counts
 from piper.runtime.gradients import (
     accumulate,
     all_reduce,
@@ -123,6 +123,8 @@ def counts(env: Env, ins: Instr) -> Bound:
             flag = torch.zeros((), dtype=torch.bool, device=env.setup.device)
         else:
             slots[splits], slots[local], flag = count_blocks(group, cast(Tensor, slots[source]), rows, block)
+            if not overflows:
+                refuse_counts(flag)
         for slot in overflows:
             slots[slot] = flag
 

@@ -220,10 +220,57 @@ class Miscounting(moving.Mixture):
                 return piper.unroute(piper.grouped_mm(hidden, layer.down, received), received, len(x))
 
 
-def test_counts_that_leave_rows_out_are_refused_as_without_blocks() -> None:
-    miscounts = moving.program(blocks(2), model=Miscounting, data=batches)
-    with launch_inline(miscounts) as run, pytest.raises(WorkerError, match="split_sizes"):
+@pytest.mark.parametrize(("capacity", "why"), [(2, "split_sizes"), (4, "counts of a route do not add up")])
+def test_counts_that_leave_rows_out_are_refused_as_without_blocks(capacity: float, why: str) -> None:
+    miscounts = moving.program(blocks(capacity), model=Miscounting, data=batches)
+    with launch_inline(miscounts) as run, pytest.raises(WorkerError, match=why):
         run.step(batches(1)[0])
+
+
+class Poles(torch.nn.Module):
+    """Experts that give infinity for rows of the other half of the experts. Every second expert has no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = torch.nn.Linear(WIDTH, WIDTH)
+        self.up = torch.nn.Parameter(torch.randn(moving.EXPERTS, WIDTH, WIDTH))
+        self.sign = torch.nn.Parameter(torch.ones(moving.EXPERTS, 1))
+        self.sign.data[moving.EXPERTS // 2 :] = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        with piper.annotate("PP"):
+            chosen = 4 * (x[:, 0] > 0.3) + 2 * (x[:, 1] > 0.3)
+            x, order = self.dense(x), chosen.argsort(stable=True)
+            half = torch.where(chosen < moving.EXPERTS // 2, 1.0, -1.0).to(x)
+            rows = torch.cat([x, half[:, None]], 1)[order]
+            counts = torch.zeros(moving.EXPERTS, dtype=torch.int64)
+            counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
+            return self.routed(rows, counts, chosen[order])[order.argsort()]
+
+    def routed(self, rows: Tensor, counts: Tensor, chosen: Tensor) -> Tensor:
+        with piper.annotate("EP"):
+            rows, mine = piper.route(rows, counts)
+            up = piper.grouped_mm(rows[:, :WIDTH].contiguous(), self.up, mine)
+            sign = self.sign[torch.repeat_interleave(mine, output_size=rows.shape[0])]
+            result: Tensor = piper.unroute(up / (rows[:, WIDTH:] * sign + 1), mine, len(chosen))
+        return result
+
+
+class PlainPoles(Poles):
+    def routed(self, rows: Tensor, counts: Tensor, chosen: Tensor) -> Tensor:
+        up = torch.einsum("nd,ndf->nf", rows[:, :WIDTH], self.up[chosen])
+        return up / (rows[:, WIDTH:] * self.sign[chosen] + 1)
+
+
+@pytest.mark.parametrize("capacity", [4, 3])
+def test_rows_that_fill_blocks_give_no_infinity_that_sent_rows_do_not(capacity: float) -> None:
+    given = batches(2)
+    wanted = plain.train(PlainPoles, loss, given)
+    with launch_inline(moving.program(blocks(capacity), plain.sgd, model=Poles, data=batches)) as run:
+        results = [run.step(batch) for batch in given]
+        assert not any(result.repeated for result in results)
+        assert [result.loss for result in results] == pytest.approx(wanted.losses, abs=1e-9)
+        assert plain.largest_difference(wanted.state, run.state_dict()) < 1e-9
 
 
 def test_what_does_not_go_with_blocks_is_refused() -> None:
@@ -243,7 +290,7 @@ def test_what_does_not_go_with_blocks_is_refused() -> None:
 )
 @settings(max_examples=80, deadline=None)
 def test_rows_that_arrive_are_sorted_by_expert_and_then_by_sender(taken: list[list[int]], size: int) -> None:
-    target, counts = _sorted_places(torch.tensor(taken), torch.arange(size))
+    target, counts, used = _sorted_places(torch.tensor(taken), torch.arange(size))
     labels = []
     for sender, rows in enumerate(taken):
         expert = [(e, sender) for e, count in enumerate(rows) for _ in range(count)][:size]
@@ -253,4 +300,6 @@ def test_rows_that_arrive_are_sorted_by_expert_and_then_by_sender(taken: list[li
         arranged[place] = label
     assert arranged == sorted(labels)
     numbers = [sum(expert == e for expert, _ in labels) for e in range(4)]
-    assert counts.tolist() == [*numbers[:2], numbers[2] + numbers[3]]
+    last = max((e for e in range(3) if numbers[e]), default=0)
+    assert counts.tolist() == [numbers[e] + (numbers[3] if e == last else 0) for e in range(3)]
+    assert used == sum(numbers[:3])
