@@ -25,6 +25,7 @@ class Cell:
     zero: int = 0
     parts: int = 2
     ways: int = 1
+    capacity: float | None = None  # of the blocks in which rows travel to experts
     rows: int = 2  # samples in a slice
     clip: float | None = None
     bucket_mb: float | None = None
@@ -42,7 +43,9 @@ class Cell:
         text += f"-{self.optimizer}" if self.optimizer != "adamw" else ""
         text += f"-{self.mask}" if self.mask else ""
         text += f"-reduce{self.reduce}" if self.reduce != "fp32" else ""
-        return text + (f"-ways{self.ways}" if self.ways > 1 else "") + ("-clip" if self.clip else "")
+        text += f"-ways{self.ways}" if self.ways > 1 else ""
+        text += f"-capacity{self.capacity:g}" if self.capacity else ""
+        return text + ("-clip" if self.clip else "")
 
 
 def sgd(params: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -164,7 +167,7 @@ def on_rank(cell: Cell, stage: int, parts: range | None, rank: int) -> Iterator[
     )
     if cell.ways > 1:
         experts = at(PP=stage, EP="*") if parts is None else at(PP=stage, EP="*", MB=parts)
-        yield shard(experts, devices, ways=cell.ways)
+        yield shard(experts, devices, ways=cell.ways, capacity=cell.capacity)
 
 
 def batches(cell: Cell, count: int) -> list[dict[str, Tensor]]:

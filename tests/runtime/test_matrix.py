@@ -56,6 +56,11 @@ def with_more(cell: Cell, model: int, schedule: int) -> Cell:
     )
 
 
+def capacity(ways: int, number: int) -> float | None:
+    """No blocks of rows, blocks that rows often exceed, blocks for any rows."""
+    return (None, 1, ways)[number % 3]
+
+
 def cells() -> list[Cell]:
     """The whole matrix, model by model, so that what is captured once serves a row of cells."""
     found: list[Cell] = []
@@ -76,7 +81,7 @@ def cells() -> list[Cell]:
                 found.append(cell)
                 if case_of(cell).experts and dp % 2 == 0:
                     ways = 4 if dp == 4 and (number + j) % 2 else 2
-                    found.append(replace(cell, ways=ways))
+                    found.append(replace(cell, ways=ways, capacity=capacity(ways, i + j + number)))
     order = [*HEAVY, *(name for name in zoo.NAMES if name not in HEAVY)]
     return sorted(found, key=lambda cell: (order.index(cell.case), -case_of(cell).stages))
 
@@ -95,14 +100,15 @@ def both_ways() -> Iterator[Cell]:
             cell = with_more(cell, i, len(SHAPES))
             yield cell
             if dp > 1 and case_of(cell).experts:
-                yield replace(cell, ways=2)
+                yield replace(cell, ways=2, capacity=capacity(2, i + zero))
 
 
 def choices(cell: Cell) -> Choices:
     """Return what a cell chooses on each axis of the matrix."""
     axes = ("case", "schedule", "dp", "zero", "ways", "clip", "optimizer", "mask")
     named = {name: getattr(cell, name) for name in axes}
-    return named | {"streams": in_streams(cell), "mesh": (cell.within, cell.optimizer_within)}
+    room = cell.capacity and cell.capacity / cell.ways
+    return named | {"streams": in_streams(cell), "mesh": (cell.within, cell.optimizer_within), "room": room}
 
 
 @cache
