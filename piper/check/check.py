@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from piper.check.compiled_loss import compiled_otherwise
 from piper.check.distance import differences, nan_in, relative
 from piper.check.localise import Checked, CheckedResult, Launch, first_difference
 from piper.check.mixing import Reasons, reasons
@@ -168,7 +169,8 @@ class _Check:
                 self.program, self.launch, self.batches[: number + 1], self.tol, self.options
             )
         rounded = self._may_be_rounding() if named is None else []
-        return self._answer(judge, "; ".join([named or text, *unmatched[:1], *rounded]))
+        compiled = compiled_otherwise(reference_of(self.program), self.batches[number], self.tol)
+        return self._answer(judge, "; ".join([named or text, *unmatched[:1], *rounded, *compiled]))
 
     def _all_replays(self) -> Iterator[Replay]:
         """Yield the random numbers of every shape of batches, for the whole batch and for its slices."""

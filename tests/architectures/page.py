@@ -23,8 +23,8 @@ plain PyTorch on one device in fp64: losses, gradients and parameters within 1e-
 BOTTOM = """
 Set LayerDrop's probability to 0 (`layerdrop=0.0`, `encoder_layerdrop=0.0`): a plan runs the same layers in every step.
 
-A model is captured as `torch.compile` sees it. UMT5 of `transformers` 5.17 is another model there: without a mask its decoder
-attends to later positions in plain PyTorch, and to none under `torch.compile`, so `piper check` reports other numbers.
+A model is captured as `torch.compile` sees it. UMT5 and Doge of `transformers` 5.17 are other models there: without a mask UMT5's decoder
+attends to later positions in plain PyTorch, and to none under `torch.compile`; so does Doge. `piper check` reports other numbers, and says that the model itself has two losses.
 """
 
 

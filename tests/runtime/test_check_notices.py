@@ -6,6 +6,7 @@ weight without its gradient, a program whose optimizer was never probed. Without
 
 import cProfile
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -362,6 +363,20 @@ def test_a_lost_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     report = checked(compile(job(DP, model=lambda: Stages(Lost)), device="cpu"))
     assert not report.ok
     assert "plain PyTorch draws random numbers at test_check_notices.py:" in str(report.first_bad)
+
+
+def test_a_model_that_is_another_one_under_compile() -> None:
+    class Halved(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x / 2 if torch.compiler.is_compiling() else x
+
+    report = checked(compile(job(DP, model=lambda: Stages(Halved)), device="cpu"))
+    assert not report.ok
+    assert re.search(
+        r"; the model itself has the loss \d\S+ in plain PyTorch and \d\S+ under torch.compile, "
+        r"which is what Piper captures: look for what it does only where torch.compiler.is_compiling\(\)$",
+        str(report.first_bad),
+    ), report.first_bad
 
 
 class Single(nn.Module):
