@@ -94,8 +94,8 @@ class CollectiveRules:
                 continue
             self.check_experts(member, comm, chunk)
             self.local.follow(member, expected)
-            overflows = self.local.overflows.setdefault(member.program, set())
-            overflows.update((number, member.ins.part, amount) for number, _, amount in expected.writes[2:])
+            terms = self.local.terms.setdefault(member.program, set())
+            terms.update(("overflows", (symbol, member.ins.part, n)) for symbol, _, n in expected.writes[2:])
 
     def exchange(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Send rows to their experts, or back."""

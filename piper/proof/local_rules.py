@@ -20,7 +20,7 @@ class LocalRules:
         self.state = state
         self.spec, self.symbols, self.covers = state.spec, state.symbols, state.covers
         self.on_host: dict[tuple[int, SlotId], Value] = {}  # the values of copies, by program and slot
-        self.overflows: dict[int, set[Value]] = {}  # by program: what says whether rows exceed their blocks
+        self.terms: dict[int, set[tuple[str, Value | None]]] = {}  # that programs add to sums by name
         self.kernels: dict[Op, Callable[[ProgramInstr], None]] = {
             **{op: self.copy for op, operation in OPS.items() if operation.unchanged},
             "load": self.load,
@@ -310,18 +310,18 @@ class LocalRules:
             if terms is not None:
                 left[name] = state.value(SymbolicValue("sum", name), "", terms)
         buckets = {bucket.name: bucket for bucket in state.trained_on(at.program)}
-        flags = self.overflows.pop(at.program, set())
+        terms_left = self.terms.pop(at.program, set())
         for slot in at.ins.reads:
             bucket = state.gradient_bucket(slot)
             if bucket is not None and bucket.name in buckets:
                 self.check_final(at, slot, buckets.pop(bucket.name))
             elif slot in left:
                 self._check_sum(at, slot, left.pop(slot))
-            elif slot.kind == "overflows" and (value := state.slots[at.program].get(slot)) in flags:
-                flags.remove(value)
+            elif (term := (slot.kind, state.slots[at.program].get(slot))) in terms_left:
+                terms_left.remove(term)
             else:
                 state.complain(at, f"counts {slot} twice, or should not count it")
-        for missing in (*buckets, *left, *map(self.symbols.describe, flags)):
+        for missing in (*buckets, *left, *(self.symbols.describe(value) for _, value in terms_left)):
             state.complain(at, f"leaves out {missing}")
         self._write(at, (state.value(SymbolicValue("norm")),))
 
