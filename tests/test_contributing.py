@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-RECIPES = ("schedule", "directive", "collective", "communicator", "launcher")
+RECIPES = ("schedule", "directive", "collective", "result of a step", "communicator", "launcher")
 
 
 def section(name: str) -> str:
@@ -23,9 +23,13 @@ def test_every_path_exists() -> None:
 
 def test_a_recipe_names_as_many_files_as_a_change_may_touch() -> None:
     """The measure: files of `piper/` that a change touches, new ones included."""
-    most = {"schedule": 2, "directive": 8, "collective": 12, "communicator": 2, "launcher": 2}
+    most = {
+        "schedule": 2, "directive": 8, "collective": 12, "result of a step": 8, "communicator": 2, "launcher": 2
+    }  # fmt: skip
     steps = {name: len(re.findall(r"^\d+\. ", section(name), re.MULTILINE)) for name in RECIPES}
-    assert steps == {"schedule": 2, "directive": 8, "collective": 8, "communicator": 0, "launcher": 0}
+    assert steps == {
+        "schedule": 2, "directive": 8, "collective": 8, "result of a step": 7, "communicator": 0, "launcher": 0
+    }  # fmt: skip
     for name in ("communicator", "launcher"):
         assert section(name).lstrip().startswith("Two files")
     assert all(count <= most[name] for name, count in steps.items())
@@ -41,6 +45,8 @@ def test_names_in_the_recipes_exist() -> None:
         ("piper/plan/ops.py", "unchanged"),
         ("piper/ir/sharding.py", "CollectiveOp"),
         ("piper/lower/instructions.py", "def moved("),
+        ("piper/ir/step_sums.py", "class StepSum"),
+        ("piper/proof/local_rules.py", "self.terms"),
         ("piper/runtime/comm/base.py", "on_streams"),
         ("piper/runtime/accelerator.py", "KINDS"),
         ("piper/workers/answers.py", "def optimizer_state("),
