@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,14 +15,17 @@ import piper
 from piper import at
 from piper.check.check import check
 from piper.checkpoint.move_state import Movement
+from piper.checkpoint.moves import moving_plans, peak_while_moving
 from piper.compiler import Program
 from piper.directives import Directive
 from piper.ir.dtypes import JobPrecision
 from piper.plan.instr import Instr
+from piper.plan.memory_timeline import timeline
 from piper.run.launch import launch_inline
 from piper.run.recovery import recovering
 from piper.run.run import Run
 from piper.runtime.context import Bound
+from piper.runtime.device_state import DeviceState
 from piper.runtime.worker import Options
 from piper.workers.blame import Watcher
 from piper.workers.local import LocalWorkerGroup
@@ -173,6 +176,43 @@ def test_a_run_that_copies_its_state_after_every_step_moves_it_only_for_another_
         assert sorted(moved) == [*DEVICES]
         run.step(data[4])
         assert sorted(moved) == sorted([*DEVICES] * 2)
+
+
+def bytes_held(*states: DeviceState) -> int:
+    """What a device has in several layouts, counted from the memory itself."""
+    tensors = [holding.flat for state in states for holding in state.holdings.values()]
+    for state in states:
+        kept = state.optimizer.state.values() if state.optimizer is not None else ()
+        tensors += [value for each in kept for value in each.values() if value.dim()]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("name", ["zero 3 and TP x zero 3", "zero 3 in groups and stages"])
+def test_the_memory_of_a_move_is_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = piper.compile(job(batches(1), strategy=LAYOUTS[name]))
+    other = program.shaped(rows(4, 16))
+    state_bytes = program.work.settings.state_bytes
+    most, pairs = dict[int, int](), ((program, other), (other, program))
+    move = Movement.move
+
+    def watched(self: Movement, *given: Any) -> None:  # noqa: ANN401
+        move(self, *given)
+        most[self.me] = max(most.get(self.me, 0), bytes_held(self.before, self.after))
+
+    monkeypatch.setattr(Movement, "move", watched)
+    with piper.launch(program) as run:
+        for (before, after), length in zip(pairs, (16, 4), strict=True):
+            run.step(rows(4, 20 - length))
+            most.clear()
+            run.step(rows(4, length))
+            buckets = before.plans.buckets, after.plans.buckets
+            moved = moving_plans(*buckets, (*DEVICES,), state_bytes).plans[0].instrs
+            exchanged = 2 * max(ins.nbytes for ins in moved)
+            peak = peak_while_moving(before.plans, after.plans, state_bytes)
+            assert peak - exchanged <= 1.02 * max(most.values()) and max(most.values()) <= peak
+            both = sum(max(timeline(plan).resident for plan in one.plans) for one in (before, after))
+            assert max(most.values()) < both  # a bucket is given up when it has moved
 
 
 def test_a_length_that_no_step_had_is_evaluated_with_its_strategy(caplog: pytest.LogCaptureFixture) -> None:

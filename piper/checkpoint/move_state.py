@@ -18,7 +18,7 @@ from torch import Tensor
 from piper.checkpoint.json_state import Plain, decode, encode
 from piper.checkpoint.load import set_options
 from piper.checkpoint.metadata import Trainer
-from piper.checkpoint.moves import BucketMove, MovedRuns, PieceMove, moves_between, placed
+from piper.checkpoint.moves import BucketMove, MovedRuns, PieceMove, last_reads, moves_between, placed
 from piper.checkpoint.save import one_trainer, trainer_of
 from piper.plan.bucket import Bucket
 from piper.runtime.accelerator import is_accelerator, module
@@ -39,10 +39,9 @@ def move_state(worker: Worker, number: int) -> None:
     comm = next(ins.comm for ins in then.env.plan.instrs if ins.op == "total")
     group = None if comm is None else then.env.comms.group(comm)
     synchronize(worker)
-    after.hold(True, but=before)
     Movement(before, after, worker.setup.plans.devices, group).run()
     synchronize(worker)
-    before.hold(False, but=after)
+    before.hold(False, before.own(beside=after))
     worker.holder = after
     if after is worker.env.state:
         worker.renew()
@@ -86,7 +85,7 @@ class BucketExchange:
     def swap(self, group: Group, devices: Sequence[int], where: torch.device) -> None:
         """Give and get it."""
         empty = torch.empty(0, dtype=torch.uint8, device=where)
-        parts = [torch.cat([empty, *self.gives.get(device, ())]) for device in devices]
+        parts = [torch.cat([empty, *self.gives.pop(device, ())]) for device in devices]
         lengths = [sum(tensor.nbytes for tensor in self.gets.get(device, ())) for device in devices]
         for device, arrived in zip(devices, group.swap(parts, lengths), strict=True):
             for tensor in self.gets.get(device, ()):
@@ -120,8 +119,12 @@ class Movement:
         like = {
             key for keys in kept.values() for key, value in keys.items() if isinstance(value, torch.dtype)
         }
-        for move in moves_between(self.before.setup.plans.buckets, self.after.setup.plans.buckets):
+        moves = moves_between(self.before.setup.plans.buckets, self.after.setup.plans.buckets)
+        leaving, entering = self.before.own(beside=self.after), self.after.own(beside=self.before)
+        for move, done in zip(moves, last_reads(moves), strict=True):
+            self.after.hold(True, entering & {move.bucket.name})
             self.move(move, kept, like)
+            self.before.hold(False, leaving & {*done})
         before, after = self.before.optimizer, self.after.optimizer
         if before is not None and after is not None:
             trained = {tensor for segments in self.entering.values() for tensor in segments.values()}

@@ -5,7 +5,8 @@ axis or not, in other groups. When a step needs another layout than the last one
 from the devices that have it. Two extents of a parameter move: what chunks compute with, which is `held`,
 and what the optimizer trains and keeps, which is `owned`. Devices that have the same part are a share. All
 shares of a layout together have every element, and no two of them the same, so each element comes from one
-share, and from the member that is nearest. Buckets that lie alike in both layouts do not move.
+share, and from the member that is nearest. Buckets that lie alike in both layouts do not move. The others
+move one by one, and one that no later move reads is given up: a device has both layouts of few at a time.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -94,8 +95,19 @@ def moves_between(before: Mapping[str, Bucket], after: Mapping[str, Bucket]) -> 
     return [
         BucketMove(bucket=bucket, pieces=tuple(piece_moves(bucket, holders)))
         for bucket in after.values()
-        if not any(bucket.lies_as(other) for other in before.values())
+        if not lies_in(bucket, before)
     ]
+
+
+def lies_in(bucket: Bucket, others: Mapping[str, Bucket]) -> bool:
+    """Return whether a bucket lies as one of another layout, so that it does not move."""
+    return any(bucket.lies_as(other) for other in others.values())
+
+
+def last_reads(moves: Sequence[BucketMove]) -> list[list[str]]:
+    """Return after each move the buckets of the layout before that no later move reads."""
+    last = {piece.before.name: number for number, move in enumerate(moves) for piece in move.pieces}
+    return [[name for name, at in last.items() if at == number] for number in range(len(moves))]
 
 
 def piece_moves(bucket: Bucket, holders: Mapping[str, tuple[Bucket, Piece]]) -> Iterator[PieceMove]:
@@ -240,7 +252,31 @@ def moving_plans(
 
 def priced(move: BucketMove, state_bytes: int) -> Iterator[tuple[MovedRuns, int]]:
     """Yield the transfers of a bucket with their bytes."""
-    kept = state_bytes + (move.bucket.precision.sum_itemsize if move.bucket.has_master else 0)
+    kept = move.bucket.kept_itemsize(state_bytes)
     for piece in move.pieces:
         yield from ((one, one.elements * move.bucket.itemsize) for one in piece.held)
         yield from ((one, one.elements * kept) for one in piece.owned)
+
+
+def peak_while_moving(before: Plans, after: Plans, state_bytes: int) -> int:
+    """Return the most bytes that a device has while the state moves from one layout to another.
+
+    What a device sends and what arrives lies in memory of its own, for one bucket at a time.
+    """
+    moves = moves_between(before.buckets, after.buckets)
+    exchanges = moving_plans(before.buckets, after.buckets, before.devices, state_bytes).plans[0].instrs
+    moving = [bucket for bucket in before.buckets.values() if not lies_in(bucket, after.buckets)]
+    numbers = [{d: n for n, plan in enumerate(plans) for d in plan.devices} for plans in (before, after)]
+    peak = 0
+    for device in {tuple(of[device] for of in numbers): device for device in before.devices}.values():
+
+        def bytes_of(bucket: Bucket, device: int = device) -> int:
+            mine = device in bucket.devices
+            return bucket.held_nbytes + bucket.kept_nbytes(state_bytes) if mine else 0
+
+        live = sum(slot.nbytes for slot in before.of(device).residents.values())
+        for move, exchange, done in zip(moves, exchanges, last_reads(moves), strict=True):
+            live += bytes_of(move.bucket)
+            peak = max(peak, live + 2 * exchange.nbytes)
+            live -= sum(bytes_of(bucket) for bucket in moving if bucket.name in done)
+    return peak

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from piper.checkpoint.moves import peak_while_moving
 from piper.cli.answer import Answer
 from piper.cli.options import Compile, Recipe, StrategyFile
 from piper.cli.reports import PlanReport
@@ -117,7 +118,8 @@ def print_plan(program: "Program", console: Console, *, device: int | None, why:
     for shape, other in program.shapes.items():
         sizes = ", ".join(f"{name} {list(sizes)}" for name, sizes, _ in shape)
         peak = max(timeline(plan).peak for plan in other.plans)
-        console.print(f"also for {sizes}: at most {size(peak)} a device", markup=False)
+        moving = "" if other.plans.lie_in(plans) else f", {size(most_moving(program, other))} in a move"
+        console.print(f"also for {sizes}: at most {size(peak)} a device{moving}", markup=False)
     for warning in program.warnings:
         console.print(f"\nWarning: {warning}", markup=False)
     copied = "" if survives is None else ", everything that a step writes is copied before"
@@ -133,6 +135,12 @@ def print_plan(program: "Program", console: Console, *, device: int | None, why:
         f"gradient holds each sample once{copied}.",
         markup=False,
     )
+
+
+def most_moving(program: "Program", other: "Program") -> int:
+    """Return the most bytes of a device while the state moves between the layouts of two programs."""
+    pairs, state_bytes = ((program, other), (other, program)), program.work.settings.state_bytes
+    return max(peak_while_moving(one.plans, two.plans, state_bytes) for one, two in pairs)
 
 
 def print_host(plans: Plans, console: Console) -> None:

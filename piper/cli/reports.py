@@ -47,6 +47,25 @@ class PathReport(TypedDict):
     reason: Note[str, "why it began then: first, stream, event or peer"]
 
 
+class LengthStepReport(TypedDict):
+    """A step on batches of one length."""
+
+    length: int
+    limit: Note[int | None, "of the strategy that it has"]
+    step_s: float
+    peak_bytes: Note[float, "of the fullest device"]
+
+
+class MoveReport(TypedDict):
+    """A move of the state before a step of another length."""
+
+    before: Note[int, "a length"]
+    after: Note[int, "a length"]
+    bytes: Note[int, "that a device sends or gets"]
+    seconds: float
+    peak_bytes: Note[float, "of the fullest device, meanwhile"]
+
+
 class SimulateReport(TypedDict):
     """Lists go device by device, in the order of `devices`."""
 
@@ -70,6 +89,8 @@ class SimulateReport(TypedDict):
     host_bytes: NotRequired[Note[list[int], "with protect: of each machine"]]
     at_peak: Note[list[dict[str, float]], "the largest values that are live at the peak, in bytes"]
     critical_path: list[PathReport]
+    lengths: NotRequired[Note[list[LengthStepReport], "with a strategy for each length"]]
+    moves: NotRequired[Note[list[MoveReport], "between strategies that hold the state differently"]]
 
 
 class TrainReport(TypedDict):

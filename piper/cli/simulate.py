@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from piper.cli.answer import Answer
+from piper.cli.lengths import LengthSteps, lengths_of, print_lengths
 from piper.cli.options import ClusterName, Compile, CostsFile, Recipe, StrategyFile
 from piper.cli.reports import SimulateReport
 from piper.ir.devices import show
@@ -63,6 +64,7 @@ def simulate(
         prices=prices,
         throughput=throughput_of(program, prices.cluster),
         cycle=tuple(cycle),
+        lengths=lengths_of(program, prices),
     )
     return Answer(
         report=simulation_report(simulated),
@@ -94,6 +96,7 @@ class SimulatedStep:
     prices: Prices
     throughput: Throughput
     cycle: tuple[tuple[int, float], ...] = ()  # of groups that train apart: steps alike, and their time
+    lengths: LengthSteps | None = None  # where each length has a strategy
 
     @property
     def mean_step(self) -> float:
@@ -158,6 +161,8 @@ def simulation_report(simulated: SimulatedStep) -> SimulateReport:
         report["offloaded_bytes"] = [simulated.on_host[row] for row in rows]
     if survives is not None:
         report["host_bytes"] = [*survives.host_bytes]
+    if simulated.lengths is not None:
+        report["lengths"], report["moves"] = simulated.lengths.reports
     return report
 
 
@@ -183,6 +188,8 @@ def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     if (survives := survival(simulated.plans)) is not None:
         console.print(str(survives), markup=False)
     print_peak(simulated, console)
+    if simulated.lengths is not None:
+        print_lengths(simulated.lengths, console)
     console.print()
     print_path(simulated, console)
 

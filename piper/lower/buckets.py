@@ -329,11 +329,9 @@ def residents_of(buckets: Iterable[Bucket], state: LoweringState) -> dict[SlotId
     away = state.graph.chosen(lambda options: options.offload_state)
     residents: dict[SlotId, Slot] = {}
     for bucket in buckets:
-        held = bucket.elements("held" if bucket.gather_for_use else "whole")
-        residents[param_slot(bucket.name)] = Slot(nbytes=held * bucket.itemsize)
+        residents[param_slot(bucket.name)] = Slot(nbytes=bucket.held_nbytes)
         if bucket.trainable:
-            master = bucket.precision.sum_itemsize if bucket.has_master else 0
-            nbytes = bucket.update.elements * (state.settings.state_bytes + master)
+            nbytes = bucket.kept_nbytes(state.settings.state_bytes)
             offloaded = not away.keys().isdisjoint(bucket.chunks)
             residents[state_slot(bucket.name)] = Slot(
                 nbytes=0 if offloaded else nbytes, host=nbytes if offloaded else 0

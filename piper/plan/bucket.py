@@ -236,6 +236,19 @@ class Bucket(FlatShards):
         return self.elements("whole") * self.itemsize
 
     @property
+    def held_nbytes(self) -> int:
+        """Return the bytes of parameters that a device holds between uses."""
+        return self.elements("held" if self.gather_for_use else "whole") * self.itemsize
+
+    def kept_nbytes(self, state_bytes: int) -> int:
+        """Return the bytes that a device keeps to update it: the optimizer's state, and a master copy."""
+        return self.update.elements * self.kept_itemsize(state_bytes) if self.trainable else 0
+
+    def kept_itemsize(self, state_bytes: int) -> int:
+        """Return the bytes that are kept to update an element. state_bytes: those of the optimizer."""
+        return state_bytes + (self.precision.sum_itemsize if self.has_master else 0)
+
+    @property
     def precision(self) -> MixedPrecision:
         """Return the types of its parameters, of their gradients and of their master copies."""
         return MixedPrecision(dtype=self.dtype, reduced_as=self.reduced_as, gathered_as=self.gathered_as)

@@ -1,6 +1,6 @@
 """The state of a device between steps: its part of the parameters, their optimizer, and buffers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -187,14 +187,21 @@ class DeviceState:
             if updated:
                 torch._foreach_copy_([self.copies[tensor] for tensor in updated], updated)
 
-    def hold(self, wanted: bool, but: "DeviceState") -> None:
-        """Take memory for what this state has, or give it back, but for what another one has in common."""
-        common = {id(holding) for holding in but.holdings.values()}
-        for holding in self.holdings.values():
-            for tensor in (holding.flat, holding.master) if id(holding) not in common else ():
+    def own(self, beside: "DeviceState") -> set[str]:
+        """Return the buckets whose memory the state of another layout does not use too."""
+        common = {id(holding) for holding in beside.holdings.values()}
+        return {name for name, holding in self.holdings.items() if id(holding) not in common}
+
+    def hold(self, wanted: bool, buckets: Iterable[str]) -> None:
+        """Take memory for buckets, or give it back, with what the optimizer keeps for them."""
+        for name in buckets:
+            for tensor in (self.holdings[name].flat, self.holdings[name].master):
                 if tensor is not None:  # what refers to it stays as it is
                     tensor.untyped_storage().resize_(tensor.nbytes if wanted else 0)
                     tensor.detach().zero_() if wanted else None
+            if not wanted and self.optimizer is not None:
+                for _, trained in self.segments.get(name, ()):
+                    self.optimizer.state.pop(trained, None)
 
     def bring(self, bucket: str, empty: Callable[[int], Tensor]) -> list[Tensor]:
         """Copy a bucket's state from the host to the device. empty: allocates bytes there."""

@@ -239,7 +239,7 @@ class Worker:
             assert trains, "the program whose parameters are evaluated comes first"
             state = DeviceState(setup, self.device, blank_values(setup.outline), states)
             state.keep_gradients = options.keep_gradients
-            state.hold(False, but=self.holder)
+            state.hold(False, state.own(beside=self.holder))
         self.others[number] = Worker(
             setup,
             self.device,

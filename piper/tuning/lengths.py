@@ -1,20 +1,21 @@
 """`tune_lengths`: searches for a strategy for each length of batches, all over the same parameters."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
 
-from piper.checkpoint.moves import moving_plans
+from piper.checkpoint.moves import moving_plans, peak_while_moving
 from piper.compiler import Program
 from piper.compiler import compile as compile_job
 from piper.data.taking import begin, call_data, take
 from piper.directives import Directive
 from piper.directives.by_length import by_length
 from piper.directives.json import show_strategy
-from piper.errors import ConfigError, PiperError, ScheduleError
-from piper.job import Batch, Job, length_of
-from piper.runtime.batch import padded
+from piper.errors import ConfigError, PiperError
+from piper.ir.format import size
+from piper.job import Batch, Job, length_of, limit_of
+from piper.runtime.batch import bucket_batches, padded
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Costs, Roofline
 from piper.simulate.simulate import simulate
@@ -76,6 +77,7 @@ def tune_lengths(
     are faster, with these moves, than strategies that all hold parameters alike.
     """
     check_counts(batches=batches)
+    machine = load_cluster(cluster)
     given, shares = first_of_each_length(job, batches)
     wanted = space or Space()
     allowed = replace(
@@ -102,11 +104,12 @@ def tune_lengths(
             refused = tuned
         elif best is None or mean_step(tuned, shares) < best.step:
             try:
-                moves = mean_move(prove_together(job, given, tuned), shares, Roofline(load_cluster(cluster)))
-            except ScheduleError as error:  # between two of them the state cannot move
+                moves = simulated_moves(prove_together(job, given, tuned), Roofline(machine))
+                check_fits(moves, memory or machine.usable(0))
+            except PiperError as error:  # between two of them the state cannot move
                 refused = error
                 continue
-            one = TunedLengths(tuned=tuned, shares=shares, moves=moves)
+            one = TunedLengths(tuned=tuned, shares=shares, moves=mean_move(moves, shares))
             best = one if best is None else min(best, one, key=lambda each: each.step)
     if best is None:
         raise ConfigError(
@@ -144,16 +147,68 @@ def prove_together(job: Job, given: Mapping[int, Batch], tuned: Mapping[int, Tun
     return {length: program.shaped(batch) for length, batch in given.items()}
 
 
-def mean_move(programs: Mapping[int, Program], shares: Mapping[int, float], costs: Costs) -> float:
-    """Return the mean seconds of the move before a step, where lengths follow each other at random."""
-    total = 0.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedMove:
+    """A move of the state before a step of another length. Of devices it is the one with most."""
+
+    before: int
+    after: int
+    nbytes: int  # that a device sends or gets
+    seconds: float
+    peak: int  # bytes that a device has meanwhile
+
+
+def simulated_moves(programs: Mapping[int, Program], costs: Costs) -> list[SimulatedMove]:
+    """Return the moves between programs by length that hold the state in different layouts."""
+    moves = []
     for before, after in permutations(programs, 2):
         one, other = programs[before], programs[after]
-        if not other.plans.lie_in(one.plans):
-            state_bytes, devices = one.work.settings.state_bytes, one.plans.devices
-            move = moving_plans(one.plans.buckets, other.plans.buckets, devices, state_bytes)
-            total += shares[before] * shares[after] * simulate(move, None, costs).step
-    return total
+        if other.plans.lie_in(one.plans):
+            continue
+        state_bytes = one.work.settings.state_bytes
+        plans = moving_plans(one.plans.buckets, other.plans.buckets, one.plans.devices, state_bytes)
+        moves.append(
+            SimulatedMove(
+                before=before,
+                after=after,
+                nbytes=sum(ins.nbytes for ins in plans.plans[0].instrs),
+                seconds=simulate(plans, None, costs).step,
+                peak=peak_while_moving(one.plans, other.plans, state_bytes),
+            )
+        )
+    return moves
+
+
+def mean_move(moves: Iterable[SimulatedMove], shares: Mapping[int, float]) -> float:
+    """Return the mean seconds of the move before a step, where lengths follow each other at random."""
+    return sum(shares[move.before] * shares[move.after] * move.seconds for move in moves)
+
+
+def check_fits(moves: Iterable[SimulatedMove], memory: float) -> None:
+    """Refuse moves during which a device would need more memory than it has."""
+    for move in moves:
+        if move.peak > memory:
+            raise ConfigError(
+                "the state does not fit while it moves",
+                by=BY,
+                facts={
+                    "move": f"from batches of length {move.before} to {move.after}",
+                    "memory": f"a device would hold {size(move.peak)}, and has {size(memory)}",
+                },
+                hint="let the strategies hold parameters alike, or with more ZeRO",
+            )
+
+
+def programs_by_length(program: Program) -> dict[int, Program]:
+    """Return a program for each length of a job: of its buckets, or the longest batch of each strategy.
+
+    Without buckets as many batches of the data are looked at as `tune_lengths` does.
+    """
+    job = program.job
+    first, _ = first_of_each_length(job, BATCHES)
+    longest = {limit_of(job, batch): batch for batch in first.values()}
+    batches = [*bucket_batches(next(iter(first.values())), job.buckets)] or [*longest.values()]
+    return {length_of(batch): program.shaped(batch) for batch in batches}
 
 
 def first_of_each_length(job: Job, batches: int) -> tuple[dict[int, Batch], dict[int, float]]:

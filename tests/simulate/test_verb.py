@@ -70,3 +70,54 @@ def test_an_unknown_cluster(
         "  known: a100, b200, cpu, h100, h200\n"
         "  hint:  name one of these, or a TOML file; `piper profile --cluster-out FILE` writes one\n"
     )
+
+
+LENGTHS = """
+import torch
+from torch import nn
+import piper
+
+
+def net():
+    return nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
+
+
+def job():
+    def rows(samples, length):
+        return {"x": torch.zeros(samples, length, 8)}
+
+    return piper.Job(
+        model=net,
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        data=lambda: [rows(4, 3), rows(2, 5), rows(4, 4)],
+        strategy={4: [piper.replicate(piper.at(), range(2), zero=3)], 6: [piper.replicate(piper.at(), range(2))]},
+    )
+"""
+
+
+def test_strategies_by_length_show_each_step_and_the_moves_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.py").write_text(LENGTHS)
+    assert call(monkeypatch, "simulate", f"{tmp_path / 'net.py'}:job", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(one["length"], one["limit"]) for one in told["lengths"]] == [
+        (4, 4),
+        (5, 6),
+    ]  # the longest of each
+    there, back = told["moves"]
+    assert (there["before"], there["after"]) == (4, 5) == (back["after"], back["before"])
+    # Each device has half of 1096 numbers, and gets the other half with two moments of each.
+    assert there["bytes"] == 548 * 12 and back["bytes"] == 0
+    assert there["seconds"] > back["seconds"] > 0
+    # Both layouts in full, because there is one bucket, and as much as is sent and arrives.
+    assert 0 <= there["peak_bytes"] - (548 + 1096 + 2 * 548) * 12 < 100  # and constants
+    (tmp_path / "small.toml").write_text(
+        'memory = 30000\nmemory_bandwidth = 1e9\n[flops]\nfloat32 = 1e9\n[[link]]\nname = "wire"\n'
+        "bandwidth = 1e9\nlatency = 1e-6\n"
+    )
+    words = ("simulate", f"{tmp_path / 'net.py'}:job", "--cluster", str(tmp_path / "small.toml"))
+    assert call(monkeypatch, *words) == 0
+    text = capsys.readouterr().out
+    assert "Moves of the state before a step in another layout" in text
+    assert re.search(r"Does not fit: in a move from length 4 to 5 a device would hold .* and may use", text)

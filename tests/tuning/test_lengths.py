@@ -17,7 +17,14 @@ from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import simulate
 from piper.tuning.choice import Recompute
-from piper.tuning.lengths import first_of_each_length, mean_move, tune_lengths
+from piper.tuning.lengths import (
+    check_fits,
+    first_of_each_length,
+    mean_move,
+    programs_by_length,
+    simulated_moves,
+    tune_lengths,
+)
 from piper.tuning.space import Space
 
 DIM = 32
@@ -98,7 +105,17 @@ def test_moves_count_as_often_as_lengths_follow_each_other() -> None:
     )
     assert there > back > 0  # shards are gathered there, and nothing travels back
     shares = {16: 0.75, 2048: 0.25}
-    assert mean_move(programs, shares, costs) == pytest.approx(0.75 * 0.25 * (there + back))
+    moves = simulated_moves(programs, costs)
+    assert mean_move(moves, shares) == pytest.approx(0.75 * 0.25 * (there + back))
+    assert [(move.before, move.after, move.nbytes > 0) for move in moves] == [
+        (16, 2048, True),
+        (2048, 16, False),
+    ]
+    check_fits(moves, moves[0].peak)
+    with pytest.raises(ConfigError) as refused:
+        check_fits(moves, moves[0].peak - 1)
+    assert str(refused.value).splitlines()[0] == "tune: the state does not fit while it moves"
+    assert "from batches of length 16 to 2048" in str(refused.value)
 
 
 @pytest.mark.slow
@@ -110,6 +127,9 @@ def test_lengths_that_cannot_hold_parameters_alike_are_refused() -> None:
 
 def test_lengths_are_those_of_the_padded_batches() -> None:
     padded = replace(job(), buckets=piper.Buckets(lengths=[64, 4096], pad={"tokens": 0, "labels": -100}))
+    given = [piper.replicate(piper.at(), range(2))]
+    program = piper.compile(replace(padded, strategy={64: given, 4096: given}))
+    assert [*programs_by_length(program)] == [64, 4096]
     first, shares = first_of_each_length(padded, 3)
     assert {length: batch["tokens"].shape[0] for length, batch in first.items()} == {64: 4, 4096: 1}
     assert shares == {64: pytest.approx(2 / 3), 4096: pytest.approx(1 / 3)}
