@@ -18,7 +18,6 @@ from piper.check.mixing import Reasons, reasons
 from piper.check.reference import Reference
 from piper.check.reference_groups import reference_of
 from piper.check.replay import Replay, ReplayError
-from piper.check.shifted_regions import shifted_regions
 from piper.runtime.batch import padded
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
@@ -146,10 +145,6 @@ class _Check:
         """Run the steps and judge them."""
         try:
             plain = reference_of(self.program)
-            if self.batches:
-                moved = next(shifted_regions(plain, plain.own_part(self.batches[0])), None)
-                if moved is not None:
-                    return self._answer(self.whole, moved)
             if wanted is None:
                 self.replays.append(plain)
                 wanted = numbers(plain, self.batches)

@@ -4,7 +4,6 @@ Each test puts a defect in where nothing refuses it at compile time: capture see
 weight without its gradient, a program whose optimizer was never probed. Without the defect the check passes.
 """
 
-import cProfile
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from piper.capture.autodiff import code, remat
 from piper.capture.cost import aliases
-from piper.capture.trace import assemble, effects, record, recording, regions
+from piper.capture.trace import assemble, effects, regions
 from piper.capture.trace.annotate import annotate
 from piper.check.check import Report, check
 from piper.compiler import Program, compile
@@ -198,34 +197,6 @@ def test_an_optimizer_that_looks_across_tensors(
     assert report.max_param_diff > 1e-3
     single = compile(job(), device="cpu")
     assert checked(replace(single, job=replace(single.job, optimizer=optimizer))).ok
-
-
-# Regions without operations, which shift the indices of later ones.
-
-
-def test_shifted_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Skips(Stages):
-        def forward(self, x: Tensor) -> Tensor:
-            with annotate("PP"):
-                x = self.stages[0](x)
-            with annotate("PP"):
-                pass
-            with annotate("PP"):
-                x = self.stages[1](x)
-            result: Tensor = self.head(x)
-            return result
-
-    number = recording.number_regions
-    # Regions without operations do not count.
-    monkeypatch.setattr(record, "number_regions", lambda marks, *_: number(marks))
-    report = checked(compile(job(model=Skips), device="cpu"))
-    assert not report.ok
-    assert report.first_bad == (
-        "stages.1.0.bias is used in region PP=2 of the model, but the captured model has it in PP=1, so that "
-        "at(PP=2) selects another region"
-    )
-    with cProfile.Profile():  # a profiler of the user's keeps its thread
-        assert checked(compile(job(), device="cpu")).ok
 
 
 # A mean of uneven slices is in test_check.py. Slices, weights and random numbers.
