@@ -191,7 +191,7 @@ def test_verbs_and_flags() -> None:
             "--workers",
             "recipe",
         ],
-        "selftest": ["--device", "--devices", "--json", "--only", "--out"],
+        "selftest": ["--compile", "--device", "--devices", "--json", "--only", "--out"],
         "view": [
             "--cluster",
             "--compile",
