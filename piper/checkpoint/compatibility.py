@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from piper.checkpoint.metadata import Record, Spec, Trainer, kept_by
+from piper.checkpoint.metadata import Record, Spec, Trainer
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel
 from piper.ir.format import listed
@@ -120,3 +120,13 @@ def check_trainer(path: Path, record: Record, trainer: Trainer, seed: int) -> No
 def said(value: object) -> str:
     """Return a value as text."""
     return "none" if value is None else str(value)
+
+
+def kept_by(
+    moments: Mapping[str, Mapping[str, object]], numbers: Mapping[str, Mapping[str, object]]
+) -> dict[str, tuple[str, ...]]:
+    """Return the names of the values that an optimizer saves for each parameter, in order."""
+    return {
+        name: tuple(sorted(moments.get(name, {}).keys() | numbers.get(name, {}).keys()))
+        for name in sorted(moments.keys() | numbers.keys())
+    }

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper.checkpoint.metadata import plain_name, whole_number
+from piper.checkpoint.metadata import plain_name
 from piper.errors import ConfigError
 
+LARGEST = 2**63  # integers beyond it are no size
 METADATA = ".metadata"
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": frozenset(
@@ -183,6 +184,13 @@ def item_of(record: MetadataRecord) -> StoredItem:
         offset=whole_number(fields.offset, "an offset"),
         length=whole_number(fields.length, "a length"),
     )
+
+
+def whole_number(value: object, what: str) -> int:
+    """Return a count: an integer that is not negative and not a bool."""
+    if type(value) is not int or not 0 <= value < LARGEST:
+        raise ValueError(f"{what} is {value!r}, not a count")
+    return value
 
 
 def numbers_of(values: object) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
 """The record of a checkpoint: `checkpoint.json`, next to the files that hold its tensors.
 
 [Note: seal] The record holds a digest of its own text, taken with zeros in place of the digest. So a change
-of any byte of it is noticed, as is a change of any byte of the files, whose digests it lists. Sections repeat
-each other on purpose: one that was emptied contradicts the rest.
+of any byte of it is noticed, as is a change of any byte of the files, whose digests it lists.
 """
 
 import json
@@ -14,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from piper.checkpoint.json_state import Plain, dtype_named
+from piper.checkpoint.json_state import Plain
 from piper.checkpoint.verified_files import BLOCK, DIGEST, FileRecord, digest_of
 from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns
@@ -25,7 +24,6 @@ SUFFIX = ".safetensors"
 OURS = re.compile(r"checkpoint\.json|(?:device-\d+|values-\d+|driver)\.safetensors")  # names in a checkpoint
 FORMAT, VERSION = "piper checkpoint", 2
 UNSIGNED = "0" * DIGEST  # stands for the digest while it is computed
-LARGEST = 2**63  # integers beyond it are no step and no size
 
 
 def name_in_group(name: str, group: int) -> str:
@@ -68,7 +66,6 @@ class Trainer:
     groups: Plain = None
     scheduler: str | None = None
     schedule: Plain = None
-    kept: Mapping[str, tuple[str, ...]] | None = None  # what the optimizer keeps, by parameter. None: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -167,92 +164,40 @@ def check_seal(text: str, digest: object) -> None:
 
 
 def record_of(fields: Mapping[str, Any]) -> Record:
-    """Return the record in a JSON object. Check the type of each field."""
-    files = {plain_name(name): file_of(file) for name, file in table(fields, "files").items()}
-    tensors = {
-        key: Stored(
-            dtype=str(stored["dtype"]),
-            size=whole_number(stored["size"], "a size"),
-            pieces=tuple(piece_of(*piece) for piece in stored["pieces"]),
-        )
-        for key, stored in table(fields, "tensors").items()
-    }
-    trainer = table(fields, "trainer")
-    names = [name for name in Trainer.__slots__ if name != "kept"]
-    kept, seed = trainer["kept"], fields["seed"]
-    if seed is not None and type(seed) is not int:
-        raise TypeError(f"seed is {seed!r}, not an integer")
+    """Return the record in a JSON object, whose digest says that it is as it was written."""
+    trainer = fields["trainer"]
     return Record(
-        step=whole_number(fields["step"], "step"),
-        seed=seed,
-        trainer=Trainer(
-            **{name: trainer[name] for name in names},
-            kept=None if kept is None else {name: tuple(map(str, keys)) for name, keys in kept.items()},
-        ),
+        step=fields["step"],
+        seed=fields["seed"],
+        trainer=Trainer(**{name: trainer[name] for name in Trainer.__slots__}),
         data=cast(Plain, fields["data"]),
-        model={name: spec_of(spec) for name, spec in table(fields, "model").items()},
-        moments={
-            name: {key: None if shape is None else shape_of(shape) for key, shape in keys.items()}
-            for name, keys in table(fields, "moments").items()
+        model={
+            name: Spec(**{**spec, "shape": tuple(spec["shape"])}) for name, spec in fields["model"].items()
         },
-        numbers={name: table(table(fields, "numbers"), name) for name in table(fields, "numbers")},
-        tensors=tensors,
-        files=files,
-        block=whole_number(fields["block"], "block"),
+        moments={
+            name: {key: None if shape is None else tuple(shape) for key, shape in keys.items()}
+            for name, keys in fields["moments"].items()
+        },
+        numbers=fields["numbers"],
+        tensors={
+            key: Stored(
+                dtype=stored["dtype"],
+                size=stored["size"],
+                pieces=tuple(piece_of(*piece) for piece in stored["pieces"]),
+            )
+            for key, stored in fields["tensors"].items()
+        },
+        files={
+            plain_name(name): FileRecord(size=file["size"], digests=tuple(file["digests"]))
+            for name, file in fields["files"].items()
+        },
+        block=fields["block"],
     )
 
 
-def whole_number(value: object, what: str) -> int:
-    """Return a count: an integer that is not negative and not a bool."""
-    if type(value) is not int or not 0 <= value < LARGEST:
-        raise ValueError(f"{what} is {value!r}, not a count")
-    return value
-
-
-def shape_of(value: object) -> tuple[int, ...]:
-    """Return the shape of a tensor."""
-    if not isinstance(value, list):
-        raise TypeError(f"a shape is {value!r}, not a list")
-    return tuple(whole_number(size, "a dimension") for size in value)
-
-
-def spec_of(fields: Mapping[str, Any]) -> Spec:
-    """Return the spec of a parameter or buffer."""
-    if fields["dtype"] is not None:
-        dtype_named(fields["dtype"])
-    if not (fields["trainable"] is None or isinstance(fields["trainable"], bool)):
-        raise TypeError(f"trainable is {fields['trainable']!r}")
-    group = whole_number(fields.get("group", 0), "a group")
-    return Spec(
-        shape=shape_of(fields["shape"]), dtype=fields["dtype"], trainable=fields["trainable"], group=group
-    )
-
-
-def file_of(fields: Mapping[str, Any]) -> FileRecord:
-    """Return the record of a file."""
-    digests = tuple(fields["digests"])
-    if not all(isinstance(digest, str) and len(digest) == DIGEST for digest in digests):
-        raise ValueError("a digest of a file is not one")
-    return FileRecord(size=whole_number(fields["size"], "the size of a file"), digests=digests)
-
-
-def table(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a field that must be a JSON object."""
-    value = fields[name]
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} is not an object")
-    return value
-
-
-def piece_of(offset: object, length: object, file: str, count: object = 1, stride: object = 0) -> SavedPiece:
-    """Return a piece that a record lists. Check the type of each field."""
-    return SavedPiece(
-        offset=whole_number(offset, "an offset"),
-        length=whole_number(length, "a length"),
-        file=plain_name(file),
-        count=whole_number(count, "a count"),
-        stride=whole_number(stride, "a stride"),
-    )
+def piece_of(offset: int, length: int, file: str, count: int = 1, stride: int = 0) -> SavedPiece:
+    """Return a piece that a record lists."""
+    return SavedPiece(offset=offset, length=length, file=plain_name(file), count=count, stride=stride)
 
 
 def plain_name(name: str) -> str:
@@ -260,13 +205,3 @@ def plain_name(name: str) -> str:
     if Path(name).name != name:
         raise ValueError(f"{name!r} is not the name of a file")
     return name
-
-
-def kept_by(
-    moments: Mapping[str, Mapping[str, object]], numbers: Mapping[str, Mapping[str, object]]
-) -> dict[str, tuple[str, ...]]:
-    """Return the names of the values that an optimizer saves for each parameter, in order."""
-    return {
-        name: tuple(sorted(moments.get(name, {}).keys() | numbers.get(name, {}).keys()))
-        for name in sorted(moments.keys() | numbers.keys())
-    }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from piper.checkpoint.bucket_spans import length_of, saved_buckets, saved_buffers, spans
 from piper.checkpoint.json_state import Plain, decode, encode
-from piper.checkpoint.metadata import Record, Trainer, kept_by, name_in_group
+from piper.checkpoint.metadata import Record, Trainer, name_in_group
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns, flat_runs
@@ -191,11 +191,10 @@ def name_of(value: object) -> str:
 def record_of(copies: Sequence[Copied], seed: int) -> Record:
     """Return the record of what all workers have copied, without files."""
     moments, numbers = merged(c.moments for c in copies), merged(c.numbers for c in copies)
-    trainer = one_trainer(copy.trainer for copy in copies)
     return Record(
         step=copies[0].step,
         seed=seed,
-        trainer=replace(trainer, kept=kept_by(moments, numbers)),
+        trainer=one_trainer(copy.trainer for copy in copies),
         moments=moments,
         numbers=numbers,
     )

@@ -12,13 +12,13 @@ from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import common_runs
 from piper.checkpoint.json_state import dtype_named
 from piper.checkpoint.metadata import SUFFIX, Record, SavedPiece, Stored
-from piper.checkpoint.read_record import covered
 from piper.checkpoint.verified_files import BlockReader, FileRecord, StorageError, write_blocks
 from piper.ir.sharding import FlatRuns
 
@@ -170,6 +170,26 @@ def index_of(placed: Iterable[Sequence[StoredRange]]) -> dict[str, Stored]:
         index[key] = Stored(dtype=parts[0].dtype, size=parts[0].size, pieces=pieces)
         covered(index[key])
     return index
+
+
+def covered(stored: Stored) -> None:
+    """Check that the pieces of a tensor hold every element exactly once."""
+    elements = sum(piece.elements for piece in stored.pieces)  # before anything of their size is made
+    if elements != stored.size:
+        raise ValueError(f"a tensor of {stored.size} elements has {elements} in its pieces")
+    if not stored.pieces:
+        return
+    first, *others = stored.pieces
+    if not others and (first.offset, first.count) == (0, 1):  # as most are: without the cost of arrays
+        return
+    starts = np.concatenate([piece.starts() for piece in stored.pieces])
+    lengths = np.concatenate([np.full(piece.count, piece.length) for piece in stored.pieces])
+    order = np.lexsort((lengths, starts))  # an empty run comes before the one that begins at its end
+    ends = np.cumsum(lengths[order])
+    wrong = np.flatnonzero(starts[order] != ends - lengths[order])
+    if len(wrong):
+        end = int(ends[wrong[0]] - lengths[order][wrong[0]])
+        raise ValueError(f"a tensor has a gap or an overlap at element {end}")
 
 
 def overlaps(stored: SavedPiece, wanted: SavedPiece) -> Iterator[FlatRuns]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from piper.checkpoint.compatibility import check_model, wanted_model
 from piper.checkpoint.folder import begun, commit
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
-from piper.checkpoint.metadata import Record, Spec, kept_by
+from piper.checkpoint.metadata import Record, Spec
 from piper.checkpoint.plain_state import PlainState
 from piper.checkpoint.read_record import read_record
 from piper.checkpoint.storage import TensorRange, sync, write_parts
@@ -135,8 +135,6 @@ def write_start(
             write_parts(partial, f"values-{number:05}", parts)
             for number, parts in enumerate(batched(tensors))
         ]
-    if trained is not None:
-        record = replace(record, trainer=replace(record.trainer, kept=kept_by(moments, numbers)))
     commit(target, replace(record, model=wanted), written)
 
 

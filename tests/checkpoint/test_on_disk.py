@@ -7,7 +7,7 @@ import pytest
 
 from piper.checkpoint.compatibility import check_model
 from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, plain_name
-from piper.checkpoint.read_record import covered
+from piper.checkpoint.storage import covered
 from piper.errors import ConfigError
 from tests.checkpoint.test_folder import save
 
