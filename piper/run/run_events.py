@@ -1,6 +1,8 @@
 """Events of a run: what happened to its workers, and which of them are stragglers."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
@@ -8,6 +10,7 @@ from typing import Literal
 from piper.errors import LaunchError, WorkerError
 from piper.ir.devices import show
 from piper.plan.plan import Plans
+from piper.runtime.worker import Sums
 from piper.workers.agent_versions import ShortMachine
 from piper.workers.group import WarmAgent
 from piper.workers.results import StepResult
@@ -105,3 +108,28 @@ class Stragglers:
                         )
                     )
         return events
+
+
+WINDOW, OFTEN = 50, 10  # steps that are looked at, and after how many that ran twice it is said
+
+
+class Repeats:
+    """Counts steps that were run again because rows exceeded their blocks."""
+
+    def __init__(self) -> None:
+        self.last: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # the fullest block of each step
+        self.said = False
+
+    def note(self, answers: Iterable[Sums]) -> str | None:
+        """Note a step. Return one line, once, when more than a fifth of the last steps were run again."""
+        self.last.append(max(sums.fullest for sums in answers))
+        again = [fullest for fullest in self.last if fullest[0]]
+        if self.said or len(again) <= OFTEN:
+            return None
+        self.said = True
+        needs, room = max(again)
+        return (
+            f"Rows exceeded their blocks in {len(again)} of the last {len(self.last)} steps, which ran "
+            f"twice: blocks have room for capacity={room:.3g}, and these steps need "
+            f"capacity={math.ceil(100 * needs) / 100:g}"
+        )

@@ -20,6 +20,7 @@ from piper.ir.format import size
 from piper.job import Job, limit_of
 from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import SavedWorkers
+from piper.run.run_events import Repeats
 from piper.runtime.batch import (
     as_run,
     check_batch,
@@ -83,6 +84,7 @@ class Session(SavedWorkers):
         self.unsliced: set[int | None] = set()  # lengths whose strategies cannot slice what is evaluated
         self.preparations = 0  # how many programs workers have been given since they were started
         self.rows: dict[str, tuple[int, ...]] = {}  # of each expert in the last step, by regions with clones
+        self.repeats = Repeats()
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step, if known
         self.open = True
 
@@ -120,6 +122,8 @@ class Session(SavedWorkers):
         self.poll()
         plans = ready.program.plans
         self.rows = rows_by_expert(plans, answers)
+        if (line := self.repeats.note(answers.values())) is not None:
+            log.warning(line)
         return result_of(plans, ready.program.outline, sums_over_groups(plans, answers))
 
     def evaluate(self, batch: Batch, means: Means) -> Means:

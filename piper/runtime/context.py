@@ -121,6 +121,8 @@ class Env:
         self.vault: Vault | None = None  # None: instructions that copy the state do nothing
         self.step = 0
         self.exact = False  # rows travel by their counts, though there are blocks for them
+        self.fullest: list[tuple[float, Tensor]] = []
+        # ^ of a step that is run again, for each block: its room, and what it would need, in even shares
         # Where the generator stands before a later piece of a region, and in which step, by place and number.
         self.drawn: dict[tuple[str, int], tuple[int, Tensor]] = {}
 

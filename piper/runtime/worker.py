@@ -36,6 +36,8 @@ class Sums:
     rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # ^ of each expert in this device's group, by chunks of experts that have clones
     repeated: bool = False  # rows exceeded their blocks, so the step was run again with as many as there were
+    fullest: tuple[float, float] = (0.0, 0.0)
+    # ^ then of this device's fullest block what it would need, and its room, both in even shares
 
     def __getitem__(self, name: str) -> float:
         return self.numbers[name][0]
@@ -174,13 +176,15 @@ class Worker:
         env = self.env
         env.batch = batch
         env.rows.clear()
+        env.fullest.clear()
         if isinstance(tables := batch.get(TABLES), Tensor):
             env.move_experts(tables_of_field(tables, self.setup.plans.cloned))
         repeated = self._issue()
         env.batch = {}
         numbers = {name: tuple(self.on_host[place].tolist()) for name, place in self.places.items()}
         rows = {region: tuple(counts.tolist()) for region, counts in env.rows.items()}
-        return Sums(numbers=numbers, rows=rows, repeated=repeated)
+        fullest = max(((float(needs), room) for room, needs in env.fullest), default=(0.0, 0.0))
+        return Sums(numbers=numbers, rows=rows, repeated=repeated, fullest=fullest)
 
     def _issue(self) -> bool:
         """Run the plan, and again where rows have exceeded their blocks: then as many travel as are counted.

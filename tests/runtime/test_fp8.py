@@ -203,6 +203,12 @@ def test_compiled_code_has_the_numbers_of_one_device(tmp_path: Path) -> None:
             Cell(case="qwen3_moe_hf", schedule="1f1b", dp=2, ways=2, zero=1, parts=2), marks=pytest.mark.slow
         ),
         pytest.param(Cell(case="moe", schedule="zero-bubble", dp=2, ways=2, parts=2), marks=pytest.mark.slow),
+        pytest.param(
+            Cell(case="moe", schedule="gpipe", dp=2, ways=2, parts=2, capacity=1), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            Cell(case="qwen3_moe_hf", schedule="none", dp=2, ways=2, capacity=2), marks=pytest.mark.slow
+        ),
         pytest.param(Cell(case="moe", schedule="1f1b", dp=2, zero=3, parts=2), marks=pytest.mark.slow),
     ],
     ids=lambda cell: f"{cell.case} {cell.schedule}",
