@@ -19,7 +19,6 @@ SECONDS = 400  # for one command
 CORE = {
     "torch",
     "cloudpickle",
-    "networkx",
     "numpy",
     "rich",
     "safetensors",

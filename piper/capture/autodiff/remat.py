@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from piper.capture.autodiff.joint import Joint
+from piper.capture.autodiff.mincut import INFINITE, Network
 from piper.capture.autodiff.partition import Partition, backward_nodes, casts
 from piper.capture.cost.aliases import (
     cheap,
@@ -129,31 +130,29 @@ class _Chooser:
         return cost / max(nbytes, 1)
 
     def _cut(self, allowed: int) -> list[fx.Node]:
-        """Return the values to save if the first `allowed` of the costly operations may be recomputed.
-
-        Of several minimum cuts, take the one nearest to the backward.
-        """
-        import networkx  # it takes a while to import
-
-        may, region = {*self.free, *self.costly[:allowed]}, {*self.region}
-        network = networkx.DiGraph()  # each value is an edge from its "in" to its "out"
-        network.add_nodes_from(("fixed", "backward"))
+        """Return the values to save if the first `allowed` of the costly operations may be recomputed."""
+        may = {*self.free, *self.costly[:allowed]}
+        network = Network()
+        into = {node: network.place() for node in self.region}
+        out = {node: network.place() for node in self.region}
         for node in self.region:
-            network.add_edge((node, "in"), (node, "out"), **self._capacity(node))
+            network.join(into[node], out[node], self._weight(node))
             if node not in may:
-                network.add_edge("fixed", (node, "in"))
-            sources = (source for source in node.all_input_nodes if source in region)
-            network.add_edges_from(((source, "out"), (node, "in")) for source in sources)
-        network.add_edges_from(((node, "out"), "backward") for node in self.plain.saved)
-        _, (_, behind) = networkx.minimum_cut(network, "fixed", "backward")
-        return [node for node in self.region if (node, "out") in behind and (node, "in") not in behind]
+                network.join(network.source, into[node])
+            for source in node.all_input_nodes:
+                if source in out:
+                    network.join(out[source], into[node])
+        for node in self.plain.saved:
+            network.join(out[node], network.sink)
+        behind = network.behind_cut()
+        return [node for node in self.region if out[node] in behind and into[node] not in behind]
 
-    def _capacity(self, node: fx.Node) -> dict[str, int]:
-        """Return the bytes that saving a value takes. Empty, which is infinite: it cannot be saved."""
+    def _weight(self, node: fx.Node) -> int:
+        """Return the bytes that saving a value takes. Infinite: it cannot be saved."""
         several = not isinstance(node.meta["val"], Tensor)
         if several or recomputable(node) or node in self.casts:
-            return {}
-        return {"capacity": max(1, self.sizes.storage_bytes(node.meta["val"]))}
+            return INFINITE
+        return max(1, self.sizes.storage_bytes(node.meta["val"]))
 
 
 class _Writers:
