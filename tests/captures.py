@@ -82,15 +82,16 @@ def canonical(pickled: bytes) -> bytes:
     """Return the same for pickles of equal values: which equal texts are one object depends on who made them."""
     said: list[object] = []
     memo: list[object] = []
+    objects = 0
     for operation, argument, _ in genops(pickled):
         match operation.name:
             case "FRAME":
                 pass
+            case "MEMOIZE" if isinstance(said[-1], str | bytes):
+                memo.append(said[-1])
             case "MEMOIZE":
-                plain = said[-1] if isinstance(said[-1], str | bytes) else None
-                memo.append(
-                    ("object", sum(isinstance(known, tuple) for known in memo)) if plain is None else plain
-                )
+                memo.append(("object", objects))
+                objects += 1
             case "BINGET" | "LONG_BINGET":
                 assert isinstance(argument, int)
                 said.append(memo[argument])
