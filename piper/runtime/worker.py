@@ -118,12 +118,10 @@ class Worker:
     ) -> Executor | StreamExecutor | GraphExecutor:
         """Return the plan's executor: threads on the host, streams on an accelerator, or a graph of them."""
         env = self.env
+        bindings = (env.plan, bound, env.slots, env.index)
         if is_accelerator(self.setup.device):
             executor = StreamExecutor(
-                env.plan,
-                bound,
-                env.slots,
-                env.index,
+                *bindings,
                 device=self.device,
                 accelerator=self.setup.device,
                 streams=options.streams,
@@ -141,10 +139,7 @@ class Worker:
             undone = None if overflows is None else (env.at(TOTAL), overflows.start)
             return GraphExecutor(executor, self.intake, residents, undone)
         return Executor(
-            env.plan,
-            bound,
-            env.slots,
-            env.index,
+            *bindings,
             device=self.device,
             streams=options.streams,
             timeout=options.timeout,
