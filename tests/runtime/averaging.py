@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -142,6 +143,6 @@ def train(
 
 
 def assert_same(got: tuple[list[float], dict[str, Tensor]], losses: list[float], model: nn.Module) -> None:
-    torch.testing.assert_close(torch.tensor(got[0]), torch.tensor(losses), rtol=0, atol=1e-9)
+    assert got[0] == pytest.approx(losses, rel=0, abs=1e-9)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(got[1][name], value, rtol=0, atol=1e-9)
