@@ -1,7 +1,5 @@
 """Records what every chunk returned in a step, so that two runs can be compared where they first differ."""
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 from piper.ir.ids import Pass, SlotId
@@ -19,30 +17,19 @@ class OutputRecorder:
         self.kept: dict[OutputKey, Tensor] = {}
 
     def watch(self, place: int, ins: Instr, run: Bound) -> Bound:
-        """Return an instruction that records its results, if it is a chunk's or a collective.
-
-        A collective also records the value that it reads.
-        """
+        """Return an instruction that records its results, if it is a chunk's or a collective."""
         collects = ins.op in ("collect", "slice")
         if not collects and (ins.op != "compute" or ins.again):
             return run
         by = ins.collects.run if collects else ins.computes
-        read = self._marks(by, ins.reads[:1] if collects else ())
-        kinds = ("output", "input_gradient")
-        written = self._marks(by, [slot for slot in ins.writes if collects or slot.kind in kinds])
+        written = [slot for slot in ins.writes if collects or slot.kind in ("output", "input_gradient")]
+        marks = [((by, slot.base), self.env.at(slot)) for slot in written]
 
         def watched() -> None:
-            self._record(read)
             run()
-            self._record(written)
+            for mark, slot in marks:
+                value = self.env.slots[slot]
+                if isinstance(value, Tensor):
+                    self.kept[mark] = value.clone()
 
         return watched
-
-    def _marks(self, by: Pass, slots: Iterable[SlotId]) -> list[tuple[OutputKey, int]]:
-        return [((by, slot.base), self.env.at(slot)) for slot in slots]
-
-    def _record(self, marks: Iterable[tuple[OutputKey, int]]) -> None:
-        for mark, slot in marks:
-            value = self.env.slots[slot]
-            if isinstance(value, Tensor):
-                self.kept[mark] = value.clone()
