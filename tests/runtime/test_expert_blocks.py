@@ -1,10 +1,9 @@
 """Rows that travel to experts in blocks of a fixed size have the numbers of plain PyTorch, however they are routed."""
 
-import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import pytest
 import torch
@@ -14,23 +13,22 @@ from torch import Tensor
 
 import piper
 from piper import Directive, at, replicate, shard, split
-from piper.compiler import Program
+from piper.check.check import check
+from piper.compiler import Program, compile
+from piper.directives import Shard
 from piper.errors import ScheduleError, WorkerError
 from piper.plan.instr import Instr
 from piper.plan.ops import Routing
 from piper.plan.text import read_plans, show_plans
 from piper.proof.values import value_problems
 from piper.run.launch import launch, launch_inline
-from piper.run.recovery import recovering
-from piper.run.run_events import Event, Repeats
 from piper.runtime.expert_blocks import _sorted_places
-from piper.runtime.worker import Options, Sums, Worker
+from piper.runtime.worker import Options
 from tests import plain
-from tests.runtime import moving
+from tests.runtime import divided, moving
 from tests.runtime.inline_workers import workers_of
 from tests.runtime.memory_meter import measured, meter_of, planned_bytes
 from tests.runtime.moving import WIDTH, loss
-from tests.workers import sabotage
 
 Optimize = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 STEPS, ROWS = 10, 128
@@ -107,6 +105,14 @@ STRATEGIES: dict[str, list[Directive]] = {
     "ZeRO-1, two groups": [*blocks(1.6, ways=2, zero=1), MICROBATCHES],
     "ZeRO-3, remat": [*blocks(3, zero=3), MICROBATCHES, piper.remat(at(), 0.3)],
     "1F1B, ZeRO-2": STAGES,
+    "recomputed, zero bubble": [
+        *STAGES[:5], piper.remat(at(), 0), *piper.schedules.zero_bubble(stages=2, microbatches=2),
+    ],
+    "activations on the host": [*blocks(3, zero=2), MICROBATCHES, piper.offload(at(), what="activations")],
+    "kept for the step, in another order": [
+        replicate(at(), devices=[3, 1, 0, 2], zero=3, keep="step"),
+        shard(at(EP="*"), devices=[3, 1, 0, 2], ways=2, capacity=1.6), MICROBATCHES,
+    ],
     "protected, state on the host": [
         *blocks(2.5), MICROBATCHES, piper.protect(at(), copies=1, apart="device"),
         piper.offload(at(), what="optimizer"),
@@ -149,6 +155,36 @@ def test_rows_that_exceed_their_blocks_are_evaluated_and_saved_as_on_one_device(
         results = [run.step(batch) for batch in given[5:]]
         assert results[0].loss == pytest.approx(evaluated, abs=1e-12)
         assert_trained(run, [*losses, *(result.loss for result in results)], wanted)
+
+
+@pytest.mark.parametrize("name", ["tp2ep2", "sp2ep4", "cp2ep4"])
+@pytest.mark.parametrize("tight", [True, False])
+def test_blocks_beside_other_axes_have_the_numbers_of_one_device(name: str, tight: bool) -> None:
+    made = divided.job("moe", name)
+    *others, experts = cast(list[Directive], made.strategy)
+    assert isinstance(experts, Shard)
+    capacity = 1 if tight else experts.ways
+    report = check(
+        compile(replace(made, strategy=[*others, replace(experts, capacity=capacity)])),
+        launch_inline,
+        divided.batches(),
+        tol=1e-9,
+    )
+    assert report.ok, report
+
+
+def test_groups_that_train_apart_have_the_same_numbers_in_blocks_for_any_rows() -> None:
+    def trained(capacity: float | None) -> dict[str, Tensor]:
+        strategy = [
+            replicate(at(), range(4)), shard(at(EP="*"), range(4), ways=2, capacity=capacity),
+            piper.average(at(), across=[0, 2], every=2),
+        ]  # fmt: skip
+        with launch_inline(program(strategy)) as run:
+            for batch in batches(3):
+                run.step(batch)
+            return run.state_dict()
+
+    assert plain.largest_difference(trained(None), trained(2)) < 1e-12
 
 
 def test_gradients_are_those_of_the_step_that_was_run_again(wanted: plain.Trained) -> None:
@@ -206,64 +242,6 @@ def test_a_plan_in_which_an_overflow_goes_unseen_is_not_proven() -> None:
 def test_a_capacity_that_makes_no_sense_is_refused(capacity: float) -> None:
     with pytest.raises(ScheduleError, match=f"blocks of rows cannot have room for {capacity!r} even shares"):
         program(blocks(capacity))
-
-
-def test_steps_that_are_often_run_again_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    given = batches(13)
-    with launch_inline(moving.program(blocks(1), model=Mixture, data=batches)) as run:
-        repeated = [run.step(batch).repeated for batch in given]
-    assert all(repeated)
-    (line,) = (record.getMessage() for record in caplog.records if "exceeded" in record.getMessage())
-    said = "Rows exceeded their blocks in 11 of the last 11 steps, which ran twice: blocks have room for capacity=1, "
-    assert line.startswith(f"{said}and these steps need capacity=")
-    enough = float(line.rpartition("=")[2])
-    for capacity, fits in ((enough, True), (enough - 0.2, False)):
-        with launch_inline(moving.program(blocks(capacity), model=Mixture, data=batches)) as run:
-            assert fits != any(run.step(batch).repeated for batch in given[:11])
-
-
-def test_few_steps_that_are_run_again_are_not_told() -> None:
-    repeats, rerun = Repeats(), Sums(numbers={}, repeated=True, fullest=(2.345, 1.5))
-    usual = Sums(numbers={})
-    lines = [repeats.note([usual, rerun if step % 5 == 0 else usual]) for step in range(200)]
-    assert not any(lines)
-    lines = [repeats.note([usual, rerun if step % 4 == 0 else usual]) for step in range(200)]
-    assert [line for line in lines if line is not None] == [
-        "Rows exceeded their blocks in 11 of the last 50 steps, which ran twice: "
-        "blocks have room for capacity=1.5, and these steps need capacity=2.35"
-    ]
-
-
-@dataclass(frozen=True)
-class EndOnce:
-    """Ends a worker, or fails, where a step is run again, unless a file says that one has."""
-
-    path: Path
-    end: Callable[[], None]
-
-    def __call__(self) -> None:
-        callers = (each.frame.f_locals.get("self") for each in inspect.stack(0))
-        worker = next(caller for caller in callers if isinstance(caller, Worker))  # it is in this thread
-        if worker.env.exact and not self.path.exists():
-            self.path.touch()
-            self.end()
-
-
-@pytest.mark.parametrize("on", ["inline", "local"])
-def test_a_worker_that_ends_while_a_step_is_run_again(on: Literal["inline", "local"], tmp_path: Path) -> None:
-    compiled, given, events = program([*blocks(2, zero=1), MICROBATCHES]), batches(4), list[Event]()
-    with launch_inline(compiled) as run:
-        wanted, state = [run.step(batch) for batch in given], run.state_dict()
-    step = next(number for number, result in enumerate(wanted, 1) if result.repeated)
-    act = EndOnce(tmp_path / "ended", sabotage.fail if on == "inline" else sabotage.die)
-    # Workers of processes share the code of equal chunks: that of the last one.
-    name = [chunk.name for chunk in compiled.outline.chunks if chunk.kind == "expert"][-1]
-    trapped = sabotage.Sabotaged(program=compiled, arg=f"B {name}", act=act)
-    with recovering(trapped, on, Options(streams=False), retries=1, notify=events.append) as run:
-        assert [run.step(batch) for batch in given] == wanted
-        again = run.state_dict()
-    assert [(event.event, event.step) for event in events] == [("failure", step), ("recovery", step)]
-    assert all(torch.equal(again[name], value) for name, value in state.items())
 
 
 class Miscounting(moving.Mixture):
