@@ -12,7 +12,7 @@ from piper.data.taking import begin, call_data, take
 from piper.directives import Directive
 from piper.directives.by_length import by_length
 from piper.directives.json import show_strategy
-from piper.errors import ConfigError, PiperError
+from piper.errors import ConfigError, PiperError, ScheduleError
 from piper.ir.format import size
 from piper.job import Batch, Job, length_of, limit_of
 from piper.runtime.batch import bucket_batches, padded
@@ -106,7 +106,7 @@ def tune_lengths(
             try:
                 moves = simulated_moves(prove_together(job, given, tuned), Roofline(machine))
                 check_fits(moves, memory or machine.usable(0))
-            except PiperError as error:  # between two of them the state cannot move
+            except ScheduleError as error:  # between two of them the state cannot move
                 refused = error
                 continue
             one = TunedLengths(tuned=tuned, shares=shares, moves=mean_move(moves, shares))
@@ -188,7 +188,7 @@ def check_fits(moves: Iterable[SimulatedMove], memory: float) -> None:
     """Refuse moves during which a device would need more memory than it has."""
     for move in moves:
         if move.peak > memory:
-            raise ConfigError(
+            raise ScheduleError(
                 "the state does not fit while it moves",
                 by=BY,
                 facts={

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import piper
 from piper.checkpoint.moves import moving_plans
 from piper.directives import Directive
-from piper.errors import ConfigError
+from piper.errors import ConfigError, ScheduleError
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import simulate
@@ -112,7 +112,7 @@ def test_moves_count_as_often_as_lengths_follow_each_other() -> None:
         (2048, 16, False),
     ]
     check_fits(moves, moves[0].peak)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ScheduleError) as refused:
         check_fits(moves, moves[0].peak - 1)
     assert str(refused.value).splitlines()[0] == "tune: the state does not fit while it moves"
     assert "from batches of length 16 to 2048" in str(refused.value)
