@@ -53,8 +53,9 @@ def check_rows(body: Body, region: str, *, sharded: bool, apart: bool) -> None:
     experts = body.experts
     assert experts is not None, "only expert regions have routed rows"
 
-    def fake(tensor: Tensor, first: int) -> Tensor:
-        return torch.empty([first, *tensor.shape[1:]], dtype=tensor.dtype, device=tensor.device)
+    def fake(tensor: Tensor, *first: int) -> Tensor:
+        shape = [*first, *tensor.shape[len(first) :]]
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
     watch = _Watch(sharded=sharded, apart=apart)
     with quiet(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.no_grad():
@@ -63,10 +64,7 @@ def check_rows(body: Body, region: str, *, sharded: bool, apart: bool) -> None:
         for tensor, counts in zip(body.inputs, experts.counts, strict=True):
             inputs.append(fake(tensor, local if counts else ROWS))
             watch.hold(inputs[-1], {"counts"} if counts else set())
-        state = [
-            fake(tensor, local) if sharded else torch.empty_like(tensor)
-            for tensor in (*body.params, *body.buffers)
-        ]
+        state = [fake(tensor, local) if sharded else fake(tensor) for tensor in (*body.params, *body.buffers)]
         runner = _Runner(_make_graph_module(body.root, body.graph), watch)
         try:
             with watch:
