@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console, Group
@@ -139,9 +139,15 @@ def numbers(measure: Measure) -> str:
     tokens = measure.tokens_per_s
     speed = f"{measure.samples_per_s:,.0f} samples/s" if tokens is None else f"{tokens:,.0f} tokens/s"
     return (
-        f"loss {measure.loss:.4f}   grad norm {measure.grad_norm:.3f}   lr {measure.lr:.2e}   "
+        f"loss {measure.loss:.4f}{shown(measure.metrics)}   grad norm {measure.grad_norm:.3f}   "
+        f"lr {measure.lr:.2e}   "
         f"{speed}   {1000 * measure.step_s:.0f} ms/step"
     )
+
+
+def shown(metrics: Mapping[str, float]) -> str:
+    """Format what a loss returns behind the loss, to stand there."""
+    return "".join(f"   {name} {value:.4f}" for name, value in metrics.items())
 
 
 def curve(losses: list[float]) -> str:

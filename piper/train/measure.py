@@ -1,7 +1,7 @@
 """The measures of a training step, the learning rate of the next, and the outcome of a run in words."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -28,6 +28,12 @@ class Measure:
     tokens_per_s: float | None  # None: the batch has no tokens
     samples_per_s: float
     step_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)  # what the loss returns behind the loss
+
+    def as_line(self) -> dict[str, object]:
+        """Return the line of `metrics.jsonl`, which has metrics only where the loss returns some."""
+        line = asdict(self)
+        return line if self.metrics else {key: value for key, value in line.items() if key != "metrics"}
 
 
 Reporter = Callable[[Measure], None]

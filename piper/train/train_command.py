@@ -34,7 +34,7 @@ from piper.run.run_events import Event
 from piper.run.saves import checkpoints_of, past_of, prepare_saves
 from piper.run.single_rank_run import PeakMemory, SingleRankRun, launch_single_rank
 from piper.runtime.worker import Options
-from piper.train.display import ConsoleLog, Stages, display
+from piper.train.display import ConsoleLog, Stages, display, shown
 from piper.train.elastic_programs import SizeFile, sessions_of
 from piper.train.interrupt import Interrupts, PreemptedError, interrupts, preemptible
 from piper.train.lock import locked
@@ -93,6 +93,7 @@ class CommandWatch(Watch):
                 tokens_per_s=None if self.tokens is None else self.tokens / self.seconds,
                 samples_per_s=self.samples / self.seconds,
                 step_s=self.seconds,
+                metrics=result.metrics,
             )
         )
 
@@ -100,8 +101,7 @@ class CommandWatch(Watch):
         """Write and show an evaluation."""
         assert isinstance(result, EvaluationResult)
         self.evaluations.write({"step": step, **asdict(result)})
-        metrics = "".join(f"   {name} {value:.4f}" for name, value in result.metrics.items())
-        numbers = f"loss {result.loss:.4f}{metrics}   {result.samples} samples"
+        numbers = f"loss {result.loss:.4f}{shown(result.metrics)}   {result.samples} samples"
         self.say(f"evaluation after step {step}   {numbers}")
 
     def between(self, run: Run) -> bool:
@@ -297,7 +297,7 @@ def watching(
 
         def tell(measure: Measure) -> None:
             memory(measure)
-            metrics.write(asdict(measure))
+            metrics.write(measure.as_line())
             show(measure)
 
         yield tell

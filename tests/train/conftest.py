@@ -48,6 +48,13 @@ def job(**changes):
     )
     return piper.Job(**{**fields, **changes})
 
+def measured(model, batch):
+    y = model(batch["x"])
+    return y.square().mean(), {"positive": ((y > 0).sum(), y.numel())}
+
+def with_metrics():
+    return job(loss=measured, checkpoint=None, steps=2)
+
 def unsaved():
     return job(strategy=(), checkpoint=None)
 

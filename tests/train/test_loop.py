@@ -167,4 +167,18 @@ def test_tokens_are_counted_where_there_are_any() -> None:
 
 
 def test_a_measure_is_a_line_of_metrics() -> None:
-    assert Measure.__slots__ == ("step", "loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "step_s")
+    numbers = {
+        "loss": 2.0,
+        "grad_norm": 1.0,
+        "lr": 0.1,
+        "tokens_per_s": None,
+        "samples_per_s": 8.0,
+        "step_s": 0.5,
+    }
+    plain = Measure(step=3, **numbers)  # type: ignore[arg-type]
+    assert list(plain.as_line().items()) == [("step", 3), *numbers.items()]
+    assert replace(plain, metrics={"accuracy": 0.25}).as_line() == {
+        "step": 3,
+        **numbers,
+        "metrics": {"accuracy": 0.25},
+    }

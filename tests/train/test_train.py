@@ -56,6 +56,18 @@ def test_a_run_shows_its_steps_and_leaves_a_folder(piper: Piper, recipe: Path, t
     ]
 
 
+def test_metrics_that_a_loss_returns_are_shown_and_written(
+    piper: Piper, recipe: Path, tmp_path: Path
+) -> None:
+    done = piper(f"{recipe}:with_metrics")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = (tmp_path / "runs" / "net-with_metrics" / "metrics.jsonl").read_text().splitlines()
+    written = [json.loads(line)["metrics"]["positive"] for line in lines]
+    assert len(written) == 2
+    assert all(0 < share < 1 for share in written)
+    assert f"   positive {written[0]:.4f}   grad norm " in done.stdout
+
+
 def test_runs_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("runs/net-job", "runs/net-job-2", "runs/net-job-3"):
