@@ -5,6 +5,8 @@ CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 WORKERS ?= 2
+# Which tests `make test` runs; .ci/run names more.
+TESTS ?= --quick
 # Files with a test that has a marker: reading all the others takes half a minute on each worker. The first half of the tests has
 # the models of tests/zoo.py, the second those of tests/runtime/divided.py: a worker takes one half, and what its tests capture is shared.
 ZOO := tests/runtime/test_matrix.py tests/run/test_recovery_matrix.py
@@ -24,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE :=
 SYSTEMS := build/systems
 PEERS := torchtitan megatron-core tyro docstring-parser typeguard shtab
 
-.PHONY: help setup test test-all test-matrix beside wheel systems mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures notebooks site
+.PHONY: help setup test test-all beside wheel systems mutate rules matrix matrix-full attention opinfo ray demo lint format setup-oldest oldest torch-names bench gallery pictures notebooks site
 
 help:
 	@echo "make setup    the virtual environment, with everything the tests need"
@@ -63,14 +65,10 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 
 # Each worker takes one half of the files and then helps the other: what the tests of a file share is made once.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --quick
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(TESTS)
 
 test-all: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
-
-# The tests of test-all and of matrix in one run, which reads them once and captures a model that both have once.
-test-matrix: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow or exhaustive or ray or chaos)"
 
 # One after the other, also where one fails, beside other tests: all of these wait much.
 beside: setup
