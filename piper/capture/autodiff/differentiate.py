@@ -271,9 +271,11 @@ class _Differentiator:
         own_rows = any(
             isinstance(each, Output) and each.chunk in self.own_rows for each in piece.chunk.inputs
         )
+        if experts.ways == 1 and not own_rows:
+            return
         apart = own_rows or experts.clones > 0 or experts.capacity is not None
         key = structural_key(piece.body, (), (), experts.ways, self.known.device, f"rows apart {apart}")
-        if (experts.ways > 1 or own_rows) and key not in self.known.checked:
+        if key not in self.known.checked:
             check_rows(piece.body, piece.chunk.name, sharded=experts.ways > 1, apart=apart)
             self.known.checked.add(key)
 
