@@ -162,7 +162,7 @@ def simulation_report(simulated: SimulatedStep) -> SimulateReport:
     if survives is not None:
         report["host_bytes"] = [*survives.host_bytes]
     if simulated.lengths is not None:
-        report["lengths"], report["moves"] = simulated.lengths.reports
+        report["lengths"], report["moves"] = simulated.lengths.steps, simulated.lengths.moves
     return report
 
 
