@@ -83,6 +83,7 @@ SEVERAL: dict[str, tuple[Work, str]] = {
     "other places": (lambda h, counts, w: h[torch.arange(h.shape[0]) // 2], PICKED),
     "written places": (lambda h, counts, w: h.index_copy(0, expert_of_row(counts), h), PICKED),
     "number of rows": (lambda h, counts, w: h / h.shape[0] ** 0.5, NUMBERS),
+    "number of rows in a tensor": (lambda h, counts, w: h / torch.full((1,), h.shape[0]).to(h), NUMBERS),
     "place": (lambda h, counts, w: h * torch.arange(h.shape[0])[:, None], NUMBERS),
     "mask of places": (lambda h, counts, w: h.masked_fill((torch.arange(h.shape[0]) < 2)[:, None], 0), NUMBERS),
     "number of an expert": (lambda h, counts, w: h * expert_of_row(counts)[:, None], NUMBERS),

@@ -153,6 +153,11 @@ class _Watch(TorchDispatchMode):
         read = [leaf for leaf in tree_leaves([*given.values()]) if isinstance(leaf, Tensor)]
         if name in ("arange", "randperm"):
             return {"places"} if _along(made[0], ROWS) or _along(made[0], EXPERTS) else set()
+        filled = given.get(
+            "fill_value", given.get("s")
+        )  # of `full`, and of a tensor that is made of a number
+        if isinstance(filled, int | float) and filled and (filled % ROWS == 0 or filled % EXPERTS == 0):
+            return {"places"}
         if name in BY_EXPERT or name.startswith(SHAPED):
             return set()
         if name in LOOKUPS:
