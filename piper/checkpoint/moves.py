@@ -24,7 +24,7 @@ from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.ops import OfBucket
 from piper.plan.plan import Comm, Plan, Plans
-from piper.plan.updates import Piece
+from piper.plan.updates import Piece, sharers
 
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 NONE: Numbers = np.zeros((2, 0), dtype=np.int64)
@@ -43,10 +43,8 @@ class PlacedPiece:
     @cached_property
     def shares(self) -> tuple[tuple[Devices, tuple[FlatRuns, ...]], ...]:
         """Return the devices that have the same part of the parameter, and its runs. Parts are not empty."""
-        same: dict[object, list[int]] = {}
-        for position, extent in enumerate(self.ranges):
-            cut = tuple(sharding.index(position) for sharding in self.piece.shardings)
-            same.setdefault((cut, extent), []).append(position)
+        cuts = [tuple(each.index(at) for each in self.piece.shardings) for at in range(len(self.devices))]
+        same = sharers(dict(enumerate(zip(cuts, self.ranges, strict=True))))
         shares = [(positions, self.runs(positions[0])) for positions in same.values()]
         return tuple((tuple(self.devices[p] for p in places), runs) for places, runs in shares if runs)
 

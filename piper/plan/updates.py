@@ -1,12 +1,14 @@
 """What each device updates of a bucket: which elements of its parameters, and so of the optimizer's state."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from piper.ir.devices import Devices
 from piper.ir.sharding import Sharding, whole_sizes
 
+PartT = TypeVar("PartT", bound=Hashable)
 Share = tuple[tuple[int, ...], int]  # a device's slices of the parameters, and the number of its shard
 
 
@@ -81,6 +83,14 @@ class FlatShards:
                 yield piece, start, stop
 
 
+def sharers(shares: Mapping[int, PartT]) -> dict[PartT, list[int]]:
+    """Return the devices that have the same part of something, by part, in their order."""
+    same: dict[PartT, list[int]] = {}
+    for device, part in shares.items():
+        same.setdefault(part, []).append(device)
+    return same
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ownership:
     """Who updates which elements, whatever they are: equal for the buckets of equal layers."""
@@ -101,10 +111,7 @@ class Ownership:
 
     def owners(self) -> dict[Share, list[int]]:
         """Return the devices that update the same elements, by these."""
-        owners: dict[Share, list[int]] = {}
-        for device, share in self.shares().items():
-            owners.setdefault(share, []).append(device)
-        return owners
+        return sharers(self.shares())
 
 
 def held_by_all(devices: Devices) -> Ownership:
@@ -171,7 +178,5 @@ class BucketUpdate(FlatShards):
     @property
     def distinct(self) -> tuple[Devices, ...]:
         """Return the devices that update different elements, in a group for each slice of the parameters."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for (cut, _), devices in self.ownership.owners().items():
-            groups.setdefault(cut, []).append(devices[0])
-        return tuple(map(tuple, groups.values()))
+        firsts = {devices[0]: cut for (cut, _), devices in self.ownership.owners().items()}
+        return tuple(map(tuple, sharers(firsts).values()))
