@@ -177,10 +177,10 @@ class _Check:
         slices: Reference | None = None
         whole = True  # the steps so far equal those of the whole batch, but for buffers
         for number, batch in enumerate(self.batches):
-            got = numbers_of(run, run.step(batch))
             asked = whole
+            single = self._next(wanted) if whole else None  # first: what fails here fails there less clearly
+            got = numbers_of(run, run.step(batch))
             if whole:
-                single = self._next(wanted)
                 if single is not None:
                     self.whole.take(number, compared(got, single), self.buffers)
                 whole = single is not None and self.whole.bad is None
