@@ -1,11 +1,17 @@
 """The space of candidates: what the model, the batch and the devices allow."""
 
+from dataclasses import replace
+
 import numpy as np
 
+from piper.ir.dtypes import JobPrecision
+from piper.simulate.cluster import load_cluster
+from piper.simulate.costs import Roofline
 from piper.tuning.choice import Divide, Recompute, StrategyChoice, directives_of
-from piper.tuning.model import scaled
+from piper.tuning.model import captured_model, scaled
 from piper.tuning.space import Shapes, Sizes, Space, balanced, divisors, grid_of, late, meshes, schedules_of
 from tests.chain import chain
+from tests.tuning.models import JOB
 
 DENSE = Shapes(devices=8, samples=32, layers=8, experts=0, tensor=False, context=False)
 
@@ -126,3 +132,12 @@ def test_an_outline_between_equal_ones_is_the_same() -> None:
 
 def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_the_bytes_of_the_optimizer_count_a_master_copy() -> None:
+    def bytes_in(precision: JobPrecision) -> int:
+        job = replace(JOB, precision=precision)
+        return captured_model(job, Roofline(load_cluster("cpu")), Space(), 2).optimizer_bytes
+
+    plain = bytes_in("fp32")
+    assert bytes_in("bf16") == plain + 4
