@@ -22,15 +22,8 @@ from piper.errors import CaptureError
 
 ROWS, EXPERTS = 1013, 1009  # primes that divide no other size
 BY_EXPERT = ("grouped_mm", "_grouped_mm", "_scaled_grouped_mm")
-SHAPED = (
-    "new_",
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "rand",
-    "bernoulli",
-)  # of an argument only its shape counts
+# Of an argument of these only the shape counts.
+SHAPED = ("new_", "empty", "zeros", "ones", "full", "rand", "bernoulli")
 LOOKUPS = ("index", "index_select", "gather", "embedding")
 WRITES = ("index_add", "index_put", "index_copy", "index_reduce", "scatter", "scatter_add", "scatter_reduce")
 # Operations that combine dimensions which no argument names: the first, the last two, all after the first.
@@ -153,9 +146,8 @@ class _Watch(TorchDispatchMode):
         read = [leaf for leaf in tree_leaves([*given.values()]) if isinstance(leaf, Tensor)]
         if name in ("arange", "randperm"):
             return {"places"} if _along(made[0], ROWS) or _along(made[0], EXPERTS) else set()
-        filled = given.get(
-            "fill_value", given.get("s")
-        )  # of `full`, and of a tensor that is made of a number
+        # of `full`, and of a tensor that is made of a number
+        filled = given.get("fill_value", given.get("s"))
         if isinstance(filled, int | float) and filled and (filled % ROWS == 0 or filled % EXPERTS == 0):
             return {"places"}
         if name in BY_EXPERT or name.startswith(SHAPED):
