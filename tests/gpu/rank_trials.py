@@ -12,6 +12,7 @@ from piper.directives import Directive, average, offload, place, remat, replicat
 from piper.ir.select import at
 from piper.job import Job
 from piper.runtime.worker import Options
+from tests import test_length_moves
 from tests.runtime import (
     averaging,
     divided,
@@ -316,6 +317,18 @@ def expert_blocks(capacity: float, zero: int) -> Job:
     )
 
 
+def by_length(name: str) -> Trial:
+    """Return a trial of strategies for several lengths: the state moves between their layouts."""
+    given = partial(test_length_moves.batches, 6)
+    strategy = test_length_moves.LAYOUTS[name]
+    return Trial(
+        name=f"lengths-{name.replace(' ', '-')}",
+        group="lengths",
+        job=lambda: test_length_moves.job(given(), strategy=strategy),
+        batches=given,
+    )
+
+
 OUTER = {"lr": 0.7, "momentum": 0.5}
 WHOLE = [
     within("mlp", 3),
@@ -332,6 +345,7 @@ WHOLE = [
     two_axes("the sequence"),
     *(of_job(f"clones-zero{zero}", "clones", partial(moving_experts, zero)) for zero in (0, 2)),
     *(of_job(f"blocks-{c:g}-zero{z}", "blocks", partial(expert_blocks, c, z)) for c, z in ((4, 0), (2, 3))),
+    *map(by_length, test_length_moves.LAYOUTS),
     full_update("decoder", "tp2dp2z3", "muon"),
     full_update("decoder", "tp2pp2", "adafactor"),
     full_update("moe", "sp2ep2", "adafactor"),
