@@ -12,7 +12,7 @@ from piper.directives import Directive, average, offload, place, remat, replicat
 from piper.ir.select import at
 from piper.job import Job
 from piper.runtime.worker import Options
-from tests import test_length_moves
+from tests import test_length_moves, test_length_strategies
 from tests.runtime import (
     averaging,
     divided,
@@ -324,7 +324,7 @@ def by_length(name: str) -> Trial:
     return Trial(
         name=f"lengths-{name.replace(' ', '-')}",
         group="lengths",
-        job=lambda: test_length_moves.job(given(), strategy=strategy),
+        job=lambda: test_length_strategies.job(given(), strategy=strategy),
         batches=given,
     )
 
