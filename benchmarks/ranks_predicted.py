@@ -1,6 +1,6 @@
 """How well the simulator predicts whole jobs of four NCCL ranks on one GPU.
 
-    python -m benchmarks.ranks_predicted --out predicted.txt
+    python -m benchmarks.ranks_predicted --profiles build/profiles
     python -m benchmarks.ranks_predicted --device cpu --size tiny --eager --steps 2  # no GPU: that it runs
 
 One job of a model is profiled, and its costs predict others: one schedule from another. Each prediction is
@@ -13,7 +13,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
@@ -26,7 +27,7 @@ from piper.run.launch import launch_local
 from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
 from piper.simulate.calibrate import calibrate
-from piper.simulate.profile import Profile
+from piper.simulate.profile import Profile, write_profile
 from piper.simulate.simulate import simulate
 from piper.train.profiling import profile_of
 
@@ -58,26 +59,31 @@ def main(words: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.set_defaults(steps=10)
+    parser.add_argument("--profiles", type=Path, help="a folder to which the profile of each row is written")
     options = arguments(parser, [*PREDICTED], words)
     said = "benchmarks.ranks_predicted " + " ".join(sys.argv[1:] if words is None else words)
     torch.set_num_threads(1)
     with started(options, said) as (task, _):
         for row in options.rows.split(","):
-            predict_from(task, row)
+            for name, profile in predict_from(task, row):
+                if options.profiles is not None:
+                    write_profile(profile, options.profiles / name)
 
 
-def predict_from(task: Task, row: str) -> None:
-    """Profile a row, and print the predicted and the measured steps of the rows that it predicts."""
+def predict_from(task: Task, row: str) -> Iterator[tuple[str, Profile]]:
+    """Profile a row, print what it predicts beside what is measured, and yield all profiles."""
     program = program_of(task, row)
     profile, driver = profiled(task, row, program)
     costs = calibrate(profile)
     line(row, simulate(program.plans, program.outline, costs).step, profile, driver, "the profiled job")
+    yield row, profile
     for other in PREDICTED[row]:
         program = program_of(task, other)
         step = simulate(program.plans, program.outline, costs).step
         print(f"{task.size:8}{other:16} predicted {step * 1e3:8.1f} ms", flush=True)
         profile, driver = profiled(task, other, program)
         line(other, step, profile, driver, f"from {row}")
+        yield other, profile
 
 
 def line(row: str, step: float, profile: Profile, driver: float, source: str) -> None:
