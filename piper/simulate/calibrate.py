@@ -1,15 +1,15 @@
 """Makes a profile into costs: the time of chunks, copies and communication over all recorded steps."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, field, replace
+from statistics import mean, median
 
 from piper.errors import ConfigError
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plan
 from piper.simulate.cluster import Cluster
 from piper.simulate.dependencies import touched
-from piper.simulate.measured import Line, Measured, line_through, two_features
+from piper.simulate.measured import Line, Measured, by_size, line_through, two_features
 from piper.simulate.profile import ChunkWork, Profile
 from piper.simulate.timeline import Timeline
 
@@ -24,6 +24,7 @@ class MeasuredTimes:
     chunks: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # by chunk and phase
     touches: dict[str, Points] = field(default_factory=dict)
     talks: dict[str, Points] = field(default_factory=dict)
+    late: dict[str, list[float]] = field(default_factory=dict)  # how late communications start, by op
     gaps: list[float] = field(default_factory=list)
     wakes: list[float] = field(default_factory=list)
 
@@ -38,7 +39,9 @@ def calibrate(
 
     On a host, an instruction that computes costs the time for which its thread was computing, so that other
     work of a loaded machine does not count. The simulation models devices that share cores by itself. On an
-    accelerator it costs the time from its start to its end.
+    accelerator it costs the time from its start to its end. There a few communications of a step may start or
+    end late, by more than all the others take: means over a step count these, and their median over steps
+    leaves out the steps that something else has slowed down.
     cluster: gives the cost of the kinds and sizes of communication that the profile does not have.
     """
     samples = MeasuredTimes()
@@ -70,6 +73,7 @@ def calibrate(
         talks={op: line_through(points, any_talk) for op, points in samples.talks.items()},
         any_touch=any_touch,
         any_talk=any_talk,
+        late={op: median(times) for op, times in samples.late.items()},
         gap=median(samples.gaps) if samples.gaps else 0.0,
         wake=median(samples.wakes) if samples.wakes else 0.0,
         cores=cores,
@@ -85,11 +89,19 @@ def samples_of(profile: Profile, into: MeasuredTimes | None = None, *, by_thread
     samples = MeasuredTimes() if into is None else into
     for step in range(profile.count):
         timelines = profile.timelines(step)
+        found = samples if by_thread else replace(samples, talks={}, late={})
         for track in profile.tracks:
             plan, timeline = profile.plans.of(track.device), timelines[track.device]
             host = [row[2] for row in track.steps[step]] if by_thread else None
-            add_spans(samples, plan, timeline, host)
-            add_gaps(samples, plan, timeline)
+            add_spans(found, plan, timeline, host)
+            add_gaps(found, plan, timeline, by_thread=by_thread)
+        if not by_thread:
+            for op, points in found.talks.items():
+                samples.talks.setdefault(op, []).extend(
+                    (size, mean(times)) for size, times in by_size(points)
+                )
+            for op, times in found.late.items():
+                samples.late.setdefault(op, []).append(mean(times))
     return samples
 
 
@@ -109,18 +121,23 @@ def add_spans(samples: MeasuredTimes, plan: Plan, timeline: Timeline, host: list
             samples.touches.setdefault(ins.op, []).append((touched(plan, ins), took))
 
 
-def add_gaps(samples: MeasuredTimes, plan: Plan, timeline: Timeline) -> None:
-    """Add the delay of each instruction after the one that let it start, on its own stream or on another."""
+def add_gaps(samples: MeasuredTimes, plan: Plan, timeline: Timeline, *, by_thread: bool) -> None:
+    """Add the delay of each instruction after the one that let it start, on its own stream or on another.
+
+    On a host a communication is a call like any other. On an accelerator its delays are of their own kind.
+    """
     last: dict[str, int] = {}
     signalled: dict[int, int] = {}
     for place, (ins, span) in enumerate(zip(plan.instrs, timeline.spans, strict=True)):
         turn = span.start - span.waited
         own = timeline.spans[last[ins.stream]].end if ins.stream in last else None
         others = [timeline.spans[signalled[event]].end for event in ins.waits]
-        if own is not None and own >= max(others, default=own):
-            samples.gaps.append(max(0.0, turn - own))
-        elif others:
-            samples.wakes.append(max(0.0, turn - max(others)))
+        before = others if own is None else [own, *others]
+        if before:
+            delays = samples.gaps if own == max(before) else samples.wakes
+            if ins.op in COMMUNICATION and not by_thread:
+                delays = samples.late.setdefault(ins.travels_as, [])
+            delays.append(max(0.0, turn - max(before)))
         last[ins.stream] = place
         if ins.signals is not None:
             signalled[ins.signals] = place

@@ -55,6 +55,7 @@ class Measured:
     talks: Mapping[str, Line] = field(default_factory=dict)  # by op
     any_touch: Line = NOTHING  # of ops that were not measured
     any_talk: Line = NOTHING
+    late: Mapping[str, float] = field(default_factory=dict)  # by op: until a communication starts that could
     gap: float = 0.0  # between an instruction and the next one of its stream
     wake: float = 0.0  # until an instruction starts that waited for another stream, or for a peer
     cores: int = 0
@@ -99,7 +100,7 @@ class Measured:
         line = self.talks.get(op) or self.talks.get(twin) or self.any_talk
         rounds = max(1, len(devices) - 1)
         return Talk(
-            latency=self.gap + line.base * rounds,
+            latency=self.gap + self.late.get(op, 0.0) + line.base * rounds,
             seconds=line.slope * nbytes,
             cores=1.0 if self.cores else 0.0,
         )
@@ -169,6 +170,7 @@ def write_costs(costs: Measured, path: Path) -> None:
         "source": costs.source,
         "cores": costs.cores,
         "node": costs.node,
+        "late_s": costs.late,
         "gap_s": costs.gap,
         "wake_s": costs.wake,
         "per_flop_s": costs.arithmetic,
@@ -199,6 +201,7 @@ def read_costs(path: Path) -> Measured:
             any_talk=talks.pop(""),
             touches=touches,
             talks=talks,
+            late={op: float(seconds) for op, seconds in found.get("late_s", {}).items()},
             gap=float(found["gap_s"]),
             wake=float(found["wake_s"]),
             cores=int(found["cores"]),
@@ -223,10 +226,7 @@ def line_through(points: Sequence[tuple[float, float]], like: Line = NOTHING) ->
     dominates at that size, otherwise its base is kept and the slope fitted. Without points it is the result.
     Points of one size count once, by their median, so that frequent sizes do not outweigh rare ones.
     """
-    by_size: dict[float, list[float]] = {}
-    for size, seconds in points:
-        by_size.setdefault(size, []).append(seconds)
-    joined = [(size, median(times)) for size, times in sorted(by_size.items())]
+    joined = [(size, median(times)) for size, times in by_size(points)]
     joined = [(size, seconds) for size, seconds in joined if seconds > 0]
     if not joined:
         return like
@@ -238,6 +238,14 @@ def line_through(points: Sequence[tuple[float, float]], like: Line = NOTHING) ->
         return Line(base=base, slope=(seconds - base) / size)
     fitted = two_features([(1.0, size, seconds) for size, seconds in joined])
     return Line(base=fitted[0], slope=fitted[1])
+
+
+def by_size(points: Sequence[tuple[float, float]]) -> list[tuple[float, list[float]]]:
+    """Return the seconds that each size took, in order of size."""
+    found: dict[float, list[float]] = {}
+    for size, seconds in points:
+        found.setdefault(size, []).append(seconds)
+    return sorted(found.items())
 
 
 def two_features(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

@@ -52,6 +52,37 @@ def test_costs_of_one_strategy_foretell_others(schedule: Schedule, microbatches:
     assert foretold.step == pytest.approx(truth.step, rel=0.02)
 
 
+def test_communications_of_an_accelerator_that_start_late_count() -> None:
+    """One of four transfers starts 8 ms late: their median delay is 0, and the mean is what a step sees."""
+    plans, outline, _ = pipeline(schedules.one_f_one_b, 4, 8)
+    found = simulate(plans, outline, Roofline(load_cluster("h100")))
+    profile = replace(
+        measured(plans, found, steps=3, scale=1.0),
+        model=fingerprint(outline),
+        works=works_of(outline.chunks),
+        accelerator="cuda",
+    )
+    sent = [ins.node for plan in plans for ins in plan.instrs if ins.op == "send"]
+    late = set(sent[::4])
+
+    def shifted(track: Track) -> Track:
+        instrs = plans.of(track.device).instrs
+        shift = [8e-3 * (ins.op in ("send", "recv") and ins.node in late) for ins in instrs]
+        steps = (
+            tuple((start + by, end + by, host) for (start, end, host), by in zip(step, shift, strict=True))
+            for step in track.steps
+        )
+        return replace(track, steps=tuple(steps))
+
+    slow = replace(profile, tracks=tuple(map(shifted, profile.tracks)))
+    on_time, costs = calibrate(profile), calibrate(slow)
+    assert on_time.late["send"] == on_time.late["recv"] == pytest.approx(0, abs=1e-6)
+    assert costs.late["send"] == pytest.approx(8e-3 * len(late) / len(sent), rel=1e-3)
+    assert simulate(plans, outline, on_time).step == pytest.approx(found.step, rel=0.02)
+    assert simulate(plans, outline, costs).step > found.step + 2 * costs.late["send"]
+    assert not calibrate(replace(slow, accelerator="cpu")).late
+
+
 def test_halves_of_a_backward_come_from_the_whole_and_the_other_way_round() -> None:
     chunk = chain(2, split_cost=(1, 3, 1)).chunks[1]
     costs = Measured(
@@ -116,7 +147,7 @@ def test_a_cluster_says_what_the_profile_does_not() -> None:
 
 
 def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
-    costs, path = calibrated(), tmp_path / "costs.json"
+    costs, path = replace(calibrated(), late={"send": 1e-3}), tmp_path / "costs.json"
     write_costs(costs, path)
     assert read_costs(path) == replace(costs, source=str(path))
 
