@@ -377,4 +377,5 @@ def shared_gpu() -> Iterator[bool]:
                 with set_for_children({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // RANKS)}):
                     yield True
             finally:
-                subprocess.run([control], input="quit\n", text=True, check=False, timeout=60)
+                # Without a limit it would wait for this process, which is its client where it compiles.
+                subprocess.run([control], input="quit -t 10\n", text=True, check=False, timeout=60)
