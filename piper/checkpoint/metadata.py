@@ -9,13 +9,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from piper.checkpoint.json_state import Plain
 from piper.checkpoint.verified_files import BLOCK, DIGEST, FileRecord, digest_of
 from piper.errors import ConfigError
+from piper.ir.json_fields import from_json
 from piper.ir.sharding import FlatRuns
 from piper.version import VERSION as PIPER
 
@@ -165,39 +166,13 @@ def check_seal(text: str, digest: object) -> None:
 
 def record_of(fields: Mapping[str, Any]) -> Record:
     """Return the record in a JSON object, whose digest says that it is as it was written."""
-    trainer = fields["trainer"]
-    return Record(
-        step=fields["step"],
-        seed=fields["seed"],
-        trainer=Trainer(**{name: trainer[name] for name in Trainer.__slots__}),
-        data=cast(Plain, fields["data"]),
-        model={
-            name: Spec(**{**spec, "shape": tuple(spec["shape"])}) for name, spec in fields["model"].items()
-        },
-        moments={
-            name: {key: None if shape is None else tuple(shape) for key, shape in keys.items()}
-            for name, keys in fields["moments"].items()
-        },
-        numbers=fields["numbers"],
-        tensors={
-            key: Stored(
-                dtype=stored["dtype"],
-                size=stored["size"],
-                pieces=tuple(piece_of(*piece) for piece in stored["pieces"]),
-            )
-            for key, stored in fields["tensors"].items()
-        },
-        files={
-            plain_name(name): FileRecord(size=file["size"], digests=tuple(file["digests"]))
-            for name, file in fields["files"].items()
-        },
-        block=fields["block"],
-    )
-
-
-def piece_of(offset: int, length: int, file: str, count: int = 1, stride: int = 0) -> SavedPiece:
-    """Return a piece that a record lists."""
-    return SavedPiece(offset=offset, length=length, file=plain_name(file), count=count, stride=stride)
+    for name in fields["files"]:
+        plain_name(name)
+    record = from_json(Record, fields)
+    for stored in record.tensors.values():
+        for piece in stored.pieces:
+            plain_name(piece.file)
+    return record
 
 
 def plain_name(name: str) -> str:

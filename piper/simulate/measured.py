@@ -13,6 +13,7 @@ from statistics import median
 from piper.errors import CONTENT, ConfigError, file_errors
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.devices import Devices
+from piper.ir.json_fields import from_json, to_json
 from piper.plan.ops import OPS, Op
 from piper.process.files import write_output
 from piper.simulate.cluster import Cluster
@@ -29,8 +30,8 @@ HINT = "make it again: piper profile DIR --calibrate FILE"
 class Line:
     """Seconds as a function of size. Base and slope are at least 0."""
 
-    base: float
-    slope: float
+    base: float = field(metadata={"key": "base_s"})
+    slope: float = field(metadata={"key": "per_byte_s"})
 
     def at(self, size: float) -> float:
         """Return the seconds of a size."""
@@ -47,17 +48,18 @@ class Measured:
     model: str  # what `fingerprint` says of the model
     source: str  # where they were measured
     chunks: Mapping[str, Mapping[str, float]]  # by a chunk's key, then by phase
-    arithmetic: float  # seconds for each unit of arithmetic of chunks that were not measured
-    traffic: float  # and for each byte
+    arithmetic: float = field(metadata={"key": "per_flop_s"})  # of chunks that were not measured
+    traffic: float = field(metadata={"key": "per_byte_s"})
     sizes: Mapping[str, Mapping[str, Line]] = field(default_factory=dict)  # by a chunk's name, then by phase:
     # seconds by arithmetic and bytes together, of chunks that were measured at several microbatch sizes
-    touches: Mapping[str, Line] = field(default_factory=dict)  # by op
-    talks: Mapping[str, Line] = field(default_factory=dict)  # by op
-    any_touch: Line = NOTHING  # of ops that were not measured
-    any_talk: Line = NOTHING
-    late: Mapping[str, float] = field(default_factory=dict)  # by op: until a communication starts that could
-    gap: float = 0.0  # between an instruction and the next one of its stream
-    wake: float = 0.0  # until an instruction starts that waited for another stream, or for a peer
+    touches: Mapping[str, Line] = field(default_factory=dict)  # by op; "": those that were not measured
+    talks: Mapping[str, Line] = field(default_factory=dict)  # likewise
+    late: Mapping[str, float] = field(default_factory=dict, metadata={"key": "late_s"})
+    # ^ by op: until a communication starts that could
+    gap: float = field(default=0.0, metadata={"key": "gap_s"})
+    # ^ between an instruction and the next one of its stream
+    wake: float = field(default=0.0, metadata={"key": "wake_s"})
+    # ^ until an instruction starts that waited for another stream, or for a peer
     cores: int = 0
     node: int = 8
     period: int = 1
@@ -92,12 +94,12 @@ class Measured:
         """Return the seconds of another local instruction, which reads and writes `nbytes` bytes."""
         if op == "compute":  # a backward was measured with the sums that it adds to
             return 0.0
-        return self.gap + self.touches.get(op, self.any_touch).at(nbytes)
+        return self.gap + self.touches.get(op, self.touches.get("", NOTHING)).at(nbytes)
 
     def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
         """Return the cost of a communication, whose latency counts once for each member but one."""
         twin = {"send": "recv", "recv": "send"}.get(op, op)
-        line = self.talks.get(op) or self.talks.get(twin) or self.any_talk
+        line = self.talks.get(op) or self.talks.get(twin) or self.talks.get("", NOTHING)
         rounds = max(1, len(devices) - 1)
         return Talk(
             latency=self.gap + self.late.get(op, 0.0) + line.base * rounds,
@@ -163,23 +165,7 @@ def check_model(costs: Measured, outline: CapturedModel) -> None:
 
 def write_costs(costs: Measured, path: Path) -> None:
     """Write costs to a file."""
-    content = {
-        "piper_costs": FORM,
-        "piper": VERSION,
-        "model": costs.model,
-        "source": costs.source,
-        "cores": costs.cores,
-        "node": costs.node,
-        "late_s": costs.late,
-        "gap_s": costs.gap,
-        "wake_s": costs.wake,
-        "per_flop_s": costs.arithmetic,
-        "per_byte_s": costs.traffic,
-        "chunks": costs.chunks,
-        "touches": written_lines({**costs.touches, "": costs.any_touch}),
-        "talks": written_lines({**costs.talks, "": costs.any_talk}),
-        "sizes": {name: written_lines(by) for name, by in costs.sizes.items()},
-    }
+    content = {"piper_costs": FORM, "piper": VERSION, **to_json(costs)}
     write_output(path, json.dumps(content, indent=1) + "\n", '"piper_costs":', "the costs")
 
 
@@ -189,34 +175,7 @@ def read_costs(path: Path) -> Measured:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["piper_costs"] != FORM:
             raise ValueError(f"it is of form {found['piper_costs']}, not {FORM}")
-        touches, talks = read_lines(found["touches"]), read_lines(found["talks"])
-        return Measured(
-            model=str(found["model"]),
-            source=str(path),
-            chunks={key: {p: float(s) for p, s in by.items()} for key, by in found["chunks"].items()},
-            sizes={name: read_lines(by) for name, by in found.get("sizes", {}).items()},
-            arithmetic=float(found["per_flop_s"]),
-            traffic=float(found["per_byte_s"]),
-            any_touch=touches.pop(""),
-            any_talk=talks.pop(""),
-            touches=touches,
-            talks=talks,
-            late={op: float(seconds) for op, seconds in found.get("late_s", {}).items()},
-            gap=float(found["gap_s"]),
-            wake=float(found["wake_s"]),
-            cores=int(found["cores"]),
-            node=int(found["node"]),
-        )
-
-
-def written_lines(lines: Mapping[str, Line]) -> dict[str, dict[str, float]]:
-    """Return lines as a file of costs has them."""
-    return {name: {"base_s": line.base, "per_byte_s": line.slope} for name, line in lines.items()}
-
-
-def read_lines(found: Mapping[str, Mapping[str, float]]) -> dict[str, Line]:
-    """Read the lines of a file of costs, by name."""
-    return {n: Line(base=float(e["base_s"]), slope=float(e["per_byte_s"])) for n, e in found.items()}
+        return from_json(Measured, {**found, "source": str(path)})
 
 
 def line_through(points: Sequence[tuple[float, float]], like: Line = NOTHING) -> Line:

@@ -13,6 +13,7 @@ from statistics import median
 
 from piper.errors import CONTENT, ConfigError, file_errors
 from piper.ir.chunk import PHASES, CapturedModel, Chunk
+from piper.ir.json_fields import from_json, to_json
 from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Comm, Plans
@@ -170,7 +171,7 @@ def files_of(profile: Profile) -> Iterator[tuple[str, str]]:
         "step_s": [round(profile.seconds(step), DIGITS) for step in range(profile.count)],
         "clock_error_s": profile.error,
         "devices": [track.device for track in profile.tracks],
-        "chunks": {name: {"key": w.key, "phases": dict(w.phases)} for name, w in profile.works.items()},
+        "chunks": to_json(profile.works),
     }
     yield ABOUT, json.dumps(about, indent=1) + "\n"
     yield PLANS, show_plans(profile.plans)
@@ -207,12 +208,6 @@ def read_profile(path: Path) -> Profile:
     with file_errors("this profile cannot be read", folder, hint, *CONTENT):
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         tracks = tuple(read_track(folder / DEVICE.format(device)) for device in about["devices"])
-        works = {
-            name: ChunkWork(
-                key=chunk["key"], phases={p: (int(f), int(b)) for p, (f, b) in chunk["phases"].items()}
-            )
-            for name, chunk in about["chunks"].items()
-        }
         plans = read_plans((folder / PLANS).read_text(encoding="utf-8"), str(folder / PLANS))
         profile = Profile(
             plans=plans,
@@ -222,7 +217,7 @@ def read_profile(path: Path) -> Profile:
             on=about["on"],
             accelerator=about["accelerator"],
             first=about["first_step"],
-            works=works,
+            works={name: from_json(ChunkWork, work) for name, work in about["chunks"].items()},
         )
         check_whole(profile)
         return profile

@@ -13,18 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from piper.errors import CONTENT, file_errors
-from piper.ir.chunk import (
-    PHASES,
-    CapturedModel,
-    Chunk,
-    Kernel,
-    Output,
-    Parameter,
-    PhaseSpec,
-    Tags,
-    TensorSpec,
-)
-from piper.ir.graph import GroupMember, Ordering
+from piper.ir.chunk import PHASES, CapturedModel, PhaseSpec
+from piper.ir.graph import Ordering
+from piper.ir.json_fields import from_json, to_json
 from piper.plan.plan import Plans
 from piper.plan.text import show_plans
 from piper.simulate.costs import type_of
@@ -36,6 +27,7 @@ from piper.view.subject import StrategyLine, Subject
 
 FILE, METRICS = "view.json", "metrics.jsonl"
 FORM = 1  # of the file
+COLUMNS = ("flops", "bytes_moved", "kernels")  # of a phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +97,7 @@ def show_background(background: Provenance, plans: Plans) -> str:
         "source_name": background.source_name,
         "source": background.source,
         "device": background.device,
-        "strategy": [{"title": s.title, "text": s.text, "source": s.source} for s in background.strategy],
+        "strategy": to_json(background.strategy),
         **outline_columns(background.outline),
         "orderings": [
             {"by": o.by, "groups": [[[s.chunk, s.phase, s.part] for s in group] for group in o.groups]}
@@ -164,72 +156,22 @@ def read_background(folder: Path, plans: Plans) -> Provenance | None:
 
 
 def from_object(data: Mapping[str, Any]) -> Provenance:
-    """Build a background from the object in its file."""
+    """Build a background from the object in its file. A chunk has one output, of the type it computes in."""
     nodes: Sequence[str] = data["nodes"]
-    return Provenance(
-        title=str(data["title"]),
-        outline=outline_of(data),
-        orderings=tuple(
-            Ordering(by=ordering["by"], groups=tuple(tuple(map(step_of, g)) for g in ordering["groups"]))
-            for ordering in data["orderings"]
-        ),
-        strategy=tuple(
-            StrategyLine(title=line["title"], text=line["text"], source=line["source"])
-            for line in data["strategy"]
-        ),
-        origins={node: tuple(by) for node, by in zip(nodes, data["origins"], strict=True)},
-        temporal=tuple((nodes[first], nodes[then], by) for first, then, by in data["temporal"]),
-        source=str(data["source"]),
-        source_name=str(data["source_name"]),
-        device=str(data["device"]),
-    )
-
-
-def outline_of(data: Mapping[str, Any]) -> CapturedModel:
-    """Build an outline whose chunks have their costs and annotations, and no values."""
-    chunk, index = data["loss"]
-    return CapturedModel(
-        chunks=tuple(map(chunk_of, data["chunks"])),
-        loss=Output(chunk=chunk, index=index),
-        parameters=tuple(
-            Parameter(name=name, shape=tuple(shape), dtype=dtype) for name, shape, dtype in data["parameters"]
-        ),
-    )
-
-
-def chunk_of(data: Mapping[str, Any]) -> Chunk:
-    """Build a chunk with what costs depend on. Its only output carries the type that it computes in."""
-    return Chunk(
-        name=data["name"],
-        tags=tags_of(data["tags"]),
-        key=data["key"],
-        outputs=(TensorSpec(shape=(), dtype=data["dtype"], nbytes=0),),
-        phases={phase: phase_of(data["phases"][phase]) for phase in PHASES if phase in data["phases"]},
-    )
-
-
-def phase_of(data: Sequence[Any]) -> PhaseSpec:
-    """Build a phase with its costs."""
-    flops, moved, kernels = data
-    return PhaseSpec(
-        flops=int(flops),
-        bytes_moved=int(moved),
-        kernels=tuple(
-            Kernel(kind=kind, dtype=dtype, flops=work, nbytes=nbytes, count=count, shape=tuple(shape))
-            for kind, dtype, work, nbytes, count, shape in kernels
-        ),
-    )
-
-
-def step_of(data: Sequence[Any]) -> GroupMember:
-    """Build a member of an ordered group."""
-    chunk, phase, part = data
-    return GroupMember(chunk=chunk, phase=phase, part=tags_of(part))
-
-
-def tags_of(data: Sequence[Sequence[Any]]) -> Tags:
-    """Build tags from pairs of name and number."""
-    return tuple((str(name), int(number)) for name, number in data)
+    chunks = [
+        {
+            **chunk,
+            "outputs": [{"shape": (), "dtype": chunk["dtype"], "nbytes": 0}],
+            "phases": {name: dict(zip(COLUMNS, row, strict=True)) for name, row in chunk["phases"].items()},
+        }
+        for chunk in data["chunks"]
+    ]
+    rebuilt = {
+        "outline": {"loss": data["loss"], "parameters": data["parameters"], "chunks": chunks},
+        "origins": dict(zip(nodes, data["origins"], strict=True)),
+        "temporal": [(nodes[first], nodes[then], by) for first, then, by in data["temporal"]],
+    }
+    return from_json(Provenance, {**data, **rebuilt})
 
 
 def read_losses(folder: Path) -> tuple[tuple[int, float], ...]:

@@ -293,7 +293,7 @@ EDITS: dict[str, tuple[Edit, str, str]] = {  # the edit, the file that is named,
     "files without digests": (
         resealed(lambda found: found.update(files={k: v["size"] for k, v in found["files"].items()})),
         JSON,
-        "TypeError: 'int' object is not subscriptable",
+        "TypeError: FileRecord is an object, not ",
     ),
     "no seal": (no_seal(2), JSON, "KeyError: 'digest'"),
     "an old version": (no_seal(1), JSON, "it has version 1, and this Piper reads version 2"),
