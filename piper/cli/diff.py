@@ -1,7 +1,7 @@
 """`piper diff`: two strategies, or two saved plans, side by side."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -11,20 +11,20 @@ from rich.console import Console
 from piper.cli.answer import Answer
 from piper.cli.options import ClusterName, CostsFile
 from piper.cli.plan import moved
-from piper.cli.reports import DiffReport, SeatReport, SideReport
+from piper.cli.reports import ChangesReport, DiffReport, SeatReport, ShiftedReport, SideReport
 from piper.ir.chunk import CapturedModel
-from piper.ir.devices import show
+from piper.ir.devices import Devices, show
 from piper.ir.format import percent, seconds, size, table_of
-from piper.plan.plan import Plans
+from piper.plan.plan import Plan, Plans
 from piper.plan.text import read_plans
 from piper.simulate.costs import Unit
-from piper.simulate.difference import Difference, Seat, difference
 from piper.simulate.prices import prices_of
 from piper.simulate.simulate import Simulation, simulate
 from piper.view.provenance import read_background
 
 EITHER = "A recipe, a file that `piper plan --text` wrote, or a run's folder."
 MOST_NODES = 8  # shown of each kind of change
+UNITS = "units"  # the clock of plans alone, which have no costs
 
 
 def diff(
@@ -41,16 +41,14 @@ def diff(
             prices.check(model)
     timed = model_a is not None and model_b is not None
     clock = prices.costs if timed else Unit()
-    compared = Compared(
-        names=(a, b),
-        plans=(plans_a, plans_b),
-        simulations=(simulate(plans_a, model_a, clock), simulate(plans_b, model_b, clock)),
-        difference=difference(plans_a, plans_b),
-        clock=prices.name if timed else "",
-    )
+    report: DiffReport = {
+        "clock": prices.name if timed else UNITS,
+        "a": side_report(a, plans_a, simulate(plans_a, model_a, clock)),
+        "b": side_report(b, plans_b, simulate(plans_b, model_b, clock)),
+        **changes(plans_a, plans_b),
+    }
     return Answer(
-        report=compared_report(compared),
-        show=lambda: print_compared(compared, Console(highlight=False, soft_wrap=True)),
+        report=report, show=lambda: print_compared(report, Console(highlight=False, soft_wrap=True))
     )
 
 
@@ -69,20 +67,10 @@ def plans_and_model(name: str) -> tuple[Plans, CapturedModel | None]:
     return program.plans, program.outline
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """Two sets of plans with a simulated step of each."""
-
-    names: tuple[str, str]
-    plans: tuple[Plans, Plans]
-    simulations: tuple[Simulation, Simulation]
-    difference: Difference
-    clock: str  # the cluster whose seconds are shown; empty: units, because plans alone have no costs
-
-
-def summary(plans: Plans, simulation: Simulation) -> dict[str, float]:
+def side_report(name: str, plans: Plans, simulation: Simulation) -> SideReport:
     """Return the numbers that sum up a step."""
     return {
+        "name": name,
         "devices": len(plans.devices),
         "programs": len(plans),
         "instructions": sum(len(plan.instrs) * len(plan.devices) for plan in plans),
@@ -95,50 +83,96 @@ def summary(plans: Plans, simulation: Simulation) -> dict[str, float]:
     }
 
 
-def compared_report(compared: Compared) -> DiffReport:
-    """Return what `--json` prints."""
-    changes = compared.difference
-    a, b = map(side_report, compared.names, compared.plans, compared.simulations)
+def changes(first: Plans, second: Plans) -> ChangesReport:
+    """Compare plans node by node; nodes are named by what they are, so equal names mean equal work."""
+    before, after = seats(first), seats(second)
     return {
-        "clock": compared.clock or "units",
-        "a": a,
-        "b": b,
-        "only_a": list(changes.gone),
-        "only_b": list(changes.new),
-        "moved": [{"node": m.node, "a": seat(m.before), "b": seat(m.after)} for m in changes.moved],
-        "shifted": [
-            {"node": s.node, "device": s.device, "a": s.before, "b": s.after} for s in changes.shifted
+        "only_a": [node for node in before if node not in after],
+        "only_b": [node for node in after if node not in before],
+        "moved": [
+            {"node": node, "a": seat_report(*seat), "b": seat_report(*after[node])}
+            for node, seat in before.items()
+            if node in after and after[node] != seat
         ],
+        "shifted": [*shifts(first, second)],
     }
 
 
-def side_report(name: str, plans: Plans, simulation: Simulation) -> SideReport:
-    """Return one of both as an object."""
-    return cast(SideReport, {"name": name, **summary(plans, simulation)})
+def seats(plans: Plans) -> dict[str, tuple[Devices, str]]:
+    """Return the devices and the stream of every node; for a transfer, its first stream."""
+    devices: dict[str, dict[int, None]] = {}
+    streams: dict[str, str] = {}
+    for plan in plans:
+        for node in order(plan):
+            devices.setdefault(node, {}).update(dict.fromkeys(plan.devices))
+        for ins in plan.instrs:
+            streams.setdefault(ins.node, ins.stream)
+    return {node: (tuple(sorted(found)), streams[node]) for node, found in devices.items()}
 
 
-def seat(where: Seat) -> SeatReport:
+def seat_report(devices: Devices, stream: str) -> SeatReport:
     """Return where a node runs, as an object."""
-    return {"devices": show(where.devices), "stream": where.stream}
+    return {"devices": show(devices), "stream": stream}
 
 
-def print_compared(compared: Compared, console: Console) -> None:
+def shifts(first: Plans, second: Plans) -> Iterator[ShiftedReport]:
+    """Yield the fewest nodes that must move to make one issue order the other, for a device per program."""
+    there = {device: plan for plan in second for device in plan.devices}
+    for plan in first:
+        device = plan.devices[0]
+        if device in there:
+            left, right = order(plan), order(there[device])
+            common = [node for node in left if node in right]
+            place = {node: i for i, node in enumerate(n for n in right if n in left)}
+            stay = longest_run([place[node] for node in common])
+            for i, node in enumerate(common):
+                if i not in stay:
+                    yield {"node": node, "device": device, "a": i, "b": place[node]}
+
+
+def order(plan: Plan) -> dict[str, None]:
+    """Return the nodes of a plan in issue order."""
+    return dict.fromkeys(ins.node for ins in plan.instrs)
+
+
+def longest_run(places: Sequence[int]) -> set[int]:
+    """Return the indices of a longest increasing subsequence."""
+    ends: list[int] = []  # the smallest last value of an increasing subsequence of each length
+    at: list[int] = []  # its index
+    before: list[int] = []
+    for i, value in enumerate(places):
+        length = bisect_left(ends, value)
+        before.append(at[length - 1] if length else -1)
+        if length == len(ends):
+            ends.append(value)
+            at.append(i)
+        else:
+            ends[length], at[length] = value, i
+    kept: set[int] = set()
+    i = at[-1] if at else -1
+    while i >= 0:
+        kept.add(i)
+        i = before[i]
+    return kept
+
+
+def print_compared(report: DiffReport, console: Console) -> None:
     """Print both side by side, then which nodes moved."""
     table = table_of("", "A", "B", "B / A", left=("",))
-    left, right = (summary(*side) for side in zip(compared.plans, compared.simulations, strict=True))
-    time = seconds if compared.clock else units
+    left, right = (cast("dict[str, float]", side) for side in (report["a"], report["b"]))
+    time = units if report["clock"] == UNITS else seconds
     for label, key, shown in LINES:
         write = time if shown is None else shown
         ratio = f"{right[key] / left[key]:.2f}" if left[key] else ""
         table.add_row(label, write(left[key]), write(right[key]), ratio)
-    console.print(f"A  {compared.names[0]}", markup=False)
-    console.print(f"B  {compared.names[1]}", markup=False)
-    if not compared.clock:
+    console.print(f"A  {report['a']['name']}", markup=False)
+    console.print(f"B  {report['b']['name']}", markup=False)
+    if report["clock"] == UNITS:
         console.print("In units, F = I = W = 1, communication free: plans in a file say no more of costs")
     console.print()
     console.print(table)
     console.print()
-    print_changes(compared.difference, console)
+    print_changes(report, console)
 
 
 def units(value: float) -> str:
@@ -159,21 +193,21 @@ LINES: tuple[tuple[str, str, Callable[[float], str] | None], ...] = (
 )
 
 
-def print_changes(changes: Difference, console: Console) -> None:
+def print_changes(report: DiffReport, console: Console) -> None:
     """Print which nodes are in one only, and which run elsewhere."""
-    moved_nodes = [f"{m.node}: {place(m.before)} -> {place(m.after)}" for m in changes.moved]
-    shifted = [f"{s.node} on device {s.device}: place {s.before} -> {s.after}" for s in changes.shifted]
-    print_some("Only in A", changes.gone, console)
-    print_some("Only in B", changes.new, console)
-    print_some("On other devices, or another stream", moved_nodes, console)
+    moves = [f"{m['node']}: {place(m['a'])} -> {place(m['b'])}" for m in report["moved"]]
+    shifted = [f"{s['node']} on device {s['device']}: place {s['a']} -> {s['b']}" for s in report["shifted"]]
+    print_some("Only in A", report["only_a"], console)
+    print_some("Only in B", report["only_b"], console)
+    print_some("On other devices, or another stream", moves, console)
     print_some("At another place in their device's order", shifted, console)
-    if not (changes.gone or changes.new or changes.moved or changes.shifted):
+    if not (report["only_a"] or report["only_b"] or moves or shifted):
         console.print("Every node runs on the same devices and streams, in the same order")
 
 
-def place(where: Seat) -> str:
+def place(where: SeatReport) -> str:
     """Return where a node runs, in words."""
-    return f"{show(where.devices)} {where.stream}"
+    return f"{where['devices']} {where['stream']}"
 
 
 def print_some(title: str, nodes: Sequence[str], console: Console) -> None:

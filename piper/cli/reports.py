@@ -262,7 +262,7 @@ class MovedReport(TypedDict):
 
 
 class ShiftedReport(TypedDict):
-    """A node at another place in its device's order."""
+    """A node at another place in its device's order, counted among the nodes that it issues in both."""
 
     node: str
     device: int
@@ -270,16 +270,21 @@ class ShiftedReport(TypedDict):
     b: int
 
 
-class DiffReport(TypedDict):
+class ChangesReport(TypedDict):
+    """The nodes that differ from one strategy to the other."""
+
+    only_a: list[str]
+    only_b: list[str]
+    moved: list[MovedReport]
+    shifted: list[ShiftedReport]
+
+
+class DiffReport(ChangesReport):
     """Two strategies compared."""
 
     clock: Note[str, "the cluster, or units"]
     a: SideReport
     b: SideReport
-    only_a: list[str]
-    only_b: list[str]
-    moved: list[MovedReport]
-    shifted: list[ShiftedReport]
 
 
 class SelftestPart(TypedDict):

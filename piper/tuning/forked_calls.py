@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, NoReturn, TypeVar, cast
 
 from piper.errors import WorkerError
 
@@ -93,9 +93,4 @@ def run_beside(call: Callable[[], object], other: Callable[[], T], *, workers: i
     if workers == 1:
         call()
         return None
-    forked = ForkedCall(other)
-    try:
-        call()
-        return forked.result()
-    finally:
-        forked.end()
+    return cast("T | None", run_together([call, other])[1])

@@ -7,16 +7,15 @@ import pytest
 
 from piper import schedules
 from piper.cli import main
+from piper.cli.diff import changes, longest_run
 from piper.plan.text import show_plans
-from piper.simulate.difference import difference, longest_run
 from tests.simulate.pipelines import pipeline
 from tests.simulate.test_simulate import job, step
 
 
 def test_plans_are_like_themselves() -> None:
     plans, _, _ = pipeline(schedules.one_f_one_b, 3, 4)
-    found = difference(plans, plans)
-    assert (found.gone, found.new, found.moved, found.shifted) == ((), (), (), ())
+    assert changes(plans, plans) == {"only_a": [], "only_b": [], "moved": [], "shifted": []}
 
 
 def test_what_is_gone_new_moved_and_shifted() -> None:
@@ -30,23 +29,23 @@ def test_what_is_gone_new_moved_and_shifted() -> None:
         ],
         [step("compute", "f", "x")],
     )
-    found = difference(first, second)
-    assert (found.gone, found.new) == (("d",), ("f",))
-    assert [
-        (m.node, m.before.devices, m.before.stream, m.after.devices, m.after.stream) for m in found.moved
-    ] == [
-        ("c", (0,), "x", (0,), "y"),
-        ("e", (1,), "x", (0,), "x"),
-    ]
-    assert [(s.node, s.device, s.before, s.after) for s in found.shifted] == [("a", 0, 0, 2)]
+    assert changes(first, second) == {
+        "only_a": ["d"],
+        "only_b": ["f"],
+        "moved": [
+            {"node": "c", "a": {"devices": "0", "stream": "x"}, "b": {"devices": "0", "stream": "y"}},
+            {"node": "e", "a": {"devices": "1", "stream": "x"}, "b": {"devices": "0", "stream": "x"}},
+        ],
+        "shifted": [{"node": "a", "device": 0, "a": 0, "b": 2}],
+    }
 
 
 def test_schedules_differ_in_the_order_alone() -> None:
     one, _, _ = pipeline(schedules.one_f_one_b, 2, 4)
     fill, _, _ = pipeline(schedules.gpipe, 2, 4)
-    found = difference(one, fill)
-    assert not found.gone and not found.new and not found.moved
-    assert {s.device for s in found.shifted} == {0, 1}
+    found = changes(one, fill)
+    assert not found["only_a"] and not found["only_b"] and not found["moved"]
+    assert {s["device"] for s in found["shifted"]} == {0, 1}
 
 
 def test_the_longest_rising_part() -> None:

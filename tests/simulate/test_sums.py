@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from piper.cli.diff import longest_run
 from piper.cli.profile import print_rows, rows_of
 from piper.ir.chunk import Chunk, PhaseSpec, TensorSpec
 from piper.ir.ids import Pass, SlotId
@@ -18,7 +19,6 @@ from piper.simulate.calibrate import calibrate
 from piper.simulate.cluster import Cluster, Link
 from piper.simulate.costs import Roofline
 from piper.simulate.dependencies import touched
-from piper.simulate.difference import longest_run
 from piper.simulate.measured import Line, Measured, line_through, share_of, two_features
 from piper.simulate.profile import ChunkWork, Profile, Times, Track
 from piper.simulate.timeline import Span, Timeline
