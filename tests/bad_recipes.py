@@ -151,6 +151,12 @@ def loss_shapes():
 def loss_takes_one():
     return piper.Job(**good(loss=lambda batch: batch["x"].mean()))  # loss_takes_one
 
+def annotates_with_an_index():
+    def loss(model, batch):
+        with piper.annotate("PP", 1):  # annotates_with_an_index
+            return model(batch["x"]).mean()
+    return piper.Job(**good(loss=loss))
+
 def loss_item():
     def loss(model, batch):  # loss_item
         return model(batch["x"]).mean().item()
@@ -521,6 +527,12 @@ error: capture (net.py:<loss_takes_one>): the loss, or the model in it, raised a
   why:   Argument mismatch when attempting to trace function <lambda>.
   batch: x (4, 4)
   hint:  the loss is called as loss(model, batch)
+""",
+    "net.py:annotates_with_an_index": """
+error: capture (net.py:<annotates_with_an_index>): the loss, or the model in it, raised an exception
+  why:   Argument mismatch when attempting to trace function annotate.
+  batch: x (4, 4)
+  hint:  call loss(model(), batch) without Piper to see the whole traceback
 """,
     "net.py:loss_item": """
 error: loss (net.py:<loss_item>): the loss is not a loss

@@ -15,7 +15,13 @@ from torch._guards import TracingContext
 from piper.errors import CaptureError, LossError
 
 _PACKAGE = Path(__file__).parents[1]
-_OURS = (str(_PACKAGE / "capture"), str(_PACKAGE / "experts.py"), str(Path(torch.__file__).parent), "<")
+_OURS = (
+    str(_PACKAGE / "capture"),
+    str(_PACKAGE / "experts.py"),
+    str(Path(torch.__file__).parent),
+    contextlib.__file__,  # it calls what `annotate` decorates
+    "<",
+)
 _NOT_CAPTURED = "the model and its loss cannot be captured"
 _HINT = "the loss must trace as one graph: no branch on a tensor's value, no .item(), no files inside"
 _DRAW = (
@@ -79,10 +85,9 @@ def loss_failed(error: Exception, fields: Iterable[str]) -> CaptureError:
         hint = next((hint for said, hint in _INSTEAD.items() if re.search(said, traced)), _HINT)
         return refused(_NOT_CAPTURED, error, hint=hint, kind=LossError)
     names = ", ".join(map(repr, fields))
-    hints = {
-        "KeyError": f"the batch has {names}: use one of these names, or add the field in data()",
-        "Argument mismatch": "the loss is called as loss(model, batch)",
-    }
+    hints = {"KeyError": f"the batch has {names}: use one of these names, or add the field in data()"}
+    if not any(_is_users(frame) for frame in getattr(error, "real_stack", ())):  # the loss was not entered
+        hints["Argument mismatch"] = "the loss is called as loss(model, batch)"
     hint = hints.get(raised[0], "call loss(model(), batch) without Piper to see the whole traceback")
     return refused("the loss, or the model in it, raised an exception", error, hint=hint, kind=LossError)
 
@@ -112,9 +117,13 @@ def user_line(error: Exception) -> str | None:
     # The traced stack comes first: the interpreter's shows only the tracer.
     for group in (frames[:traced], frames[traced:]):
         for frame in reversed(group):
-            if not frame.filename.startswith(_OURS):
+            if _is_users(frame):
                 return f"{Path(frame.filename).name}:{frame.lineno}"
     return None
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    return not frame.filename.startswith(_OURS)
 
 
 def reason(error: Exception) -> str:
@@ -150,6 +159,6 @@ def node_line(node: torch.fx.Node) -> str:
 def tracing_line() -> str:
     """Return the line of the user's code that a trace is at, for errors: ` (llama.py:41)`, or nothing."""
     for frame in reversed(TracingContext.extract_stack()):
-        if not frame.filename.startswith((*_OURS, contextlib.__file__)):
+        if _is_users(frame):
             return f" ({Path(frame.filename).name}:{frame.lineno})"
     return ""

@@ -6,6 +6,7 @@ knows nothing of captured chunks, plans or hooks. Only random numbers come from 
 plans cut a batch (`slicing.py`).
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -186,14 +187,19 @@ class Reference:
         except ReplayError:
             raise
         except RuntimeError as error:
+            hint = (
+                f"call the loss without Piper, with the model in {self.job.precision}, to see the traceback"
+            )
+            if re.search(r"dtype|datatype|scalar type", str(error)):
+                own = "tensors of your own, such as weights of classes,"
+                hint = f"bring {own} to the type of the logits: weight.to(logits.dtype)"
             raise raised(
                 "the loss fails in plain PyTorch",
                 error,
                 role="loss",
                 thing=self.job.loss,
                 facts={"type": f"the model computes in {self.job.precision}"},
-                hint="bring tensors of your own, such as weights of classes, to the type of the logits: "
-                "weight.to(logits.dtype)",
+                hint=hint,
             ) from error
 
     def _whole(self, batch: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> float:

@@ -72,8 +72,9 @@ class Prepared:
 class Session(SavedWorkers):
     """Workers that hold several programs. Each shape of batches gets one, compiled when first seen."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, repeats: Repeats) -> None:
         super().__init__(group)
+        self.repeats = repeats
         self.plans, self.wanted = self.program.plans, wanted_batch(setup_of(self.program))
         self.first = Prepared(number=0, program=self.program, slicer=BatchSlicer(self.plans), buffers={})
         # by whether it trains, or what it predicts, and by shape
@@ -84,7 +85,6 @@ class Session(SavedWorkers):
         self.unsliced: set[int | None] = set()  # lengths whose strategies cannot slice what is evaluated
         self.preparations = 0  # how many programs workers have been given since they were started
         self.rows: dict[str, tuple[int, ...]] = {}  # of each expert in the last step, by regions with clones
-        self.repeats = Repeats()
         self.busy: dict[int, float] = {}  # seconds that each device computed in the last step, if known
         self.open = True
 

@@ -7,6 +7,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from piper.errors import ConfigError
 from piper.plan.expert_table import ExpertTable, fits
+from piper.run.run_events import Repeats
 from piper.run.session import Session
 from piper.runtime.expert_exchange import TABLES, field_of_tables
 from piper.runtime.setup import ProgramLike
@@ -29,6 +30,7 @@ class Sessions:
         self.program, self.options, self.starter = program, options, starter
         self.done = 0  # steps that are trained, those before a loaded checkpoint included
         self.current: Session | None = None
+        self.repeats = Repeats()  # those before a recovery too: its message comes once
         self.tables: dict[str, ExpertTable] = {}  # of experts, by region. Others are as the plan has them
 
     def begin(self) -> None:
@@ -37,7 +39,7 @@ class Sessions:
 
     def open(self, options: Options) -> Session:
         """Start all workers, and return their session."""
-        return Session(self.starter.start(options))
+        return Session(self.starter.start(options), self.repeats)
 
     @property
     def session(self) -> Session:

@@ -190,16 +190,26 @@ class PlanCells:
                     self.needs[cell] |= sources - {cell}
 
     def timed(self, rows: list[list[int]]) -> Rows:
-        """Return the cells of rows, each after its predecessor in the row and after the cells it needs."""
-        for row in rows:
-            for earlier, later in pairwise(row):
-                self.needs[later].add(earlier)
+        """Return the cells of rows, each after its predecessor in the row and after the cells it needs.
+
+        Cells need each other where a stage runs before and after another one: the first of them waits for its
+        row alone.
+        """
+        previous = {later: earlier for row in rows for earlier, later in pairwise(row)}
+        for later, earlier in previous.items():
+            self.needs[later].add(earlier)
         followers: list[list[int]] = [[] for _ in self.cells]
         for i, before in enumerate(self.needs):
             for j in before:
                 followers[j].append(i)
+        order, waiting = in_order(followers)
+        while waiting:
+            first = min(i for i in waiting if previous.get(i) not in waiting)
+            for j in self.needs[first] & waiting:
+                followers[j].remove(first)
+            order, waiting = in_order(followers)
         starts: list[float] = [0] * len(self.cells)
-        for i in in_order(followers)[0]:
+        for i in order:
             for j in followers[i]:
                 starts[j] = max(starts[j], starts[i] + self.cells[i].cost)
         cells = [

@@ -339,6 +339,19 @@ def test_weights_of_classes_in_another_type_are_named() -> None:
     assert "weight.to(logits.dtype)" in caught.value.hint
 
 
+def test_another_error_of_the_loss_in_fp64_is_not_one_of_types() -> None:
+    def overflows(model: nn.Module, batch: Batch) -> Tensor:
+        scores = model(batch["x"])
+        masked = torch.zeros(4).masked_fill(torch.ones(4) > 0, torch.finfo(scores.dtype).min)
+        result: Tensor = (scores + masked.clamp(min=0)).square().mean()
+        return result
+
+    with pytest.raises(ConfigError) as caught:
+        checked(job(loss=overflows))
+    assert caught.value.facts["why"].endswith("value cannot be converted to type float without overflow")
+    assert caught.value.hint == "call the loss without Piper, with the model in fp64, to see the traceback"
+
+
 # Random numbers.
 
 

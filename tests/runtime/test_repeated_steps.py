@@ -32,6 +32,22 @@ def test_steps_that_are_often_run_again_are_told_once(caplog: pytest.LogCaptureF
             assert fits != any(run.step(batch).repeated for batch in given[:11])
 
 
+def test_steps_before_a_recovery_are_not_told_again(caplog: pytest.LogCaptureFixture) -> None:
+    compiled, passes = moving.program(blocks(1), model=Mixture, data=batches), list[int]()
+    name = next(chunk.name for chunk in compiled.outline.chunks if chunk.kind == "expert")
+
+    def fail_once() -> None:
+        passes.append(1)
+        if len(passes) == 60:  # two devices run twice in each step: in the fifteenth
+            sabotage.fail()
+
+    trapped, events = sabotage.Sabotaged(program=compiled, arg=f"B {name}", act=fail_once), list[Event]()
+    with recovering(trapped, "inline", Options(streams=False), retries=1, notify=events.append) as run:
+        assert all(run.step(batch).repeated for batch in batches(28))
+    assert [event.event for event in events] == ["failure", "recovery"]
+    assert len([record for record in caplog.records if "exceeded" in record.getMessage()]) == 1
+
+
 def test_few_steps_that_are_run_again_are_not_told() -> None:
     repeats, rerun = Repeats(), Sums(numbers={}, repeated=True, fullest=(2.345, 1.5))
     usual = Sums(numbers={})

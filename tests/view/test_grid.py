@@ -11,7 +11,7 @@ from piper.ir.chunk import Batch
 from piper.ir.graph import start
 from piper.ir.select import At
 from piper.schedules.names import NAMES, grid_for
-from piper.view.cells import plan_rows, stage_tags
+from piper.view.cells import of_plans, plan_rows, stage_tags
 from piper.view.text_grid import grid, picture
 from tests.chain import chain
 from tests.lower.lowering import lower
@@ -158,3 +158,22 @@ def test_a_backward_waits_for_the_gradients_of_all_who_read_its_output() -> None
     plans, _ = lower(apply(start(outline), [place(at(PP=stage), [stage]) for stage in range(3)]))
     rows = plan_rows(plans, {chunk.name: chunk.tags for chunk in outline.chunks})
     assert [[cell.start for cell in row] for row in rows] == [[0, 7], [1, 5], [2, 3]]
+
+
+def test_a_stage_that_runs_before_and_after_another_overlaps_no_cell_of_its_row() -> None:
+    """Stage 0 has the first and the last chunk, as where a head is beside its embedding."""
+    drawing = Drawing()
+    first = drawing.chunk("PP=0", (("PP", 0),), [Batch(field="x")], [drawing.param("a", 4)])
+    middle = drawing.chunk("PP=1", (("PP", 1),), [first], [drawing.param("b", 4)])
+    last = drawing.chunk("PP=0 #1", (("PP", 0),), [middle], [drawing.param("c", 4)], outputs=[SCALAR])
+    outline = drawing.outline(last)
+    graph = apply(
+        start(outline), [*(place(at(PP=stage), [stage]) for stage in range(2)), split(at(), parts=2)]
+    )
+    plans, _ = lower(graph)
+    pipeline = of_plans(plans, {chunk.name: chunk.tags for chunk in outline.chunks}, "")
+    assert [[f"{cell.label} {cell.start}" for cell in row] for row in pipeline.rows] == [
+        ["0F0 0", "0F1 1", "0B0 2", "0B1 4"],
+        ["1F0 1", "1F1 2", "1B0 4", "1B1 6"],
+    ]
+    assert pipeline.idle == 1 - 12 / 16
