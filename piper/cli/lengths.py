@@ -7,6 +7,7 @@ from rich.console import Console
 
 from piper.cli.reports import LengthStepReport, MoveReport
 from piper.ir.format import seconds, size, table_of
+from piper.ir.json_fields import to_json
 from piper.simulate.prices import Prices
 from piper.simulate.simulate import simulate
 
@@ -37,16 +38,7 @@ def lengths_of(program: "Program", prices: Prices) -> LengthSteps | None:
         peak = max(memory.peak for memory in simulation.memories)
         limit = limit_of(one.job)
         steps.append({"length": length, "limit": limit, "step_s": simulation.step, "peak_bytes": peak})
-    moves: list[MoveReport] = [
-        {
-            "before": move.before,
-            "after": move.after,
-            "bytes": move.nbytes,
-            "seconds": move.seconds,
-            "peak_bytes": move.peak,
-        }
-        for move in simulated_moves(programs, prices.costs)
-    ]
+    moves: list[MoveReport] = [to_json(move) for move in simulated_moves(programs, prices.costs)]
     usable = min((each for one in programs.values() for each in prices.usable(one.plans)), default=None)
     return LengthSteps(steps=steps, moves=moves, usable=usable)
 

@@ -90,8 +90,7 @@ def plan_report(program: "Program") -> PlanReport:
 def print_plan(program: "Program", console: Console, *, device: int | None, why: bool) -> None:
     """Print the grid, a table of what each device runs, sends and holds, and that the plans are proven."""
     plans = program.plans
-    outermost = {chunk.name: chunk.tags for chunk in program.outline.chunks}
-    tags = stage_tags(outermost, program.graph.orderings)
+    tags = stage_tags(program.outline, program.graph.orderings)
     again = any(ins.again for plan in plans for ins in plan.instrs)
     forwards = f"F forward, {AGAIN} forward again" if again else "F forward"
     console.print(f"Pipeline (stage, pass, part; {forwards}, B backward, I and W its halves)", style="bold")

@@ -1,6 +1,6 @@
 """`piper simulate`: how long a step would take, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -300,16 +300,16 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
         if spent > step * NOTHING:
             console.print(f"  {percent(spent, step):>7}  {seconds(spent):>8}  {kind}", markup=False)
     console.print()
-    stretches = [stretch for stretch in stretches_of(simulated, path) if stretch.seconds > step * NOTHING]
+    stretches = [stretch for stretch in stretches_of(path) if spent_in(stretch) > step * NOTHING]
     shown, hidden = picked(stretches)
     for number, stretch in enumerate(shown):
         if number == hidden:
             console.print(f"  ... {len(stretches) - len(shown)} stretches more: --json has all nodes")
-        more = f" to {stretch.last}, {stretch.count} nodes" if stretch.count > 1 else ""
-        where = f"{seconds(stretch.start):>8}  {seconds(stretch.seconds):>8}  {stretch.devices:8}"
-        console.print(
-            f"  {where} {stretch.what:14} {stretch.first}{more}; {REASONS[stretch.reason]}", markup=False
-        )
+        first, devices = stretch[0], show(simulated.plans.plans[stretch[0].program].devices)
+        what = first.op if first.op in COMMUNICATION else "computes"
+        more = f" to {stretch[-1].node}, {len(stretch)} nodes" if len(stretch) > 1 else ""
+        where = f"{seconds(first.start):>8}  {seconds(spent_in(stretch)):>8}  {devices:8}"
+        console.print(f"  {where} {what:14} {first.node}{more}; {REASONS[first.reason]}", markup=False)
 
 
 def kind_of(link: PathNode) -> str:
@@ -319,44 +319,19 @@ def kind_of(link: PathNode) -> str:
     return AGAIN if link.run.again else link.run.phase
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Consecutive links of the path that all compute or all communicate on one program."""
-
-    devices: str
-    what: str
-    first: str
-    last: str
-    count: int
-    start: float
-    seconds: float
-    reason: str
-
-
-def stretches_of(simulated: SimulatedStep, path: Sequence[PathNode]) -> list[Stretch]:
+def stretches_of(path: Iterable[PathNode]) -> list[list[PathNode]]:
     """Split the path into stretches, each on one program and either computation or communication."""
-    stretches: list[Stretch] = []
-    worth = [link for link in path if link.end > link.start]
-    for (program, computes), links in groupby(
-        worth, key=lambda link: (link.program, link.op not in COMMUNICATION)
-    ):
-        run = list(links)
-        stretches.append(
-            Stretch(
-                devices=show(simulated.plans.plans[program].devices),
-                what="computes" if computes else run[0].op,
-                first=run[0].node,
-                last=run[-1].node,
-                count=len(run),
-                start=run[0].start,
-                seconds=sum(link.end - link.start for link in run),
-                reason=run[0].reason,
-            )
-        )
-    return stretches
+    worth = (link for link in path if link.end > link.start)
+    by = groupby(worth, key=lambda link: (link.program, link.op in COMMUNICATION))
+    return [[*links] for _, links in by]
 
 
-def picked(stretches: Sequence[Stretch]) -> tuple[list[Stretch], int]:
+def spent_in(stretch: Iterable[PathNode]) -> float:
+    """Return the seconds of some links of the path."""
+    return sum(link.end - link.start for link in stretch)
+
+
+def picked(stretches: Sequence[list[PathNode]]) -> tuple[list[list[PathNode]], int]:
     """Return the first and the last stretches, and where the rest is left out. -1: none is left out."""
     if len(stretches) <= MOST_STRETCHES:
         return list(stretches), -1

@@ -14,9 +14,9 @@ from piper.process.files import write_output
 from piper.simulate.prices import prices_of
 from piper.simulate.simulate import Simulation, simulate
 from piper.view.cells import of_plans, stage_tags
-from piper.view.provenance import Provenance, subject_from
+from piper.view.provenance import subject_from
 from piper.view.report import MARK, page
-from piper.view.subject import StrategyLine
+from piper.view.subject import Provenance, StrategyLine
 from piper.view.svg_grid import grid
 
 if TYPE_CHECKING:
@@ -65,15 +65,10 @@ def table_of(program: "Program") -> str:
         cells = (show(plan.devices), str(len(plan.instrs)), size(sent), size(timeline(plan).peak))
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{name}</th>" for name in COLUMNS)
-    drawn = grid(of_plans(program.plans, tags_of(program), "Pipeline", program.graph.orderings))
+    orderings = program.graph.orderings
+    drawn = grid(of_plans(program.plans, stage_tags(program.outline, orderings), "Pipeline", orderings))
     title = escape(line_of(program))
     return f"<div><p>{title}</p><table><tr>{head}</tr>{''.join(rows)}</table>{drawn}</div>"
-
-
-def tags_of(program: "Program") -> dict[str, tuple[tuple[str, int], ...]]:
-    """Return the annotations of each chunk, as stages of a pipeline."""
-    tags = {chunk.name: chunk.tags for chunk in program.outline.chunks}
-    return dict(stage_tags(tags, program.graph.orderings))
 
 
 def simulated(program: "Program", cluster: str | Path | None = None) -> Simulation:

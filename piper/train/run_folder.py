@@ -31,7 +31,8 @@ from piper.recipe import file_and_function
 from piper.run.run_events import Event
 from piper.train.lock import LOCK, read_lock
 from piper.version import VERSION
-from piper.view.provenance import FILE, METRICS, Provenance, show_background
+from piper.view.provenance import FILE, METRICS, show_background
+from piper.view.subject import Provenance
 
 RUNS = "runs"  # where folders without a given name go
 EVALUATIONS, EVENTS, ABOUT = "evaluations.jsonl", "events.jsonl", "run.json"

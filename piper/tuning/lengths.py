@@ -1,14 +1,14 @@
 """`tune_lengths`: searches for a strategy for each length of batches, all over the same parameters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import permutations
+from dataclasses import dataclass, field, replace
+from itertools import islice, permutations
 from pathlib import Path
 
 from piper.checkpoint.moves import moving_plans, peak_while_moving
 from piper.compiler import Program
 from piper.compiler import compile as compile_job
-from piper.data.taking import begin, call_data, take
+from piper.data.taking import batches_of
 from piper.directives import Directive
 from piper.directives.by_length import by_length
 from piper.directives.json import show_strategy
@@ -153,9 +153,9 @@ class SimulatedMove:
 
     before: int
     after: int
-    nbytes: int  # that a device sends or gets
+    nbytes: int = field(metadata={"key": "bytes"})  # that a device sends or gets
     seconds: float
-    peak: int  # bytes that a device has meanwhile
+    peak: int = field(metadata={"key": "peak_bytes"})  # that a device has meanwhile
 
 
 def simulated_moves(programs: Mapping[int, Program], costs: Costs) -> list[SimulatedMove]:
@@ -215,11 +215,7 @@ def first_of_each_length(job: Job, batches: int) -> tuple[dict[int, Batch], dict
     """Return the first batch of each length among those of the data, and the share of each, in order."""
     counts: dict[int, int] = {}
     first: dict[int, Batch] = {}
-    data = begin(call_data(job.data), job.data)
-    for number in range(1, batches + 1):
-        batch = take(data, number, job.data)
-        if batch is None:
-            break
+    for batch in islice(batches_of(job.data), batches):
         rows = padded(batch, job.buckets)
         length = length_of(rows)
         first.setdefault(length, rows)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
-from piper.ir.chunk import Phase, Tags
+from piper.ir.chunk import CapturedModel, Phase, Tags
 from piper.ir.devices import in_words
 from piper.ir.graph import Ordering
 from piper.ir.ids import AGAIN, Pass, SlotId
@@ -257,16 +257,17 @@ def lone_unpaired(row: Iterable[Cell]) -> list[Cell]:
     return [cell if count[cell.pair] > 1 else replace(cell, pair=-1) for cell in cells]
 
 
-def stage_tags(tags: Mapping[str, Tags], orderings: Iterable[Ordering]) -> Mapping[str, Tags]:
+def stage_tags(outline: CapturedModel, orderings: Iterable[Ordering]) -> Mapping[str, Tags]:
     """Return each chunk's tags, with its stage as the outermost where stages are several regions each.
 
-    tags: of each chunk, in topological order. A stage is the regions whose forwards are in the same groups of
+    A stage is the regions whose forwards are in the same groups of
     all orders. Without orders, or where some region is in none, tags stay as they are.
 
     order([at(LAYER=[0, 1], MB=0, PASS="F"), ...]), order([at(LAYER=[2, 3], MB=0, PASS="F"), ...])
     -->
     LAYER=0 and LAYER=1 are stage 0, LAYER=2 and LAYER=3 are stage 1
     """
+    tags = {chunk.name: chunk.tags for chunk in outline.chunks}
     groups: dict[Region, set[tuple[int, int, Tags]]] = {}
     for number, ordering in enumerate(orderings):
         for place, group in enumerate(ordering.groups):

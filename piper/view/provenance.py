@@ -7,14 +7,13 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from piper.errors import CONTENT, file_errors
 from piper.ir.chunk import PHASES, CapturedModel, PhaseSpec
-from piper.ir.graph import Ordering
 from piper.ir.json_fields import from_json, to_json
 from piper.plan.plan import Plans
 from piper.plan.text import show_plans
@@ -22,27 +21,11 @@ from piper.simulate.costs import type_of
 from piper.simulate.prices import Prices
 from piper.simulate.profile import Profile
 from piper.simulate.simulate import simulate
-from piper.view.cells import stage_tags
-from piper.view.subject import StrategyLine, Subject
+from piper.view.subject import Provenance, Subject
 
 FILE, METRICS = "view.json", "metrics.jsonl"
 FORM = 1  # of the file
 COLUMNS = ("flops", "bytes_moved", "kernels")  # of a phase
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """A compiled recipe without its plans. An outline that was read back has only what costs depend on."""
-
-    title: str  # "llama.py:job"
-    outline: CapturedModel
-    orderings: tuple[Ordering, ...] = ()
-    strategy: tuple[StrategyLine, ...] = ()
-    origins: Mapping[str, tuple[int, ...]]  # by node: directives, by number
-    temporal: tuple[tuple[str, str, int], ...] = ()  # earlier node, later node, directive
-    source: str = ""  # the recipe's text
-    source_name: str = ""  # and the name of its file
-    device: str = ""  # the kind of device that it was compiled for
 
 
 def subject_from(
@@ -57,24 +40,16 @@ def subject_from(
     profile, losses: what a run measured.
     """
     prices.check(background.outline)
+    kept = {field.name: getattr(background, field.name) for field in fields(background)}
     return Subject(
-        title=background.title,
+        **kept,
         plans=plans,
         planned=simulate(plans, background.outline, prices.costs),
         usable=prices.usable(plans),
         clock=prices.name,
-        tags=stage_tags(
-            {chunk.name: chunk.tags for chunk in background.outline.chunks}, background.orderings
-        ),
-        orderings=background.orderings,
-        strategy=background.strategy,
-        origins=background.origins,
-        temporal=background.temporal,
         measured=profile.timelines() if profile else {},
         on=profile.on if profile and profile.accelerator == "cpu" else "",
         about=about_run(profile) if profile else "",
-        source=background.source,
-        source_name=background.source_name,
         losses=losses,
     )
 

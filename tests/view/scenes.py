@@ -40,7 +40,7 @@ def subject_of(
         planned=simulate(plans, outline, Roofline(load_cluster("h100"))),
         usable=tuple(load_cluster("h100").usable(communicators_of(plan)) for plan in plans),
         clock="h100",
-        tags={chunk.name: chunk.tags for chunk in outline.chunks},
+        outline=outline,
         orderings=work.graph.orderings,
         strategy=tuple(
             StrategyLine(

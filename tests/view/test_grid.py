@@ -130,7 +130,7 @@ def by_stages(stages: Sequence[At], schedule: Sequence[Directive]) -> str:
     places = [place(stage, [number]) for number, stage in enumerate(stages)]
     graph = apply(start(outline), [*places, split(at(), parts=2), *schedule])
     plans, _ = lower(graph)
-    return grid(plans, stage_tags({chunk.name: chunk.tags for chunk in outline.chunks}, graph.orderings))
+    return grid(plans, stage_tags(outline, graph.orderings))
 
 
 def test_regions_that_a_schedule_always_names_together_are_one_stage() -> None:

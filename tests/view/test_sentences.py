@@ -10,6 +10,7 @@ from piper.simulate.timeline import Span, Timeline
 from piper.view.cells import Cell, Pipeline
 from piper.view.sentences import planned_and_measured, two_idles
 from piper.view.subject import Subject
+from tests.chain import chain
 
 INSTRS = (
     Instr(op="compute", node="F[PP=0]", stream="compute"),
@@ -32,6 +33,8 @@ def subject(devices: tuple[int, ...] = (0, 1), **more: object) -> Subject:
     planned = timeline((0, 0.006), (0.005, 0.008))
     return Subject(
         title="t",
+        outline=chain(1),
+        origins={},
         plans=Plans(plans=(plan,), comms={}, buckets={}, seed=1.0, weighted=False),
         planned=Simulation(
             step=0.01,
