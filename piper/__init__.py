@@ -1,14 +1,11 @@
 """Piper: a model, a few annotations and a short strategy become a proven distributed training program.
 
-Importing this is cheap. Modules that need torch are imported on first use.
+Importing this is cheap: what needs torch, or few scripts use, is imported on first use.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from piper import callbacks as callbacks
-from piper import schedules as schedules
-from piper import strategies as strategies
 from piper.directives import *  # noqa: F403  whose `__all__` is what users write
 from piper.directives.base import known_directives
 from piper.errors import CaptureError as CaptureError
@@ -25,9 +22,12 @@ from piper.job import Job as Job
 from piper.version import VERSION
 
 if TYPE_CHECKING:
+    from piper import callbacks as callbacks
     from piper import checkpoint as checkpoint
     from piper import data as data
     from piper import losses as losses
+    from piper import schedules as schedules
+    from piper import strategies as strategies
     from piper.capture.layers.annotate_layers import annotate_layers as annotate_layers
     from piper.capture.shard.rules import sharding_rule as sharding_rule
     from piper.capture.trace.annotate import annotate as annotate
@@ -62,7 +62,7 @@ NEEDS_TORCH = {
 
 __version__ = VERSION
 _ERRORS = ("CaptureError", "ConfigError", "LaunchError", "PiperError", "ScheduleError", "WorkerError")
-_MODULES = ("checkpoint", "data", "losses")  # they need torch
+_MODULES = ("callbacks", "checkpoint", "data", "losses", "schedules", "strategies")
 _OTHERS = (
     *_MODULES,
     "Buckets",
@@ -71,9 +71,6 @@ _OTHERS = (
     "Evaluate",
     "Job",
     "at",
-    "callbacks",
-    "schedules",
-    "strategies",
 )
 __all__ = sorted((*_ERRORS, *_OTHERS, *NEEDS_TORCH, *known_directives()))
 
