@@ -34,7 +34,11 @@ def explain(state: LoweringState, plans: Plans, name: str) -> str:
         gflop = chunk.phases[node.phase].flops / 1e9
         lines.append(f"  work     {gflop:.3g} GFLOP, {len(chunk.params)} parameters, code {chunk.key[:12]}")
     lines += values(state, node)
-    lines += [f"  after    {text}" for text in orders_before(state, name)]
+    lines += [
+        f"  after    {first} ({'our choice' if by < 0 else state.graph.directives[by]})"
+        for first, then, by in state.temporal
+        if then == name
+    ]
     lines += positions(plans, name)
     return "\n".join(lines)
 
@@ -59,13 +63,6 @@ def values(state: LoweringState, node: Node) -> Iterator[str]:
         users = [name for name in readers.get(value, []) if name != node.name]
         more = f" and {len(users) - MOST_READERS} more" if len(users) > MOST_READERS else ""
         yield f"  writes   {value}" + (f" for {', '.join(users[:MOST_READERS])}{more}" if users else "")
-
-
-def orders_before(state: LoweringState, name: str) -> Iterator[str]:
-    """Yield the nodes that an order places right before this one."""
-    for first, then, by in state.temporal:
-        if then == name:
-            yield f"{first} ({'our choice' if by < 0 else state.graph.directives[by]})"
 
 
 def positions(plans: Plans, name: str) -> Iterator[str]:

@@ -51,22 +51,19 @@ def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[GroupMemb
     if later == {()}:
         yield ordering.groups
         return
+    apart = [[copies(graph, step) for step in group] for group in ordering.groups]
     if len(later) == 1:  # every member was split alike: each microbatch keeps the order
-        axes = later.pop()
-        for indices in itertools.product(*(range(size) for _, size in axes)):
-            part = tuple((axis, i) for (axis, _), i in zip(axes, indices, strict=True))
-            yield tuple(tuple(replace(s, part=(*s.part, *part)) for s in group) for group in ordering.groups)
+        for number in range(len(apart[0][0])):
+            yield tuple(tuple(steps[number] for steps in group) for group in apart)
         return
-    yield tuple(tuple(copy for step in group for copy in copies(graph, step)) for group in ordering.groups)
+    yield tuple(tuple(itertools.chain(*group)) for group in apart)
 
 
-def copies(graph: Graph, step: GroupMember) -> Iterator[GroupMember]:
-    """Yield the copies of a step, one for each microbatch that a later split made of it."""
+def copies(graph: Graph, step: GroupMember) -> list[GroupMember]:
+    """Return the copies of a step, one for each microbatch that a later split made of it."""
     axes = graph.parts[step.chunk][len(step.part) :]
-    for indices in itertools.product(*(range(size) for _, size in axes)):
-        yield replace(
-            step, part=(*step.part, *((axis, i) for (axis, _), i in zip(axes, indices, strict=True)))
-        )
+    ranges = [[(axis, index) for index in range(size)] for axis, size in axes]
+    return [replace(step, part=(*step.part, *part)) for part in itertools.product(*ranges)]
 
 
 def chain_groups(

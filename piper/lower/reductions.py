@@ -147,13 +147,6 @@ def reduce_gradient(
         edit.after(behind, node, rank=place)
 
 
-def gives_all(state: LoweringState, bucket: Bucket, place: int) -> bool:
-    """Return whether a backward gives the gradients of all parameters of a bucket: others can add to them."""
-    run = pass_at(state.sequence, place)
-    given = state.graph.chunks[run.chunk].phases[run.phase].grad_params
-    return all(piece.name in given for piece in bucket.pieces)
-
-
 def reduce_once(edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId]) -> None:
     """Accumulate all gradients on each device, then reduce once."""
     total = bucket.gradient("whole")
@@ -162,7 +155,9 @@ def reduce_once(edit: SequenceEdit, bucket: Bucket, given: dict[int, SlotId]) ->
     each = bucket.itemsize if alone else bucket.precision.sum_itemsize
     edit.values[total] = Slot(nbytes=bucket.numel * each)
     in_place = alone or (not bucket.travels and bucket.precision.sum_dtype == bucket.dtype)
-    in_place = in_place and gives_all(edit.state, bucket, min(given))
+    run = pass_at(edit.sequence, min(given))
+    params = edit.state.graph.chunks[run.chunk].phases[run.phase].grad_params
+    in_place = in_place and all(piece.name in params for piece in bucket.pieces)
     begun: dict[Devices, bool] = {}
     for place, value in given.items():
         if not begun and in_place:  # the first gradient can be added to as it is

@@ -110,7 +110,9 @@ def cycle_error(graph: PrecedenceGraph, stuck: set[int], state: LoweringState) -
         path = shortest_path(graph.followers, then, (first,), stuck, len(best) or len(graph.nodes))
         if path and (not best or len(path) < len(best)):
             best = path
-    best = closed_by_latest(graph, best)
+    # The order of the latest directive closes the cycle.
+    latest = max(range(len(best)), key=lambda i: graph.asked_by.get((best[i - 1], best[i]), -1))
+    best = best[latest:] + best[:latest]
     then, first = best[0], best[-1]
     arrows = [graph.nodes[then].name]
     for a, b in pairwise(best):
@@ -129,12 +131,6 @@ def cycle_error(graph: PrecedenceGraph, stuck: set[int], state: LoweringState) -
         facts=facts,
         hint=f"put {graph.nodes[then].name} first, or order only one of them",
     )
-
-
-def closed_by_latest(graph: PrecedenceGraph, cycle: list[int]) -> list[int]:
-    """Return a cycle rotated so that the order of the latest directive closes it."""
-    first = max(range(len(cycle)), key=lambda i: graph.asked_by.get((cycle[i - 1], cycle[i]), -1))
-    return cycle[first:] + cycle[:first]
 
 
 def on_cycles(graph: PrecedenceGraph, stuck: set[int]) -> set[int]:

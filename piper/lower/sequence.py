@@ -106,7 +106,8 @@ def joint_runs(runs: Iterable[UseRun], by: Callable[[UseRun], int]) -> Iterator[
     current: list[UseRun] = []
     for run in sorted(runs, key=by):
         for other in current:
-            between = (between_places(each.computes, by(other), by(run)) for each in (other, run))
+            places = (other.computes, run.computes)
+            between = (bisect_left(each, by(run)) - bisect_right(each, by(other)) for each in places)
             if run.devices == other.devices or max(between) > PATIENCE:
                 yield current
                 current = []
@@ -114,8 +115,3 @@ def joint_runs(runs: Iterable[UseRun], by: Callable[[UseRun], int]) -> Iterator[
         current.append(run)
     if current:
         yield current
-
-
-def between_places(places: Sequence[int], low: int, high: int) -> int:
-    """Return how many of some places, in order, lie between two."""
-    return bisect_left(places, high) - bisect_right(places, low)

@@ -8,7 +8,7 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import ROUTED, Chunk, Tags
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, inputs_from_chunks
-from piper.ir.mesh import REPLICAS, Mesh
+from piper.ir.mesh import REPLICAS
 from piper.ir.node import Compute
 from piper.lower.placements import ChunkPlacement, layouts_of, placements_of, spread
 from piper.lower.state import LoweringState
@@ -182,7 +182,9 @@ def check_sets(graph: Graph) -> None:
     for chunk, sets in spread(graph).items():
         mine = [node for node in graph.nodes.values() if node.chunk == chunk]
         first, *others = nodes = [next(node for node in mine if node.devices == devices) for devices in sets]
-        groups = {group for node in nodes for group in same_samples(graph.mesh(node))}
+        groups: set[Devices] = set()  # that share samples or shard experts together: they are no replicas
+        for mesh in map(graph.mesh, nodes):
+            groups.update(mesh.distinct_along(*(axis.name for axis in mesh.axes if axis.name in REPLICAS)))
         for node in others:
             facts = {each.name: f"on {show(each.devices)}" for each in (first, node)}
             if len(node.devices) != len(first.devices):
@@ -200,11 +202,6 @@ def check_sets(graph: Graph) -> None:
                     facts=facts,
                     hint="put each device into the same group, at the same place, for all microbatches",
                 )
-
-
-def same_samples(mesh: Mesh) -> tuple[Devices, ...]:
-    """Return the groups of devices that share samples or shard experts together: they are no replicas."""
-    return mesh.distinct_along(*(axis.name for axis in mesh.axes if axis.name in REPLICAS))
 
 
 def check_expert_regions(graph: Graph) -> None:

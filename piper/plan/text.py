@@ -217,11 +217,6 @@ def form_of(kind: Any) -> tuple[Callable[[Any], str], Reader]:  # noqa: ANN401  
     return show_words, lambda text: read_words(record, iter(text.split(" ")))
 
 
-def show_elsewhere(placements: Mapping[Tags, Devices]) -> str:
-    """Write the microbatches that run on other devices than the first ones of their chunk."""
-    return AND.join(f"{show_pairs(part)}@{show(devices)}" for part, devices in placements.items())
-
-
 def read_elsewhere(text: str) -> dict[Tags, Devices]:
     """Read the microbatches that run on other devices than the first ones of their chunk."""
     cut = (each.rpartition("@") for each in text.split(AND))
@@ -242,7 +237,10 @@ FORMS: Mapping[object, tuple[Callable[[Any], str], Reader]] = {  # by a field's 
     SETS: (lambda groups: AND.join(map(show, groups)), lambda text: tuple(map(parse, names(text)))),
     Tags: (show_pairs, pairs),
     Mapping[str, int]: (lambda axes: show_pairs(tuple(axes.items())), lambda text: dict(pairs(text))),
-    Mapping[Tags, Devices]: (show_elsewhere, read_elsewhere),
+    Mapping[Tags, Devices]: (
+        lambda placed: AND.join(f"{show_pairs(part)}@{show(devices)}" for part, devices in placed.items()),
+        read_elsewhere,
+    ),
     Sharding: (lambda held: show_shardings([held]), read_sharding),
     tuple[Sharding, ...]: (show_shardings, read_shardings),
     Collective: (show_collective, read_collective),
