@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import torch
 from torch import fx
-from torch.fx.node import Argument
 
 from piper.capture.shard.axis_sharding import NoRuleError
-from piper.capture.shard.shape_rules import argument, number, of_sharded, operand
+from piper.capture.shard.shape_rules import number, of_sharded, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.capture.trace.effects import argument
 from piper.ir.sharding import REPLICATE, Shard
 
 Worked = Callable[
@@ -50,20 +50,14 @@ def along(worked: Worked) -> Rule:
     return apply
 
 
-KEYWORD = 99  # the position of an argument that is given by name alone
-
-
-def named(position: int, name: str = "dim", default: Argument = None) -> Worked:
-    """Return what an argument names: one dimension or several; none or an empty list are all of them."""
-
-    def worked(node: fx.Node, rank: int) -> set[int]:
-        dims = argument(node, position, name, default)
-        if dims is None or dims == []:
-            return set(range(rank))
-        each = dims if isinstance(dims, list | tuple) else [dims]
-        return {number(dim) % rank for dim in each}
-
-    return worked
+def named(node: fx.Node, rank: int) -> set[int]:
+    """Return the dimensions that an argument names; none or an empty list are all of them."""
+    values = (argument(node, name) for name in ("dim", "dims", "dimension"))
+    dims = next((given for given in values if given is not None), None)
+    if dims is None or dims == []:
+        return set(range(rank))
+    each = dims if isinstance(dims, list | tuple) else [dims]
+    return {number(dim) % rank for dim in each}
 
 
 def matrices(_: fx.Node, rank: int) -> set[int]:
@@ -99,34 +93,27 @@ def repeated(d: Sharder, node: fx.Node, x: fx.Node, have: Shard) -> None:
 @of_sharded
 def glu(d: Sharder, node: fx.Node, x: fx.Node, have: Shard) -> None:
     """Multiply half of a dimension by gates in its other half: a sharded one is sharded half by half."""
-    dim = number(argument(node, 1, "dim", -1)) % len(d.shape(x))
+    dim = number(argument(node, "dim")) % len(d.shape(x))
     if have.dim == dim and (have.blocks % 2 or have.zigzag):
         raise NoRuleError("its two halves lie on different devices")
     layout = replace(have, blocks=have.blocks // 2) if have.dim == dim else have
     d.done(node, d.replay(node), layout)
 
 
-LAST = named(2, default=-1)  # of operations with another argument before the dimension
 ALONG: dict[object, Worked] = {
-    **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.amin.default), named(1)),
-    **dict.fromkeys((aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction), named(1)),
-    **dict.fromkeys((aten.max.dim, aten.min.dim, aten.median.dim, aten.prod.dim_int), named(1)),
-    **dict.fromkeys((aten.any.dim, aten.all.dim, aten.logsumexp.default), named(1)),
-    aten.kthvalue.default: LAST,
-    aten.cosine_similarity.default: named(2, default=1),
-    aten.linalg_vector_norm.default: named(2),
-    **dict.fromkeys((aten.sort.default, aten.argsort.default), named(1, default=-1)),
-    **dict.fromkeys((aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default), named(1)),
-    **dict.fromkeys((aten.index_select.default, aten.flip.default), named(1, "dims")),
+    **dict.fromkeys((aten.argmax.default, aten.argmin.default, aten.amin.default), named),
+    **dict.fromkeys((aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction), named),
+    **dict.fromkeys((aten.max.dim, aten.min.dim, aten.median.dim, aten.prod.dim_int), named),
+    **dict.fromkeys((aten.any.dim, aten.all.dim, aten.logsumexp.default), named),
+    **dict.fromkeys((aten.kthvalue.default, aten.topk.default, aten.cosine_similarity.default), named),
+    **dict.fromkeys((aten.linalg_vector_norm.default, aten.index_select.default), named),
+    **dict.fromkeys((aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default), named),
+    **dict.fromkeys((aten.flip.default, aten.roll.default, aten.unfold.default), named),
+    aten.repeat_interleave.self_int: named,
     **dict.fromkeys((aten.tril.default, aten.triu.default, aten.linalg_qr.default), matrices),
     **dict.fromkeys((aten._linalg_eigh.default, aten._linalg_svd.default), matrices),
     **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default), trailing),
     **dict.fromkeys((aten.pad.default, aten.constant_pad_nd.default), padded),
-    aten.sort.stable: named(KEYWORD, default=-1),
-    aten.topk.default: LAST,
-    aten.roll.default: named(2, "dims"),
-    aten.repeat_interleave.self_int: named(2),
-    aten.unfold.default: named(1, "dimension"),
 }
 RULES: dict[object, Rule] = {
     **{target: along(worked) for target, worked in ALONG.items()},

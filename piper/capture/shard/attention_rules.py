@@ -24,9 +24,8 @@ from piper.capture.shard.flex_attention import FLEX
 from piper.capture.shard.layout import CopiedShard, change, divides
 from piper.capture.shard.loss_rules import softmax
 from piper.capture.shard.reshapes import RESHAPES, value_of
-from piper.capture.shard.shape_rules import argument
 from piper.capture.shard.sharder import Rule, Sharder, aten
-from piper.capture.trace.effects import draws
+from piper.capture.trace.effects import argument, draws
 from piper.capture.trace.graph_walks import upstream
 from piper.ir.chunk import Collective
 from piper.ir.sharding import REPLICATE, Shard
@@ -99,7 +98,7 @@ def _attend(
     mask = mask or mask_of(d, node, have)
     if draws(node):
         return _attend_and_drop(d, node, local, have, mask)
-    causal = bool(argument(node, 5, "is_causal", False)) and mask is None
+    causal = bool(argument(node, "is_causal")) and mask is None
     kwargs: dict[str, Argument] = {n: node.kwargs[n] for n in ("scale", "enable_gqa") if n in node.kwargs}
     return d.emit(node.target, (*local, mask, 0.0, causal), kwargs)
 
@@ -115,7 +114,7 @@ def _by_queries(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Sh
         return
     if not is_causal(node) or have.blocks > 1 or lengths[0] != lengths[1] or draws(node):
         rows = None
-        if argument(node, 5, "is_causal", False):
+        if argument(node, "is_causal"):
             rows = d.take(causal_mask(d, *lengths), have.at(0))
         local = [own, d.to(key, REPLICATE, varies=True), d.to(value, REPLICATE, varies=True)]
         d.done(node, _attend(d, node, local, have, rows), have)
@@ -139,7 +138,7 @@ def _attend_and_drop(
         key, value = (d.emit(aten.repeat_interleave.self_int, (x, groups, 1)) for x in (key, value))
     products = d.emit(aten.matmul.default, (query, d.emit(aten.transpose.int, (key, -2, -1))))
     scores = d.emit(aten.mul.Scalar, (products, scale_of(d, node)))
-    if mask is None and argument(node, 5, "is_causal", False):
+    if mask is None and argument(node, "is_causal"):
         mask = causal_mask(d, _size(scores, -2), _size(scores, -1))
     if mask is not None and mask.meta["example_value"].is_floating_point():
         scores = d.emit(aten.add.Tensor, (scores, mask))
@@ -151,14 +150,14 @@ def _attend_and_drop(
     shape[have.dim] *= d.degree
     options: dict[str, Argument] = {"dtype": example.dtype, "device": example.device}
     ones = d.emit(aten.ones.default, (list(node.meta.get(WEIGHTS, shape)),), options)
-    drawn = d.emit(aten.dropout.default, (ones, argument(node, 4, "dropout_p", 0.0), True))
+    drawn = d.emit(aten.dropout.default, (ones, argument(node, "dropout_p"), True))
     own = d.take(d.emit(aten.reshape.default, (drawn, shape)), have)
     return d.emit(aten.matmul.default, (d.emit(aten.mul.Tensor, (weights, own)), value))
 
 
 def mask_of(d: Sharder, node: fx.Node, have: Shard) -> fx.Node | None:
     """Return a device's part of the mask that attention is given, if it is given one."""
-    given = argument(node, 3, "attn_mask")
+    given = argument(node, "attn_mask")
     if not isinstance(given, fx.Node):
         return None
     return d.to(given, aligned(d, given, have, ATTENTION_RANK), varies=True)
@@ -262,7 +261,7 @@ def _ring_mask(d: Sharder, node: fx.Node, have: Shard) -> tuple[bool, fx.Node | 
         if flex_attention.changes_scores(d, node):
             raise NoRuleError("a ring does not change scores, as its score_mod does", OTHERWISE)
         return False, flex_attention.mask_rows(d, node, have)
-    given = argument(node, 3, "attn_mask")
+    given = argument(node, "attn_mask")
     if is_causal(node) or not isinstance(given, fx.Node):
         return is_causal(node), None
     if d.trains(d.local[given]):
@@ -272,9 +271,9 @@ def _ring_mask(d: Sharder, node: fx.Node, have: Shard) -> tuple[bool, fx.Node | 
 
 def is_causal(node: fx.Node) -> bool:
     """Return whether each query sees the keys up to its own place, by a flag or by a mask that says so."""
-    mask = argument(node, 3, "attn_mask")
+    mask = argument(node, "attn_mask")
     if not isinstance(mask, fx.Node):
-        return bool(argument(node, 5, "is_causal", False))
+        return bool(argument(node, "is_causal"))
     if CAUSAL not in mask.meta:
         mask.meta[CAUSAL] = _is_causal_mask(mask)
     return bool(mask.meta[CAUSAL])

@@ -10,8 +10,9 @@ from piper.capture.shard.along_rules import named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.dtensor_rules import verified
 from piper.capture.shard.reshapes import value_of
-from piper.capture.shard.shape_rules import argument, getitem, operand
+from piper.capture.shard.shape_rules import getitem, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.capture.trace.effects import argument
 from piper.ir.sharding import REPLICATE, Partial, Placement, Shard
 
 ADDS = frozenset((aten.add.Tensor, aten.sub.Tensor))
@@ -124,7 +125,7 @@ def _keeps_fractions(node: fx.Node) -> bool:
 def linear(d: Sharder, node: fx.Node) -> None:
     """Multiply by a weight of [out, in]: sharded outputs need whole inputs, sharded inputs give a sum."""
     x, weight = node.args[0], node.args[1]
-    bias = argument(node, 2, "bias")
+    bias = argument(node, "bias")
     assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
     _product(d, node, x, weight, bias if isinstance(bias, fx.Node) else None, out_dim=0)
 
@@ -230,7 +231,7 @@ def reduction(d: Sharder, node: fx.Node) -> None:
     if not isinstance(have, Shard):
         d.plain(node)
         return
-    dims = sorted(named(1)(node, len(d.shape(x))))
+    dims = sorted(named(node, len(d.shape(x))))
     keep = len(d.shape(node)) == len(d.shape(x))
     result = d.replay(node)
     if have.dim not in dims:

@@ -5,8 +5,9 @@ from torch import fx
 
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import aligned, spread
-from piper.capture.shard.shape_rules import argument, number, operand
+from piper.capture.shard.shape_rules import number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.capture.trace.effects import argument
 from piper.ir.sharding import REPLICATE, Partial, Shard
 
 
@@ -17,7 +18,7 @@ def embedding(d: Sharder, node: fx.Node) -> None:
     if d.whole(node):
         return
     have, given = d.layout(table), d.layout(index)
-    rest = (argument(node, 2, "padding_idx", -1), argument(node, 3, "scale_grad_by_freq", False))
+    rest = (argument(node, "padding_idx"), argument(node, "scale_grad_by_freq"))
     if rest[1] and (given != REPLICATE or have not in (REPLICATE, Shard(1))):
         raise NoRuleError("how often an index occurs, by which it scales gradients, is not counted")
     if have == REPLICATE:

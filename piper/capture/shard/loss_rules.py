@@ -13,8 +13,9 @@ from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import CASTS, together
 from piper.capture.shard.lookup_rules import from_own_first, masked, own_rows
 from piper.capture.shard.reshapes import RESHAPES
-from piper.capture.shard.shape_rules import argument, number, operand
+from piper.capture.shard.shape_rules import number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.capture.trace.effects import argument
 from piper.ir.sharding import REPLICATE, Partial, Shard
 
 
@@ -34,8 +35,7 @@ def softmax(d: Sharder, node: fx.Node) -> None:
         result = d.emit(aten.sub.Tensor, (local, d.emit(aten.log.default, (total,))))
     else:
         result = d.emit(aten.div.Tensor, (d.emit(aten.exp.default, (local,)), total))
-    dtype = argument(node, 2, "dtype")
-    if dtype is not None and not isinstance(dtype, bool):
+    if argument(node, "dtype") is not None:
         raise NoRuleError("it changes its type on the way")
     d.done(node, result, have)
 
@@ -44,9 +44,9 @@ def logsumexp(d: Sharder, node: fx.Node) -> None:
     """Add up exponentials over a dimension that is whole, or over the sharded one alone."""
     x = operand(node)
     have = d.settle(x)
-    dims = named(1)(node, len(d.shape(x)))
+    dims = named(node, len(d.shape(x)))
     if not isinstance(have, Shard) or dims != {have.dim}:
-        along(named(1))(d, node)
+        along(named)(d, node)
         return
     _, total, largest = _exponentials(d, x, have.dim, varies=False)
     result = d.emit(aten.add.Tensor, (d.emit(aten.log.default, (total,)), largest))
@@ -95,10 +95,10 @@ def cross_entropy(d: Sharder, node: fx.Node) -> None:
     logits, labels = node.args[0], node.args[1]
     assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
     have = d.settle(logits)
-    weight, smoothing = argument(node, 2, "weight"), argument(node, 5, "label_smoothing", 0.0)
+    weight, smoothing = argument(node, "weight"), argument(node, "label_smoothing", 0.0)
     assert isinstance(smoothing, int | float)
-    reduction = number(argument(node, 3, "reduction", 1), 1)
-    ignored = number(argument(node, 4, "ignore_index", -100), -100)
+    reduction = number(argument(node, "reduction"), 1)
+    ignored = number(argument(node, "ignore_index"))
     if not isinstance(have, Shard):
         if isinstance(d.layout(labels), Shard):
             raise NoRuleError("its labels are sharded, its logits are not")
@@ -287,7 +287,7 @@ def compared(position: int) -> Rule:
         if layout is None:
             d.plain(node)
             return
-        reduction = number(argument(node, position, "reduction", 1), 1)
+        reduction = number(argument(node, "reduction"), 1)
         args, kwargs = list(map_arg(node.args, local.__getitem__)), dict(node.kwargs)
         if len(args) > position:
             args[position] = 0

@@ -42,7 +42,7 @@ def or_all_rows(rule: Rule) -> Rule:
 def scatter_add(d: Sharder, node: fx.Node) -> None:
     """Add up along a dimension: along the sharded one every device has a term."""
     try:
-        along(named(1))(d, node)
+        along(named)(d, node)
     except NoRuleError:
         own_order_rules.add_up(d, node)
 

@@ -11,6 +11,7 @@ from piper.capture.shard.axis_sharding import NoRuleError, UnevenError
 from piper.capture.shard.layout import local_shape, reshaped, slices_of
 from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.capture.trace.effects import argument
 from piper.capture.trace.markers import collective, how_of
 from piper.ir.chunk import Collective
 from piper.ir.sharding import Partial, Shard
@@ -31,11 +32,6 @@ def number(value: Argument, default: int = 0) -> int:
         return default
     assert isinstance(value, int)
     return value
-
-
-def argument(node: fx.Node, position: int, name: str, default: Argument = None) -> Argument:
-    """Return an argument by position or by name."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def of_sharded(rule: ShardedRule) -> Rule:
@@ -134,14 +130,14 @@ def piece(d: Sharder, size: int, have: Shard, start: int, length: int) -> tuple[
 def slice_(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
     """Take a run of elements of one dimension."""
     shape = d.shape(source)
-    dim = number(argument(node, 1, "dim", 0)) % len(shape)
+    dim = number(argument(node, "dim")) % len(shape)
     if dim != have.dim:
         d.done(node, d.replay(node), have)
         return
     size = shape[dim]
-    if number(argument(node, 4, "step", 1), 1) != 1:
+    if number(argument(node, "step")) != 1:
         raise NoRuleError("it takes every few elements of a sharded dimension")
-    start = number(argument(node, 2, "start", 0))
+    start = number(argument(node, "start"))
     start = max(0, start + size) if start < 0 else min(start, size)
     layout, first, length = piece(d, size, have, start, d.shape(node)[dim])
     local = d.emit(aten.slice.Tensor, (d.local[source], dim, first, first + length))
@@ -151,7 +147,7 @@ def slice_(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
 @moves
 def select(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
     """Take one index of a dimension that is not sharded, or each of them."""
-    dim = number(argument(node, 1, "dim", 0)) % len(d.shape(source))
+    dim = number(argument(node, "dim")) % len(d.shape(source))
     if dim == have.dim:
         apart = node.target is aten.unbind.int
         what = "a sharded dimension apart" if apart else "one element of a sharded dimension"
@@ -163,7 +159,7 @@ def select(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
 def split(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
     """Split into several values: along another dimension, or into whole blocks of the sharded one."""
     shape = d.shape(source)
-    dim = number(argument(node, 2, "dim", 0)) % len(shape)
+    dim = number(argument(node, "dim")) % len(shape)
     parts = value_of(node)
     assert isinstance(parts, tuple | list)
     if dim != have.dim:
@@ -201,7 +197,7 @@ def cat(d: Sharder, node: fx.Node) -> None:
     parts = [s for s in sources if isinstance(s, fx.Node) and (d.shape(s) != (0,) or len(d.shape(node)) == 1)]
     layouts = [layout for part in parts if isinstance(layout := d.settle(part), Shard)]
     rank, stacked = len(d.shape(parts[0])), node.target is aten.stack.default
-    dim = number(argument(node, 1, "dim", 0)) % (rank + stacked)
+    dim = number(argument(node, "dim")) % (rank + stacked)
     if not layouts:
         d.plain(node)
         return

@@ -4,11 +4,12 @@ import functools
 import inspect
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.fx.node import Argument
 from torch.utils._pytree import tree_leaves
 
 # By identity: `operator.and_` has a name that ends as those of torch's writes do, and writes nothing
@@ -106,23 +107,30 @@ def _drops_between_layers(node: fx.Node) -> bool:
     return bool(training) and bool(dropout != 0.0)
 
 
-def argument(node: fx.Node, name: str, default: object = None) -> object:
-    """Return an argument of a function by name, whether it was passed by position or by keyword."""
+def argument(node: fx.Node, name: str, default: Argument = None) -> Argument:
+    """Return an argument of a function by name, whether it was passed by position or by keyword.
+
+    default: where it was not passed. An operation of ATen has its own, if it has that parameter.
+    """
     if name in node.kwargs:
         return node.kwargs[name]
+    known: Mapping[str, Argument] = {}
     if inspect.isfunction(node.target) or isinstance(node.target, torch._ops.OpOverload):
-        names = _parameters(node.target)
-        position = names.index(name) if name in names else len(node.args)
+        known = _parameters(node.target)
+        position = [*known].index(name) if name in known else len(node.args)
     else:
         position = _POSITIONS.get((name_of(node), name), len(node.args))
-    return node.args[position] if position < len(node.args) else default
+    if position < len(node.args):
+        return node.args[position]
+    return default if known.get(name) is None else known[name]
 
 
 @functools.cache
-def _parameters(function: Callable[..., object]) -> Sequence[str]:
+def _parameters(function: Callable[..., object]) -> Mapping[str, Argument]:
+    """Return the parameters of a function in order, with the defaults of an operation of ATen."""
     if isinstance(function, torch._ops.OpOverload):
-        return tuple(each.name for each in function._schema.arguments)
-    return tuple(inspect.signature(function).parameters)
+        return {each.name: each.default_value for each in function._schema.arguments}
+    return dict.fromkeys(inspect.signature(function).parameters)
 
 
 @functools.cache  # a graph of many layers asks for few operators many times
