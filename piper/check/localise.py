@@ -15,7 +15,7 @@ from torch import Tensor
 from piper.check.distance import distance
 from piper.check.reference import Reference
 from piper.check.slicing import Slice, take
-from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, Output, Source, Tags
+from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, Output, Source, Tags
 from piper.ir.ids import Pass, Phase, SlotId
 from piper.ir.sharding import UNSHARDED, Sharding
 from piper.runtime.batch import as_run, wanted_batch
@@ -106,7 +106,7 @@ class Chunkwise:
                 return self.constants[name]
             case Output(chunk=chunk, index=index):
                 return walk.outputs[chunk, index]
-            case AxisPosition() | HostPlace():
+            case AxisPosition():
                 raise AssertionError("sharded models are not run chunk by chunk")
 
     def _forward(self, walk: Walk, chunk: Chunk) -> None:

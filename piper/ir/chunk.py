@@ -60,16 +60,10 @@ class AxisPosition:
     """An input that is the position of a device in its group along an axis, from 0."""
 
     axis: str
+    on_host: bool = False  # in memory of the host: it decides what runs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostPlace:
-    """An input that is the position of a device in its group, in memory of the host: it decides what runs."""
-
-    axis: str
-
-
-Source = Batch | Output | Constant | AxisPosition | HostPlace
+Source = Batch | Output | Constant | AxisPosition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Transfers between devices: activations to their readers, gradients back, summed where they arrive."""
 
 from piper.errors import ScheduleError
-from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, TensorSpec
+from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, TensorSpec
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, SlotKind, constant_slot
 from piper.ir.node import Add, Transfer
@@ -31,8 +31,8 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
             resident = constant_slot(constant)
             flow.residents[resident] = Slot(nbytes=spec.nbytes)
             return resident
-        case AxisPosition(axis=axis) | HostPlace(axis=axis):
-            kind: SlotKind = "place" if isinstance(source, AxisPosition) else "host_place"
+        case AxisPosition(axis=axis, on_host=on_host):
+            kind: SlotKind = "host_place" if on_host else "place"
             resident = SlotId(kind, axis, devices=(placement, here.mesh.groups(axis)[0]))
             flow.residents[resident] = Slot(nbytes=spec.nbytes)
             return resident

@@ -32,17 +32,19 @@ class CollectiveRules:
     def __init__(self, state: SymbolicState, local: LocalRules) -> None:
         self.state, self.local = state, local
         self.symbols, self.covers, self.spec = state.symbols, state.covers, state.spec
-        self.kernels: dict[Op, Callable[[Comm | None, Sequence[ProgramInstr]], None]] = {
+        self.by_member: dict[Op, Callable[[Comm | None, ProgramInstr], None]] = {
             "counts": self.counts,
             "exchange": self.exchange,
             "collect": self.collect,
-            "gather": self.gather,
-            "all_reduce": self.all_reduce,
-            "reduce_scatter": self.reduce_scatter,
             "reshard": self.reshard,
             "total": self.total,
             "broadcast": self.broadcast,
             "mirror": self.mirror,
+        }
+        self.together: dict[Op, Callable[[Comm | None, Sequence[ProgramInstr]], None]] = {
+            "gather": self.gather,
+            "all_reduce": self.all_reduce,
+            "reduce_scatter": self.reduce_scatter,
         }
         self._aligned: dict[tuple[str, tuple[str, ...]], bool] = {}
 
@@ -72,44 +74,46 @@ class CollectiveRules:
             what = " and ".join(sorted(map(described, subjects)))
             self.state.complain(members[0], f"is about different things on its devices: {what}")
             return
-        self.kernels[members[0].ins.op](comm, members)
+        op = members[0].ins.op
+        if op in self.together:
+            self.together[op](comm, members)
+            return
+        for member in members:
+            self.by_member[op](comm, member)
 
-    def mirror(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
+    def mirror(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Give copies of the state to other devices."""
-        for member in members:
-            for slot in member.ins.reads:
-                value = self.state.slots[member.program].get(slot)
-                wanted = self.state.value(SymbolicValue("copy", slot.owner))
-                if value != wanted:
-                    self.state.mismatch(member, slot, value, wanted)
+        for slot in member.ins.reads:
+            value = self.state.slots[member.program].get(slot)
+            wanted = self.state.value(SymbolicValue("copy", slot.owner))
+            if value != wanted:
+                self.state.mismatch(member, slot, value, wanted)
 
-    def counts(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
+    def counts(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Agree on the rows that travel to experts."""
-        for member in members:
-            rows = routed(member.ins)
-            chunk = "" if rows is None else rows.run.chunk
-            expected = self.state.expected_at(member.ins.part).of_counts(member.program, chunk)
-            if expected is None:
-                self.state.complain(member, f"counts the rows of {chunk}, which has no sharded experts here")
-                continue
-            self.check_experts(member, comm, chunk)
-            self.local.follow(member, expected)
-            terms = self.local.terms.setdefault(member.program, set())
-            terms.update(("overflows", (symbol, member.ins.part, n)) for symbol, _, n in expected.writes[2:])
+        rows = routed(member.ins)
+        chunk = "" if rows is None else rows.run.chunk
+        expected = self.state.expected_at(member.ins.part).of_counts(member.program, chunk)
+        if expected is None:
+            self.state.complain(member, f"counts the rows of {chunk}, which has no sharded experts here")
+            return
+        self.check_experts(member, comm, chunk)
+        self.local.follow(member, expected)
+        terms = self.local.terms.setdefault(member.program, set())
+        terms.update(("overflows", (symbol, member.ins.part, n)) for symbol, _, n in expected.writes[2:])
 
-    def exchange(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
+    def exchange(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Send rows to their experts, or back."""
-        for member in members:
-            rows = routed(member.ins)
-            of_exchange = self.state.expected_at(member.ins.part).of_exchange
-            expected = None if rows is None else of_exchange(member.program, rows.run.chunk, rows.outward)
-            if rows is None or expected is None:
-                self.state.complain(
-                    member, f"moves rows {described(member.ins.payload)}, which must not happen here"
-                )
-                continue
-            self.check_experts(member, comm, rows.run.chunk)
-            self.local.follow(member, expected)
+        rows = routed(member.ins)
+        of_exchange = self.state.expected_at(member.ins.part).of_exchange
+        expected = None if rows is None else of_exchange(member.program, rows.run.chunk, rows.outward)
+        if rows is None or expected is None:
+            self.state.complain(
+                member, f"moves rows {described(member.ins.payload)}, which must not happen here"
+            )
+            return
+        self.check_experts(member, comm, rows.run.chunk)
+        self.local.follow(member, expected)
 
     def check_experts(self, member: ProgramInstr, comm: Comm | None, chunk: str) -> None:
         """Complain unless a communicator joins the devices that shard a chunk's experts, in order."""
@@ -117,13 +121,8 @@ class CollectiveRules:
             mesh = self.state.expected_at(member.ins.part).meshes[chunk].by_expert
             self.state.check_groups(member, comm, f"experts {chunk}", partial(mesh.groups, EXPERTS))
 
-    def collect(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
-        """Run a collective of a sharded region on values or on their gradients."""
-        for member in members:
-            self.collect_on(member, comm)
-
-    def collect_on(self, at: ProgramInstr, comm: Comm | None) -> None:
-        """Run a member of a collective: the values of its group become one value in another layout."""
+    def collect(self, comm: Comm | None, at: ProgramInstr) -> None:
+        """Run a member of a collective: values of its group, or gradients, become one in another layout."""
         collecting = collected(at.ins)
         wanted = self._wanted(at, collecting)
         if collecting is None or wanted is None:
@@ -301,30 +300,29 @@ class CollectiveRules:
                 terms = self.state.merged(before, terms)
             slots[ins.writes[0]] = (*wanted[:2], terms)
 
-    def reshard(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
+    def reshard(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Bring complete gradients to the devices that update in full, or updated parameters back."""
-        for member in members:
-            ins, name = member.ins, bucket_named(member.ins)
-            bucket = self.state.plans.buckets.get(name)
-            if bucket is None or not bucket.slices or not self.state.is_on(member.program, bucket):
-                self.state.complain(member, f"reshards {name!r}, of which this device updates none in full")
-                continue
-            if comm is None:
-                self.state.complain(member, f"has no communicator; {bucket.slice_count} devices have slices")
-            else:
-                self.state.check_groups(member, comm, f"slices of {name}", partial(tuple, bucket.slices))
-            slots, slot = self.state.slots[member.program], param_slot(name)
-            if (ins.reads, ins.writes) == ((slot,), (slot,)):
-                wanted = self.state.value(SymbolicValue("param", name), IN_FULL)
-                if slots.get(slot) != wanted:
-                    self.state.mismatch(member, slot, slots.get(slot), wanted)
-                slots[slot] = self.state.value(SymbolicValue("param", name), resharded_version(bucket))
-            elif (ins.reads, ins.writes) == ((bucket.gradient(),), (bucket.applied,)):
-                final = self.local.check_final(member, ins.reads[0], bucket)
-                slots[bucket.applied] = (final[0], IN_FULL, final[2])
-            else:
-                read, written = ", ".join(ins.reads), ", ".join(ins.writes)
-                self.state.complain(member, f"reshards {read} into {written}")
+        ins, name = member.ins, bucket_named(member.ins)
+        bucket = self.state.plans.buckets.get(name)
+        if bucket is None or not bucket.slices or not self.state.is_on(member.program, bucket):
+            self.state.complain(member, f"reshards {name!r}, of which this device updates none in full")
+            return
+        if comm is None:
+            self.state.complain(member, f"has no communicator; {bucket.slice_count} devices have slices")
+        else:
+            self.state.check_groups(member, comm, f"slices of {name}", partial(tuple, bucket.slices))
+        slots, slot = self.state.slots[member.program], param_slot(name)
+        if (ins.reads, ins.writes) == ((slot,), (slot,)):
+            wanted = self.state.value(SymbolicValue("param", name), IN_FULL)
+            if slots.get(slot) != wanted:
+                self.state.mismatch(member, slot, slots.get(slot), wanted)
+            slots[slot] = self.state.value(SymbolicValue("param", name), resharded_version(bucket))
+        elif (ins.reads, ins.writes) == ((bucket.gradient(),), (bucket.applied,)):
+            final = self.local.check_final(member, ins.reads[0], bucket)
+            slots[bucket.applied] = (final[0], IN_FULL, final[2])
+        else:
+            read, written = ", ".join(ins.reads), ", ".join(ins.writes)
+            self.state.complain(member, f"reshards {read} into {written}")
 
     def _terms_read(self, member: ProgramInstr, read: Sequence[SlotId], wanted: Value) -> Terms | None:
         """Return the terms of the sum that a member reads, if it reads one. None: it is another value."""
@@ -354,44 +352,42 @@ class CollectiveRules:
                 sums[program].append((covers[program], amount))
         return [self.state.merged(tuple(sums[program])) for program in programs]
 
-    def total(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
+    def total(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Sum norms, losses and weights over all devices."""
         wanted = self.state.value(SymbolicValue("norm"))
         everyone = self.spec.devices
-        for member in members:
-            slots, ins = self.state.slots[member.program], member.ins
-            value = slots.get(ins.reads[0]) if len(ins.reads) == 1 else None
-            if value != wanted:
-                contents, should = self.symbols.describe(value), self.symbols.describe(wanted)
-                read = ", ".join(ins.reads)
-                self.state.complain(member, f"reads {read}, which holds {contents}; it should hold {should}")
-            if comm is None and len(everyone) > 1:
-                self.state.complain(member, "sums over one device; it should sum over all")
-            if comm is not None:
-                self.state.check_groups(member, comm, "all", lambda: (everyone,))
-            if ins.writes != (TOTAL,):
-                self.state.complain(member, f"writes {', '.join(ins.writes)}; it should write {TOTAL}")
-            slots[TOTAL] = self.state.value(SymbolicValue("total"), "fresh")
+        slots, ins = self.state.slots[member.program], member.ins
+        value = slots.get(ins.reads[0]) if len(ins.reads) == 1 else None
+        if value != wanted:
+            contents, should = self.symbols.describe(value), self.symbols.describe(wanted)
+            read = ", ".join(ins.reads)
+            self.state.complain(member, f"reads {read}, which holds {contents}; it should hold {should}")
+        if comm is None and len(everyone) > 1:
+            self.state.complain(member, "sums over one device; it should sum over all")
+        if comm is not None:
+            self.state.check_groups(member, comm, "all", lambda: (everyone,))
+        if ins.writes != (TOTAL,):
+            self.state.complain(member, f"writes {', '.join(ins.writes)}; it should write {TOTAL}")
+        slots[TOTAL] = self.state.value(SymbolicValue("total"), "fresh")
 
-    def broadcast(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
+    def broadcast(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Broadcast the first replica's buffers to the others."""
-        for member in members:
-            slots, ins = self.state.slots[member.program], member.ins
-            if ins.reads != ins.writes or comm is None:
-                self.state.complain(member, "gives other slots than it takes, or has no communicator")
+        slots, ins = self.state.slots[member.program], member.ins
+        if ins.reads != ins.writes or comm is None:
+            self.state.complain(member, "gives other slots than it takes, or has no communicator")
+            return
+        for slot in ins.writes:
+            value = slots.get(slot)
+            symbol = None if value is None else self.symbols.symbol(value)
+            writers = [c for c in self.spec.outline.chunks if symbol and symbol.name in c.mutated]
+            if value is None or symbol is None or symbol.kind != "buffer" or not writers:
+                contents = f"gives away {slot}, which holds {self.symbols.describe(value)}"
+                self.state.complain(member, f"{contents}; it should be a buffer that is written")
                 continue
-            for slot in ins.writes:
-                value = slots.get(slot)
-                symbol = None if value is None else self.symbols.symbol(value)
-                writers = [c for c in self.spec.outline.chunks if symbol and symbol.name in c.mutated]
-                if value is None or symbol is None or symbol.kind != "buffer" or not writers:
-                    contents = f"gives away {slot}, which holds {self.symbols.describe(value)}"
-                    self.state.complain(member, f"{contents}; it should be a buffer that is written")
-                    continue
-                # Buffers that a chunk writes are never sharded: all its devices hold the same.
-                replicas = partial(tuple, [self.spec.placement[writers[0].name]])
-                self.state.check_groups(member, comm, f"replicas {writers[0].name}", replicas)
-                slots[slot] = (value[0], "first", value[2])
+            # Buffers that a chunk writes are never sharded: all its devices hold the same.
+            replicas = partial(tuple, [self.spec.placement[writers[0].name]])
+            self.state.check_groups(member, comm, f"replicas {writers[0].name}", replicas)
+            slots[slot] = (value[0], "first", value[2])
 
     def _check_members(
         self, member: ProgramInstr, comm: Comm | None, bucket: Bucket, how: ShardCollective

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, HostPlace, Output, Phase, Tags, bundles
+from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, Output, Phase, Tags, bundles
 from piper.ir.ids import show_part
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans
@@ -264,9 +264,9 @@ class Expectations:
         match source:
             case Constant(name=name):
                 return self._number(SymbolicValue("constant", name)), "", NOTHING
-            case AxisPosition(axis=axis) | HostPlace(axis=axis):
+            case AxisPosition(axis=axis, on_host=on_host):
                 places = places_along(mesh.devices, mesh.axis(axis), devices)
-                kind: Kind = "place" if isinstance(source, AxisPosition) else "host_place"
+                kind: Kind = "host_place" if on_host else "place"
                 return self._number(SymbolicValue(kind, names=places)), "", NOTHING
             case Batch(field=field):
                 cover = self.covers.of_set(program, mesh.devices, mesh.degree)

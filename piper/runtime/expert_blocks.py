@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from piper.runtime.comm.base import Group
-from piper.runtime.expert_exchange import whole
+from piper.runtime.comm.base import Group, joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ class Blocks:
 
     def _swapped(self, group: Group, rows: Tensor) -> Tensor:
         sizes = [self.size] * group.size
-        return whole(group.all_to_all(rows, sizes, sizes))
+        return joined(group.all_to_all(rows, sizes, sizes), whole=True)
 
 
 def count_blocks(group: Group, counts: Tensor, rows: int, size: int) -> tuple[Blocks, Tensor, Tensor]:

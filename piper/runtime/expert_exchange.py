@@ -12,7 +12,7 @@ instructions between the two overlap with it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from piper.plan.bucket import Bucket
 from piper.plan.expert_table import ExpertTable, first_table, fits
 from piper.runtime.accelerator import is_accelerator, module
-from piper.runtime.comm.base import Group
+from piper.runtime.comm.base import Group, joined
 
 TABLES = "piper_experts"  # the field of a batch that says where experts are computed
 
@@ -175,24 +175,9 @@ def back(group: Group, rows: Tensor, splits: Splits) -> Tensor:
     by_expert = [lengths.blocks[sender][expert] for expert in range(experts) for sender in range(senders)]
     blocks = rows.split(by_expert)
     by_sender = torch.cat([blocks[e * senders + s] for s in range(senders) for e in range(experts)])
-    returned = whole(group.all_to_all(by_sender, lengths.gets, lengths.gives))
+    returned = joined(group.all_to_all(by_sender, lengths.gets, lengths.gives), whole=True)
     if not splits.order:
         return returned
     sizes = [rows for member in lengths.given for rows in member]
     by_slot = returned.split(sizes)
     return torch.cat([by_slot[slot] for slot in splits.order])
-
-
-def whole(parts: Sequence[Tensor]) -> Tensor:
-    """Join parts one after another: return a view of the tensor that they cover, else a copy."""
-    first = parts[0]
-    storage, place = first.untyped_storage(), first.storage_offset()
-    for part in parts:
-        apart = part.untyped_storage().data_ptr() != storage.data_ptr() or not part.is_contiguous()
-        if apart or part.storage_offset() != place:
-            return torch.cat(list(parts))
-        place += part.numel()
-    if first.storage_offset() or place * first.element_size() != storage.nbytes():
-        return torch.cat(list(parts))
-    row = math.prod(first.shape[1:])
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), (row, *first.stride()[1:]))

@@ -7,11 +7,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from piper.ir.devices import Devices
 from piper.ir.sharding import Sharding, flat_runs, whole_sizes
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans, Slot
-from piper.plan.updates import BucketUpdate, Piece
+from piper.plan.updates import Piece
 
 T = TypeVar("T")
 Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
@@ -21,7 +20,10 @@ def whole_parameters(buckets: Iterable[Bucket], owned: Owned) -> dict[str, Tenso
     """Return every parameter in full, by name; of the copies of a tied parameter, the first."""
     found: dict[str, Tensor] = {}
     for bucket in (each.update for each in buckets):
-        flats = {group[0]: whole_flat(bucket, group, owned) for group in bucket.distinct}
+        flats: dict[int, Tensor] = {}  # what each group of devices holds, by its first
+        for group in bucket.distinct:
+            shards = [owned(bucket.name, device) for device in group]
+            flats[group[0]] = torch.cat(shards) if bucket.zero else shards[0]
         for piece in bucket.pieces:
             if piece.name not in found:
                 parts = {bucket.devices.index(device): cut(flat, piece) for device, flat in flats.items()}
@@ -58,12 +60,6 @@ def whole_buffers(plans: Plans, held: Mapping[int, Mapping[str, Tensor]]) -> dic
         name: joined(next(iter(found.values()))[1].shape, slots[name].shardings, dict(found.values()))
         for name, found in parts.items()
     }
-
-
-def whole_flat(bucket: BucketUpdate, group: Devices, owned: Owned) -> Tensor:
-    """Return what one group of devices holds of a bucket: its shards joined."""
-    shards = [owned(bucket.name, device) for device in group]
-    return torch.cat(shards) if bucket.zero else shards[0]
 
 
 def cut(flat: Tensor, piece: Piece) -> Tensor:

@@ -17,7 +17,6 @@ from piper.ir.chunk import (
     Batch,
     Chunk,
     Constant,
-    HostPlace,
     Output,
     Phase,
     PhaseSpec,
@@ -199,7 +198,7 @@ class Machine:
                 return self.captured.constants[name]
             case Output(chunk=name, index=index):
                 return device.values[name, index]
-            case AxisPosition() | HostPlace():
+            case AxisPosition():
                 raise AssertionError("this machine runs undivided models")
 
     def _keep(self, device: Device, chunk: Chunk, results: list[Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from piper.capture.trace.annotate import annotate
 from piper.capture.trace.trace import trace
 from piper.experts import grouped_mm, route, unroute
-from piper.ir.chunk import AxisPosition, Batch, CapturedModel, Constant, HostPlace, Output, Source
+from piper.ir.chunk import AxisPosition, Batch, CapturedModel, Constant, Output, Source
 from tests import zoo
 from tests.capture.capturing import check, traced
 
@@ -26,7 +26,7 @@ def show(outline: CapturedModel) -> str:
                 return f"constant {name}"
             case Output(chunk=chunk, index=index):
                 return f"{chunk}.{index}"
-            case AxisPosition(axis=axis) | HostPlace(axis=axis):
+            case AxisPosition(axis=axis):
                 return f"place in {axis}"
 
     return "\n".join(

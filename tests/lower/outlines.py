@@ -10,7 +10,6 @@ from piper.ir.chunk import (
     CapturedModel,
     Chunk,
     Constant,
-    HostPlace,
     Output,
     Parameter,
     Phase,
@@ -103,7 +102,7 @@ class Drawing:
                 return TABLE
             case Output():
                 return next(c for c in self.chunks if c.name == source.chunk).outputs[source.index]
-            case AxisPosition() | HostPlace():
+            case AxisPosition():
                 raise AssertionError("these outlines are not divided")
 
     def region(self, owner: Output, tags: Tags, params: Iterable[str], buffers: Iterable[str] = ()) -> Output:

@@ -2,7 +2,7 @@
 
 import torch
 
-from piper.runtime.comm.gloo import joined
+from piper.runtime.comm.base import joined
 
 
 def test_neighbouring_parts_are_not_copied() -> None:

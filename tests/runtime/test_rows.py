@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from piper.runtime.comm.base import Group
-from piper.runtime.expert_exchange import Splits, back, count, outward, whole
+from piper.runtime.comm.base import Group, joined
+from piper.runtime.expert_exchange import Splits, back, count, outward
 
 
 class Peer(Group):
@@ -48,5 +48,6 @@ def test_parts_that_do_not_follow_each_other_are_copied() -> None:
         [rows[1:]],
     ]
     for parts in cases:
-        assert torch.equal(whole(parts), torch.cat(parts))
-    assert whole([rows[:2], rows[2:]]).data_ptr() == rows.data_ptr()
+        assert torch.equal(joined(parts, whole=True), torch.cat(parts))
+    assert joined([rows[:2], rows[2:]], whole=True).data_ptr() == rows.data_ptr()
+    assert joined([rows[1:]], whole=True).data_ptr() != rows[1:].data_ptr()  # it would hold the first row too

@@ -4,8 +4,9 @@ from typing import cast
 
 import torch
 
+from piper.runtime.comm.base import joined
 from piper.runtime.comm.synthetic import AloneGroup
-from piper.runtime.expert_exchange import Lengths, Splits, back, count, outward, whole
+from piper.runtime.expert_exchange import Lengths, Splits, back, count, outward
 
 COUNTS = torch.tensor([2, 0, 1, 3])  # two members with two experts each
 
@@ -53,10 +54,10 @@ def test_rows_come_back_as_they_left() -> None:
 def test_parts_of_one_buffer_are_that_buffer() -> None:
     buffer = torch.arange(12.0).view(6, 2)
     for lengths in ([2, 4], [0, 6], [6, 0], [1, 0, 5]):
-        joined = whole(buffer.split(lengths))
-        assert joined.data_ptr() == buffer.data_ptr()
-        assert torch.equal(joined, buffer)
-        assert joined.stride() == buffer.stride()
+        together = joined(buffer.split(lengths), whole=True)
+        assert together.data_ptr() == buffer.data_ptr()
+        assert torch.equal(together, buffer)
+        assert together.stride() == buffer.stride()
 
 
 def test_other_parts_are_copied() -> None:
@@ -70,9 +71,9 @@ def test_other_parts_are_copied() -> None:
         (buffer.t()[:1], buffer.t()[1:]),
     ]
     for parts in cases:
-        joined = whole(parts)
-        assert torch.equal(joined, torch.cat(parts))
-        assert all(joined.untyped_storage().data_ptr() != p.untyped_storage().data_ptr() for p in parts)
+        together = joined(parts, whole=True)
+        assert torch.equal(together, torch.cat(parts))
+        assert all(together.untyped_storage().data_ptr() != p.untyped_storage().data_ptr() for p in parts)
 
 
 def test_no_rows_at_all() -> None:

@@ -8,7 +8,7 @@ their input. Their regions are then empty in the outline. Here each gets the chu
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from piper.ir.chunk import CapturedModel, Chunk, Output, PhaseSpec, Tags
+from piper.ir.chunk import CapturedModel, Chunk, Output, PhaseSpec, Tags, region_name
 
 FIRST = 4  # blocks at the begin that are traced; the last one is too
 
@@ -146,7 +146,7 @@ class _Copier:
 
     def name(self, chunk: Chunk, shift: int) -> str:
         """Return the name of a copy: its tags, and what follows them in the name."""
-        old, new = (_written(tags) for tags in (chunk.tags, self.tags(chunk.tags, shift)))
+        old, new = (region_name(tags) for tags in (chunk.tags, self.tags(chunk.tags, shift)))
         assert chunk.name.startswith(old), f"{chunk.name} does not begin with its tags"
         return new + chunk.name.removeprefix(old)
 
@@ -206,7 +206,3 @@ def _moved(name: str, paths: Mapping[str, str]) -> str:
         if name.startswith(f"{old}."):
             return new + name.removeprefix(old)
     return name
-
-
-def _written(tags: Tags) -> str:
-    return " ".join(f"{tag}={number}" for tag, number in tags)

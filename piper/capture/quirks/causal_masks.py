@@ -13,10 +13,9 @@ from piper.process.attributes import replaced
 
 
 def masks_as_given() -> AbstractContextManager[None]:
-    """Use masks inside the block as their callers describe them."""
-    return replaced(transformer, "_detect_is_causal_mask", _said_to_be_causal)
+    """Use masks inside the block as their callers describe them: as causal only where these say so."""
 
+    def said_to_be_causal(mask: object, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
 
-def _said_to_be_causal(mask: object, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """Return whether the caller says that a mask is causal. Otherwise the mask is used as it is."""
-    return is_causal is True
+    return replaced(transformer, "_detect_is_causal_mask", said_to_be_causal)

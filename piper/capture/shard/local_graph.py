@@ -16,7 +16,7 @@ from piper.capture.trace.markers import OWN_ROWS, collective
 from piper.capture.trace.recording import Mode, Recording
 from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
-from piper.ir.chunk import AxisPosition, Collective, HostPlace, Tags
+from piper.ir.chunk import AxisPosition, Collective, Tags
 from piper.ir.sharding import REPLICATE, Placement, Shard
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ class LocalGraph:
         self.modes: dict[fx.Node, Mode] = {}
         self.varying: set[fx.Node] = set()  # local whole values whose gradient is a sum over the group
         self.copied: set[fx.Node] = set()  # local slices that neighbours hold too, and what is made of them
-        self.ranks: dict[type[AxisPosition | HostPlace], fx.Node] = {}
+        self.ranks: dict[AxisPosition, fx.Node] = {}
         self.bundle: int | None = None  # of what is being written: all of one stays in one chunk
         self.bundles: dict[fx.Node, int] = {}
         self.bundled = max(recording.bundles.values(), default=0)
@@ -168,21 +168,22 @@ class LocalGraph:
 
     def place(self) -> fx.Node:
         """Return the placeholder of a device's place in its group: a tensor of one number."""
-        return self._rank(AxisPosition, next(iter(self.recording.origins)).meta["example_value"].device)
+        device = next(iter(self.recording.origins)).meta["example_value"].device
+        return self._rank(AxisPosition(axis=self.sharding.axis), device)
 
     def host_place(self) -> fx.Node:
         """Return the placeholder of the same number in memory of the host, for what decides by it."""
-        return self._rank(HostPlace, torch.device("cpu"))
+        return self._rank(AxisPosition(axis=self.sharding.axis, on_host=True), torch.device("cpu"))
 
-    def _rank(self, kind: type[AxisPosition | HostPlace], device: torch.device) -> fx.Node:
-        if kind not in self.ranks:
+    def _rank(self, place: AxisPosition, device: torch.device) -> fx.Node:
+        if place not in self.ranks:
             first = next(iter(self.graph.nodes), None)
             with self.graph.inserting_before(first):
-                rank = self.graph.placeholder(f"{kind.__name__.lower()}_in_{self.sharding.axis}")
+                rank = self.graph.placeholder(f"{'host_' * place.on_host}place_in_{place.axis}")
             with self.fakes:
                 rank.meta["example_value"] = torch.empty(1, dtype=torch.int64, device=device)
-            self.ranks[kind] = rank
-        return self.ranks[kind]
+            self.ranks[place] = rank
+        return self.ranks[place]
 
     @contextmanager
     def within(self, node: fx.Node) -> Iterator[None]:

@@ -11,12 +11,13 @@ from dataclasses import replace
 from torch import Tensor, fx
 
 from piper.capture.shard import along_rules, compute_rules, loss_rules, shape_rules
-from piper.capture.shard.along_rules import KEYWORD, along, named
+from piper.capture.shard.along_rules import along, named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.layout import OwnOrder, RowNumbers, divides
 from piper.capture.shard.reshapes import RESHAPES, value_of
-from piper.capture.shard.shape_rules import argument, operand
+from piper.capture.shard.shape_rules import operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.capture.trace.effects import argument
 from piper.capture.trace.markers import OWN_ROWS
 from piper.ir.sharding import REPLICATE, Partial, Shard
 
@@ -83,7 +84,7 @@ def sort(d: Sharder, node: fx.Node) -> None:
     x = operand(node)
     have = d.settle(x)
     if not isinstance(have, Shard) or len(d.shape(x)) != 1:
-        SORTS[node.target](d, node)
+        along(named)(d, node)
         return
     several = isinstance(value_of(node), tuple | list)
     if isinstance(have, RowNumbers) and not several:
@@ -111,7 +112,7 @@ def divide(d: Sharder, node: fx.Node) -> None:
     if not isinstance(have, RowNumbers):
         in_own_order(compute_rules.pointwise)(d, node)
         return
-    floors = node.target in FLOORS and argument(node, 2, "rounding_mode", "floor") == "floor"
+    floors = node.target in FLOORS and argument(node, "rounding_mode", "floor") == "floor"
     if not isinstance(by, int) or by < 1 or not (floors or have.per == 1):
         raise NoRuleError(OTHER_NUMBERS)
     runs = replace(have.rows, blocks=have.rows.blocks * have.per * by)
@@ -139,7 +140,8 @@ def put_back(d: Sharder, node: fx.Node) -> None:
     if index is None or not isinstance(numbers, RowNumbers) or not isinstance(values, fx.Node):
         raise NoRuleError(OTHER_ORDER)
     count, own = d.shape(index)[0], d.local[index]
-    if _counts_up(values, count):
+    upwards = {(count,), (0, count), (0, count, 1)}  # 0, 1, 2, ... up to the number of rows
+    if values.target in COUNTING and values.args in upwards:
         kind = value_of(node)
         assert isinstance(kind, Tensor)
         where = own.meta["example_value"].device
@@ -171,12 +173,6 @@ def _own_rows(d: Sharder, x: fx.Node, count: int, numbers: RowNumbers) -> fx.Nod
     if isinstance(have, RowNumbers) or d.shape(x)[:1] != (count // numbers.per,):
         raise NoRuleError("its rows are not those that are numbered")
     return d.to(x, numbers.rows, varies=True)
-
-
-def _counts_up(node: fx.Node, count: int) -> bool:
-    """Return whether a value is 0, 1, 2, ... up to the number of rows."""
-    ends = {(count,), (0, count), (0, count, 1)}
-    return node.target in COUNTING and node.args in ends
 
 
 def add_up(d: Sharder, node: fx.Node) -> None:
@@ -225,12 +221,7 @@ def unroute(d: Sharder, node: fx.Node) -> None:
 
 FLOORS = (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode)
 PUTS = (aten.index_put.default, aten.index_put_.default)
-SORTS: dict[object, Rule] = {
-    aten.argsort.stable: along(named(KEYWORD, default=-1)),
-    aten.sort.stable: along(named(KEYWORD, default=-1)),
-    aten.argsort.default: along(named(1, default=-1)),
-    aten.sort.default: along(named(1, default=-1)),
-}
+SORTS = (aten.argsort.stable, aten.sort.stable, aten.argsort.default, aten.sort.default)
 NUMBERED: dict[object, Rule] = {
     **dict.fromkeys(SORTS, sort),
     **dict.fromkeys((*FLOORS, aten.remainder.Scalar), divide),

@@ -258,17 +258,17 @@ def sharded(traced: Traced, requests: Sequence[Request]) -> Traced:
     sharded_model = shard_model(
         traced.recording, requests, traced.outline.parameters, traced.outline.batch, exact=traced.exact
     )
-    model_cut = cut_model(sharded_model.recording)
+    cut, pieces = cut_model(sharded_model.recording)
     outline = replace(
         traced.outline,
-        chunks=model_cut.chunks,
-        loss=model_cut.loss,
-        weight=model_cut.weight,
-        metrics=model_cut.metrics,
+        chunks=cut.chunks,
+        loss=cut.loss,
+        weight=cut.weight,
+        metrics=cut.metrics,
         parameters=sharded_model.parameters,
         degrees=degrees_of(requests),
     )
-    return replace(traced, outline=outline, pieces=model_cut.pieces, recording=sharded_model.recording)
+    return replace(traced, outline=outline, pieces=pieces, recording=sharded_model.recording)
 
 
 def degrees_of(requests: Sequence[Request]) -> dict[Tags, int]:

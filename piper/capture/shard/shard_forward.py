@@ -10,8 +10,9 @@ from piper.capture.shard.axis_sharding import AxisSharding
 from piper.capture.shard.layout import CopiedShard
 from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.rules import rule_of, rules
-from piper.capture.shard.shape_rules import argument, heads_of, number
+from piper.capture.shard.shape_rules import heads_of, number
 from piper.capture.shard.sharder import Sharder, aten
+from piper.capture.trace.effects import argument
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.recording import FromParameter, Origin, Recording
 from piper.capture.trace.regions import find_regions
@@ -61,8 +62,7 @@ def shard_forward(
         sharder.local[node]: origin for node, origin in recording.origins.items()
     }
     origins |= {local: recording.origins[node] for node, local in sharder.unsharded.items()}
-    for kind, node in sharder.ranks.items():
-        origins[node] = kind(axis=sharding.axis)
+    origins |= {node: place for place, node in sharder.ranks.items()}
     own = replace(
         recording,
         graph=sharder.graph,
@@ -150,11 +150,11 @@ def _blocks(node: fx.Node) -> int:
         if user.target in SPLITS:
             assert isinstance(result, tuple | list)
             last = result[0].dim() - 1
-            dim = number(argument(user, 2, "dim", 0))
+            dim = number(argument(user, "dim"))
             sizes = {int(part.shape[last]) for part in result}
             return len(result) if dim % (last + 1) == last and len(sizes) == 1 else 1
         if user.target is aten.glu.default and isinstance(given, Tensor):
-            return 2 if number(argument(user, 1, "dim", -1)) in (-1, given.dim() - 1) else 1
+            return 2 if number(argument(user, "dim")) in (-1, given.dim() - 1) else 1
         if user.target not in RESHAPES or not isinstance(result, Tensor) or not isinstance(given, Tensor):
             return 1
         if not result.dim() or result.shape[-1] != given.shape[-1]:

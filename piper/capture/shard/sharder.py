@@ -300,7 +300,9 @@ class Sharder(LocalGraph):
         sources = node.all_input_nodes
         relaid = draws(node) and any(self.relaid(source) for source in sources)
         rule: Rule | None = Sharder.gathered
-        sharded = relaid or not all(self.is_whole(source) for source in sources) or self._returns(node)
+        sharded = relaid or not all(self.is_whole(source) for source in sources)
+        if marker(node) == "unroute":  # it may take back rows that each device has routed by itself
+            sharded = sharded or sources[1].all_input_nodes[0] in self.routed
         if sharded and (tags is None or self.inside(tags)):
             self._check_draws(node)
             rule = self.rule_of(self, node)
@@ -315,10 +317,6 @@ class Sharder(LocalGraph):
             raise self.refused(
                 f"{what} cannot be sharded: {error}", error.hint or hint_for(node.target)
             ) from None
-
-    def _returns(self, node: fx.Node) -> bool:
-        """Return whether an operation takes back rows that each device has routed by itself."""
-        return marker(node) == "unroute" and node.all_input_nodes[1].all_input_nodes[0] in self.routed
 
     def _by_rule(self, node: fx.Node, rule: Rule | None) -> None:
         """Write an operation by its rule; one on integers alone that this refuses, on gathered operands."""

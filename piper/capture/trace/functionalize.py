@@ -113,7 +113,9 @@ def _explicit_writes(recording: Recording) -> list[Entangled]:
             if isinstance(value(node), Tensor) and memory_of(node) == memory_of(written):
                 _replace_later(written, node, order)
             # A view made after the write already depends on it.
-            aliases = [other for other in _aliases(recording.graph, written) if order[other] < order[node]]
+            memory = memory_of(written)
+            same = (other for other in recording.graph.nodes if memory_of(other) == memory)
+            aliases = [other for other in same if order[other] < order[node]] if memory is not None else []
             seen = [user for other in aliases for user in other.users if order[user] > order[node]]
             if seen:
                 entangled.append(Entangled(write=node, nodes=frozenset([node, *aliases, *seen])))
@@ -153,8 +155,3 @@ def memory_of(node: fx.Node) -> int | None:
 def written_memory(nodes: Iterable[fx.Node]) -> set[int | None]:
     """Return the storage ids that the nodes write in place, directly or through a view."""
     return {memory_of(target) for node in nodes for target in writes(node)}
-
-
-def _aliases(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    memory = memory_of(node)
-    return [other for other in graph.nodes if memory is not None and memory_of(other) == memory]

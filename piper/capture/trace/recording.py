@@ -1,6 +1,6 @@
 """The captured graph of one forward and loss, with the facts about its nodes."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx, nn
@@ -9,7 +9,7 @@ from piper.capture.trace.annotate import PREFIX, Mark, Region
 from piper.capture.trace.effects import writes
 from piper.capture.trace.graph_walks import upstream
 from piper.errors import CaptureError
-from piper.ir.chunk import AxisPosition, Batch, Constant, HostPlace, Tags
+from piper.ir.chunk import AxisPosition, Batch, Constant, Tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class FromBuffer:
     name: str
 
 
-Origin = Batch | Constant | AxisPosition | HostPlace | FromParameter | FromBuffer
+Origin = Batch | Constant | AxisPosition | FromParameter | FromBuffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,11 @@ class Recording:
     @property
     def places(self) -> Mapping[tuple[str, int], str]:
         """Return the line or modules of each region, by its tag and index."""
-        return places_of(self.regions)
+        by_index: dict[tuple[str, int], str] = {}
+        for tag in {region.tag for region in self.regions}:
+            places = {region.mark: region.where for region in self.regions if region.tag == tag}
+            by_index |= {(tag, index): places[mark] for index, mark in enumerate(sorted(places))}
+        return by_index
 
     def unheeded(self) -> tuple[str, ...]:
         """Return a warning if the model asks to recompute activations, which only a strategy can ask for."""
@@ -97,15 +101,6 @@ def number_regions(
         )
         for node, custom in marks.items()
     }
-
-
-def places_of(regions: Sequence[Region]) -> dict[tuple[str, int], str]:
-    """Return the line or modules of each region, by its tag and index."""
-    by_index: dict[tuple[str, int], str] = {}
-    for tag in {region.tag for region in regions}:
-        places = {region.mark: region.where for region in regions if region.tag == tag}
-        by_index |= {(tag, index): places[mark] for index, mark in enumerate(sorted(places))}
-    return by_index
 
 
 def _check_tag(tag: str) -> None:

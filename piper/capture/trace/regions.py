@@ -12,7 +12,7 @@ from piper.capture.trace.markers import marker
 from piper.capture.trace.recording import FromBuffer, FromParameter, Recording, live
 from piper.capture.trace_errors import node_line
 from piper.errors import CaptureError
-from piper.ir.chunk import AxisPosition, Batch, Constant, HostPlace, Tags
+from piper.ir.chunk import AxisPosition, Batch, Constant, Tags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def find_regions(recording: Recording, entangled: Sequence[Entangled]) -> Region
         result = value(node)
         return anywhere(node) and not (isinstance(result, Tensor) and result.requires_grad)
 
-    fixed = (FromBuffer, Constant, AxisPosition, HostPlace)
+    fixed = (FromBuffer, Constant, AxisPosition)
     copied = _derived(recording, nodes, fixed, untrained)
     weights = _derived(recording, nodes, (*fixed, FromParameter), anywhere) - copied
     areas = _expert_areas(recording, nodes, copied | weights)

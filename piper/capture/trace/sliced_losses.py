@@ -13,7 +13,7 @@ over samples, a division by a count), nothing is said.
 
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -85,8 +85,7 @@ def _counts_batch(recording: Recording, node: fx.Node) -> bool:
 class TwoSizes:
     """A loss recorded for two sizes of batch, node by node."""
 
-    few: Recording
-    rows: int
+    rows: int  # of the smaller batch
     pairs: dict[fx.Node, fx.Node]  # of the smaller batch, and of the larger one
     samples: int  # of the larger batch
     of_batch: set[fx.Node]  # nodes that depend on the batch
@@ -122,11 +121,13 @@ def sums_over_samples(few: Recording, rows: int, many: Recording, samples: int) 
     if any(_NUMBERS.fullmatch(name_of(a)) and _numbers(a) != _numbers(b) for a, b in pairs.items()):
         return ()  # it divides by a number of samples
     of_batch = _of_batch(few)
-    both = TwoSizes(few=few, rows=rows, pairs=pairs, samples=samples, of_batch=of_batch)
+    both = TwoSizes(rows=rows, pairs=pairs, samples=samples, of_batch=of_batch)
     sums = [
         node
         for node in _sums(few, of_batch)
-        if all(_adds_samples(both, factor) for factor in _factors(node) if factor in of_batch)
+        # Of a loss that sums by itself the first operand counts, of a sum all that it multiplies.
+        for factors in [node.all_input_nodes if _SUMS.fullmatch(name_of(node)) else node.all_input_nodes[:1]]
+        if all(_adds_samples(both, factor) for factor in factors if factor in of_batch)
     ]
     return tuple(dict.fromkeys(f"{name_of(node)}{node_line(node)}" for node in sums))
 
@@ -149,12 +150,6 @@ def _sums(recording: Recording, of_batch: set[fx.Node]) -> Iterator[fx.Node]:
             dependent = [each for each in node.all_input_nodes if each in of_batch]
             if len(dependent) == 1 and (node.args[0] is dependent[0] or "mul" in name):
                 stack += dependent
-
-
-def _factors(node: fx.Node) -> Sequence[fx.Node]:
-    """Return what a sum adds up: its operand, or those that it multiplies."""
-    sources = node.all_input_nodes
-    return sources if _SUMS.fullmatch(name_of(node)) else sources[:1]
 
 
 def _adds_samples(both: TwoSizes, summed: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from piper.capture.trace.recording import Recording
 from piper.capture.trace.regions import Regions, find_regions
 from piper.capture.trace.sizes import SymbolicSizes
 from piper.capture.trace.sliced_losses import uneven_means
-from piper.ir.chunk import CapturedModel, Chunk, Output
+from piper.ir.chunk import CapturedModel, Chunk
 from piper.ir.dtypes import DTYPES, JobPrecision
 from piper.process.gc_pause import no_collection
 
@@ -69,22 +69,19 @@ def trace(
     recording = record(model, loss_fn, fakes, forward_only=forward_only)
     means = uneven_means(recording, rows)
     mark_products(recording)
-    model_cut = cut_model(recording)
-    outline = CapturedModel(
-        chunks=model_cut.chunks,
-        loss=model_cut.loss,
-        weight=model_cut.weight,
-        metrics=model_cut.metrics,
+    outline, pieces = cut_model(recording)
+    outline = replace(
+        outline,
         metric_names=recording.metrics,
         parameters=parameters_of(model),
         buffers=buffers_of(model),
         batch={name: SymbolicSizes().spec(fake) for name, fake in fakes.items()},
         rows=rows,
-        empty=_empty(recording, model_cut.chunks),
+        empty=_empty(recording, outline.chunks),
     )
     return Traced(
         outline=outline,
-        pieces=model_cut.pieces,
+        pieces=pieces,
         device=device,
         compiled=compiled,
         recording=recording,
@@ -108,22 +105,8 @@ def fake_batch(
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutModel:
-    """The pieces of a recording, and which of their outputs the loss returns."""
-
-    pieces: tuple[CapturedChunk, ...]
-    loss: Output
-    weight: Output | None
-    metrics: Output | None
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        return tuple(piece.chunk for piece in self.pieces)
-
-
-def cut_model(recording: Recording) -> CutModel:
-    """Cut a recording into the pieces of its chunks."""
+def cut_model(recording: Recording) -> tuple[CapturedModel, tuple[CapturedChunk, ...]]:
+    """Cut a recording into the pieces of its chunks. Return them behind an outline of chunks and results."""
     entangled = simplify(recording)
     regions = find_regions(recording, entangled)
     recording, regions = _own_results(recording, regions)
@@ -131,7 +114,8 @@ def cut_model(recording: Recording) -> CutModel:
     pieces = tuple(assembler.pieces())
     loss, *others = (assembler.output(node) for node in recording.results)
     weight = others.pop(0) if recording.weighted else None
-    return CutModel(pieces=pieces, loss=loss, weight=weight, metrics=others[0] if others else None)
+    chunks, metrics = tuple(piece.chunk for piece in pieces), others[0] if others else None
+    return CapturedModel(chunks=chunks, loss=loss, weight=weight, metrics=metrics), pieces
 
 
 def _empty(recording: Recording, chunks: Sequence[Chunk]) -> dict[tuple[str, int], str]:

@@ -145,6 +145,25 @@ def speaks_in(plans: Plans, others: Plans) -> bool:
     return all(others.comms.get(name) == comm for name, comm in plans.comms.items())
 
 
+def joined(parts: Sequence[Tensor], *, whole: bool = False) -> Tensor:
+    """Join parts one after another; where they lie so in memory, return a view: a copy costs a sum.
+
+    whole: only a view of all of that memory, which then holds nothing else.
+    """
+    full = [part for part in parts if len(part)]
+    if not full:
+        return parts[0]
+    first, storage, place = full[0], full[0].untyped_storage(), full[0].data_ptr()
+    for part in full:
+        elsewhere = part.untyped_storage().data_ptr() != storage.data_ptr()
+        if elsewhere or part.data_ptr() != place or not part.is_contiguous():
+            return torch.cat(full)
+        place += part.nbytes
+    if whole and (first.storage_offset() or place != storage.data_ptr() + storage.nbytes()):
+        return torch.cat(full)
+    return first.as_strided((sum(map(len, full)), *first.shape[1:]), first.stride())
+
+
 def summed(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum of tensors from left to right, as a new one; short types are added in float32."""
     first = parts[0]

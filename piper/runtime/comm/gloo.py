@@ -4,6 +4,7 @@ Gloo's own reductions add in an order that depends on the number of members; her
 sum is taken by `Group`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol, cast
@@ -14,7 +15,7 @@ from torch.distributed import ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from piper.plan.plan import Comm, Plans
-from piper.runtime.comm.base import CommError, Comms, Form, Group
+from piper.runtime.comm.base import CommError, Comms, Form, Group, joined
 
 DTYPES = (
     torch.float32,
@@ -124,19 +125,6 @@ def finish(work: Work, name: str, timeout: timedelta) -> None:
         raise CommError(f"on {name}: {error}") from error
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Join parts one after another; where they lie so in memory, return a view: a copy costs a sum."""
-    full = [part for part in parts if len(part)]
-    if not full:
-        return parts[0]
-    first, place = full[0], full[0].data_ptr()
-    for part in full:
-        if part.data_ptr() != place or not part.is_contiguous():
-            return torch.cat(full)
-        place += part.nbytes
-    return first.as_strided((sum(map(len, full)), *first.shape[1:]), first.stride())
-
-
 class GlooGroup(Group):
     """A group of processes."""
 
@@ -162,47 +150,46 @@ class GlooGroup(Group):
         return mine
 
 
-class GlooPipe:
+class ProcessPipe(ABC):
     """A connection from one process to another. The first step also sends each value's shape and type."""
 
-    def __init__(self, methods: GlooMethods, name: str, peer: int, tag: int, timeout: timedelta) -> None:
-        self.methods, self.name, self.peer, self.tag, self.timeout = methods, name, peer, tag, timeout
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name, self.device = name, device
 
     def send(self, value: Tensor, form: Form) -> None:
         if form.dtype is None:
-            self._send(describe(value, form))
+            form.shape, form.dtype = tuple(value.shape), value.dtype
+            header = [DTYPES.index(value.dtype), value.dim(), *value.shape]
+            self.give(torch.tensor(header + [0] * (HEADER - len(header))).to(self.device))
         assert form.shape == value.shape, f"a transfer on {self.name} changed its shape"
-        self._send(value.contiguous())
+        self.give(value.contiguous())
 
     def recv(self, form: Form) -> Tensor:
         if form.dtype is None:
-            described = room_for(torch.device("cpu"))
-            self._recv(described)
-            described_by(described, form)
-        value = torch.empty(form.shape, dtype=form.dtype)
-        self._recv(value)
-        return value
+            numbers = self.take(torch.zeros(HEADER, dtype=torch.int64, device=self.device))
+            code, axes, *lengths = numbers.tolist()
+            form.shape, form.dtype = tuple(lengths[:axes]), DTYPES[code]
+        return self.take(torch.empty(form.shape, dtype=form.dtype, device=self.device))
 
-    def _send(self, value: Tensor) -> None:
+    @abstractmethod
+    def give(self, value: Tensor) -> None:
+        """Send a contiguous value."""
+
+    @abstractmethod
+    def take(self, value: Tensor) -> Tensor:
+        """Receive into a value, and return it."""
+
+
+class GlooPipe(ProcessPipe):
+    """A connection over gloo."""
+
+    def __init__(self, methods: GlooMethods, name: str, peer: int, tag: int, timeout: timedelta) -> None:
+        super().__init__(name, torch.device("cpu"))
+        self.methods, self.peer, self.tag, self.timeout = methods, peer, tag, timeout
+
+    def give(self, value: Tensor) -> None:
         finish(self.methods.send([value], self.peer, self.tag), self.name, self.timeout)
 
-    def _recv(self, value: Tensor) -> None:
+    def take(self, value: Tensor) -> Tensor:
         finish(self.methods.recv([value], self.peer, self.tag), self.name, self.timeout)
-
-
-def describe(value: Tensor, form: Form) -> Tensor:
-    """Return the shape and type of a value as numbers, and write them to the form too."""
-    form.shape, form.dtype = tuple(value.shape), value.dtype
-    header = [DTYPES.index(value.dtype), value.dim(), *value.shape]
-    return torch.tensor(header + [0] * (HEADER - len(header)))
-
-
-def room_for(device: torch.device) -> Tensor:
-    """Return an empty tensor for a description that is to arrive."""
-    return torch.zeros(HEADER, dtype=torch.int64, device=device)
-
-
-def described_by(numbers: Tensor, form: Form) -> None:
-    """Let a form learn what numbers describe."""
-    code, axes, *lengths = numbers.tolist()
-    form.shape, form.dtype = tuple(lengths[:axes]), DTYPES[code]
+        return value

@@ -3,10 +3,11 @@
 import queue
 import threading
 from collections.abc import Sequence
+from itertools import permutations
 
 from torch import Tensor
 
-from piper.plan.plan import Comm, Plans
+from piper.plan.plan import Plans
 from piper.runtime.comm.base import CommError, Comms, Form, Group, StoppedError
 
 Box = queue.SimpleQueue[Tensor | None]  # None: the world has stopped
@@ -21,8 +22,9 @@ class World:
         self.boxes: dict[tuple[str, int, int], Box] = {}
         self.comms = plans.comms
         for comm in plans.comms.values():
-            for sender, receiver in speaking(comm):
-                self.boxes[comm.name, sender, receiver] = queue.SimpleQueue()
+            for group in comm.groups:
+                for sender, receiver in [group] if comm.kind == "pairs" else permutations(group, 2):
+                    self.boxes[comm.name, sender, receiver] = queue.SimpleQueue()
 
     def member(self, device: int) -> "InlineComms":
         """Return the communicators as one device sees them."""
@@ -48,13 +50,6 @@ class World:
                 f"device {receiver} stops waiting on {name} for device {sender}: a worker has failed"
             )
         return value
-
-
-def speaking(comm: Comm) -> list[tuple[int, int]]:
-    """Return every (sender, receiver) of a communicator."""
-    if comm.kind == "pairs":
-        return [(sender, receiver) for sender, receiver in comm.groups]
-    return [(a, b) for group in comm.groups for a in group for b in group if a != b]
 
 
 class InlineComms(Comms):

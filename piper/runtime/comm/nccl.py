@@ -25,8 +25,8 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from piper.plan.plan import Plans
-from piper.runtime.comm.base import CommError, Comms, Form, Group
-from piper.runtime.comm.gloo import describe, described_by, room_for
+from piper.runtime.comm.base import CommError, Comms, Group
+from piper.runtime.comm.gloo import ProcessPipe
 
 GRACE = timedelta(seconds=60)  # after our own clock has run out, before NCCL ends the process
 
@@ -123,13 +123,10 @@ class NcclGroup(Group):
 
     def shift(self, flat: Tensor, by: int) -> Tensor:
         to, source = (self.rank + by) % self.size, (self.rank - by) % self.size
-        out, options = torch.empty_like(flat), AllToAllOptions()
-        options.asyncOp = False
         gives = [len(flat) if member == to else 0 for member in range(self.size)]
         gets = [len(flat) if member == source else 0 for member in range(self.size)]
         # One group of a send and a receive: members to which nothing goes are left out.
-        issue(self.made.alltoall_base(out, flat, gets, gives, options), self.name)
-        return out
+        return self.all_to_all(flat, gives, gets)[source]
 
     def all_reduce(self, flat: Tensor) -> Tensor:
         """Return the sum of every member's tensor, in the memory of this member's."""
@@ -162,32 +159,22 @@ class NcclGroup(Group):
         return mine
 
 
-class NcclPipe:
-    """A connection from one process to another. The first step also sends each value's shape and type.
+class NcclPipe(ProcessPipe):
+    """A connection over NCCL.
 
     A transfer is an exchange in which one of the two gives nothing: like every collective it runs on the
     current stream, while torch issues NCCL's sends and receives on a stream of their own.
     """
 
     def __init__(self, made: NcclMethods, name: str, accelerator: torch.device) -> None:
-        self.made, self.name, self.accelerator = made, name, accelerator
+        super().__init__(name, accelerator)
+        self.made = made
 
-    def send(self, value: Tensor, form: Form) -> None:
-        if form.dtype is None:
-            self._give(describe(value, form).to(self.accelerator))
-        assert form.shape == value.shape, f"a transfer on {self.name} changed its shape"
-        self._give(value)
-
-    def recv(self, form: Form) -> Tensor:
-        if form.dtype is None:
-            described_by(self._take(room_for(self.accelerator)), form)
-        return self._take(torch.empty(form.shape, dtype=form.dtype, device=self.accelerator))
-
-    def _give(self, value: Tensor) -> None:
-        flat = value.reshape(-1)
+    def give(self, value: Tensor) -> None:
+        flat = value.view(-1)
         self._exchange(flat.new_empty(0), flat, [0, 0], [0, len(flat)])
 
-    def _take(self, value: Tensor) -> Tensor:
+    def take(self, value: Tensor) -> Tensor:
         flat = value.view(-1)
         self._exchange(flat, flat.new_empty(0), [len(flat), 0], [0, 0])
         return value

@@ -1,6 +1,7 @@
 """List schedulers over a problem: by priority, and by a given order of F and BI."""
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -182,27 +183,18 @@ class _Queues:
 
     def __init__(self, problem: Problem, times: Sequence[float]) -> None:
         self.problem = problem
-        self.sequences = sequences_of(problem, times)
-        self.position = [0] * problem.ranks
-        self.owed: list[list[int]] = [[] for _ in range(problem.ranks)]
-        self.paid = [0] * problem.ranks
+        self.sequences = [deque(row) for row in sequences_of(problem, times)]
+        self.owed: list[deque[int]] = [deque() for _ in range(problem.ranks)]
 
-    def next_in_sequence(self, rank: int) -> int:
-        """Return the next F or BI of a rank; -1: all have run."""
-        sequence, position = self.sequences[rank], self.position[rank]
-        return sequence[position] if position < len(sequence) else -1
-
-    def oldest_weights(self, rank: int) -> int:
-        """Return the BW that a rank could run; -1: there is none."""
-        owed, paid = self.owed[rank], self.paid[rank]
-        return owed[paid] if paid < len(owed) else -1
+    def first(self, rank: int) -> tuple[int, int]:
+        """Return the next F or BI of a rank, and the oldest BW that it could run; -1: there is none."""
+        sequence, owed = self.sequences[rank], self.owed[rank]
+        return sequence[0] if sequence else -1, owed[0] if owed else -1
 
     def take(self, operation: int, rank: int) -> None:
         """Note that a rank has started an operation."""
-        if self.problem.kind[operation] == W:
-            self.paid[rank] += 1
-            return
-        self.position[rank] += 1
+        waiting = self.owed if self.problem.kind[operation] == W else self.sequences
+        waiting[rank].popleft()
         if self.problem.kind[operation] == I:
             self.owed[rank].append(self.problem.after[operation][-1][0])
 
@@ -220,7 +212,7 @@ def in_sequence(problem: Problem, times: Sequence[float], gap: float = 0.5) -> S
         now, rank = heapq.heappop(clock.events)
         if clock.free_at[rank] > now + clock.tiny:
             continue
-        operation, weights = queues.next_in_sequence(rank), queues.oldest_weights(rank)
+        operation, weights = queues.first(rank)
         wake = ready_at(problem, clock.finish, operation) if operation >= 0 else NEVER
         if operation >= 0 and not fits(problem, operation, rank, clock.held[rank]):
             if weights < 0:

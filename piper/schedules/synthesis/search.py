@@ -72,7 +72,8 @@ def search(problem: Problem, bound: float, trials: int, named: Iterable[Schedule
         state.note(schedule)
     follow_rules(state)
     try_blocks(state, state.trials // 2)
-    justify_best(state)
+    for entry in state.shortest()[: POOL // 2]:
+        justify(state, entry.schedule)
     make_moves(state)
     return state.best
 
@@ -114,14 +115,11 @@ def try_blocks(state: Search, trials: int) -> None:
                 block, end = other, value(other)
 
 
-def justify_best(state: Search) -> None:
-    """Shift the best few schedules to the right and back to the left, which closes gaps, while it helps."""
-    for entry in state.shortest()[: POOL // 2]:
-        justify(state, entry.schedule)
-
-
 def justify(state: Search, schedule: Schedule) -> Schedule:
-    """Schedule backwards in the order of finishing times, then forwards again, while that helps."""
+    """Schedule backwards in the order of finishing times, then forwards again, while that helps.
+
+    So operations shift to the right and back to the left, which closes gaps.
+    """
     problem = state.problem
     backwards = problem.backwards_in_time()
     while not state.done:

@@ -12,7 +12,7 @@ from piper.capture.shard.layout import CopiedShard
 from piper.capture.trace.effects import draws
 from piper.capture.trace.markers import how_of, is_collective
 from piper.capture.trace.recording import FromBuffer, FromParameter, Origin, Recording
-from piper.ir.chunk import AxisPosition, Batch, Collective, Constant, HostPlace
+from piper.ir.chunk import AxisPosition, Batch, Collective, Constant
 from piper.ir.sharding import Shard
 
 
@@ -197,7 +197,7 @@ def given(
             return [batch[name] for batch in batches]
         case Constant(name=name):
             return [recording.constants[name]] * degree
-        case AxisPosition(axis=axis) | HostPlace(axis=axis):
+        case AxisPosition(axis=axis):
             apart, ways = stride(axes, axis)
             return [torch.tensor([i // apart % ways]) for i in range(degree)]
     raise AssertionError(origin)
