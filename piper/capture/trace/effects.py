@@ -84,12 +84,12 @@ def draws(node: fx.Node) -> bool:
         if not is_tagged(node.target, torch.Tag.nondeterministic_seeded):
             return False
         drops = "dropout_p" in _parameters(node.target)  # attention draws only if it drops
-        return not drops or argument(node, "dropout_p", 0.0) != 0.0
+        return not drops or bool(argument(node, "dropout_p"))
     name = name_of(node)
     if _DROPS.fullmatch(name):
-        return bool(argument(node, "training", True)) and argument(node, "p", 0.5) != 0.0
+        return bool(argument(node, "training", True)) and bool(argument(node, "p", 0.5))
     if name == "scaled_dot_product_attention":
-        return argument(node, "dropout_p", 0.0) != 0.0
+        return bool(argument(node, "dropout_p", 0.0))
     if name in _RECURRENT:
         return _drops_between_layers(node)
     return _DRAWS.fullmatch(name) is not None

@@ -1,6 +1,6 @@
 """Schedule synthesis: from what stages cost and hold to the shortest `order` directives found."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from piper.directives.order import Order
@@ -8,7 +8,6 @@ from piper.errors import ScheduleError
 from piper.schedules.action import Action, Group
 from piper.schedules.grid import Grid, Row, need_whole, orders
 from piper.schedules.names import NAMES, SYNTHESISED, grid_for
-from piper.schedules.row_builder import RowWriter
 from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.bound import bound
 from piper.schedules.synthesis.list_schedulers import Schedule
@@ -161,16 +160,17 @@ def unpaired(grid: Grid) -> Grid:
 
 def one_at_a_time(placement: Placement, microbatches: int) -> Grid:
     """Return the grid that finishes each microbatch before the next: no schedule needs less memory."""
-    rows = []
-    for rank in range(placement.count):
-        row, stages = RowWriter(microbatches), placement.stages_of(rank)
-        for _ in range(microbatches):
-            for stage in stages:
-                row.forward(stage)
-            for stage in reversed(stages):
-                row.backward(stage)
-        rows.append(row.finish())
-    return Grid(rows=tuple(rows))
+    ranks = range(placement.count)
+    return Grid(rows=tuple(one_by_one(placement.stages_of(rank), microbatches) for rank in ranks))
+
+
+def one_by_one(stages: Sequence[int], microbatches: int) -> Row:
+    """Return the row of a rank that finishes each microbatch before the next."""
+    row: list[Group] = []
+    for microbatch in range(microbatches):
+        row += [(Action(stage=stage, phase="F", microbatch=microbatch),) for stage in stages]
+        row += [(Action(stage=stage, phase="B", microbatch=microbatch),) for stage in reversed(stages)]
+    return tuple(row)
 
 
 def within(grid: Grid, memory: Memory) -> bool:
