@@ -520,7 +520,7 @@ error: capture (net.py:<loss_key_error>): the loss, or the model in it, raised a
 error: capture (net.py:<loss_shapes>): the loss, or the model in it, raised an exception
   why:   RuntimeError('size mismatch, got input (4x4), vec (2)')
   batch: x (4, 4)
-  hint:  call loss(model(), batch) without Piper to see the whole traceback
+  hint:  call loss(model(), batch) without Piper to see the whole traceback, and if that works, under torch.compile
 """,
     "net.py:loss_takes_one": """
 error: capture (net.py:<loss_takes_one>): the loss, or the model in it, raised an exception
@@ -532,7 +532,7 @@ error: capture (net.py:<loss_takes_one>): the loss, or the model in it, raised a
 error: capture (net.py:<annotates_with_an_index>): the loss, or the model in it, raised an exception
   why:   Argument mismatch when attempting to trace function annotate.
   batch: x (4, 4)
-  hint:  call loss(model(), batch) without Piper to see the whole traceback
+  hint:  call loss(model(), batch) without Piper to see the whole traceback, and if that works, under torch.compile
 """,
     "net.py:loss_item": """
 error: loss (net.py:<loss_item>): the loss is not a loss
@@ -658,7 +658,7 @@ error: data (net.py:<data_ragged>): the fields of a batch disagree on the number
 error: capture (net.py:15): the loss, or the model in it, raised an exception
   why:   RuntimeError('a and b must have same reduction dim, but got [4, 5] X [4, 4].')
   batch: x (4, 5)
-  hint:  call loss(model(), batch) without Piper to see the whole traceback
+  hint:  call loss(model(), batch) without Piper to see the whole traceback, and if that works, under torch.compile
 """,
     "net.py:data_type_later": """
 error: data (net.py:<data_type_later>), step 3: the batch is not like the one that was compiled

@@ -88,7 +88,8 @@ def loss_failed(error: Exception, fields: Iterable[str]) -> CaptureError:
     hints = {"KeyError": f"the batch has {names}: use one of these names, or add the field in data()"}
     if not any(_is_users(frame) for frame in getattr(error, "real_stack", ())):  # the loss was not entered
         hints["Argument mismatch"] = "the loss is called as loss(model, batch)"
-    hint = hints.get(raised[0], "call loss(model(), batch) without Piper to see the whole traceback")
+    alone = "call loss(model(), batch) without Piper to see the whole traceback"
+    hint = hints.get(raised[0], f"{alone}, and if that works, under torch.compile")
     return refused("the loss, or the model in it, raised an exception", error, hint=hint, kind=LossError)
 
 

@@ -120,7 +120,7 @@ class Replay:
 
     def _count(self, chunk: Chunk) -> list[Shape]:
         spec = chunk.phases["F"]
-        ways = self.ways(chunk.name)
+        ways = self.ways(chunk.name) if chunk.kind == "expert" else 1  # others hold their buffers whole
 
         def share(value: Tensor) -> Tensor:
             return value.chunk(ways)[0] if ways > 1 else value

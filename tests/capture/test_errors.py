@@ -196,7 +196,7 @@ def test_an_error_of_the_model_itself() -> None:
     assert refusal(forward) == lines(
         f"capture ({HERE}:N): the loss, or the model in it, raised an exception",
         "  why:  ValueError('not today')",
-        "  hint: call loss(model(), batch) without Piper to see the whole traceback",
+        "  hint: call loss(model(), batch) without Piper to see the whole traceback, and if that works, under torch.compile",
     )
 
 
@@ -207,7 +207,7 @@ def test_shapes_that_do_not_fit() -> None:
     assert refusal(forward) == lines(
         f"capture ({HERE}:N): the loss, or the model in it, raised an exception",
         "  why:  RuntimeError(\"shape '[3, 3]' is invalid for input of size 64\")",
-        "  hint: call loss(model(), batch) without Piper to see the whole traceback",
+        "  hint: call loss(model(), batch) without Piper to see the whole traceback, and if that works, under torch.compile",
     )
 
 

@@ -110,6 +110,14 @@ def test_a_projection_in_front_of_the_blocks_is_no_block() -> None:
     assert layers(nn.Sequential(nn.Linear(2, 16), *blocks, nn.Linear(16, 2))) == ["1", "2"]
 
 
+def test_what_blocks_share_makes_none_of_them_large() -> None:
+    shared = nn.Linear(64, 64)
+    small = [nn.Linear(16, 16) for _ in range(4)]
+    hybrid = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), shared) for _ in range(8)]
+    blocks = nn.ModuleList([*hybrid[:4], *small, *hybrid[4:]])
+    assert layers(nn.Sequential(blocks)) == [f"0.{number}" for number in range(12)]
+
+
 def test_a_model_without_repeated_layers() -> None:
     with pytest.raises(ConfigError) as caught:
         piper.annotate_layers(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Embedding(4, 4)))

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -168,3 +169,22 @@ def test_a_draw_that_does_not_divide_is_refused(draw: str, layout: str) -> None:
 def test_check_draws_the_same() -> None:
     report = check(compile(job(DRAWS["several"], LAYOUTS["sp2"]), device="cpu"), launch_inline, [batch()])
     assert report.ok, report
+
+
+class Scaled(Drawing):
+    """Draws, and reads a buffer that every device holds whole."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(DRAWS["dropout"])
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+def test_check_draws_the_same_beside_a_buffer() -> None:
+    scaled = replace(job(DRAWS["dropout"], LAYOUTS["tp2"]), model=Scaled)
+    report = check(compile(scaled, device="cpu"), launch_inline, [batch()])
+    assert report.verdict == "The same numbers as one device.", report

@@ -1,5 +1,6 @@
 """Finds the repeated blocks of a model without annotations, and tags each as a layer."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import nn
@@ -18,7 +19,7 @@ class Stack:
 
     blocks: tuple[str, ...]  # their paths, in order
     kinds: frozenset[type[nn.Module]]
-    size: int  # parameters of all blocks
+    size: float  # parameters of all blocks
 
 
 def annotate_layers(model: nn.Module) -> nn.Module:
@@ -95,7 +96,12 @@ def _config_of(model: nn.Module, path: str) -> object:
 def _stack(path: str, container: nn.Module) -> Stack | None:
     """Return the repeated blocks of a container. None: it has no two of one class with parameters."""
     children = dict(container.named_children())
-    sizes = {name: _parameters(child) for name, child in children.items()}
+    # What blocks share counts in parts: all hybrid layers of Zamba call the same attention.
+    users = Counter(parameter for child in children.values() for parameter in child.parameters())
+    sizes = {
+        name: sum(parameter.numel() / users[parameter] for parameter in child.parameters())
+        for name, child in children.items()
+    }
     by_class: dict[type[nn.Module], list[str]] = {}
     for name, child in children.items():
         if sizes[name]:
@@ -112,10 +118,6 @@ def _stack(path: str, container: nn.Module) -> Stack | None:
         kinds=frozenset(kinds),
         size=sum(sizes[name] for name in blocks),
     )
-
-
-def _parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _within(path: str, block: str) -> bool:
