@@ -280,8 +280,3 @@ def state_slot(bucket: str) -> SlotId:
 def buffer_slot(name: str) -> SlotId:
     """Return the slot of a buffer of the model."""
     return SlotId("buffer", name)
-
-
-def constant_slot(name: str) -> SlotId:
-    """Return the slot of a constant that the trace lifted out of the model."""
-    return SlotId("constant", name)

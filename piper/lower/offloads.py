@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import HostCopies
-from piper.ir.devices import Devices
+from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, SlotKind, Tags
 from piper.ir.node import Compute, Node, SlotNode, Transfer
 from piper.lower.edit import SequenceEdit
@@ -29,7 +29,7 @@ class CopyOut(SlotNode):
 
     @property
     def name(self) -> str:
-        return f"offload[{self.reads[0]}]"
+        return f"offload[{f'{self.about} @{show(self.devices)}' if self.about else self.reads[0]}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class CopyBack(SlotNode):
 
     @property
     def name(self) -> str:
-        return f"fetch[{self.writes[0]}]"
+        return f"fetch[{f'{self.about} @{show(self.devices)}' if self.about else self.writes[0]}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,32 +1,18 @@
 """The optimizer's state in memory of the host, on the device only bucket by bucket, as it is updated."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import HostCopies
 from piper.ir.ids import SlotId, param_slot, state_slot
-from piper.ir.node import Node, SlotNode, Update
+from piper.ir.node import Node, Update
 from piper.lower.edit import SequenceEdit
-from piper.lower.offloads import fetched
+from piper.lower.offloads import CopyBack, CopyOut, fetched
 from piper.lower.sequence import computes_by_set
 from piper.lower.state import LoweringState
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateBack(SlotNode):
-    """Copy the optimizer's state for a bucket from memory of the host to the device."""
-
-    op = "fetch"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateOut(SlotNode):
-    """Copy the optimizer's updated state for a bucket to memory of the host."""
-
-    op = "offload"
 
 
 def add_state_offloads(state: LoweringState) -> LoweringState:
@@ -66,7 +52,7 @@ def offloaded_state_comes_back(state: LoweringState) -> Iterator[str]:
     """Yield each bucket whose state is on the host and that is not updated between two copies of it."""
     seen: dict[SlotId, list[str]] = {}
     for node in state.sequence:
-        slot = node.writes[-1] if isinstance(node, StateBack | StateOut) else None
+        slot = node.writes[-1] if isinstance(node, CopyBack | CopyOut) else None
         if isinstance(node, Update) and node.about:
             slot = state_slot(node.about)
         if slot is not None:
@@ -75,13 +61,13 @@ def offloaded_state_comes_back(state: LoweringState) -> Iterator[str]:
     if state.settings.trains:
         for slot in away:
             once = len(seen.get(slot, ())) // 3
-            if not once or sorted(seen[slot]) != sorted(["StateBack", "Update", "StateOut"] * once):
+            if not once or sorted(seen[slot]) != sorted(["CopyBack", "Update", "CopyOut"] * once):
                 yield f"{slot} is on the host, and copied or updated only by {seen.get(slot, [])}"
 
 
 def streamed(
     state: LoweringState, node: Update, bucket: Bucket, how: HostCopies
-) -> tuple[StateBack, Update, StateOut]:
+) -> tuple[CopyBack, Update, CopyOut]:
     """Return the copy of a bucket's state to the device, its update, and the copy back to the host."""
     on_host, here = state_slot(bucket.name), on_device(bucket)
     nbytes, origin = state.residents[on_host].host, (how.by,)
@@ -90,11 +76,11 @@ def streamed(
         updated, reads=(*updated.reads, here), writes=(*updated.writes, here), about=bucket.name
     )
     # The state is not complete on the host until the last copy: what copies it elsewhere comes before.
-    back = StateBack(
+    back = CopyBack(
         about=on_host, devices=node.devices, reads=(on_host,), writes=(here, on_host),
         stream=f"{how.stream}.in", nbytes=nbytes, origin=origin,
     )  # fmt: skip
-    out = StateOut(
+    out = CopyOut(
         about=on_host, devices=node.devices, reads=(here,), writes=(on_host,),
         stream=f"{how.stream}.out", nbytes=nbytes, origin=origin,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from piper.errors import ScheduleError
 from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, TensorSpec
 from piper.ir.devices import Devices, show
-from piper.ir.ids import SlotId, SlotKind, constant_slot
+from piper.ir.ids import SlotId, SlotKind
 from piper.ir.node import Add, Transfer
 from piper.lower.placements import ChunkPlacement
 from piper.lower.value_table import Flow, Template, output_slot
@@ -28,7 +28,7 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
             flow.values[loaded] = Slot(nbytes=spec.nbytes)
             return loaded
         case Constant(name=constant):
-            resident = constant_slot(constant)
+            resident = SlotId("constant", constant)
             flow.residents[resident] = Slot(nbytes=spec.nbytes)
             return resident
         case AxisPosition(axis=axis, on_host=on_host):

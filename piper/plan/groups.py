@@ -9,7 +9,7 @@ from piper.ir.ids import SlotId
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.ops import Collecting, Field, Op
-from piper.plan.plan import Comm, PlacedChunk, Plan, Plans, Slot
+from piper.plan.plan import PlacedChunk, Plan, Plans
 
 ChangeDevices = Callable[[Devices], Devices]
 ChangeSets = Callable[[tuple[Devices, ...]], tuple[Devices, ...]]
@@ -28,7 +28,10 @@ class ChangedDevices:
             plan,
             devices=self.devices(plan.devices),
             instrs=tuple(map(self.instr, plan.instrs)),
-            residents={self.slot_id(name): self.slot(slot) for name, slot in plan.residents.items()},
+            residents={
+                self.slot_id(name): replace(slot, placed=self.devices(slot.placed)) if slot.placed else slot
+                for name, slot in plan.residents.items()
+            },
         )
 
     def instr(self, ins: Instr) -> Instr:
@@ -47,10 +50,6 @@ class ChangedDevices:
         region, group = slot.devices
         return SlotId(slot.kind, slot.owner, devices=(self.devices(region), group))
 
-    def slot(self, slot: Slot) -> Slot:
-        """Return a slot that is sharded over other devices."""
-        return replace(slot, placed=self.devices(slot.placed)) if slot.placed else slot
-
     def bucket(self, bucket: Bucket) -> Bucket:
         """Return a bucket that lies on other devices."""
         return replace(
@@ -67,16 +66,12 @@ class ChangedDevices:
         elsewhere = {part: self.devices(devices) for part, devices in chunk.elsewhere.items()}
         return replace(chunk, devices=self.devices(chunk.devices), elsewhere=elsewhere)
 
-    def comm(self, comm: Comm) -> Comm:
-        """Return a communicator of other devices."""
-        return replace(comm, groups=self.sets(comm.groups))
-
     def all(self, plans: Plans, cells: int) -> Plans:
         """Return plans for other devices. cells: the slices of all samples there."""
         return replace(
             plans,
             plans=tuple(map(self.plan, plans.plans)),
-            comms={name: self.comm(comm) for name, comm in plans.comms.items()},
+            comms={name: replace(comm, groups=self.sets(comm.groups)) for name, comm in plans.comms.items()},
             buckets={name: self.bucket(bucket) for name, bucket in plans.buckets.items()},
             chunks={name: self.chunk(chunk) for name, chunk in plans.chunks.items()},
             cells=cells,

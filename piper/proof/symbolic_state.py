@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from piper.ir.chunk import Constant, Output, Tags
 from piper.ir.devices import Devices, show
-from piper.ir.ids import SEED, TOTAL, SlotId, buffer_slot, constant_slot, param_slot
+from piper.ir.ids import SEED, TOTAL, SlotId, buffer_slot, param_slot
 from piper.ir.mesh import axis_through
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
@@ -65,7 +65,7 @@ class SymbolicState:
             known[buffer_slot(buffer.name)] = self.value(SymbolicValue("buffer", buffer.name), "own")
         for source in (source for chunk in outline.chunks for source in chunk.inputs):
             if isinstance(source, Constant):
-                known[constant_slot(source.name)] = self.value(SymbolicValue("constant", source.name))
+                known[SlotId("constant", source.name)] = self.value(SymbolicValue("constant", source.name))
         for slot in plan.residents:
             if slot.kind == "place" or slot.kind == "host_place":
                 places = placed_by(slot, plan.devices)

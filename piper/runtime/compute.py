@@ -1,7 +1,7 @@
 """Phases of chunks, and the batch fields they start from."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import cast
 
 import torch
@@ -264,11 +264,16 @@ def slices(plans: Plans, samples: int, position: int, count: int, part: Tags) ->
     number = 0
     for axis, i in part:
         number = number * plans.axes[axis] + i
+    cells = range(position * plans.cells // count, (position + 1) * plans.cells // count)
+    return joined((i * cell + number * piece, i * cell + (number + 1) * piece) for i in cells)
+
+
+def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return spans in order, with those that touch or overlap merged."""
     found: list[tuple[int, int]] = []
-    for i in range(position * plans.cells // count, (position + 1) * plans.cells // count):
-        low = i * cell + number * piece
-        if found and found[-1][1] == low:
-            found[-1] = (found[-1][0], low + piece)
+    for low, high in sorted(spans):
+        if found and low <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], high))
         else:
-            found.append((low, low + piece))
+            found.append((low, high))
     return found

@@ -93,7 +93,9 @@ class Releases:
             late: dict[int, int] = {}  # other stream -> the last place of it to wait for
             for slot in self.parked[lane]:
                 other = self.lane[slot.place]
-                if self._due(slot) and not self.clock.knows(lane, slot.place):
+                sends = 0 if slot.pipe is None else self.sent[slot.pipe] - slot.number
+                due = slot.age >= LAG if slot.pipe is None else sends > SENDS
+                if due and not self.clock.knows(lane, slot.place):
                     late[other] = slot.place  # they are in the order of their places
             for place in sorted(late.values()):
                 found.waits.append(place)
@@ -106,12 +108,6 @@ class Releases:
                 slot.age += works
                 left.append(slot)
         self.parked[lane] = left
-
-    def _due(self, slot: Parked) -> bool:
-        """Return whether a stream waits until the memory of a slot is free."""
-        if slot.pipe is None:
-            return slot.age >= LAG
-        return self.sent[slot.pipe] - slot.number > SENDS
 
 
 def releases(plan: Plan) -> list[Handling]:

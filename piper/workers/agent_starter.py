@@ -71,14 +71,11 @@ class AgentStarter(Starter):
                     del self.taken[bundle]
                 elif self.calls.finished(self.warm[bundle]):
                     del self.taken[bundle]
-                    self._report(bundle, monotonic() - since)
+                    answered = self.calls.answers(dict(enumerate(self.warm[bundle])))
+                    if len(answered) == len(self.warm[bundle]):  # else agents are lost
+                        address = self.agents[bundle][0].address
+                        self.fresh.append(WarmAgent(address=address, seconds=monotonic() - since))
             return bool(self.taken)
-
-    def _report(self, bundle: int, seconds: float) -> None:
-        """Note that the agents of a bundle are warm, unless they are lost."""
-        answered = self.calls.answers(dict(enumerate(self.warm[bundle])))
-        if len(answered) == len(self.warm[bundle]):
-            self.fresh.append(WarmAgent(address=self.agents[bundle][0].address, seconds=seconds))
 
     def warmed(self) -> list[WarmAgent]:
         """Return the spares that have become warm since the last call, one for each machine."""

@@ -12,7 +12,7 @@ from piper.checkpoint.background import Done
 from piper.errors import LaunchError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.plan import Plans
-from piper.runtime.compute import slices
+from piper.runtime.compute import joined, slices
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.setup import Code, Setup
@@ -81,17 +81,6 @@ def spans_of(plans: Plans, device: int, samples: int) -> dict[str, list[Span]]:
             mine = slices(plans, samples, *field.slice_of(device), field.part)
             found.setdefault(field.name, []).extend(mine)
     return {field: joined(spans) for field, spans in found.items()}
-
-
-def joined(spans: list[Span]) -> list[Span]:
-    """Return spans in order, with those that touch or overlap merged."""
-    found: list[Span] = []
-    for low, high in sorted(spans):
-        if found and low <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], high))
-        else:
-            found.append((low, high))
-    return found
 
 
 class BatchSlicer:

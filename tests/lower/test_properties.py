@@ -13,10 +13,9 @@ from piper.ir.select import at
 from piper.lower.averages import AverageParameters
 from piper.lower.buckets import make_buckets
 from piper.lower.lower import LOWERING, first_state
-from piper.lower.offloads import CopyBack
+from piper.lower.offloads import CopyBack, CopyOut
 from piper.lower.protections import CopyState
 from piper.lower.state import LoweringState, Property, Settings
-from piper.lower.state_offloads import StateOut
 from piper.plan.bucket import Bucket
 from piper.schedules import gpipe
 from tests.lower.outlines import fitted, skips
@@ -172,7 +171,7 @@ def ungathered(work: LoweringState) -> LoweringState:
         ("add_updates", without(Update), "is applied on [], not on"),
         (
             "add_state_offloads",
-            without(StateOut),
+            without(CopyOut),
             "PP=0/0.state is on the host, and copied or updated only by",
         ),
         (

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from piper.workers.messages import BatchSlice, joined
+from piper.runtime.compute import joined
+from piper.workers.messages import BatchSlice
 
 
 def test_ranges_are_joined_only_where_they_touch() -> None:

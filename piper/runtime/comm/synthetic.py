@@ -12,8 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.ir.chunk import Chunk, TensorSpec
-from piper.ir.ids import SlotId
+from piper.ir.chunk import Chunk
 from piper.plan.instr import Instr
 from piper.plan.ops import Rows
 from piper.plan.plan import Plans
@@ -134,15 +133,11 @@ def form_of(plans: Plans, chunks: Mapping[str, Chunk], device: int, ins: Instr) 
         s for s in plans.of(sender).instrs if s.op == "send" and s.node == ins.node and s.comm == ins.comm
     )
     send = next(sends)
-    spec = spec_of(chunks, send.reads[0])
+    slot = send.reads[0]
+    assert slot.kind in ("output", "input_gradient", "gradient_sum"), f"{slot} is not a value between chunks"
+    chunk = chunks[slot.owner]
+    spec = (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]
     shape = spec.shape
     if isinstance(rows := send.payload, Rows):
         shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
     return Form(shape, getattr(torch, spec.dtype))
-
-
-def spec_of(chunks: Mapping[str, Chunk], slot: SlotId) -> TensorSpec:
-    """Return the spec of a slot between chunks: an output, an input's gradient, or a sum of those."""
-    assert slot.kind in ("output", "input_gradient", "gradient_sum"), f"{slot} is not a value between chunks"
-    chunk = chunks[slot.owner]
-    return (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]

@@ -265,7 +265,9 @@ class Listener:
                     self._admit()
                 else:
                     self._hear(ready.fd)
-            self._expire()
+            now = monotonic()
+            for late in [number for number, visitor in self.visitors.items() if visitor.until <= now]:
+                self._drop(late)
         return self.arrived.pop(0)
 
     def _admit(self) -> None:
@@ -304,11 +306,6 @@ class Listener:
         self.selector.unregister(visitor.end)
         channel = Channel(visitor.end, self.timeout, codec=self.codec, keys=shake.frame_keys(listens=True))
         self.arrived.append((shake.name, channel))
-
-    def _expire(self) -> None:
-        now = monotonic()
-        for descriptor in [number for number, visitor in self.visitors.items() if visitor.until <= now]:
-            self._drop(descriptor)
 
     def _drop(self, descriptor: int) -> None:
         visitor = self.visitors.pop(descriptor)

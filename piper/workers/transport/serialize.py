@@ -275,16 +275,11 @@ class FunctionPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no a
 
     def reducer_override(self, obj: object) -> object:
         if type(obj) is Tensor:
-            return reduce_tensor(obj)
+            raw = bytearray(raw_bytes(obj).numpy())  # its own elements, not its whole storage
+            return restore_tensor, (raw, obj.dtype, tuple(obj.shape), obj.requires_grad)
         if isinstance(obj, fx.GraphModule):
             return reduce_module(obj)
         return super().reducer_override(obj)
-
-
-def reduce_tensor(tensor: Tensor) -> Reduced:
-    """Return how to restore a plain tensor: its own elements, not its whole storage."""
-    raw = bytearray(raw_bytes(tensor).numpy())
-    return restore_tensor, (raw, tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
 def restore_tensor(
