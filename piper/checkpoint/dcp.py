@@ -10,14 +10,16 @@ import io
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from piper.checkpoint.huggingface import Lazy
 from piper.checkpoint.metadata import plain_name
 from piper.errors import ConfigError
 
@@ -101,7 +103,7 @@ class DcpTensor:
     pieces: Mapping[tuple[int, ...], tuple[int, ...]]  # offsets -> sizes
 
 
-class DcpFolder(Mapping[str, object]):
+class DcpFolder(Lazy):
     """The values of a DCP folder by their flat names, each read when asked for."""
 
     def __init__(self, folder: Path) -> None:
@@ -109,14 +111,15 @@ class DcpFolder(Mapping[str, object]):
         try:
             with (folder / METADATA).open("rb") as file:
                 metadata = MetadataUnpickler(file).load()
-            self.entries = {str(name): entry_of(e) for name, e in metadata.state_dict_metadata.items()}
-            self.tensors = {name for name, entry in self.entries.items() if entry is not None}
+            entries = {str(name): entry_of(e) for name, e in metadata.state_dict_metadata.items()}
+            self.tensors = {name for name, entry in entries.items() if entry is not None}
             self.items_stored = {piece_index(i): item_of(s) for i, s in metadata.storage_data.items()}
         except BROKEN as error:
             raise unreadable(folder, f"{METADATA}: {error}") from error
+        super().__init__({name: partial(self._value, name, entry) for name, entry in entries.items()})
 
-    def __getitem__(self, name: str) -> object:
-        entry = self.entries[name]
+    def _value(self, name: str, entry: DcpTensor | None) -> object:
+        """Read a tensor from its pieces, or a value of another kind."""
         try:
             if entry is None:
                 return self._stored(name, ())
@@ -140,12 +143,6 @@ class DcpFolder(Mapping[str, object]):
             raise ValueError(f"{item.file} ends before byte {item.offset + item.length}")
         value: object = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
 
 
 def entry_of(record: MetadataRecord) -> DcpTensor | None:

@@ -169,9 +169,8 @@ def record_of(fields: Mapping[str, Any]) -> Record:
     for name in fields["files"]:
         plain_name(name)
     record = from_json(Record, fields)
-    for stored in record.tensors.values():
-        for piece in stored.pieces:
-            plain_name(piece.file)
+    for name in {piece.file for stored in record.tensors.values() for piece in stored.pieces}:
+        plain_name(name)
     return record
 
 

@@ -32,7 +32,7 @@ from piper.run.retrying import disk_of
 from piper.run.run import Run, Watch
 from piper.run.run_events import Event
 from piper.run.saves import checkpoints_of, past_of, prepare_saves
-from piper.run.single_rank_run import PeakMemory, SingleRankRun, launch_single_rank
+from piper.run.single_rank_run import PeakMemory, launch_single_rank
 from piper.runtime.worker import Options
 from piper.train.display import ConsoleLog, Stages, display, shown
 from piper.train.elastic_programs import SizeFile, sessions_of
@@ -317,7 +317,13 @@ def train_alone(asked: TrainOptions) -> "RankSummary":
     with launch_single_rank(program, asked.on, options, cluster=asked.cluster) as run:
         for batch in islice(batches_of(job.data), steps):
             run.step(batch)
-        return summary_of_rank(run, asked.on, warm)
+        return RankSummary(
+            rank=asked.on,
+            devices=len(run.plans.devices),
+            on=run.network.name,
+            times=tuple(run.seconds[warm:] or run.seconds),
+            peak=run.peak(),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,17 +359,6 @@ class RankSummary:
             off = self.peak.measured / self.peak.predicted - 1
             lines.append(f"  measured: {mib(self.peak.measured)} at the peak ({off:+.1%})")
         return "\n".join(lines) + "\n"
-
-
-def summary_of_rank(run: SingleRankRun, on: str, warm: int) -> RankSummary:
-    """Return the times and the memory of a device's steps, without the first ones."""
-    return RankSummary(
-        rank=on,
-        devices=len(run.plans.devices),
-        on=run.network.name,
-        times=tuple(run.seconds[warm:] or run.seconds),
-        peak=run.peak(),
-    )
 
 
 def mib(nbytes: int) -> str:

@@ -1,6 +1,6 @@
 """The model that is tuned: its layers, what can be divided, and tables of costs for every microbatch size."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -211,21 +211,16 @@ def captured_model(
         optimizer_bytes=0,
         samples=samples,
     )
-    facts = partial(facts_of, first, recordings, sizes[0])
-    second = partial(record_sizes, first, sizes[1:2])
-    weights, optimizer = run_beside(second, facts, workers=workers) or facts()
+
+    def second_size() -> None:
+        for rows in sizes[1:2]:
+            first.record(rows)
+
+    def facts() -> tuple[tuple[tuple[str, int], ...], int]:
+        return weights_of(recordings), optimizer_bytes(first, sizes[0])
+
+    weights, optimizer = run_beside(second_size, facts, workers=workers) or facts()
     return replace(first, divide=replace(first.divide, weights=weights), optimizer_bytes=optimizer)
-
-
-def record_sizes(model: Model, sizes: Sequence[int]) -> None:
-    """Record a model for microbatch sizes."""
-    for rows in sizes:
-        model.record(rows)
-
-
-def facts_of(model: Model, recordings: Recordings, rows: int) -> tuple[tuple[tuple[str, int], ...], int]:
-    """Return the weights that can be divided, and the bytes of the optimizer for each element."""
-    return weights_of(recordings), optimizer_bytes(model, rows)
 
 
 def optimizer_bytes(model: Model, rows: int) -> int:
