@@ -74,8 +74,9 @@ def common_runs(one: FlatRuns, other: FlatRuns) -> Iterator[FlatRuns]:
         if one.count > other.count:
             yield from (turned(runs) for runs in common_runs(other, one))
         else:
-            for single in each_run(one):
-                yield from common_runs(single, other)
+            for n in range(one.count):
+                here, there = one.here + n * one.here_step, one.there + n * one.there_step
+                yield from common_runs(FlatRuns(here=here, there=there, length=one.length), other)
     elif one.count > 1 and other.count > 1:
         yield from common_at_one_distance(one, other)
     elif one.count > 1:
@@ -111,13 +112,6 @@ def turned(runs: FlatRuns) -> FlatRuns:
     return replace(
         runs, here=runs.there, there=runs.here, here_step=runs.there_step, there_step=runs.here_step
     )
-
-
-def each_run(runs: FlatRuns) -> Iterator[FlatRuns]:
-    """Yield runs one by one."""
-    for n in range(runs.count):
-        here, there = runs.here + n * runs.here_step, runs.there + n * runs.there_step
-        yield FlatRuns(here=here, there=there, length=runs.length)
 
 
 def length_of(several: Iterable[FlatRuns]) -> int:

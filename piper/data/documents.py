@@ -31,10 +31,10 @@ def balance_documents(
             facts={"field": f"{documents} {list(numbers.shape)}", "needed": f"a multiple of {ways * piece}"},
             hint="choose a smaller `piece`, or pad the sequences",
         )
-    order = torch.stack([_order(row, ways, piece) for row in numbers])
+    order, rows = torch.stack([_order(row, ways, piece) for row in numbers]), torch.arange(samples)
     fields = {**batch, PLACES: torch.arange(length).expand(samples, length)}
     return {
-        name: _reordered(field, order) if field.shape[:2] == numbers.shape else field
+        name: field[rows.unsqueeze(1), order] if field.shape[:2] == numbers.shape else field
         for name, field in fields.items()
     }
 
@@ -49,12 +49,6 @@ def _numbers(batch: Mapping[str, Tensor], documents: str) -> Tensor:
             hint=f"name the field with the document of each token, [samples, length]; {PLACES!r} is added",
         )
     return batch[documents]
-
-
-def _reordered(field: Tensor, order: Tensor) -> Tensor:
-    """Return a field of [samples, length, ...] with the tokens of each sample in another order."""
-    rows = torch.arange(len(order)).unsqueeze(1)
-    return field[rows, order]
 
 
 def _order(numbers: Tensor, ways: int, piece: int) -> Tensor:

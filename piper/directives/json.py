@@ -249,14 +249,10 @@ def checked(test: Callable[[Any], bool], change: Callable[[Any], object] = lambd
     return read
 
 
-def is_word(value: object) -> bool:
-    """Return whether a value is a name in one word."""
-    return isinstance(value, str) and STREAM.fullmatch(value) is not None
-
-
 LENGTH = re.compile(r"[1-9][0-9]*")  # of the batches that a strategy is for
 read_flag = checked(lambda value: isinstance(value, bool))
-read_word, read_whole, read_number = checked(is_word), checked(is_whole), checked(is_number)
+read_word = checked(lambda value: isinstance(value, str) and STREAM.fullmatch(value) is not None)
+read_whole, read_number = checked(is_whole), checked(is_number)
 read_devices = checked(lambda value: isinstance(value, list) and all(map(is_whole, value)), tuple)
 read_dims = checked(
     lambda value: isinstance(value, dict) and all(map(is_index, value.values())),

@@ -166,7 +166,8 @@ class Roofline:
         slows = cluster.links[level].slows
         if op == "reduce_scatter" and seconds:
             # Gradients are copied into one buffer before, which takes the device's time.
-            slows = min(SLOWED_LIMIT, slows + 2 * whole_of(nbytes, len(devices)) / self.bandwidth / seconds)
+            whole = nbytes * len(devices) / max(1, len(devices) - 1)  # of which each sends all but its shard
+            slows = min(SLOWED_LIMIT, slows + 2 * whole / self.bandwidth / seconds)
         return Talk(
             latency=cluster.launch + cluster.latency(op, devices),
             seconds=seconds,
@@ -175,11 +176,6 @@ class Roofline:
             cores=cluster.links[level].cores,
             copies=op == "reduce_scatter" and cluster.cores > 0,  # those who compute share cores, not devices
         )
-
-
-def whole_of(nbytes: float, members: int) -> float:
-    """Return the bytes of a value of which each of some members sends all but its own shard."""
-    return nbytes * members / max(1, members - 1)
 
 
 def type_of(chunk: Chunk) -> str:

@@ -59,7 +59,10 @@ def routed_step(
 ) -> RoutedStep:
     """Simulate a step. rows: of each expert, by regions with clones; tables: by these regions."""
     factors = {region: tables[region].skew(rows[region]) for region in tables}
-    routes = {source.chunk: region for region in tables for source in sources_of(outline, region)}
+    experts = (chunk for chunk in outline.chunks if chunk.name in tables)
+    routes = {
+        source.chunk: chunk.name for chunk in experts for source in chunk.inputs if isinstance(source, Output)
+    }
     routes |= {chunk.name: routes[route] for chunk in outline.chunks if (route := unrouted(chunk)) in routes}
 
     def changed(ins: Instr) -> Instr:
@@ -76,12 +79,6 @@ def routed_step(
     priced = [replace(plan, instrs=tuple(map(changed, plan.instrs))) for plan in plans]
     step = simulate(replace(plans, plans=tuple(priced)), outline, RoutedCosts(costs, factors)).step
     return RoutedStep(tables=tables, seconds=step)
-
-
-def sources_of(outline: CapturedModel, region: str) -> list[Output]:
-    """Return the outputs of a route that a chunk of experts reads."""
-    chunk = next(chunk for chunk in outline.chunks if chunk.name == region)
-    return [source for source in chunk.inputs if isinstance(source, Output)]
 
 
 def unrouted(chunk: Chunk) -> str:

@@ -15,6 +15,7 @@ from piper.ir.dtypes import MixedPrecision
 from piper.schedules.grid import Grid
 from piper.simulate.costs import Costs
 
+WEIGHTS: tuple[Phase, ...] = ("B", "BW")  # phases that may add gradients to a sum
 CHAINED: tuple[Phase, ...] = ("F", "B", "BI")  # phases that pass on what the next stage waits for
 Storage = tuple[str, str, int]  # chunk, kind, number
 Walk = tuple[tuple[tuple[int, ...], int], ...]  # stages of which a backward has run, and activations at most
@@ -243,7 +244,9 @@ class ModelLayers:
 
         A compiled backward that adds them itself only reads the sum in addition.
         """
-        adding = [chunk for chunk in chunks if adds_gradients(chunk)]
+        adding = [
+            chunk for chunk in chunks if any(chunk.phases[p].in_place for p in WEIGHTS if p in chunk.phases)
+        ]
         flat = self._parameters(adding)
         read = sum(one.sum_bytes for one in flat.values())
         every = self._parameters(chunks).items()
@@ -333,9 +336,3 @@ def union(mappings: Iterable[Mapping[K, V]]) -> dict[K, V]:
 def differentiates(chunk: Chunk, place: int) -> bool:
     """Return whether a chunk's backward gives the gradient of one of its inputs."""
     return "B" in chunk.phases and place in chunk.phases["B"].grad_inputs
-
-
-def adds_gradients(chunk: Chunk) -> bool:
-    """Return whether a backward of a chunk, whole or of its weights, can add gradients to a sum."""
-    halves: tuple[Phase, ...] = ("B", "BW")
-    return any(chunk.phases[phase].in_place for phase in halves if phase in chunk.phases)

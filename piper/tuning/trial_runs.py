@@ -15,6 +15,7 @@ from math import sqrt
 from random import Random
 from statistics import fmean, median
 from time import perf_counter
+from timeit import repeat
 
 from piper.errors import ConfigError, PiperError
 from piper.ir.format import count, percent
@@ -120,17 +121,12 @@ class Turns:
             with ExitStack() as runs:
                 self._rounds(number, runs)
 
-    def _rotated(self, number: int) -> list[int]:
-        """Return all runs in the order of a start: each comes first in one of as many starts as runs."""
-        everyone = list(range(len(self.starts)))
-        first = number % len(everyone)
-        return everyone[first:] + everyone[:first]
-
     def _rounds(self, number: int, runs: ExitStack) -> None:
         """Start all runs once, and let them take turns until the time of this start is over."""
         until = self.clock() + LONGEST / STARTS
         forks = runs.enter_context(self.serve())
-        order = self._rotated(number)
+        several = len(self.starts)
+        order = [(number + one) % several for one in range(several)]  # each is first in one of as many starts
         if not self.together:
             for one in order:
                 with ExitStack() as alone:
@@ -265,14 +261,5 @@ def fit_together(candidates: Sequence[Evaluation], cluster: Cluster, devices: in
 
 def stretch(times: int = 7) -> float:
     """Return by how much the median time of a fixed loop exceeds its shortest: 1.0 on an idle machine."""
-    spent = [fixed_work() for _ in range(times)]
+    spent = repeat("total += 1", "total = 0", repeat=times, number=2_000_000)
     return median(spent) / min(spent)
-
-
-def fixed_work() -> float:
-    """Time a loop of fixed work."""
-    begin = perf_counter()
-    total = 0
-    for number in range(2_000_000):
-        total += number
-    return perf_counter() - begin

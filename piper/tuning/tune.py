@@ -187,8 +187,11 @@ def prove_best(
     discarded, lowest = tuple(search.discarded), search.lowest
     proven: tuple[Directive, ...] | None = None
     if front and not interrupted:
-        try:
-            proven = verify_and_widen(search, search.best)
+        best = search.best
+        verify = partial(verified_strategy, search.model, best.strategy)
+        try:  # the best is verified meanwhile
+            if run_beside(partial(widen_front, search, best), verify, workers=search.workers):
+                proven = best.strategy
         except KeyboardInterrupt:
             interrupted = True
     chosen = verified(search, limit, measure, proven)
@@ -224,13 +227,6 @@ def check_counts(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and (isinstance(number, bool) or not number >= 1 or int(number) != number):
             raise ConfigError(f"{name}={number!r}", by=BY, hint=f"{name} is a whole number from 1")
-
-
-def verify_and_widen(search: StrategySearch, best: Evaluation) -> tuple[Directive, ...] | None:
-    """Look for the front, and verify the best meanwhile. Return its strategy if that is done and it holds."""
-    verify = partial(verified_strategy, search.model, best.strategy)
-    proven = run_beside(partial(widen_front, search, best), verify, workers=search.workers)
-    return best.strategy if proven else None
 
 
 def verified_strategy(model: Model, strategy: Sequence[Directive]) -> bool:
