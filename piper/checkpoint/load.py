@@ -232,7 +232,9 @@ def moments_of(
     for key, shape in record.moments.get(owner, {}).items():
         name = f"optimizer.{owner}.{key}"
         stored = record.tensors[name]
-        like = shape is None or (shape == () and goes_with_elements(record, key))
+        # Of a parameter that is a single number, another parameter shows whether it goes with the elements.
+        others = (keys.get(key, ()) for keys in record.moments.values())
+        like = shape is None or (shape == () and None in others)
         flat = torch.empty(length_of(own_runs) if like else stored.size, dtype=dtype_named(stored.dtype))
         begin = min(runs.here for runs in own_runs)
         all_of_it = FlatRuns(here=begin, there=0, length=stored.size)
@@ -242,11 +244,3 @@ def moments_of(
         moments[key] = flat.view(whole if like else cast("tuple[int, ...]", shape))
     plain = cast("dict[str, Plain]", record.numbers.get(owner, {}))
     return moments | {key: decode(value) for key, value in plain.items()}
-
-
-def goes_with_elements(record: Record, key: str) -> bool:
-    """Return whether the optimizer's tensors of a name have an element for each element of their parameter.
-
-    One parameter that shows it is enough: a parameter that is a single number does not.
-    """
-    return any(keys.get(key, ()) is None for keys in record.moments.values())

@@ -1,6 +1,6 @@
 """`average`: groups of devices that train apart, and average their parameters now and then."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from piper.directives.arguments import FRACTION, argument, whole
@@ -139,11 +139,18 @@ def first_group(graph: Graph) -> Graph:
     first: dict[Devices, Devices] = {}  # equal sets stay one object
     for node in graph.nodes.values():
         if node.devices and node.devices not in first:
-            first[node.devices] = node.devices[: len(node.devices) // len(across)]
+            size = len(node.devices) // len(across)
+            first[node.devices] = node.devices[:size]
             check_groups(graph, node, len(across), by)
-            for device, peers in group_peers(node.devices, len(across)):
-                if counterparts.setdefault(device, peers) != peers:
-                    raise mixed_groups(graph, node, by, counterparts[device], peers)
+            for place, device in enumerate(first[node.devices]):
+                peers = node.devices[place::size]
+                if (before := counterparts.setdefault(device, peers)) != peers:
+                    raise ScheduleError(
+                        "two regions have different groups",
+                        by=by,
+                        facts={"before": f"{show(before)} hold the same", node.chunk: f"{show(peers)} do"},
+                        hint="list the devices of every region group by group, in the same order of groups",
+                    )
     if across not in counterparts.values():
         groups = "; ".join(map(show, list(counterparts.values())[:4]))
         raise ScheduleError(
@@ -164,13 +171,6 @@ def first_group(graph: Graph) -> Graph:
     return replace(graph, averaging=replace(averaging, groups=copies))
 
 
-def group_peers(devices: Devices, groups: int) -> Iterator[tuple[int, Devices]]:
-    """Yield each device of the first group of a region, with its counterparts in all groups."""
-    size = len(devices) // groups
-    for place in range(size):
-        yield devices[place], devices[place::size]
-
-
 def check_groups(graph: Graph, node: Compute, groups: int, by: str) -> None:
     """Refuse a region whose devices do not make up equal groups."""
     policy, count = graph.policy(node.chunk), len(node.devices)
@@ -183,13 +183,3 @@ def check_groups(graph: Graph, node: Compute, groups: int, by: str) -> None:
             facts={"region": node.chunk, "devices": show(node.devices), **sharded},
             hint="place every region on as many devices in each group, and shard it within a group",
         )
-
-
-def mixed_groups(graph: Graph, node: Compute, by: str, before: Devices, here: Devices) -> ScheduleError:
-    """Return the error for two regions that cut devices into different groups."""
-    return ScheduleError(
-        "two regions have different groups",
-        by=by,
-        facts={"before": f"{show(before)} hold the same", node.chunk: f"{show(here)} do"},
-        hint="list the devices of every region group by group, in the same order of groups",
-    )
