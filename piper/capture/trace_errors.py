@@ -5,7 +5,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def loss_failed(error: Exception, fields: Iterable[str]) -> CaptureError:
         return refused(_NOT_CAPTURED, error, hint=hint, kind=LossError)
     names = ", ".join(map(repr, fields))
     hints = {"KeyError": f"the batch has {names}: use one of these names, or add the field in data()"}
-    if not any(_is_users(frame) for frame in getattr(error, "real_stack", ())):  # the loss was not entered
+    if not _users_line(getattr(error, "real_stack", ())):  # the loss was not entered
         hints["Argument mismatch"] = "the loss is called as loss(model, batch)"
     alone = "call loss(model(), batch) without Piper to see the whole traceback"
     hint = hints.get(raised[0], f"{alone}, and if that works, under torch.compile")
@@ -113,18 +113,19 @@ def without_result(error: Exception) -> bool:
 
 def user_line(error: Exception) -> str | None:
     """Return the line of the user's code that raised an error, as `llama.py:41`. None: there is none."""
-    frames = [*(getattr(error, "real_stack", None) or ()), *traceback.extract_tb(error.__traceback__)]
-    traced = len(getattr(error, "real_stack", None) or ())
     # The traced stack comes first: the interpreter's shows only the tracer.
-    for group in (frames[:traced], frames[traced:]):
-        for frame in reversed(group):
-            if _is_users(frame):
-                return f"{Path(frame.filename).name}:{frame.lineno}"
-    return None
+    traced = _users_line(getattr(error, "real_stack", None) or ())
+    return traced or _users_line(traceback.extract_tb(error.__traceback__))
 
 
-def _is_users(frame: traceback.FrameSummary) -> bool:
-    return not frame.filename.startswith(_OURS)
+def _users_line(stack: Iterable[traceback.FrameSummary]) -> str | None:
+    """Return the innermost line of the user's code in a stack. None: there is none."""
+    return _innermost([(frame.filename, frame.lineno) for frame in stack])
+
+
+def _innermost(frames: Sequence[tuple[str, object]]) -> str | None:
+    users = (frame for frame in reversed(frames) if not frame[0].startswith(_OURS))
+    return next((f"{Path(name).name}:{line}" for name, line in users), None)
 
 
 def reason(error: Exception) -> str:
@@ -145,10 +146,7 @@ def _one_line(text: str, width: int = 300) -> str:
 def line_of(node: torch.fx.Node) -> str | None:
     """Return the line of the user's code that a node stands for, as `llama.py:41`. None: there is none."""
     files = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    for name, line in reversed(files):
-        if not name.startswith(_OURS):
-            return f"{Path(name).name}:{line}"
-    return None
+    return _innermost(files)
 
 
 def node_line(node: torch.fx.Node) -> str:
@@ -159,7 +157,5 @@ def node_line(node: torch.fx.Node) -> str:
 
 def tracing_line() -> str:
     """Return the line of the user's code that a trace is at, for errors: ` (llama.py:41)`, or nothing."""
-    for frame in reversed(TracingContext.extract_stack()):
-        if _is_users(frame):
-            return f" ({Path(frame.filename).name}:{frame.lineno})"
-    return ""
+    line = _users_line(TracingContext.extract_stack())
+    return f" ({line})" if line else ""

@@ -122,6 +122,7 @@ class Operation:
     op: Op
     label: str  # in words
     short: str = ""  # in a narrow bar; default: the label
+    payload: type | None = None  # what it needs beyond its slots. None: nothing
     pattern: Pattern = "alone"  # direct: every pair by itself; neighbour: each with the next
     may_be_alone: bool = False  # it communicates, but may have no peers
     agrees_on_size: bool = False  # members move equally many bytes
@@ -157,12 +158,19 @@ class Operation:
 
 
 def _communication(
-    op: Op, label: str, pattern: Pattern, *, short: str = "", sized: bool = False, **more: bool
+    op: Op,
+    label: str,
+    pattern: Pattern,
+    *,
+    short: str = "",
+    payload: type | None = None,
+    sized: bool = False,
+    **more: bool,
 ) -> Operation:
     network: Literal["network"] = "network"
     return Operation(
-        op=op, label=label, short=short, pattern=pattern, agrees_on_size=sized, takes=network,
-        takes_time=True, **more,
+        op=op, label=label, short=short, payload=payload, pattern=pattern, agrees_on_size=sized,
+        takes=network, takes_time=True, **more,
     )  # fmt: skip
 
 
@@ -174,50 +182,38 @@ def _host_copy(op: Op, **more: bool) -> Operation:
 
 
 _ALL = (
-    Operation(op="load", label="load", takes="copy engine", takes_time=True, needs_nothing=True),
-    Operation(op="compute", label="compute", takes_time=True),
-    _communication("send", "send", "pair", sized=True, receives=False, outward=True),
+    Operation(
+        op="load", label="load", payload=Field, takes="copy engine", takes_time=True, needs_nothing=True
+    ),
+    Operation(op="compute", label="compute", payload=Pass, takes_time=True),
+    _communication("send", "send", "pair", payload=Rows, sized=True, receives=False, outward=True),
     _communication("recv", "receive", "pair", sized=True, sends=False, needs_nothing=True),
-    Operation(op="copy", label="copy", unchanged=True, hands_on=True),
+    Operation(op="copy", label="copy", payload=Rows, unchanged=True, hands_on=True),
     Operation(op="concat", label="join", hands_on=True),
     Operation(op="add", label="add", hands_on=True),
-    _communication("counts", "counts", "direct", hands_on=True),
-    _communication("exchange", "all-to-all", "direct", hands_on=True),
-    _communication("collect", "collective", "ring", sized=True, hands_on=True),
+    _communication("counts", "counts", "direct", payload=Routing, hands_on=True),
+    _communication("exchange", "all-to-all", "direct", payload=Routing, hands_on=True),
+    _communication("collect", "collective", "ring", payload=Collecting, sized=True, hands_on=True),
     _communication("shift", "shift", "neighbour", sized=True, hands_on=True, outward=True),
-    Operation(op="slice", label="slice", hands_on=True),
-    _communication("gather", "gather", "ring", sized=True, needs_nothing=True),
-    Operation(op="accumulate", label="accumulate", short="sum"),
-    _communication("all_reduce", "all-reduce", "ring twice", short="reduce", sized=True),
-    _communication("reduce_scatter", "reduce-scatter", "ring", short="reduce", sized=True, outward=True),
-    _communication("reshard", "reshard", "direct", sized=True),
+    Operation(op="slice", label="slice", payload=Collecting, hands_on=True),
+    _communication("gather", "gather", "ring", payload=OfBucket, sized=True, needs_nothing=True),
+    Operation(op="accumulate", label="accumulate", short="sum", payload=Adding),
+    _communication("all_reduce", "all-reduce", "ring twice", short="reduce", payload=OfBucket, sized=True),
+    _communication(
+        "reduce_scatter", "reduce-scatter", "ring", short="reduce", payload=OfBucket, sized=True, outward=True
+    ),
+    _communication("reshard", "reshard", "direct", payload=OfBucket, sized=True),
     Operation(op="norm", label="norm"),
     _communication("total", "total", "ring twice", may_be_alone=True),
     Operation(op="update", label="update"),
     _communication("average", "average", "ring twice", sized=True),
     Operation(op="merge", label="merge"),
-    _communication("broadcast", "broadcast", "ring", may_be_alone=True),
+    _communication("broadcast", "broadcast", "ring", payload=OfChunk, may_be_alone=True),
     _host_copy("protect", needs_nothing=True, outward=True),
     _communication("mirror", "mirror", "neighbour", outward=True),
     _host_copy("offload", hands_on=True, outward=True),
     _host_copy("fetch", hands_on=True),
 )
-PAYLOADS: Mapping[Op, type] = {
-    "load": Field,
-    "compute": Pass,
-    "send": Rows,
-    "copy": Rows,
-    "counts": Routing,
-    "exchange": Routing,
-    "collect": Collecting,
-    "slice": Collecting,
-    "gather": OfBucket,
-    "accumulate": Adding,
-    "all_reduce": OfBucket,
-    "reduce_scatter": OfBucket,
-    "reshard": OfBucket,
-    "broadcast": OfChunk,
-}  # the other ops need nothing beyond their slots
 TRAVELS: Mapping[CollectiveOp, Op] = {  # as which operation each collective travels
     "all_gather": "gather",
     "reduce_scatter": "reduce_scatter",
@@ -229,6 +225,7 @@ TRAVELS: Mapping[CollectiveOp, Op] = {  # as which operation each collective tra
 }
 OPS: Mapping[Op, Operation] = {operation.op: operation for operation in _ALL}
 assert tuple(OPS) == get_args(Op), "every op has its record"
+PAYLOADS: Mapping[Op, type] = {op: each.payload for op, each in OPS.items() if each.payload is not None}
 COMMUNICATION = frozenset(op for op, operation in OPS.items() if operation.communicates)
 BY_HOST: Mapping[Op, str] = {  # why the host takes part in every step, so that none with these is one graph
     "average": "the host says in every step whether groups average",

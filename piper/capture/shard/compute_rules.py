@@ -17,10 +17,8 @@ from piper.ir.sharding import REPLICATE, Partial, Placement, Shard
 
 ADDS = frozenset((aten.add.Tensor, aten.sub.Tensor))
 SCALES = frozenset((aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar))
-LINEAR = frozenset(
-    (aten.neg.default, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default)
-)
 CASTS = frozenset((aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default, aten.to.other))
+LINEAR = CASTS | {aten.neg.default}
 POINTWISE = CASTS | frozenset(
     (
         aten.where.ScalarOther,
@@ -267,14 +265,7 @@ MAXIMA = frozenset((aten.amax.default,))
 RULES: dict[object, Rule] = {
     aten.linear.default: linear,
     aten.addmm.default: addmm,
-    aten.matmul.default: matmul,
-    aten.mm.default: matmul,
-    aten.bmm.default: matmul,
-    aten.mv.default: matmul,
-    aten.dot.default: matmul,
-    aten.sum.default: reduction,
-    aten.sum.dim_IntList: reduction,
-    aten.mean.default: reduction,
-    aten.mean.dim: reduction,
-    aten.amax.default: reduction,
+    **dict.fromkeys((aten.matmul.default, aten.mm.default, aten.bmm.default), matmul),
+    **dict.fromkeys((aten.mv.default, aten.dot.default), matmul),
+    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, *MEANS, *MAXIMA), reduction),
 }

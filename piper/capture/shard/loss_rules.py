@@ -304,13 +304,10 @@ def compared(position: int) -> Rule:
 
 
 RULES: dict[object, Rule] = {
-    aten.softmax.int: softmax,
-    aten._softmax.default: softmax,
-    aten.log_softmax.int: softmax,
-    aten._log_softmax.default: softmax,
+    **dict.fromkeys((aten.softmax.int, aten._softmax.default), softmax),
+    **dict.fromkeys((aten.log_softmax.int, aten._log_softmax.default), softmax),
     aten.logsumexp.default: logsumexp,
-    aten.cross_entropy_loss.default: cross_entropy,
-    aten.nll_loss_nd.default: cross_entropy,
+    **dict.fromkeys((aten.cross_entropy_loss.default, aten.nll_loss_nd.default), cross_entropy),
     torch.ops.piper.head_sums.default: head_sums,
     **dict.fromkeys((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default), compared(2)),
     **dict.fromkeys((aten.huber_loss.default, aten.soft_margin_loss.default), compared(2)),

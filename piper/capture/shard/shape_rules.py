@@ -250,30 +250,13 @@ def _within_slices(how: Collective, have: Shard, degree: int) -> tuple[Collectiv
 
 RULES: dict[object, Rule] = {
     collective: inner_collective,
-    **{target: reshape for target in RESHAPES},
-    aten.squeeze.default: reshape,
-    aten.squeeze.dims: reshape,
-    aten.transpose.int: permute,
-    aten.t.default: permute,
-    aten.mT.default: permute,
-    aten.permute.default: permute,
+    **dict.fromkeys((*RESHAPES, aten.squeeze.default, aten.squeeze.dims), reshape),
+    **dict.fromkeys((aten.transpose.int, aten.t.default, aten.mT.default, aten.permute.default), permute),
     aten.expand.default: expand,
     aten.slice.Tensor: slice_,
-    aten.select.int: select,
-    aten.split.Tensor: split,
-    aten.chunk.default: split,
-    aten.split_with_sizes.default: split,
-    aten.unbind.int: select,
-    aten.cat.default: cat,
-    aten.stack.default: cat,
-    **{
-        target: same_shape
-        for target in (
-            aten.alias.default,
-            aten.clone.default,
-            aten.contiguous.default,
-            aten.detach.default,
-            aten.lift_fresh_copy.default,
-        )
-    },
+    **dict.fromkeys((aten.select.int, aten.unbind.int), select),
+    **dict.fromkeys((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default), split),
+    **dict.fromkeys((aten.cat.default, aten.stack.default), cat),
+    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default), same_shape),
+    **dict.fromkeys((aten.clone.default, aten.contiguous.default), same_shape),
 }
