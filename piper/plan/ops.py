@@ -176,7 +176,7 @@ def _communication(
 
 def _host_copy(op: Op, **more: bool) -> Operation:
     return Operation(
-        op=op, label=op, short="", pattern="alone", takes="copy engine", takes_time=True,
+        op=op, label=op, short="", payload=None, pattern="alone", takes="copy engine", takes_time=True,
         host=True, **more,
     )  # fmt: skip
 
