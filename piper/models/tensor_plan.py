@@ -23,6 +23,7 @@ STYLES: Mapping[
     "embedding_rowwise": 0,
     "replicated_with_grad_allreduce": None,
     "sequence_parallel": None,
+    "mla_kv_a_proj": None,
 }
 VOCABULARY = {"*embed_tokens": 0, "*lm_head": 0}  # a table and a head by rows: no device holds all logits
 

@@ -65,6 +65,16 @@ def matrices(_: fx.Node, rank: int) -> set[int]:
     return {rank - 2, rank - 1}
 
 
+def last(_: fx.Node, rank: int) -> set[int]:
+    """Return the last dimension."""
+    return {rank - 1}
+
+
+def nothing(_: fx.Node, rank: int) -> set[int]:
+    """Return no dimension: one is added behind the others."""
+    return set()
+
+
 def trailing(node: fx.Node, rank: int) -> set[int]:
     """Return the last dimensions, as many as sizes are given."""
     sizes = node.args[1]
@@ -112,6 +122,8 @@ ALONG: dict[object, Worked] = {
     aten.repeat_interleave.self_int: named,
     **dict.fromkeys((aten.tril.default, aten.triu.default, aten.linalg_qr.default), matrices),
     **dict.fromkeys((aten._linalg_eigh.default, aten._linalg_svd.default), matrices),
+    aten.view_as_complex.default: last,
+    aten.view_as_real.default: nothing,
     **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default), trailing),
     **dict.fromkeys((aten.pad.default, aten.constant_pad_nd.default), padded),
 }

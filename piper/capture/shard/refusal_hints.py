@@ -3,6 +3,10 @@
 import torch
 
 HINT = "do not shard that region, or register a rule for the operation with piper.sharding_rule"
+EXPERTS = (
+    'give a mixture of experts of Hugging Face experts_implementation="piper" in its config '
+    "(piper.models.huggingface.register_experts)"
+)
 INSTEAD = {
     "aten.max": "write x.amax(dim), whose maximum is taken over the devices",
     "aten.min": "write -(-x).amax(dim), whose maximum is taken over the devices",
@@ -15,6 +19,8 @@ INSTEAD = {
     "aten.masked_select": "write torch.where(mask, x, 0), which keeps the shape",
     "aten.nonzero": "write torch.where(mask, x, 0), which keeps the shape",
     "aten.batch_norm": "use nn.GroupNorm or nn.LayerNorm, which need no other sample",
+    **dict.fromkeys(("aten.repeat_interleave", "aten.histc"), EXPERTS),
+    "aten.copy_": "write torch.cat or torch.where, which make a new value, in place of x[...] = y",
     "aten.as_strided": "write it with view, slices or unfold, which say which dimension they keep",
 }
 

@@ -92,6 +92,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {  # of a value of [4, 12, 6]
     "moved along": lambda y: y.flip(-1) + y.roll(2, -1) + y.roll((1, 1), (0, 2)),
     "triangles": lambda y: y.tril() + y.triu(1),
     "triangles of the batch": lambda y: y.transpose(0, 1).tril(),
+    "rotated as complex numbers": lambda y: _rotated(y),
     "windows": lambda y: y.unfold(-1, 2, 2),
     "picked": lambda y: y.index_select(-1, torch.tensor([0, 2, 2])),
     "repeated": lambda y: y.repeat(2, 1, 1, 3) + y.repeat_interleave(3, -1),
@@ -119,6 +120,12 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {  # of a value of [4, 12, 6]
     "singular values": lambda x: torch.linalg.svdvals(x),
     "eigenvalues": lambda x: torch.linalg.eigvalsh(x.mT @ x),
 }
+
+
+def _rotated(y: Tensor) -> Tensor:
+    angles = torch.linspace(0, 1, 36, dtype=y.dtype).view(12, 3)
+    turned = torch.view_as_complex(y.unflatten(-1, (3, 2))) * torch.polar(torch.ones_like(angles), angles)
+    return torch.view_as_real(turned).flatten(-2)
 
 
 def _written(y: Tensor) -> Tensor:

@@ -17,8 +17,10 @@ from piper.check.check import check
 from piper.compiler import compile
 from piper.directives import replicate, shard
 from piper.errors import ConfigError, PiperError
+from piper.ir.dtypes import JobPrecision
 from piper.ir.select import at
 from piper.job import Job
+from piper.losses import huggingface
 from piper.models.tensor_plan import tensor_plan
 from piper.run.launch import launch_inline
 
@@ -296,6 +298,43 @@ def test_the_plan_of_a_llama() -> None:
         "*embed_tokens": 0,
         "*lm_head": 0,
     }
+
+
+def test_the_plan_of_latent_attention_leaves_the_shared_projection_whole() -> None:
+    from transformers import DeepseekV2Config
+
+    assert {name: dim for name, dim in tensor_plan(DeepseekV2Config()).items() if "attn" in name} == {
+        "*layers.*.self_attn.q_proj": 0,
+        "*layers.*.self_attn.q_b_proj": 0,
+        "*layers.*.self_attn.kv_b_proj": 0,
+        "*layers.*.self_attn.o_proj": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("precision", "operation"), [("fp32", "histc.default"), ("fp64", "repeat_interleave.self_int")]
+)
+def test_experts_of_hugging_face_that_cannot_be_sharded_say_what_to_set(
+    precision: JobPrecision, operation: str
+) -> None:
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config = Qwen2MoeConfig(**sizes, **experts, shared_expert_intermediate_size=8, num_key_value_heads=2)
+    text = {name: torch.zeros(2, 4, dtype=torch.int64) for name in ("input_ids", "labels")}
+    with pytest.raises(PiperError) as caught:
+        compile(
+            Job(
+                model=lambda: Qwen2MoeForCausalLM(config),
+                loss=huggingface,
+                data=lambda: [text],
+                strategy=[shard(at(), [0, 1], axis="CP", batch=dict.fromkeys(text, 1))],
+                precision=precision,
+            )
+        )
+    assert caught.value.what.startswith(f"aten.{operation} cannot be sharded")
+    assert 'experts_implementation="piper"' in caught.value.hint
 
 
 def test_the_plan_of_a_model_names_only_what_it_has() -> None:
