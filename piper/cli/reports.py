@@ -67,7 +67,10 @@ class MoveReport(TypedDict):
 
 
 class SimulateReport(TypedDict):
-    """Lists go device by device, in the order of `devices`."""
+    """Lists go device by device, in the order of `devices`.
+
+    With a strategy for each length they, and the step, are those of the job's first batch: see `lengths`.
+    """
 
     on: str
     step_s: float

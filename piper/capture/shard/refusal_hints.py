@@ -10,6 +10,8 @@ EXPERTS = (
 INSTEAD = {
     "aten.max": "write x.amax(dim), whose maximum is taken over the devices",
     "aten.min": "write -(-x).amax(dim), whose maximum is taken over the devices",
+    "aten.argmax": "count right answers as x.gather(-1, labels) >= x.amax(-1, keepdim=True), whose maximum "
+    "is taken over the devices",
     "aten.aminmax": "write x.amax(dim) and -(-x).amax(dim), whose maxima are taken over the devices",
     "aten.amin": "write -(-x).amax(dim), whose maximum is taken over the devices",
     "aten.norm": "write x.square().sum(dim).sqrt(), whose sum is taken over the devices",

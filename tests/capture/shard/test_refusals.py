@@ -47,6 +47,11 @@ class Sorted(nn.Module):
         return x.sort(-1).values
 
 
+class Chosen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.argmax(-1, keepdim=True)
+
+
 class Noisy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.bernoulli(x)
@@ -143,6 +148,15 @@ def test_an_operation_along_the_sharded_dimension() -> None:
           operation: aten.sort.default (here)
           operands:  linear_1 [4, 6, 16] sharded along 2
           hint:      do not shard that region, or register a rule for the operation with piper.sharding_rule
+    """)
+
+
+def test_the_place_of_the_largest_along_the_sharded_dimension() -> None:
+    assert refused(job(Chosen(), axis="TP", weights=FFN)) == cleandoc("""
+        shard #0 (here): aten.argmax.default cannot be sharded: it works along the sharded dimension
+          operation: aten.argmax.default (here)
+          operands:  linear_1 [4, 6, 16] sharded along 2
+          hint:      count right answers as x.gather(-1, labels) >= x.amax(-1, keepdim=True), whose maximum is taken over the devices; or do not shard that region, or register a rule for the operation with piper.sharding_rule
     """)
 
 
