@@ -67,10 +67,7 @@ class MoveReport(TypedDict):
 
 
 class SimulateReport(TypedDict):
-    """Lists go device by device, in the order of `devices`.
-
-    With a strategy for each length they, and the step, are those of the job's first batch: see `lengths`.
-    """
+    """Lists go device by device, as `devices`. With strategies by length: of the first batch."""
 
     on: str
     step_s: float

@@ -343,3 +343,21 @@ def test_rows_that_arrive_are_sorted_by_expert_and_then_by_sender(taken: list[li
     last = max((e for e in range(3) if numbers[e]), default=0)
     assert counts.tolist() == [numbers[e] + (numbers[3] if e == last else 0) for e in range(3)]
     assert used == sum(numbers[:3])
+
+
+class Repeated(Poles):
+    """Repeats what belongs to experts by their counts of rows, which torch cannot trace."""
+
+    def routed(self, rows: Tensor, counts: Tensor, chosen: Tensor) -> Tensor:
+        with piper.annotate("EP"):
+            rows, mine = piper.route(rows, counts)
+            sign = self.sign.repeat_interleave(mine, dim=0)
+            result: Tensor = piper.unroute(rows[:, :WIDTH] * sign, mine, len(chosen))
+        return result
+
+
+def test_a_parameter_repeated_by_the_rows_of_its_experts_says_what_to_write() -> None:
+    with pytest.raises(piper.CaptureError) as caught:
+        moving.program(blocks(4), plain.sgd, model=Repeated, data=batches)
+    assert "test_expert_blocks.py:" in caught.value.by
+    assert caught.value.hint == ("write w[torch.repeat_interleave(counts, output_size=rows.shape[0])]")
