@@ -773,12 +773,12 @@ error: key.json[0]: place has no key 'device'
 """,
     "net.py:not_a_function": """
 error: net.py: not_a_function is Job, not a function
-  has:  Net, good, batches, needs_arguments, returns_nothing, returns_a_list, undefined, helper_raises, chosen, leaves, unknown_field, no_steps, steps_as_text, half_a_step, seed_as_text, negative_seed and 74 more
+  has:  Net, good, batches, needs_arguments, returns_nothing, returns_a_list, undefined, helper_raises, chosen, leaves, unknown_field, no_steps, steps_as_text, half_a_step, seed_as_text, negative_seed and 75 more
   hint: name a function that returns a piper.Job
 """,
     "net.py:fnie": """
 error: net.py: there is no function 'fnie'
-  has:  Net, good, batches, needs_arguments, returns_nothing, returns_a_list, undefined, helper_raises, chosen, leaves, unknown_field, no_steps, steps_as_text, half_a_step, seed_as_text, negative_seed and 74 more
+  has:  Net, good, batches, needs_arguments, returns_nothing, returns_a_list, undefined, helper_raises, chosen, leaves, unknown_field, no_steps, steps_as_text, half_a_step, seed_as_text, negative_seed and 75 more
   hint: did you mean 'fine'?
 """,
     "net.py": """
