@@ -265,10 +265,10 @@ def slices(plans: Plans, samples: int, position: int, count: int, part: Tags) ->
     for axis, i in part:
         number = number * plans.axes[axis] + i
     cells = range(position * plans.cells // count, (position + 1) * plans.cells // count)
-    return joined((i * cell + number * piece, i * cell + (number + 1) * piece) for i in cells)
+    return merged_spans((i * cell + number * piece, i * cell + (number + 1) * piece) for i in cells)
 
 
-def joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return spans in order, with those that touch or overlap merged."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(spans):

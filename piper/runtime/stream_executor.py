@@ -72,14 +72,17 @@ class StreamExecutor:
         self.module = module(accelerator)
         self.begin, self.done = self.module.Event(), self.module.Event()
         self.events: dict[int, torch.Event] = {}  # by the place that signals
-        # Communication has priority over computation.
-        priority = {ins.stream: 0 for ins in plan.instrs} if streams else {}
-        priority |= {ins.stream: -1 for ins in plan.instrs if streams and OPS[ins.op].communicates}
         with self.module.device(accelerator):
-            self.streams = {name: self.module.Stream(priority=urgency) for name, urgency in priority.items()}
+            self.streams = self._streams() if streams else {}
             self.ends = {name: self.module.Event() for name in self.streams}
             self.home = self.module.default_stream() if home is None else home
         self.steps = self._bind(bound, index)
+
+    def _streams(self) -> dict[str, torch.Stream]:
+        """Return a stream for each of the plan's; communication has priority over computation."""
+        talking = {ins.stream for ins in self.plan.instrs if OPS[ins.op].communicates}
+        names = dict.fromkeys(ins.stream for ins in self.plan.instrs)
+        return {name: self.module.Stream(priority=-1 if name in talking else 0) for name in names}
 
     def _bind(self, bound: Sequence[Bound], index: Mapping[SlotId, int]) -> list[Step]:
         plan = self.plan

@@ -12,7 +12,7 @@ from piper.checkpoint.background import Done
 from piper.errors import LaunchError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.plan.plan import Plans
-from piper.runtime.compute import joined, slices
+from piper.runtime.compute import merged_spans, slices
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.setup import Code, Setup
@@ -80,7 +80,7 @@ def spans_of(plans: Plans, device: int, samples: int) -> dict[str, list[Span]]:
             field = ins.loads
             mine = slices(plans, samples, *field.slice_of(device), field.part)
             found.setdefault(field.name, []).extend(mine)
-    return {field: joined(spans) for field, spans in found.items()}
+    return {field: merged_spans(spans) for field, spans in found.items()}
 
 
 class BatchSlicer:

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from piper.runtime.compute import joined
+from piper.runtime.compute import merged_spans
 from piper.workers.messages import BatchSlice
 
 
 def test_ranges_are_joined_only_where_they_touch() -> None:
-    assert joined([(4, 6), (0, 2), (2, 3), (8, 9), (5, 7)]) == [(0, 3), (4, 7), (8, 9)]
+    assert merged_spans([(4, 6), (0, 2), (2, 3), (8, 9), (5, 7)]) == [(0, 3), (4, 7), (8, 9)]
 
 
 def test_rows_are_found_by_their_numbers_in_the_whole() -> None:
