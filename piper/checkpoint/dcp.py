@@ -86,15 +86,6 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredItem:
-    """Where one value, or one piece of a tensor, lies in a folder."""
-
-    file: str
-    offset: int  # bytes
-    length: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DcpTensor:
     """A tensor of a folder, and its pieces by their offsets."""
 
@@ -113,7 +104,10 @@ class DcpFolder(Lazy):
                 metadata = MetadataUnpickler(file).load()
             entries = {str(name): entry_of(e) for name, e in metadata.state_dict_metadata.items()}
             self.tensors = {name for name, entry in entries.items() if entry is not None}
-            self.items_stored = {piece_index(i): item_of(s) for i, s in metadata.storage_data.items()}
+            self.items_stored = {
+                (str(i.fqn), numbers_of(getattr(i, "offset", ()) or ())): item_of(stored)
+                for i, stored in metadata.storage_data.items()
+            }
         except BROKEN as error:
             raise unreadable(folder, f"{METADATA}: {error}") from error
         super().__init__({name: partial(self._value, name, entry) for name, entry in entries.items()})
@@ -135,12 +129,12 @@ class DcpFolder(Lazy):
 
     def _stored(self, name: str, offsets: tuple[int, ...]) -> object:
         """Read one value or piece."""
-        item = self.items_stored[name, offsets]
-        with (self.folder / item.file).open("rb") as file:
-            file.seek(item.offset)
-            data = file.read(item.length)
-        if len(data) != item.length:
-            raise ValueError(f"{item.file} ends before byte {item.offset + item.length}")
+        path, begin, length = self.items_stored[name, offsets]
+        with (self.folder / path).open("rb") as file:
+            file.seek(begin)
+            data = file.read(length)
+        if len(data) != length:
+            raise ValueError(f"{path} ends before byte {begin + length}")
         value: object = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         return value
 
@@ -165,22 +159,13 @@ def entry_of(record: MetadataRecord) -> DcpTensor | None:
     return entry
 
 
-def piece_index(record: MetadataRecord) -> tuple[str, tuple[int, ...]]:
-    """Return the name and offsets of a piece."""
-    fields: Any = record
-    return str(fields.fqn), numbers_of(getattr(fields, "offset", ()) or ())
-
-
-def item_of(record: MetadataRecord) -> StoredItem:
-    """Return where a piece lies. Refuse any place but a file of the folder."""
+def item_of(record: MetadataRecord) -> tuple[str, int, int]:
+    """Return the file of a piece, its offset in bytes and its length. Refuse all but a file of the folder."""
     fields: Any = record
     if getattr(fields, "transform_descriptors", None):
         raise ValueError(f"its pieces are written through {fields.transform_descriptors}, and are not read")
-    return StoredItem(
-        file=plain_name(fields.relative_path),
-        offset=whole_number(fields.offset, "an offset"),
-        length=whole_number(fields.length, "a length"),
-    )
+    begin, length = whole_number(fields.offset, "an offset"), whole_number(fields.length, "a length")
+    return plain_name(fields.relative_path), begin, length
 
 
 def whole_number(value: object, what: str) -> int:

@@ -143,30 +143,10 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def is_pretrained(model: nn.Module) -> bool:
-    """Return whether a model is one of transformers, without importing transformers."""
-    transformers = sys.modules.get("transformers")  # a model of it has imported it
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
-
-
-def is_adapted(model: nn.Module) -> bool:
-    """Return whether peft has wrapped a model, without importing peft."""
-    peft = sys.modules.get("peft")  # a model of peft has imported it
-    return peft is not None and isinstance(model, peft.PeftModel)
-
-
-def merged(model: Any) -> Any:  # noqa: ANN401  peft has no types for it
-    """Return the base of a model that peft has wrapped, with its adapters added to the base's weights."""
-    return model.merge_and_unload()
-
-
-def export_adapter(model: Any, folder: Path | str, dtype: torch.dtype | None = None) -> None:  # noqa: ANN401
-    """Write the adapter of a model alone, as `PeftModel.from_pretrained` reads it.
-
-    dtype: what to write it as; None: as it is.
-    """
-    with quiet():
-        write_export(folder, (model if dtype is None else model.to(dtype)).save_pretrained)
+def is_adapted(model: nn.Module, library: str = "peft", kind: str = "PeftModel") -> bool:
+    """Return whether a model is of a class of another library, such as what peft has wrapped."""
+    imported = sys.modules.get(library)  # not imported for this: such a model has done so
+    return imported is not None and isinstance(model, getattr(imported, kind))
 
 
 def import_hf(folder: Path | str, model: "PreTrainedModel | None" = None) -> Mapping[str, Tensor]:

@@ -28,10 +28,10 @@ def encode(value: object, where: str) -> Plain:
             return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
         case tuple():
             return {"tuple": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
-        case Counter():
-            return {"counter": pairs(value.items(), where)}
+        case Mapping() if not isinstance(value, Counter) and all(type(key) is str for key in value):
+            return {"map": {cast(str, key): encode(item, f"{where}.{key}") for key, item in value.items()}}
         case Mapping():
-            return encode_mapping(value, where)
+            return {"counter" if isinstance(value, Counter) else "pairs": pairs(value.items(), where)}
         case Tensor():
             here = value.detach().cpu().contiguous()
             raw = here.view(-1).view(torch.uint8).numpy().tobytes() if here.numel() else b""
@@ -46,13 +46,6 @@ def encode(value: object, where: str) -> Plain:
         facts={"at": where, "type": f"{type(value).__module__}.{type(value).__qualname__}"},
         hint="keep numbers, texts, tensors, arrays, lists, tuples and dicts in a state_dict()",
     )
-
-
-def encode_mapping(value: Mapping[object, object], where: str) -> Plain:
-    """Return a dict in JSON form: an object where all its keys are strings, otherwise a list of pairs."""
-    if all(type(key) is str for key in value):
-        return {"map": {cast(str, key): encode(item, f"{where}.{key}") for key, item in value.items()}}
-    return {"pairs": pairs(value.items(), where)}
 
 
 def pairs(items: Iterable[tuple[object, object]], where: str) -> Plain:

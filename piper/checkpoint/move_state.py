@@ -132,7 +132,11 @@ class Movement:
                 after.state[tensor] = before.state[tensor]
         if before is not None:
             before.state.clear()
-        self.take_trainer(one_trainer(Trainer(**said["trainer"]) for said in everywhere))
+        trainer = one_trainer(Trainer(**said["trainer"]) for said in everywhere)
+        if after is not None and trainer.groups is not None:
+            set_options(after, cast("list[dict[str, object]]", decode(trainer.groups)))
+        if self.after.scheduler is not None and trainer.schedule is not None:
+            self.after.scheduler.load_state_dict(cast("dict[str, object]", decode(trainer.schedule)))
 
     def move(self, move: BucketMove, kept: Kept, like: set[str]) -> None:
         """Move one bucket."""
@@ -184,13 +188,6 @@ class Movement:
         """Return where this device's trained part of a parameter begins in a bucket."""
         (piece,) = (piece for piece in bucket.update.pieces if piece.name == name)
         return max(piece.offset, bucket.update.owned(self.me)[0])
-
-    def take_trainer(self, trainer: Trainer) -> None:
-        """Take the options of the optimizer and the state of the scheduler, which are the same everywhere."""
-        if self.after.optimizer is not None and trainer.groups is not None:
-            set_options(self.after.optimizer, cast("list[dict[str, object]]", decode(trainer.groups)))
-        if self.after.scheduler is not None and trainer.schedule is not None:
-            self.after.scheduler.load_state_dict(cast("dict[str, object]", decode(trainer.schedule)))
 
     def said_everywhere(self) -> list[Mapping[str, Any]]:
         """Return what all devices say of their optimizers and schedulers, in the order of devices."""

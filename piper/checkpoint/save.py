@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from piper.checkpoint.bucket_spans import length_of, saved_buckets, saved_buffers, spans
 from piper.checkpoint.json_state import Plain, decode, encode
@@ -164,6 +166,11 @@ def trainer_of(state: DeviceState) -> Trainer:
     if optimizer is None or not state.trains:
         return Trainer()
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+    return trainer_with(optimizer, groups, scheduler)
+
+
+def trainer_with(optimizer: Optimizer, groups: object, scheduler: LRScheduler | None) -> Trainer:
+    """Return an optimizer, the options of its groups and a scheduler, in words and numbers."""
     return Trainer(
         optimizer=name_of(optimizer),
         groups=encode(groups, "optimizer.param_groups"),

@@ -40,8 +40,9 @@ def write_blocks(path: Path, content: Iterable[memoryview], block: int = BLOCK) 
     with path.open("xb", buffering=0) as file:
         for piece in content:
             for start, end in cuts(len(piece), filled, block):
-                data = piece[start:end]
-                write_all(file.fileno(), data)
+                left = data = piece[start:end]
+                while left:  # the system may take only some of the bytes at a time
+                    left = left[os.write(file.fileno(), left) :]
                 hasher.update(data)
                 filled += len(data)
                 size += len(data)
@@ -61,12 +62,6 @@ def cuts(length: int, filled: int, block: int) -> Iterator[tuple[int, int]]:
         yield start, end
         filled = (filled + end - start) % block
         start = end
-
-
-def write_all(descriptor: int, data: memoryview) -> None:
-    """Write all bytes: the system may take only some of them at a time."""
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def verified_block(

@@ -62,9 +62,3 @@ def apply(graph: Graph, strategy: Sequence[Directive], *, orders: bool = True) -
         asked = AppliedDirective(verb=directive.verb, title=directive.title(number), places=directive.places)
         graph = replace(graph, directives=(*graph.directives, asked))
     return first_group(with_common_policies(graph))
-
-
-def strategy_text(strategy: Sequence[Directive]) -> str:
-    """Return a strategy as a run writes it to `strategy.txt`: a line for each directive, with its place."""
-    lines = (f"{directive.title(number)}: {directive!r}\n" for number, directive in enumerate(strategy))
-    return "".join(lines) or "one device\n"

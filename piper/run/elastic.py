@@ -62,7 +62,11 @@ class ElasticRecovery(Recovery):
     def step(self, batch: Batch) -> StepResult:
         """Train on one global batch. Try all devices first, if it is time to."""
         if self.shrunk and self.good and self.good % REFILL == 0:
-            self._grow()
+            room = self.starter.room(warm=True)
+            size = self.sizes.most if room is None else self._largest(room)
+            if size is not None and size > len(self.places):
+                self.resize(size)
+                self.left = self.good = 0  # a device that fails soon has not come back
         result = super().step(batch)
         self._drop(None)  # there is a version in the new layout now
         return result
@@ -98,14 +102,6 @@ class ElasticRecovery(Recovery):
         self.notify(resized(self.done, before, devices, "lost ones are tried" if self.shrunk else "as asked"))
         self.shrunk = devices < self.sizes.most and self.shrunk
         self.call("protect", self._protect)
-
-    def _grow(self) -> None:
-        """Try all devices, or as many as there is room for."""
-        room = self.starter.room(warm=True)
-        size = self.sizes.most if room is None else self._largest(room)
-        if size is not None and size > len(self.places):
-            self.resize(size)
-            self.left = self.good = 0  # a device that fails soon has not come back
 
     def _where(self) -> Path | None:
         """Return the folder in which the state can move: all workers see it. None: there is none."""

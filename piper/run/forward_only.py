@@ -4,7 +4,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from piper.run.session import check_samples, evaluation_batches
+from piper.data.feed import one_epoch
+from piper.errors import ConfigError
+from piper.run.session import check_samples
 from piper.run.sessions import Sessions, asking
 from piper.runtime.setup import Forward
 from piper.workers.results import Batch, EvaluationResult, Means
@@ -21,8 +23,17 @@ class ForwardOnly:
         The model is in eval mode. A mean loss counts each batch by its samples, a (sum, weight) by its
         weight, and so do metrics.
         """
-        means = Means()
-        for batch in evaluation_batches(self.sessions.program.job) if batches is None else batches:
+        means, job = Means(), self.sessions.program.job
+        if batches is None:
+            if job.evaluate is None:
+                raise ConfigError(
+                    "there are no batches to evaluate on",
+                    by="evaluate",
+                    hint="give them: run.evaluate(batches); or let the job have some: "
+                    "piper.Job(..., evaluate=piper.Evaluate(data=...))",
+                )
+            batches = one_epoch(job.evaluate.data, job.seed)
+        for batch in batches:
             check_samples(batch)
             means = self._evaluate(batch, means)
         return means.result()

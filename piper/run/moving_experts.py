@@ -51,16 +51,11 @@ class MovesExperts:
         program, rows = self.sessions.program, self.routed if rows is None else rows
         if not program.plans.cloned or not rows:
             return 1.0
-        given = program.plans, program.outline, costs_of(costs), rows
+        named = str(costs) in known_clusters() or Path(costs).suffix == ".toml"
+        priced: Costs = Roofline(load_cluster(costs)) if named else read_costs(Path(costs))
+        given = program.plans, program.outline, priced, rows
         now, best = present_step(*given, self.sessions.tables), best_tables(*given)
         if best.seconds * (1 + least) > now.seconds:
             return 1.0
         self.move_experts(best.tables)
         return now.seconds / best.seconds
-
-
-def costs_of(costs: Path | str) -> Costs:
-    """Return the costs that a name or a file stands for."""
-    if str(costs) in known_clusters() or Path(costs).suffix == ".toml":
-        return Roofline(load_cluster(costs))
-    return read_costs(Path(costs))

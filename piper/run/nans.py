@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,26 +10,16 @@ from torch import Tensor
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel
 from piper.ir.ids import Pass, SlotId
-from piper.runtime.setup import ProgramLike
-from piper.runtime.worker import Options
 from piper.workers.results import StepResult
+
+if TYPE_CHECKING:
+    from piper.run.run import Run
 
 Mark = tuple[Pass, SlotId]  # a pass and one of its results
 Trails = Mapping[int, Mapping[Mark, Tensor]]  # what every chunk returned, by device
 
 
-class Kept(Protocol):
-    """A run that may keep what every chunk returned."""
-
-    @property
-    def program(self) -> ProgramLike: ...
-    @property
-    def options(self) -> Options: ...
-    def trails(self) -> Trails: ...
-    def state_dict(self) -> Mapping[str, Tensor]: ...
-
-
-def check_finite(run: Kept, step: int, result: StepResult) -> None:
+def check_finite(run: "Run", step: int, result: StepResult) -> None:
     """Refuse to go on from a step whose loss or gradient is not finite."""
     if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
         return

@@ -1,23 +1,19 @@
 """The options of a run's optimizer, to read and to set: `run.optimizer[0]["lr"] = 1e-4`."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from piper.errors import ConfigError
 from piper.ir.numbers import is_number
 
-
-class HasOptimizer(Protocol):
-    """A run that knows the options of its optimizer."""
-
-    def optimizer_groups(self) -> list[dict[str, object]]: ...
-    def set_optimizer_option(self, group: int, key: str, value: float) -> None: ...
+if TYPE_CHECKING:
+    from piper.run.run import Run
 
 
 class OptimizerGroups(Sequence["OptimizerGroup"]):
     """The groups of a run's optimizer. `run.optimizer[0]["lr"]` is the learning rate of the first."""
 
-    def __init__(self, run: HasOptimizer) -> None:
+    def __init__(self, run: "Run") -> None:
         self.run = run
 
     @overload
@@ -38,7 +34,7 @@ class OptimizerGroups(Sequence["OptimizerGroup"]):
 class OptimizerGroup(Mapping[str, object]):
     """The options of one group of parameters. Those that are numbers can be set, between steps."""
 
-    def __init__(self, run: HasOptimizer, number: int) -> None:
+    def __init__(self, run: "Run", number: int) -> None:
         self.run, self.number = run, number
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401  an optimizer may have any options

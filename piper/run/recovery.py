@@ -21,18 +21,9 @@ from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
 from piper.plan.protected import GENERATIONS
 from piper.run.driver_checkpoints import write_version
 from piper.run.launch import starter_of
-from piper.run.retrying import (
-    Disk,
-    Phases,
-    Saving,
-    StepTimes,
-    first_intact,
-    lost_save,
-    no_version,
-    repeatable,
-)
+from piper.run.retrying import Disk, Phases, Saving, StepTimes, first_intact, repeatable
 from piper.run.run import Run, start_run
-from piper.run.run_events import Event, Notify, Stragglers, failure_event, mismatch, skipped, warm
+from piper.run.run_events import Event, Notify, Stragglers, failure_event
 from piper.run.saves import with_states
 from piper.run.session import Session, ended
 from piper.run.sessions import Sessions
@@ -137,7 +128,8 @@ class Recovery(Sessions):
             for event in self.stragglers.note(self.done, self.current.busy):
                 self.notify(event)
         for agent in self.starter.warmed():
-            self.notify(warm(agent, self.done))
+            who, seconds = f"agent on {agent.address}", round(agent.seconds, 3)
+            self.notify(Event(event="warm", step=self.done, who=who, seconds=seconds))
 
     @property
     def stall(self) -> float:
@@ -195,7 +187,11 @@ class Recovery(Sessions):
         """Start all workers from the newest checkpoint, and repeat all steps since then."""
         past = self._past()
         if self.disk is None or not past:
-            raise no_version(self.done)
+            raise WorkerError(
+                "no version of the state is complete in memory",
+                by=f"recovery, after step {self.done}",
+                hint="--resume goes on from the newest checkpoint",
+            )
         session = self.current = self._launch(replace(self.options, blank=True))
         with self.phases.timed("load"):
             self.versions.forget(lambda step: True)  # also what new agents have held before
@@ -213,7 +209,8 @@ class Recovery(Sessions):
                 session = self.open(options)
         finally:
             for machine in self.starter.passed_over():
-                self.notify(skipped(machine, self.at))
+                who = f"machine {machine.address}"
+                self.notify(Event(event="skipped", step=self.at, who=who, what=machine.why))
         self.phases.part("start", "warm", self.starter.waited)
         return session
 
@@ -244,8 +241,14 @@ class Recovery(Sessions):
         with self.phases.timed("replay"):
             for step in range(version, self.done + 1):
                 if step > version:
-                    self._repeat(session, step, batch(step))
-                self._set_again(session, step)
+                    self.at = step
+                    again, before = session.step(batch(step)), self.results.get(step)
+                    if before is not None and repr(again) != repr(before):  # NaN equals NaN
+                        first = f"loss {before.loss!r} and gradient norm {before.grad_norm!r} at first"
+                        what = f"{first}, {again.loss!r} and {again.grad_norm!r} when repeated"
+                        self.notify(Event(event="mismatch", step=step, what=what))
+                for group, key, value in self.set_after.get(step, ()):  # the version is older than these
+                    session.set_optimizer_option(group, key, value)
                 saving = self.saving
                 if saving is not None and saving.step == step and not whole(saving.path):
                     try:
@@ -261,14 +264,13 @@ class Recovery(Sessions):
             self.saving = None
             if not whole(saving.path):
                 discard(saving.path)
-                self.unsaved = lost_save(saving, version)
-
-    def _repeat(self, session: Session, step: int, batch: Batch) -> None:
-        """Repeat a step, and compare its result with the one that was reported."""
-        self.at = step
-        again, before = session.step(batch), self.results.get(step)
-        if before is not None and repr(again) != repr(before):  # NaN equals NaN
-            self.notify(mismatch(step, before, again))
+                then = f"from the state after step {version}, which is newer"
+                self.unsaved = UnwrittenError(
+                    f"the checkpoint of step {saving.step} was not complete when workers were lost",
+                    by="save",
+                    facts={"path": str(saving.path), "goes on": then},
+                    hint="nothing is lost but this checkpoint; the next save is complete again",
+                )
 
     def _fail(self, error: WorkerError | LaunchError) -> None:
         """End all workers. Raise the error if it is not to be tried again."""
@@ -338,11 +340,6 @@ class Recovery(Sessions):
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         super().set_optimizer_option(group, key, value)
         self.set_after.setdefault(self.done, []).append((group, key, value))
-
-    def _set_again(self, session: Session, step: int) -> None:
-        """Set the options that were set after a step, because the version of that step is older."""
-        for group, key, value in self.set_after.get(step, ()):
-            session.set_optimizer_option(group, key, value)
 
     def flush(self, folder: Path, data: Callable[[], object]) -> int | None:
         """End all workers, and write the newest state of a complete step as a checkpoint. Return its step.

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from piper.checkpoint.folder import candidates
 from piper.checkpoint.read_record import read_record
-from piper.checkpoint.target import UnwrittenError
 from piper.data.feed import Feed
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.job import Job
@@ -122,22 +121,3 @@ def first_intact(read: Callable[[Path], Resumed], past: Sequence[Path]) -> tuple
         with suppress(ConfigError):
             return path, read(path)
     return past[-1], read(past[-1])
-
-
-def no_version(step: int) -> WorkerError:
-    """Return the error of a run whose state is lost."""
-    return WorkerError(
-        "no version of the state is complete in memory",
-        by=f"recovery, after step {step}",
-        hint="--resume goes on from the newest checkpoint",
-    )
-
-
-def lost_save(saving: Saving, version: int) -> UnwrittenError:
-    """Return the error of a save whose workers were lost, and the state that they wrote with them."""
-    return UnwrittenError(
-        f"the checkpoint of step {saving.step} was not complete when workers were lost",
-        by="save",
-        facts={"path": str(saving.path), "goes on": f"from the state after step {version}, which is newer"},
-        hint="nothing is lost but this checkpoint; the next save is complete again",
-    )

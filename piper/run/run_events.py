@@ -11,9 +11,6 @@ from piper.errors import LaunchError, WorkerError
 from piper.ir.devices import show
 from piper.plan.plan import Plans
 from piper.runtime.worker import Sums
-from piper.workers.agent_versions import ShortMachine
-from piper.workers.group import WarmAgent
-from piper.workers.results import StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,26 +50,6 @@ def failure_event(error: WorkerError | LaunchError, step: int, left: int) -> Eve
         instruction=error.facts.get("at"),
         left=left,
     )
-
-
-def mismatch(step: int, before: StepResult, again: StepResult) -> Event:
-    """Return the event of a step that gave another result when it was repeated."""
-    return Event(
-        event="mismatch",
-        step=step,
-        what=f"loss {before.loss!r} and gradient norm {before.grad_norm!r} at first, "
-        f"{again.loss!r} and {again.grad_norm!r} when repeated",
-    )
-
-
-def warm(agent: WarmAgent, step: int) -> Event:
-    """Return the event of an agent that can start a worker at once."""
-    return Event(event="warm", step=step, who=f"agent on {agent.address}", seconds=round(agent.seconds, 3))
-
-
-def skipped(machine: ShortMachine, step: int) -> Event:
-    """Return the event of a spare that was not used, because its machine is short of memory."""
-    return Event(event="skipped", step=step, who=f"machine {machine.address}", what=machine.why)
 
 
 SLOWER = 1.3  # times the median of the others

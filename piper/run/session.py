@@ -6,7 +6,7 @@ evaluation runs forward-only programs.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import held_names
-from piper.data.feed import one_epoch
 from piper.errors import ConfigError, ScheduleError, WorkerError
 from piper.ir.format import size
-from piper.job import Job, limit_of
+from piper.job import limit_of
 from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import SavedWorkers
 from piper.run.run_events import Repeats
@@ -276,18 +275,6 @@ class Session(SavedWorkers):
 def ended() -> WorkerError:
     """Return the error of a run that is used after its end."""
     return WorkerError("the workers have ended", by="run", hint="launch the program again")
-
-
-def evaluation_batches(job: Job) -> Iterable[Batch]:
-    """Return the batches that a job evaluates on."""
-    if job.evaluate is None:
-        raise ConfigError(
-            "there are no batches to evaluate on",
-            by="evaluate",
-            hint="give them: run.evaluate(batches); or let the job have some: "
-            "piper.Job(..., evaluate=piper.Evaluate(data=...))",
-        )
-    return one_epoch(job.evaluate.data, job.seed)
 
 
 def pieces_of(batch: Batch, slices: int) -> Iterator[SampleGroup]:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from torch.optim import Optimizer
 from piper.capture.trace.build_model import build_fake
 from piper.checkpoint.compatibility import check_model
 from piper.checkpoint.huggingface import (
-    export_adapter,
     export_hf,
     is_adapted,
-    is_pretrained,
-    merged,
+    quiet,
     ties_of,
     write_export,
 )
@@ -40,7 +38,8 @@ from piper.train.run_folder import ABOUT, read_about
 def form_for(job: Job) -> str:
     """Return the format of an export that names none: hf for models of transformers, else safetensors."""
     model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
-    return "hf" if is_adapted(model) or is_pretrained(model) else "safetensors"
+    known = is_adapted(model) or is_adapted(model, "transformers", "PreTrainedModel")
+    return "hf" if known else "safetensors"
 
 
 def export_values(
@@ -56,7 +55,7 @@ def export_values(
         model = build_model(job, torch.device("cpu"))
         model.load_state_dict(weights, strict=False)
         if not adapter:
-            model = merged(model)
+            model = cast(Any, model).merge_and_unload()
             weights = model.state_dict()
     elif adapter:
         raise ConfigError(
@@ -65,7 +64,8 @@ def export_values(
             hint="export all of it: --format hf",
         )
     if adapter:
-        export_adapter(model, folder, dtype)
+        with quiet():
+            write_export(folder, cast(Any, model if dtype is None else model.to(dtype)).save_pretrained)
     else:
         export_hf(weights, model, folder, dtype)
     return type(model).__name__

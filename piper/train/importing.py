@@ -24,7 +24,7 @@ from piper.checkpoint.load import WAYS
 from piper.checkpoint.metadata import Record, Trainer
 from piper.checkpoint.plain_export import OPTIMIZER, SETTINGS, TORCH
 from piper.checkpoint.plain_state import Options, PlainState, find_state, flattened
-from piper.checkpoint.save import name_of
+from piper.checkpoint.save import trainer_with
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
 from piper.job import Job
@@ -63,7 +63,14 @@ def import_start(recipe: str, job: Job, path: Path, out: Path | None) -> Importe
         raise ConfigError("there is no such file or folder", by=str(path), hint="check the path")
     source = source_of(path)
     if source is None:
-        values, trained = pretrained(recipe, job, path), None
+        model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+        if is_adapted(model):
+            raise ConfigError(
+                "peft has wrapped the model, and a folder of weights is that of its base",
+                by=recipe,
+                hint="build the base with from_pretrained in the recipe: the run then starts from it",
+            )
+        values, trained = import_hf(path, model if hasattr(model, "save_pretrained") else None), None
         program = compile(job)
     else:
         program = compile(job)
@@ -77,18 +84,6 @@ def import_start(recipe: str, job: Job, path: Path, out: Path | None) -> Importe
         assert where is not None, "the job has a checkpoint"
         write_start(program, values, step_path(where, step), trained)
     return Imported(folder=folder, step=step, optimizer=trained is not None)
-
-
-def pretrained(recipe: str, job: Job, path: Path) -> Mapping[str, Tensor]:
-    """Return the weights in a Hugging Face folder, for a job's model."""
-    model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
-    if is_adapted(model):
-        raise ConfigError(
-            "peft has wrapped the model, and a folder of weights is that of its base",
-            by=recipe,
-            hint="build the base with from_pretrained in the recipe: the run then starts from it",
-        )
-    return import_hf(path, model if hasattr(model, "save_pretrained") else None)
 
 
 def source_of(path: Path) -> Source | None:
@@ -178,12 +173,7 @@ def trainer_of(job: Job, state: PlainState, optimizer: Optimizer, groups: Sequen
                 facts={"saved": f"{rates[1]:g} after {state.step} steps", "here": f"{rates[0]:g}"},
                 hint="give the job the schedule of the run that it continues",
             )
-    return Trainer(
-        optimizer=name_of(optimizer),
-        groups=encode(options, "optimizer.param_groups"),
-        scheduler=None if scheduler is None else name_of(scheduler),
-        schedule=None if scheduler is None else encode(scheduler.state_dict(), "scheduler"),
-    )
+    return trainer_with(optimizer, options, scheduler)
 
 
 def options_here(state: PlainState, group: Mapping[str, object], names: Sequence[str]) -> Options:

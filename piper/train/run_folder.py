@@ -21,7 +21,6 @@ from typing import assert_never
 
 from piper.compiler import Program
 from piper.compiler.notebook import provenance_of
-from piper.directives import strategy_text
 from piper.errors import ConfigError, file_errors
 from piper.ir.devices import show
 from piper.ir.format import listed
@@ -128,10 +127,11 @@ def record(folder: Path, program: Program, recipe: str, on: str, steps: int) -> 
         "devices": show(program.plans.devices),
         "versions": {"python": platform.python_version(), **versions()},
     }
+    directives = (f"{each.title(number)}: {each!r}\n" for number, each in enumerate(strategy_of(job)))
     with writing(folder):
         keep_recipe(Path(file_and_function(recipe)[0]), folder)
         texts = {
-            "strategy.txt": strategy_text(strategy_of(job)),
+            "strategy.txt": "".join(directives) or "one device\n",
             "plan.txt": show_plans(program.plans),
             FILE: show_background(background_of(program, recipe), program.plans),
             ABOUT: json.dumps(about, indent=2) + "\n",

@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -162,9 +161,21 @@ def train_program(
 ) -> Outcome:
     """Train a compiled job."""
     job, memory, events = program.job, RunSummary(), EventLog(folder, console.print)
+    first, trainer = 0, None
+
+    def stopping_now(number: int) -> None:
+        """Say that the run ends after this step. A terminal that hung up is not written to any more."""
+        if number == signal.SIGHUP and console.is_terminal:
+            console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
+        if number == signal.SIGTERM:
+            what = f"preempted: saving after this step, within {asked.grace:g} s"
+            done = first if memory.last is None else memory.last.step
+            events(Event(event="preemption", step=done + 1, what=what))
+        else:
+            console.print("Stopping after this step; once more to stop now")
+
     with started(program, folder, asked, events, console, blank=bool(past)) as run:
         run.folder = folder
-        first, trainer = 0, None
         if past:
             resumed = run.load(folder)
             console.print(f"Going on from {resumed.path}, after step {resumed.step}")
@@ -174,10 +185,7 @@ def train_program(
         sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
         with (
             watching(console, folder, program, first, memory) as tell,
-            interrupts(
-                partial(stopping_now, console, events, memory, asked.grace, first),
-                asked.grace - reserve(asked),
-            ) as interrupted,
+            interrupts(stopping_now, asked.grace - reserve(asked)) as interrupted,
         ):
             run.watch = CommandWatch(
                 tell,
@@ -258,23 +266,6 @@ def started(
                 )
         with ConsoleLog(console):
             yield run
-
-
-def stopping_now(
-    console: Console, events: EventLog, memory: RunSummary, grace: float, done: int, number: int
-) -> None:
-    """Say that the run ends after this step. A terminal that hung up is not written to any more.
-
-    done: the steps before this run.
-    """
-    if number == signal.SIGHUP and console.is_terminal:
-        console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
-    if number == signal.SIGTERM:
-        last = memory.last
-        what = f"preempted: saving after this step, within {grace:g} s"
-        events(Event(event="preemption", step=(done if last is None else last.step) + 1, what=what))
-    else:
-        console.print("Stopping after this step; once more to stop now")
 
 
 def kept_lines(folder: Path, name: str, done: int) -> LinesFile:

@@ -23,7 +23,6 @@ from piper.workers.processes import (
     gone,
     map_marks,
     nameless_file,
-    new_marks,
     running,
     stopped,
 )
@@ -46,7 +45,7 @@ class WorkerProcess:
     def fork(self, way: int, values: int, width: int) -> int:
         """Fork the worker; `way`: to its driver, `values`: the file of the initial values."""
         assert self.forks is not None
-        marks = new_marks(width)
+        marks = nameless_file(8 * width)  # shared: it is read also when the worker is dead or stopped
         self.marks = map_marks(marks)
         try:
             self.process = self.forks.fork([way, marks, values])

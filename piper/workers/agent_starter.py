@@ -224,7 +224,7 @@ class AgentStarter(Starter):
             sleep(TIMEOUTS.agent_poll_soon)
 
     def _ranks(self, wanted: int) -> dict[int, int]:
-        """Return the bundles whose agents live: 0 if they are warm and answer, 1 if they still start.
+        """Return the bundles that live and have memory: 0 if their agents are warm, 1 if they still start.
 
         It takes long to see that a machine is lost, so agents are asked. wanted: answers that are enough.
         """
@@ -246,13 +246,9 @@ class AgentStarter(Starter):
                     ranks[bundle] = 0
             except self.calls.lost:
                 del self.agents[bundle]  # others take their place, if the machine lives
-        return self._fit(ranks)
-
-    def _fit(self, ranks: dict[int, int]) -> dict[int, int]:
-        """Return the bundles of machines with enough memory. Ask those again that had too little."""
         self.unfit = {b: machine for b, machine in self.unfit.items() if b in self.agents}
-        asked = {b: self.agents[b][0].actor.room.remote() for b in self.unfit if b in ranks}
-        for bundle, free in self.calls.answers(asked).items():
+        again = {b: self.agents[b][0].actor.room.remote() for b in self.unfit if b in ranks}
+        for bundle, free in self.calls.answers(again).items():  # machines that had too little memory
             if free is None or cast(int, free) >= self.unfit[bundle].needs:
                 del self.unfit[bundle]
         return {bundle: rank for bundle, rank in ranks.items() if bundle not in self.unfit}

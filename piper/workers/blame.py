@@ -221,7 +221,9 @@ def worker_error(
         if origins := snapshot.origins(ins.node):
             facts["made by"] = ", ".join(origins)
         facts["around"] = snapshot.plans.of(device).around(place)
-    waiting = list(waiters(snapshot, device))
+    waits = {d: p for d in snapshot.statuses if d != device and (p := snapshot.place(d)) is not None}
+    at = {other: snapshot.instr(other, p) for other, p in waits.items()}
+    waiting = [f"device {other} in {ins.node}" for other, ins in at.items() if ins.op in COMMUNICATION]
     if waiting:
         more = f" and {len(waiting) - MOST} more" if len(waiting) > MOST else ""
         facts["waiting"] = ", ".join(waiting[:MOST]) + more
@@ -235,16 +237,6 @@ def worker_error(
     if trace:
         error.add_note(trace)
     return error
-
-
-def waiters(snapshot: JobSnapshot, culprit: int) -> list[str]:
-    """Return the other devices that wait in a communication, in words."""
-    waiting = []
-    for device in snapshot.statuses:
-        place = snapshot.place(device)
-        if device != culprit and place is not None and snapshot.instr(device, place).op in COMMUNICATION:
-            waiting.append(f"device {device} in {snapshot.instr(device, place).node}")
-    return waiting
 
 
 def private_marks(width: int) -> memoryview:

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 from torch import Tensor
 
 from piper.errors import WorkerError
+from piper.runtime.debug.profiler import ClockOffset, compare
 from piper.runtime.setup import ProgramLike, Setup, initial_tensors, setup_of
 from piper.runtime.worker import Options
 from piper.workers.agent_calls import Agent
@@ -132,6 +133,9 @@ class SocketWorkerGroup(WorkerGroup):
 
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
         return cast("dict[int, R]", self._ask(call.__name__, arguments, self.stall))
+
+    def clock(self, device: int) -> ClockOffset:
+        return compare(lambda: self.ask(WorkerAnswers.clock, {device: None})[device])
 
     def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
         given = (number, pack_setup(setup), buffers, trains)

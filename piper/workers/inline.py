@@ -9,12 +9,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from piper.errors import WorkerError
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.comm.base import speaks_in
 from piper.runtime.comm.inline import World
 from piper.runtime.context import Dice
-from piper.runtime.debug.profiler import ClockOffset
 from piper.runtime.setup import ProgramLike, Setup, blank_values, initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.workers.answers import WorkerAnswers
@@ -82,16 +80,12 @@ class InlineWorkerGroup(WorkerGroup):
                 self.watchers[device].fail(error)
         if self.failures:
             cause = next(w.first for w in self.watchers.values() if w.first is not None)
-            raise self._blamed() from cause
+            statuses = {
+                device: ProcessStatus(process=os.getpid(), running=running(watcher.marks))
+                for device, watcher in self.watchers.items()
+            }
+            raise blame(self.snapshot(statuses, self.options.timeout)) from cause
         return {device: future.result() for device, future in futures.items()}
-
-    def _blamed(self) -> WorkerError:
-        """Return the error that names the cause."""
-        statuses = {
-            device: ProcessStatus(process=os.getpid(), running=running(watcher.marks))
-            for device, watcher in self.watchers.items()
-        }
-        return blame(self.snapshot(statuses, self.options.timeout))
 
     def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
         known = next((world for plans, world in self.worlds if speaks_in(setup.plans, plans)), None)
@@ -101,9 +95,6 @@ class InlineWorkerGroup(WorkerGroup):
         for device, worker in self.workers.items():
             member = world.member(device)
             worker.prepare(number, setup, member, buffers.__getitem__, world.stop, trains=trains)
-
-    def clock(self, device: int) -> ClockOffset:
-        return ClockOffset(offset=0.0, error=0.0)
 
     def close(self) -> None:
         if self.threads_before is not None:

@@ -72,17 +72,6 @@ class BatchSlice:
         raise IndexError(f"rows {rows.start}:{rows.stop} were not sent to this device")
 
 
-def spans_of(plans: Plans, device: int, samples: int) -> dict[str, list[Span]]:
-    """Return the rows that a device's plan loads, by field, in ranges that do not touch."""
-    found: dict[str, list[Span]] = {}
-    for ins in plans.of(device).instrs:
-        if ins.op == "load":
-            field = ins.loads
-            mine = slices(plans, samples, *field.slice_of(device), field.part)
-            found.setdefault(field.name, []).extend(mine)
-    return {field: merged_spans(spans) for field, spans in found.items()}
-
-
 class BatchSlicer:
     """Slices batches for devices. The rows are computed once for each batch size."""
 
@@ -94,14 +83,18 @@ class BatchSlicer:
         """Return the slices of a batch that one device needs."""
         samples = len(next(iter(batch.values())))
         if (device, samples) not in self.known:
-            self.known[device, samples] = spans_of(self.plans, device, samples)
+            found: dict[str, list[Span]] = {}
+            for field in (ins.loads for ins in self.plans.of(device).instrs if ins.op == "load"):
+                mine = slices(self.plans, samples, *field.slice_of(device), field.part)
+                found.setdefault(field.name, []).extend(mine)
+            self.known[device, samples] = {name: merged_spans(spans) for name, spans in found.items()}
         return {
-            field: BatchSlice(
+            name: BatchSlice(
                 samples=samples,
-                dtype=batch[field].dtype,
-                parts=tuple((low, batch[field][low:high]) for low, high in spans),
+                dtype=batch[name].dtype,
+                parts=tuple((low, batch[name][low:high]) for low, high in spans),
             )
-            for field, spans in self.known[device, samples].items()
+            for name, spans in self.known[device, samples].items()
         }
 
 

@@ -127,14 +127,6 @@ def free_memory() -> int | None:
     return system.f_bavail * system.f_frsize
 
 
-def new_marks(width: int) -> int:
-    """Return the descriptor of memory in which a worker marks the progress of `width` streams.
-
-    It is shared, so that it can be read when the worker is dead or stopped.
-    """
-    return nameless_file(8 * width)
-
-
 def map_marks(descriptor: int) -> memoryview:
     """Return the marks of a worker: for every stream the number of the running instruction plus one, or 0."""
     return memoryview(mmap.mmap(descriptor, 0)).cast("q")

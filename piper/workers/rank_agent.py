@@ -173,7 +173,12 @@ class ServedAgent:
             except ClosedError as error:
                 if known:
                     return
-                raise other_key(self.world, self.address, str(error)) from error
+                raise LaunchError(
+                    "this rank and rank 0 do not know the same key",
+                    by=f"rank {self.world.rank}",
+                    facts={"at": f"{self.address.host}:{self.address.port}", "why": str(error)},
+                    hint=HOW,
+                ) from error
             except OSError as error:
                 if not said:
                     away = TIMEOUTS.rank_away
@@ -233,16 +238,6 @@ class ServedAgent:
         if (channel := self.channel) is not None:
             leave(channel)
         self.thread.join(TIMEOUTS.ranks_leave)
-
-
-def other_key(world: RankEnvironment, address: DriverAddress, why: str) -> LaunchError:
-    """Return the error of a rank that has another key than rank 0."""
-    return LaunchError(
-        "this rank and rank 0 do not know the same key",
-        by=f"rank {world.rank}",
-        facts={"at": f"{address.host}:{address.port}", "why": why},
-        hint=HOW,
-    )
 
 
 def leave(channel: Channel) -> None:

@@ -27,11 +27,6 @@ class RankEnvironment:
         return self.rank == 0
 
     @property
-    def with_leader(self) -> bool:
-        """Return whether rank 0 is on this machine: ranks are counted machine by machine."""
-        return self.rank == self.local
-
-    @property
     def one_machine(self) -> bool:
         """Return whether all ranks are on this machine."""
         return self.nearby == self.size

@@ -15,7 +15,6 @@ from piper.plan.ops import COMMUNICATION
 from piper.runtime.accelerator import is_accelerator, module, usual_cluster
 from piper.runtime.comm.synthetic import AloneComms, arriving, totalled
 from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
-from piper.runtime.debug.profiler import ClockOffset
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, ProgramLike, Setup, build_model, setup_of
 from piper.runtime.worker import Options, Worker
@@ -81,9 +80,6 @@ class SingleRankGroup(WorkerGroup):
             raise single_rank_error("there is nothing to evaluate")
         comms = AloneComms(setup.plans, self.device)
         self.worker.prepare(number, setup, comms, buffers.__getitem__, trains=trains)
-
-    def clock(self, device: int) -> ClockOffset:
-        return ClockOffset(offset=0.0, error=0.0)
 
     def close(self) -> None:
         self.worker.close()

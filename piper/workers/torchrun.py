@@ -138,7 +138,11 @@ class TorchrunStarter(AgentStarter):
         try:
             with ExitStack() as until_all_came:
                 self._listen(calls, until_all_came)
-                self._await_ranks()
+                until = monotonic() + TIMEOUTS.meeting
+                while missing := [rank for rank in range(world.size) if rank not in self.ranks]:
+                    self._accept(TIMEOUTS.accept)
+                    if monotonic() > until:
+                        raise ranks_absent(missing)
             needed, bundles = len(self.machines) + -(-spares // self.width), len(self._bundles())
             if bundles < needed:
                 raise no_room(needed, {"rank": float(self.width)}, {}, (needed, bundles))
@@ -158,13 +162,6 @@ class TorchrunStarter(AgentStarter):
         publish_address(self.world, next_launch(self.world), address)
         mine = RankAgent(calls.key)
         self._admit(0, AgentPlace(address=calls.own, local=self.world.local), mine.answer, mine.close)
-
-    def _await_ranks(self) -> None:
-        until = monotonic() + TIMEOUTS.meeting
-        while missing := [rank for rank in range(self.world.size) if rank not in self.ranks]:
-            self._accept(TIMEOUTS.accept)
-            if monotonic() > until:
-                raise ranks_absent(missing)
 
     def _accept(self, timeout: float) -> bool:
         """Take the next rank that has connected. Return whether there was one."""

@@ -151,6 +151,8 @@ def start_with_thread(words: Sequence[str], descriptor: int) -> subprocess.Popen
 
     The system sends a process the signal of its parent's death when the thread ends that started it.
     """
+    package = str(Path(__file__).parents[3])
+    path = os.pathsep.join(dict.fromkeys([*filter(None, sys.path), package]))  # the driver's modules too
     started: SimpleQueue[subprocess.Popen[bytes] | BaseException] = SimpleQueue()
 
     def start() -> None:
@@ -158,7 +160,7 @@ def start_with_thread(words: Sequence[str], descriptor: int) -> subprocess.Popen
             process = subprocess.Popen(
                 words,
                 pass_fds=[descriptor],
-                env={**os.environ, **import_path(), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the driver, which then ends its workers
             )
@@ -181,12 +183,6 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(0)  # it ended before it was asked for
-
-
-def import_path() -> dict[str, str]:
-    """Return the environment in which this package and the driver's modules are found."""
-    package = str(Path(__file__).parents[3])
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys([*filter(None, sys.path), package]))}
 
 
 def serve(descriptor: int, module: str, preload: str) -> None:

@@ -138,11 +138,6 @@ def places(memory: mmap.mmap, begin: int, parts: Iterable[TensorRange]) -> Itera
         begin += rounded(part.tensor.nbytes)
 
 
-def image_bytes(image: Tensor) -> int:
-    """Return how many bytes a section takes whose bytes come first in a tensor."""
-    return int(HEAD.unpack(bytes(image[: HEAD.size].numpy()))[-1])
-
-
 def layout_of(copied: Copied, file: str) -> VersionLayout:
     """Return what lies where in a version. Offsets count from the first tensor."""
     offsets, at = [], 0

@@ -46,7 +46,6 @@ from piper.workers.transport.version_sections import (
     VersionReader,
     encoded,
     held_in,
-    image_bytes,
     same,
     step_in,
 )
@@ -115,7 +114,11 @@ class WorkerVersions:
         self.began = None
         if not self.refused:
             try:
-                copied = copy_state(self.worker, same) if self.holders.state is None else self._rest()
+                if self.holders.state is None:
+                    copied = copy_state(self.worker, same)
+                else:  # what this device is the one to save: it is the same after every step
+                    rest = rest_of(self.worker.setup.plans, self.worker.device)
+                    copied = replace(copy_parts(self.worker, *rest, Trainer(), same), step=0)
                 self.writer(REST).write(copied)
             except (RefusedError, ConfigError):
                 self.refused = True
@@ -185,15 +188,9 @@ class WorkerVersions:
         """Keep the sections of other devices that an instruction brought."""
         mine = [s for s in self.holders.sections if s.holder == self.worker.device != s.owner]
         for section in (s for s in mine if s.by == ins.node and len(arrived)):
-            nbytes = image_bytes(arrived)
+            nbytes = HEAD.unpack(bytes(arrived[: HEAD.size].numpy()))[-1]
             self.writer(section.number).take(arrived[:nbytes])
             arrived = arrived[nbytes:]
-
-    def _rest(self) -> Copied:
-        """Return what this device is the one to save and no instruction copies."""
-        buckets, buffers = rest_of(self.worker.setup.plans, self.worker.device)
-        copied = copy_parts(self.worker, buckets, buffers, Trainer(), same)
-        return replace(copied, step=0)  # it is the same after every step
 
     def writer(self, number: int) -> SectionWriter:
         """Return the writer of a section of this device's memory."""
