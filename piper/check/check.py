@@ -187,7 +187,10 @@ class _Check:
                 if whole and not self.whole.buffers:
                     continue
             if slices is None or self.sliced is None:
-                slices, self.sliced = self._slices(number), Worst(self.tol)
+                slices, self.sliced = reference_of(self.program, sliced=True), Worst(self.tol)
+                self.replays.append(slices)
+                for before in self.batches[:number]:
+                    slices.step(before)
             if asked and not whole:
                 self.padded = padded(batch, self.program.job.buckets) is not batch
                 self.reasons = reasons(slices, slices.own_part(batch))
@@ -230,14 +233,6 @@ class _Check:
         assert self.sliced is not None
         own = self._own_rounding(number)
         return any(own.values()) and all(self.sliced.largest[kind] <= own[kind] for kind in own)
-
-    def _slices(self, done: int) -> Reference:
-        """Return plain PyTorch on the slices, after the steps that are done."""
-        slices = reference_of(self.program, sliced=True)
-        self.replays.append(slices)
-        for batch in self.batches[:done]:
-            slices.step(batch)
-        return slices
 
     def _judged(self) -> str | None:
         """Return what is wrong with a run that equals plain PyTorch on the same slices. None: nothing is."""

@@ -231,7 +231,7 @@ class Reference:
             loss.backward()
             total += loss.item()
             weights += 0.0 if weight is None else weight.item()
-        buffers.keep_first(slices[0].part)
+        buffers.begin(slices[0].part, 0)  # those of the first replica, on the first microbatch, stay
         if not weights:  # a mean
             return total
         for name, parameter in self.params.items():
@@ -316,10 +316,6 @@ class BufferHistories:
     def end(self, part: Tags, replica: int) -> None:
         """Take over what a slice has written."""
         self._held.update({self._key(name, part, replica): value for name, value in self._get().items()})
-
-    def keep_first(self, part: Tags) -> None:
-        """Set the buffers to those of the first replica of the devices that run the first microbatch."""
-        self.begin(part, 0)
 
 
 class Exact(TorchFunctionMode):

@@ -2,9 +2,9 @@
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
-from typing import Annotated, NoReturn, TextIO
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -37,59 +37,43 @@ def app_with(verbs: Iterable[str] = REPORTS) -> typer.Typer:
 def main() -> None:
     """Run the command line: 0 on success, 1 when the answer is no, 2 on a user error with one message."""
     with warnings.catch_warnings():
-        warnings.showwarning = show_warning
+        warnings.showwarning = lambda message, *_, **__: tell(f"warning: {message}")
         try:
             asked = [verb for verb in sys.argv[1:2] if verb in REPORTS]
             # A verb is imported alone: importing all takes as long as `import piper`.
             app_with(asked or REPORTS)()
         except PiperError as error:
-            fail("\n".join([str(error), *getattr(error, "__notes__", ())]))  # notes: a worker's traceback
+            notes = getattr(error, "__notes__", ())  # a worker's traceback
+            tell("\n".join([f"error: {error}", *notes]))
+            sys.exit(USER_ERROR)
 
 
-def show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """Print a warning as one line for the user, without the line of code that gave it."""
-    Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"warning: {message}")
+def tell(message: str) -> None:
+    """Print a message for the user on stderr, without the line of code that gave it."""
+    Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(message)
 
 
-def fail(message: str) -> NoReturn:
-    """End with one message for the user."""
-    Console(stderr=True, soft_wrap=True, markup=False, highlight=False).print(f"error: {message}")
-    sys.exit(USER_ERROR)
+def printing(text: Callable[[], str]) -> Callable[[bool], None]:
+    """Return what an option does that prints a text and ends, where it is asked for."""
+
+    def act(asked: bool) -> None:
+        if asked:
+            sys.stdout.write(text())
+            raise typer.Exit
+
+    return act
 
 
-def show_version(asked: bool) -> None:
-    """Print the version and end, where it is asked for."""
-    if asked:
-        sys.stdout.write(f"piper {VERSION}\n")
-        raise typer.Exit
-
-
-def show_schema(asked: bool) -> None:
-    """Print the schema of what `--json` prints and end, where it is asked for."""
-    if asked:
-        sys.stdout.write(schema_text())
-        raise typer.Exit
+VERSIONED = printing(lambda: f"piper {VERSION}\n")
+SCHEMA_HELP = "Print the JSON schema of what --json prints."
 
 
 def root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version.", callback=VERSIONED, is_eager=True)
     ] = False,
     schema: Annotated[
-        bool,
-        typer.Option(
-            "--schema",
-            help="Print the JSON schema of what --json prints.",
-            callback=show_schema,
-            is_eager=True,
-        ),
+        bool, typer.Option("--schema", help=SCHEMA_HELP, callback=printing(schema_text), is_eager=True)
     ] = False,
 ) -> None:
     """Plan, check and run distributed training strategies for PyTorch."""

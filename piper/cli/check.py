@@ -2,9 +2,9 @@
 
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -41,34 +41,20 @@ def check(
     program = compile(job, device=device, compile=compiled)
     batches = list(islice(batches_of(job.data), steps))
     report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
+    apart = f"loss {report.max_loss_diff:.2g}, gradients {report.max_grad_diff:.2g}"
+    apart = f"largest relative differences: {apart}, parameters {report.max_param_diff:.2g}"
+    notes = [f"note: {note}" for note in report.notes]
+    lines = [report.verdict, f"{len(batches)} steps on {on}; {apart}", *notes]
     return Answer(
         report=check_report(report),
-        show=lambda: sys.stdout.write(check_text(report, f"{len(batches)} steps on {on}")),
+        show=lambda: sys.stdout.write("\n".join(lines) + "\n"),
         code=SUCCESS if report.ok else NO,
     )
 
 
 def check_report(report: "Report") -> CheckReport:
     """Return what `piper check --json` prints."""
-    return {
-        "ok": report.ok,
-        "max_loss_diff": finite(report.max_loss_diff),
-        "max_grad_diff": finite(report.max_grad_diff),
-        "max_param_diff": finite(report.max_param_diff),
-        "first_bad": report.first_bad,
-        "notes": [*report.notes],
-        "sliced": report.sliced,
-        "groups": report.groups,
-    }
-
-
-def finite(difference: float) -> float | None:
-    """Return a difference, or None if JSON has no number for it."""
-    return difference if math.isfinite(difference) else None
-
-
-def check_text(report: "Report", what: str) -> str:
-    """Return what `piper check` says: the verdict, how far the numbers are apart, and notes."""
-    apart = f"loss {report.max_loss_diff:.2g}, gradients {report.max_grad_diff:.2g}"
-    summary = f"{what}; largest relative differences: {apart}, parameters {report.max_param_diff:.2g}"
-    return "\n".join([report.verdict, summary, *(f"note: {note}" for note in report.notes)]) + "\n"
+    fields = {**asdict(report), "notes": [*report.notes]}
+    for name in ("max_loss_diff", "max_grad_diff", "max_param_diff"):
+        fields[name] = fields[name] if math.isfinite(fields[name]) else None  # JSON has no number for it
+    return cast(CheckReport, fields)

@@ -48,7 +48,8 @@ def diff(
         **changes(plans_a, plans_b),
     }
     return Answer(
-        report=report, show=lambda: print_compared(report, Console(highlight=False, soft_wrap=True))
+        report=report,
+        show=lambda: print_compared(report, Console(highlight=False, soft_wrap=True, markup=False)),
     )
 
 
@@ -165,14 +166,24 @@ def print_compared(report: DiffReport, console: Console) -> None:
         write = time if shown is None else shown
         ratio = f"{right[key] / left[key]:.2f}" if left[key] else ""
         table.add_row(label, write(left[key]), write(right[key]), ratio)
-    console.print(f"A  {report['a']['name']}", markup=False)
-    console.print(f"B  {report['b']['name']}", markup=False)
+    console.print(f"A  {report['a']['name']}")
+    console.print(f"B  {report['b']['name']}")
     if report["clock"] == UNITS:
         console.print("In units, F = I = W = 1, communication free: plans in a file say no more of costs")
     console.print()
     console.print(table)
     console.print()
-    print_changes(report, console)
+    moves = [
+        f"{m['node']}: {m['a']['devices']} {m['a']['stream']} -> {m['b']['devices']} {m['b']['stream']}"
+        for m in report["moved"]
+    ]
+    shifted = [f"{s['node']} on device {s['device']}: place {s['a']} -> {s['b']}" for s in report["shifted"]]
+    print_some("Only in A", report["only_a"], console)
+    print_some("Only in B", report["only_b"], console)
+    print_some("On other devices, or another stream", moves, console)
+    print_some("At another place in their device's order", shifted, console)
+    if not (report["only_a"] or report["only_b"] or moves or shifted):
+        console.print("Every node runs on the same devices and streams, in the same order")
 
 
 def units(value: float) -> str:
@@ -193,29 +204,12 @@ LINES: tuple[tuple[str, str, Callable[[float], str] | None], ...] = (
 )
 
 
-def print_changes(report: DiffReport, console: Console) -> None:
-    """Print which nodes are in one only, and which run elsewhere."""
-    moves = [f"{m['node']}: {place(m['a'])} -> {place(m['b'])}" for m in report["moved"]]
-    shifted = [f"{s['node']} on device {s['device']}: place {s['a']} -> {s['b']}" for s in report["shifted"]]
-    print_some("Only in A", report["only_a"], console)
-    print_some("Only in B", report["only_b"], console)
-    print_some("On other devices, or another stream", moves, console)
-    print_some("At another place in their device's order", shifted, console)
-    if not (report["only_a"] or report["only_b"] or moves or shifted):
-        console.print("Every node runs on the same devices and streams, in the same order")
-
-
-def place(where: SeatReport) -> str:
-    """Return where a node runs, in words."""
-    return f"{where['devices']} {where['stream']}"
-
-
 def print_some(title: str, nodes: Sequence[str], console: Console) -> None:
     """Print the first of some nodes, and how many there are."""
     if not nodes:
         return
     console.print(f"{title}: {len(nodes)}", style="bold")
     for node in nodes[:MOST_NODES]:
-        console.print(f"  {node}", markup=False)
+        console.print(f"  {node}")
     if len(nodes) > MOST_NODES:
         console.print(f"  ... and {len(nodes) - MOST_NODES} more: --json has all")

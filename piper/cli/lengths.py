@@ -65,4 +65,4 @@ def print_lengths(lengths: LengthSteps, console: Console) -> None:
     for what, peak in where:
         if lengths.usable is not None and peak > lengths.usable:
             held = f"a device would hold {size(peak)}, and may use {size(lengths.usable)}"
-            console.print(f"Does not fit: in {what} {held}", markup=False)
+            console.print(f"Does not fit: in {what} {held}")

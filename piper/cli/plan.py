@@ -15,7 +15,6 @@ from piper.errors import ConfigError
 from piper.ir.devices import show
 from piper.ir.format import count, size, table_of
 from piper.ir.ids import AGAIN
-from piper.plan.instr import Instr
 from piper.plan.memory_timeline import host_peak, timeline
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan, Plans
@@ -51,7 +50,7 @@ def plan(
     program = compile(load_recipe(recipe, strategy), compile=compiled)
     if text is not None:
         write_output(text, show_plans(program.plans), "plans  seed=", "the plans")
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     return Answer(
         report=plan_report(program), show=lambda: print_plan(program, console, device=device, why=why)
     )
@@ -96,14 +95,14 @@ def print_plan(program: "Program", console: Console, *, device: int | None, why:
     console.print(f"Pipeline (stage, pass, part; {forwards}, B backward, I and W its halves)", style="bold")
     for row in grid(plans, tags).splitlines():
         cut = console.is_terminal and len(row) > console.width
-        console.print(row[: console.width - 1] + "…" if cut else row, markup=False, soft_wrap=True)
+        console.print(row[: console.width - 1] + "…" if cut else row, soft_wrap=True)
     console.print()
     print_programs(program, console)
     console.print()
     for kind, nbytes in sorted(bytes_by_kind(program).items()):
-        console.print(f"{kind:15} {size(nbytes)} per step over all devices", markup=False)
+        console.print(f"{kind:15} {size(nbytes)} per step over all devices")
     if (survives := survival(plans)) is not None:
-        console.print(str(survives), markup=False)
+        console.print(str(survives))
     print_host(plans, console)
     if device is not None:
         print_device(program, console, device, most=None)
@@ -113,14 +112,16 @@ def print_plan(program: "Program", console: Console, *, device: int | None, why:
     if why:
         console.print()
         for reason in plans.why or ("nothing was decided against the strategy",):
-            console.print(f"why: {reason}", markup=False)
+            console.print(f"why: {reason}")
     for shape, other in program.shapes.items():
         sizes = ", ".join(f"{name} {list(sizes)}" for name, sizes, _ in shape)
         peak = max(timeline(plan).peak for plan in other.plans)
-        moving = "" if other.plans.lie_in(plans) else f", {size(most_moving(program, other))} in a move"
-        console.print(f"also for {sizes}: at most {size(peak)} a device{moving}", markup=False)
+        pairs, state_bytes = ((plans, other.plans), (other.plans, plans)), program.work.settings.state_bytes
+        peaks = (peak_while_moving(*each, state_bytes) for each in pairs)
+        moving = "" if other.plans.lie_in(plans) else f", {size(max(peaks))} in a move"
+        console.print(f"also for {sizes}: at most {size(peak)} a device{moving}")
     for warning in program.warnings:
-        console.print(f"\nWarning: {warning}", markup=False)
+        console.print(f"\nWarning: {warning}")
     copied = "" if survives is None else ", everything that a step writes is copied before"
     console.print()
     what = [
@@ -131,15 +132,8 @@ def print_plan(program: "Program", console: Console, *, device: int | None, why:
     console.print(
         f"Proven: {', '.join(what)}. Every send meets its receive, nothing waits in a circle, every slot is "
         "written before it is read and freed once, every read sees the value that the model means, every "
-        f"gradient holds each sample once{copied}.",
-        markup=False,
+        f"gradient holds each sample once{copied}."
     )
-
-
-def most_moving(program: "Program", other: "Program") -> int:
-    """Return the most bytes of a device while the state moves between the layouts of two programs."""
-    pairs, state_bytes = ((program, other), (other, program)), program.work.settings.state_bytes
-    return max(peak_while_moving(one.plans, two.plans, state_bytes) for one, two in pairs)
 
 
 def print_host(plans: Plans, console: Console) -> None:
@@ -147,7 +141,7 @@ def print_host(plans: Plans, console: Console) -> None:
     if held := max(map(host_peak, plans)):
         moving = sum(host_moved(plan) * len(plan.devices) for plan in plans)
         most = f"at most {size(held)} of the host's memory for a device"
-        console.print(f"offloaded: {size(moving)} per step over all devices, {most}", markup=False)
+        console.print(f"offloaded: {size(moving)} per step over all devices, {most}")
 
 
 def print_programs(program: "Program", console: Console) -> None:
@@ -192,17 +186,11 @@ def print_device(program: "Program", console: Console, device: int, *, most: int
     console.print()
     console.print(f"Device {device}, in the order it issues", style="bold")
     for place, ins in enumerate(plan.instrs[:most]):
-        console.print(instruction_line(place, ins, times.live[place]), markup=False, soft_wrap=True)
+        waits = f"  waits {','.join(map(str, ins.waits))}" if ins.waits else ""
+        signals = f"  signals {ins.signals}" if ins.signals is not None else ""
+        comm = f"  over {ins.comm}" if ins.comm else ""
+        moving = f"  {size(ins.nbytes)}" if ins.comm or ins.op in ("offload", "fetch") else ""
+        what = f"{place:5}  {size(times.live[place]):>11}  {ins.stream:9} {ins.does:14} {ins.node}"
+        console.print(f"{what}{comm}{moving}{waits}{signals}", soft_wrap=True)
     if most is not None and len(plan.instrs) > most:
-        console.print(f"  ... and {len(plan.instrs) - most} more: --device {device}", markup=False)
-
-
-def instruction_line(place: int, ins: Instr, live: int) -> str:
-    """Return one instruction as a line of text."""
-    waits = f"  waits {','.join(map(str, ins.waits))}" if ins.waits else ""
-    signals = f"  signals {ins.signals}" if ins.signals is not None else ""
-    comm = f"  over {ins.comm}" if ins.comm else ""
-    moving = f"  {size(ins.nbytes)}" if ins.comm or ins.op in ("offload", "fetch") else ""
-    return (
-        f"{place:5}  {size(live):>11}  {ins.stream:9} {ins.does:14} {ins.node}{comm}{moving}{waits}{signals}"
-    )
+        console.print(f"  ... and {len(plan.instrs) - most} more: --device {device}")

@@ -72,14 +72,15 @@ def profile(
         from piper.cli.machine import measure, write_cluster
 
         write_cluster(measure(), cluster_out)
-        console.print(
-            f"Cluster in {cluster_out}: piper simulate RECIPE --cluster {cluster_out}", markup=False
-        )
+        console.print(f"Cluster in {cluster_out}: piper simulate RECIPE --cluster {cluster_out}")
     if target is None:
         return Answer(report={"cluster": str(cluster_out)}, show=lambda: None)
     recorded = profile_at(target, on, steps, console)
     if calibrate is not None:
-        write_calibration(recorded, calibrate, cluster, also or [])
+        cores = (os.cpu_count() or 1) if recorded.accelerator == "cpu" else 0
+        other = None if cluster is None else load_cluster(cluster)
+        runs = recorded, *map(read_profile, also or [])
+        write_costs(calibrated(*runs, cores=cores, cluster=other), calibrate)
         console.print(f"Costs in {calibrate}: piper simulate RECIPE --costs {calibrate}")
     return Answer(report=profile_report(recorded), show=lambda: print_profile(recorded, console))
 
@@ -94,14 +95,6 @@ def profile_at(target: str, on: str, steps: int, console: Console) -> Profile:
 
     asked = TrainOptions(recipe=target, on=on, steps=steps + SOME, profile=steps)
     return read_profile(train_recipe(asked, console).folder)
-
-
-def write_calibration(recorded: Profile, path: Path, cluster: str | None, also: list[Path]) -> None:
-    """Write the costs that a profile measured, with those of more runs of the model."""
-    cores = (os.cpu_count() or 1) if recorded.accelerator == "cpu" else 0
-    other = None if cluster is None else load_cluster(cluster)
-    others = map(read_profile, also)
-    write_costs(calibrated(recorded, *others, cores=cores, cluster=other), path)
 
 
 @dataclass(slots=True)

@@ -61,7 +61,13 @@ def schedule(
         synthesis = synthesised(pipeline)
         grid, times, below = synthesis.grid, synthesis.costs, summary(pipeline, synthesis)
     else:
-        refuse_options(name, memory=memory, costs=costs, last=last)
+        for option, value in {"memory": memory, "costs": costs, "last": last}.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name} does not take --{option}",
+                    by="piper schedule",
+                    hint=f"leave it out, or use {SYNTHESISED}",
+                )
         grid = grid_for(name, ranks, microbatches, stages_per_rank)
     if svg is not None:
         from piper.view.cells import of_schedule
@@ -70,6 +76,7 @@ def schedule(
 
         title = f"{name}, {ranks} ranks, {microbatches} microbatches"
         write_output(svg, draw_grid(of_schedule(grid, title, times)), MARK)
+    text = to_csv(grid) if csv else f"{picture(grid, times)}\n" + (f"\n{below}\n" if below else "")
     return Answer(
         report={
             "name": name,
@@ -79,14 +86,8 @@ def schedule(
             "summary": below or None,
             "svg": None if svg is None else str(svg),
         },
-        show=lambda: None if svg is not None else print_grid(grid, times, below, csv=csv),
+        show=lambda: None if svg is not None else sys.stdout.write(text),
     )
-
-
-def print_grid(grid: Grid, times: Costs, below: str, *, csv: bool) -> None:
-    """Print a schedule as CSV, or as a picture with what is said of it below."""
-    said = f"\n{below}\n" if below else ""
-    sys.stdout.write(to_csv(grid) if csv else f"{picture(grid, times)}\n{said}")
 
 
 def parsed_costs(text: str) -> tuple[float, float, float]:
@@ -100,14 +101,3 @@ def parsed_costs(text: str) -> tuple[float, float, float]:
             hint="give the times of F, I and W: --costs 1,1,1",
         ) from error
     return forward, inputs, weights
-
-
-def refuse_options(name: str, **given: object) -> None:
-    """Refuse options that only a synthesised schedule has."""
-    for option, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name} does not take --{option}",
-                by="piper schedule",
-                hint=f"leave it out, or use {SYNTHESISED}",
-            )

@@ -68,7 +68,7 @@ def simulate(
     )
     return Answer(
         report=simulation_report(simulated),
-        show=lambda: print_simulation(simulated, Console(highlight=False, soft_wrap=True)),
+        show=lambda: print_simulation(simulated, Console(highlight=False, soft_wrap=True, markup=False)),
     )
 
 
@@ -179,14 +179,14 @@ def print_simulation(simulated: SimulatedStep, console: Console) -> None:
     if simulated.cycle:
         kinds = ", ".join(f"{count} of {seconds(each)}" for count, each in simulated.cycle)
         mean = seconds(simulated.mean_step)
-        console.print(f"{mean} in the mean, because groups train apart: {kinds}", markup=False)
+        console.print(f"{mean} in the mean, because groups train apart: {kinds}")
     console.print()
     print_programs(simulated, console)
     print_exposed(simulated, console)
     print_fit(simulated, console)
     print_host(simulated, console)
     if (survives := survival(simulated.plans)) is not None:
-        console.print(str(survives), markup=False)
+        console.print(str(survives))
     print_peak(simulated, console)
     if simulated.lengths is not None:
         print_lengths(simulated.lengths, console)
@@ -249,8 +249,7 @@ def print_fit(simulated: SimulatedStep, console: Console) -> None:
         console.print()
         console.print(
             f"Does not fit: {devices}{more} would hold {size(peak)}, a device of {simulated.prices.name} has "
-            f"{size(whole)}, {rest}",
-            markup=False,
+            f"{size(whole)}, {rest}"
         )
 
 
@@ -267,9 +266,9 @@ def print_host(simulated: SimulatedStep, console: Console) -> None:
     whose = "a device" if cluster is None else "the devices of a node"
     what = f"{size(nbytes)} of the host's memory for {whose}"
     if cluster is not None and cluster.host_memory is not None and nbytes > cluster.host_memory:
-        console.print(f"Does not fit: {what}, which has {size(cluster.host_memory)}", markup=False)
+        console.print(f"Does not fit: {what}, which has {size(cluster.host_memory)}")
     else:
-        console.print(f"offloaded: {what}", markup=False)
+        console.print(f"offloaded: {what}")
 
 
 def print_peak(simulated: SimulatedStep, console: Console) -> None:
@@ -280,7 +279,7 @@ def print_peak(simulated: SimulatedStep, console: Console) -> None:
     console.print()
     console.print(f"Live at the peak of {show(simulated.plans.plans[fullest].devices)}", style="bold")
     for name, nbytes in memory.at_peak[:MOST_LIVE]:
-        console.print(f"  {size(nbytes):>10}  {name}", markup=False)
+        console.print(f"  {size(nbytes):>10}  {name}")
     if len(memory.at_peak) > MOST_LIVE:
         rest = sum(nbytes for _, nbytes in memory.at_peak[MOST_LIVE:])
         console.print(f"  {size(rest):>10}  in {len(memory.at_peak) - MOST_LIVE} more")
@@ -298,9 +297,12 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
         parts[kind] = parts.get(kind, 0.0) + link.end - link.start
     for kind, spent in sorted(parts.items(), key=lambda entry: (-entry[1], entry[0])):
         if spent > step * NOTHING:
-            console.print(f"  {percent(spent, step):>7}  {seconds(spent):>8}  {kind}", markup=False)
+            console.print(f"  {percent(spent, step):>7}  {seconds(spent):>8}  {kind}")
     console.print()
-    stretches = [stretch for stretch in stretches_of(path) if spent_in(stretch) > step * NOTHING]
+    # A stretch is on one program, and either computation or communication.
+    worth = (link for link in path if link.end > link.start)
+    by = groupby(worth, key=lambda link: (link.program, link.op in COMMUNICATION))
+    stretches = [each for _, links in by if spent_in(each := [*links]) > step * NOTHING]
     shown, hidden = picked(stretches)
     for number, stretch in enumerate(shown):
         if number == hidden:
@@ -309,7 +311,7 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
         what = first.op if first.op in COMMUNICATION else "computes"
         more = f" to {stretch[-1].node}, {len(stretch)} nodes" if len(stretch) > 1 else ""
         where = f"{seconds(first.start):>8}  {seconds(spent_in(stretch)):>8}  {devices:8}"
-        console.print(f"  {where} {what:14} {first.node}{more}; {REASONS[first.reason]}", markup=False)
+        console.print(f"  {where} {what:14} {first.node}{more}; {REASONS[first.reason]}")
 
 
 def kind_of(link: PathNode) -> str:
@@ -317,13 +319,6 @@ def kind_of(link: PathNode) -> str:
     if link.op != "compute" or link.run is None:
         return link.op
     return AGAIN if link.run.again else link.run.phase
-
-
-def stretches_of(path: Iterable[PathNode]) -> list[list[PathNode]]:
-    """Split the path into stretches, each on one program and either computation or communication."""
-    worth = (link for link in path if link.end > link.start)
-    by = groupby(worth, key=lambda link: (link.program, link.op in COMMUNICATION))
-    return [[*links] for _, links in by]
 
 
 def spent_in(stretch: Iterable[PathNode]) -> float:

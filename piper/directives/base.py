@@ -231,10 +231,17 @@ def selected(graph: Graph, at: At, by: str) -> list[Compute]:
     check_tags(graph, at, by)
     nodes = graph.select(at)
     if not nodes:
+        empty = [
+            f"{tag}={index} ({graph.outline.empty[tag, index]}) holds no operation"
+            for tag, asked in at.tags
+            if asked is not None and asked != "*"
+            for index in (asked if isinstance(asked, tuple) else (asked,))
+            if (tag, index) in graph.outline.empty
+        ]
         raise ScheduleError(
             "the filter matches no node",
             by=by,
-            facts={"asked": str(at), "known": extent(graph), **empty_regions(graph, at)},
+            facts={"asked": str(at), "known": extent(graph)} | ({"empty": "; ".join(empty)} if empty else {}),
             hint="use an index that exists; only an order that asks for halves makes a backward BI and BW",
         )
     return nodes
@@ -256,18 +263,6 @@ def check_whole(graph: Graph, nodes: list[Compute], by: str) -> None:
             facts={"matched": nodes[0].name, "left out": outside.name},
             hint="select whole regions: leave PASS and axes of split out of the filter",
         )
-
-
-def empty_regions(graph: Graph, at: At) -> dict[str, str]:
-    """Return, as a fact for errors, the regions that `at` names and that hold no operation."""
-    named = [
-        f"{tag}={index} ({graph.outline.empty[tag, index]}) holds no operation"
-        for tag, asked in at.tags
-        if asked is not None and asked != "*"
-        for index in (asked if isinstance(asked, tuple) else (asked,))
-        if (tag, index) in graph.outline.empty
-    ]
-    return {"empty": "; ".join(named)} if named else {}
 
 
 def check_tags(graph: Graph, at: At, by: str) -> None:

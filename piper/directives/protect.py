@@ -36,7 +36,13 @@ class Protect(ChunkDirective):
 
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
         by = self.title(number)
-        self._check_machines(by)
+        if self.copies and self.apart == "machine" and self.devices_per_machine is None:
+            raise ScheduleError(
+                "it is not known which devices share a machine",
+                by=by,
+                facts={"asked": f'copies={self.copies}, apart="machine"'},
+                hint='say how many devices a machine has, as devices_per_machine=8, or apart="device"',
+            )
         asked = Protection(
             copies=self.copies,
             apart=cast(Apart, self.apart),
@@ -58,16 +64,6 @@ class Protect(ChunkDirective):
             )
         copies = StateCopies(protection=asked, stream=self.stream or STREAM, by=number)
         return graph.with_options(names, lambda _, options: replace(options, protect=copies))
-
-    def _check_machines(self, by: str) -> None:
-        """Refuse copies on other machines where machines are not known."""
-        if self.copies and self.apart == "machine" and self.devices_per_machine is None:
-            raise ScheduleError(
-                "it is not known which devices share a machine",
-                by=by,
-                facts={"asked": f'copies={self.copies}, apart="machine"'},
-                hint='say how many devices a machine has, as devices_per_machine=8, or apart="device"',
-            )
 
 
 def shown(asked: Protection) -> str:

@@ -41,7 +41,14 @@ class Split(Directive):
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
         nodes = selected(graph, self.at, by)
-        self._check_axis(graph, by)
+        taken = {*graph.index.tags, "PASS"}
+        if not isinstance(self.axis, str) or not self.axis.isidentifier() or self.axis in taken:
+            raise ScheduleError(
+                f"{self.axis!r} cannot name the parts",
+                by=by,
+                facts={"taken": ", ".join(sorted(taken))},
+                hint="choose a word that no annotation and no earlier split uses",
+            )
         self._check_whole(graph, nodes, by)
         copies: dict[str, tuple[Compute, ...]] = {
             node.name: tuple(
@@ -63,16 +70,6 @@ class Split(Directive):
         for chunk in chunks:
             parts[chunk] = (*parts[chunk], (self.axis, self.parts))
         return replace(graph.splice(copies), index=Index(cells), parts=parts)
-
-    def _check_axis(self, graph: Graph, by: str) -> None:
-        taken = {*graph.index.tags, "PASS"}
-        if not isinstance(self.axis, str) or not self.axis.isidentifier() or self.axis in taken:
-            raise ScheduleError(
-                f"{self.axis!r} cannot name the parts",
-                by=by,
-                facts={"taken": ", ".join(sorted(taken))},
-                hint="choose a word that no annotation and no earlier split uses",
-            )
 
     def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:
         """Refuse a filter that mixes split and unsplit values: their samples would not line up."""

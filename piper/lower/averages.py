@@ -54,9 +54,10 @@ def add_averages(state: LoweringState) -> LoweringState:
             residents[of_optimizer] = replace(before, nbytes=nbytes)
             slots = (slot, of_optimizer) if averaging.outer_values else (slot,)
             travels = (of_optimizer,) if averaging.overlap else slots
+            part, peers = -(-trained_bytes(bucket) // max(1, averaging.overlap)), len(averaging.groups) - 1
             average = AverageParameters(
                 about=slot.owner, devices=node.devices, reads=travels, writes=travels,
-                stream=averaging.stream, origin=(by,), nbytes=sent_bytes(averaging, bucket),
+                stream=averaging.stream, origin=(by,), nbytes=2 * part * peers // len(averaging.groups),
             )  # fmt: skip
             if averaging.overlap:
                 edit.before(0, average)
@@ -168,9 +169,3 @@ def joined_by(plan: Plan, comm: Comm) -> Plan:
 def trained_bytes(bucket: Bucket) -> int:
     """Return the bytes that a device trains of a bucket, in the type of the optimizer."""
     return bucket.update.elements * bucket.precision.sum_itemsize
-
-
-def sent_bytes(averaging: Averaging, bucket: Bucket) -> int:
-    """Return the bytes that a device sends in a step to average a bucket, or a part of it."""
-    part = -(-trained_bytes(bucket) // max(1, averaging.overlap))
-    return 2 * part * (len(averaging.groups) - 1) // len(averaging.groups)

@@ -227,10 +227,15 @@ def tied_buckets(
         why = [f"{param.name}: not sharded, because its chunks ask for ZeRO inside different groups"]
     held = held_by(param, unsharded(placements[0]))
     ordered = bool(held.distinct) or placements[0].policy.within is not None
-    by_set = placements_by_set(placements, ordered=ordered)
+    by_set: dict[Devices, list[ChunkPlacement]] = {}
+    for placement in placements:  # in another order it is another set where positions decide slices
+        devices = placement.devices if ordered else interned(tuple(sorted(placement.devices)))
+        by_set.setdefault(devices, []).append(placement)
     check_sharded_alike(param, placements, several=len(by_set) > 1)
     piece = Piece(name=param.name, shape=held.shape, offset=0, shardings=held.shardings)
-    named = unused_name(param, placements, taken)
+    named, chunks = param.name, [placement.chunk for placement in placements]
+    while not {named, *(f"{named}@{chunk}" for chunk in chunks)}.isdisjoint(taken):
+        named += "'"  # another bucket has that name
 
     def bucket(name: str, members: list[ChunkPlacement]) -> Bucket:
         held_alike = held_by(param, members[0])
@@ -265,20 +270,6 @@ def unsharded(placement: ChunkPlacement) -> ChunkPlacement:
     return replace(placement, policy=replace(placement.policy, zero=0, within=None, optimizer_within=None))
 
 
-def placements_by_set(
-    placements: Iterable[ChunkPlacement], *, ordered: bool
-) -> dict[Devices, list[ChunkPlacement]]:
-    """Return the placements on each set of devices.
-
-    ordered: devices in another order are another set, because a device's position decides its slice.
-    """
-    by_set: dict[Devices, list[ChunkPlacement]] = {}
-    for placement in placements:
-        devices = placement.devices if ordered else interned(tuple(sorted(placement.devices)))
-        by_set.setdefault(devices, []).append(placement)
-    return by_set
-
-
 def check_sharded_alike(param: Parameter, placements: list[ChunkPlacement], *, several: bool) -> None:
     """Refuse a tied parameter that its chunks shard in different ways. several: on several sets."""
     held = {placement.chunk: held_by(param, unsharded(placement)) for placement in placements}
@@ -298,14 +289,6 @@ def check_sharded_alike(param: Parameter, placements: list[ChunkPlacement], *, s
         if by_expert
         else "shard all regions that share it along the same axes",
     )
-
-
-def unused_name(param: Parameter, placements: Iterable[ChunkPlacement], taken: Collection[str]) -> str:
-    """Return a name for the buckets of a tied parameter: its own, unless another bucket has that name."""
-    name, chunks = param.name, [placement.chunk for placement in placements]
-    while not {name, *(f"{name}@{chunk}" for chunk in chunks)}.isdisjoint(taken):
-        name += "'"
-    return name
 
 
 def as_siblings(buckets: list[Bucket], zero: int, replicas: int) -> list[Bucket]:

@@ -9,7 +9,7 @@ from piper.ir.ids import SlotId, Tags, state_slot
 from piper.ir.node import Transfer
 from piper.ir.step_sums import step_sums
 from piper.lower.events import PendingInstr, synchronised
-from piper.lower.instructions import Emission, emit_node
+from piper.lower.instructions import Emission, emit_transfer, instr_for
 from piper.lower.placements import layouts_of
 from piper.lower.programs import channels, classes_of
 from piper.lower.state import LoweringState
@@ -35,7 +35,11 @@ def emit(state: LoweringState) -> LoweringState:
         class_of={device: number for number, devices in enumerate(classes) for device in devices},
     )
     for node in state.sequence:
-        emit_node(emission, node)
+        if isinstance(node, Transfer):
+            emit_transfer(emission, node)
+        else:
+            for number in emission.within(node.devices):
+                emission.programs[number].append(instr_for(emission, node, number))
     outline = state.graph.outline
     placement = layouts_of(state.graph)[0].placements[outline.loss.chunk]
     slices = placement.mesh.slices * parts_of(state.graph, outline.loss.chunk)

@@ -6,7 +6,7 @@ from piper.ir.ids import Pass, SlotId
 from piper.ir.mesh import Axis
 from piper.ir.node import Collect, Counts, Exchange
 from piper.lower.placements import ChunkPlacement
-from piper.lower.value_table import Flow, Template, input_gradient, output_slot, splits_slot
+from piper.lower.value_table import Flow, Template, output_slot, splits_slot
 from piper.plan.plan import Slot
 
 IN_FRONT: tuple[Phase, ...] = ("B", "BI")  # whichever the graph has: values travel in the first half
@@ -37,13 +37,6 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
         flow.templates.append(Template(node=counts, chunk=chunk.name))
     outward = chunk.kind == "route"
     exchange(flow, chunk, "F", outward, (inputs[0], splits), output_slot(chunk.name, 0))
-
-
-def exchange_backward(flow: Flow, chunk: Chunk, tangent: SlotId) -> None:
-    """Add the backward exchange: gradients travel back along their rows' path, by the forward's counts."""
-    for phase in IN_FRONT:
-        reads = (tangent, splits_slot(chunk))
-        exchange(flow, chunk, phase, chunk.kind == "unroute", reads, input_gradient(chunk.name, 0))
 
 
 def exchange(

@@ -8,11 +8,11 @@ from piper.ir.devices import Devices, show
 from piper.ir.ids import SEED, SlotId, buffer_slot, param_slot
 from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Node, Transfer, compute_name
 from piper.ir.sharding import UNSHARDED, shardings_on
-from piper.lower.exchanges import IN_FRONT, collect, exchange_backward, exchange_forward
+from piper.lower.exchanges import IN_FRONT, collect, exchange, exchange_forward
 from piper.lower.placements import layouts_of, placements_of
 from piper.lower.state import LoweringState
 from piper.lower.transfers import incoming, outgoing
-from piper.lower.value_table import Flow, Template, input_gradient, output_slot, slot_of
+from piper.lower.value_table import Flow, Template, input_gradient, output_slot, slot_of, splits_slot
 from piper.plan.plan import Slot
 
 BACKWARD: tuple[Phase, ...] = ("B", "BI", "BW")
@@ -123,7 +123,9 @@ def backward(flow: Flow, chunk: Chunk) -> None:
         for index in chunk.phases["B"].tangents
     }
     if chunk.kind in ("route", "unroute"):
-        exchange_backward(flow, chunk, tangents[0])
+        for phase in IN_FRONT:  # gradients travel back along the path of their rows, by the forward's counts
+            reads = (tangents[0], splits_slot(chunk))
+            exchange(flow, chunk, phase, chunk.kind == "unroute", reads, input_gradient(chunk.name, 0))
     elif chunk.collective is not None:
         for phase in IN_FRONT:
             collect(flow, chunk, phase, chunk.collective.adjoint, tangents[0], input_gradient(chunk.name, 0))

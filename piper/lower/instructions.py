@@ -90,15 +90,6 @@ class Emission:
         return self.comm_cache[key]
 
 
-def emit_node(emission: Emission, node: Node) -> None:
-    """Add a node's instructions to the programs that run it."""
-    if isinstance(node, Transfer):
-        emit_transfer(emission, node)
-        return
-    for number in emission.within(node.devices):
-        emission.programs[number].append(instr_for(emission, node, number))
-
-
 def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
     """Return the instruction of a node on one class of its devices."""
     instr = PendingInstr(

@@ -42,10 +42,14 @@ def schedule(state: LoweringState) -> LoweringState:
     F[PP=0 MB=0]  F[PP=0 MB=1]  transfer  F[PP=1 MB=0] ...
     """
     graph = connect(state)
-    order = topological(graph, state)
+    order, stuck = in_order(graph.followers)
+    if stuck:
+        raise cycle_error(graph, stuck, state)
     chunks = state.graph.chunks
     costs = [cost_of(node, chunks, state.values) for node in graph.nodes]
-    tails = path_lengths(graph, order, costs)
+    tails = [0.0] * len(order)  # of each node: the longest path from its start to the end of the step
+    for i in reversed(order):
+        tails[i] = costs[i] + max((tails[j] for j in graph.followers[i]), default=0.0)
     priority = priorities(graph, tails)
     sequence = received_as_read(graph, simulate(graph, costs, priority))
     return replace(state, sequence=tuple(graph.nodes[i] for i in sequence))
@@ -89,14 +93,6 @@ def connect(state: LoweringState) -> PrecedenceGraph:
             followers[pair[0]].append(pair[1])
             waiting[pair[1]] += 1
     return PrecedenceGraph(state.nodes, followers, waiting, asked_by)
-
-
-def topological(graph: PrecedenceGraph, state: LoweringState) -> list[int]:
-    """Return an order that respects every edge. Raise the error that shows the cycle if there is none."""
-    order, stuck = in_order(graph.followers)
-    if stuck:
-        raise cycle_error(graph, stuck, state)
-    return order
 
 
 def cycle_error(graph: PrecedenceGraph, stuck: set[int], state: LoweringState) -> ScheduleError:
@@ -151,14 +147,6 @@ def on_cycles(graph: PrecedenceGraph, stuck: set[int]) -> set[int]:
             if not left[i]:
                 dead.append(i)
     return remaining
-
-
-def path_lengths(graph: PrecedenceGraph, order: list[int], costs: list[float]) -> list[float]:
-    """Return, for each node, the length of the longest path from its start to the end of the step."""
-    tails = [0.0] * len(order)
-    for i in reversed(order):
-        tails[i] = costs[i] + max((tails[j] for j in graph.followers[i]), default=0.0)
-    return tails
 
 
 def priorities(graph: PrecedenceGraph, tails: list[float]) -> list[tuple[int, tuple[int, ...], float, int]]:

@@ -70,6 +70,13 @@ def use_runs(
     users: the places of the nodes that use it. whole_step: all uses of a set of devices are one run.
     regions: of chunks. Where collectives cut a region into pieces, one pass is one run.
     """
+
+    def one_pass(place: int) -> tuple[object, ...]:
+        """Return what pieces of one pass of a region over a microbatch have in common."""
+        node = sequence[place]
+        assert isinstance(node, Compute), "buckets are used by compute nodes"
+        return node.phase, node.again, node.part, regions[node.chunk]
+
     devices_of = {place: sequence[place].devices for place in users}
     same_members: dict[tuple[int, ...], list[Devices]] = {}
     for devices in dict.fromkeys(devices_of.values()):
@@ -80,20 +87,13 @@ def use_runs(
         for number, place in enumerate(places):
             if devices_of.get(place) not in sets:
                 continue
-            apart = run and not same_region(sequence[places[run[-1]]], sequence[place], regions)
+            apart = run and one_pass(places[run[-1]]) != one_pass(place)
             if apart and number > run[-1] + 1 and not whole_step:
                 yield UseRun(devices=sets[0], computes=places, users=run)
                 run = []
             run.append(number)
         if run:
             yield UseRun(devices=sets[0], computes=places, users=run)
-
-
-def same_region(node: Node, other: Node, regions: Mapping[str, Tags]) -> bool:
-    """Return whether two compute nodes are pieces of one pass of a region over a microbatch."""
-    assert isinstance(node, Compute) and isinstance(other, Compute), "buckets are used by compute nodes"
-    alike = (node.phase, node.again, node.part) == (other.phase, other.again, other.part)
-    return alike and regions[node.chunk] == regions[other.chunk]
 
 
 def joint_runs(runs: Iterable[UseRun], by: Callable[[UseRun], int]) -> Iterator[list[UseRun]]:

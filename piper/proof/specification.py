@@ -50,7 +50,11 @@ class Specification:
         self.mutated = frozenset(name for chunk in self.outline.chunks for name in chunk.mutated)
         self.sums = step_sums(graph, clip=clip)
         self.microbatch_sums = {each.slot: each.source for each in self.sums if each.source is not None}
-        self.contributors = self._contributors()
+        trainable = {param.name for param in self.outline.parameters if param.trainable}
+        self.contributors: dict[str, list[str]] = {}  # the chunks whose backward gives each a gradient
+        for chunk in (chunk for chunk in self.outline.chunks if "B" in chunk.phases):
+            for name in trainable.intersection(chunk.phases["B"].grad_params):
+                self.contributors.setdefault(name, []).append(chunk.name)
         self.readers = self._readers(backward=True)
         self._whole = {False: self._whole_axes(backward=False), True: self._whole_axes(backward=True)}
 
@@ -152,17 +156,6 @@ class Specification:
             if [group for group in groups if group] == [[microbatch] for microbatch in wanted]:
                 return True
         return not self.graph.orderings
-
-    def _contributors(self) -> dict[str, list[str]]:
-        """Find the chunks whose backward gives each trainable parameter a gradient."""
-        trainable = {param.name for param in self.outline.parameters if param.trainable}
-        givers: dict[str, list[str]] = {}
-        for chunk in self.outline.chunks:
-            if "B" in chunk.phases:
-                for name in chunk.phases["B"].grad_params:
-                    if name in trainable:
-                        givers.setdefault(name, []).append(chunk.name)
-        return givers
 
     def _readers(self, *, backward: bool) -> dict[tuple[str, int], list[tuple[str, int]]]:
         """Find the inputs that read each output, or through which it gets its gradient."""

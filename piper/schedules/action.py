@@ -55,19 +55,15 @@ def parse_action(text: str, *, by: str) -> Action:
     """Read one action. Nothing may come before or after it."""
     match = ACTION.fullmatch(text)
     if not match:
+        start = text if len(text) <= 40 else f"{text[:37]}..."
         raise ScheduleError(
-            f"{shorten(text)!r} is not an action",
+            f"{start!r} is not an action",
             by=by,
             hint="write stage, letter, microbatch: 2F0 (forward), 2B0 (backward), 2I0 and 2W0 (its input and"
             " weight halves), or two of them as (0F3;7B1)OVERLAP_F_B",
         )
     stage, letter, microbatch = match.groups()
     return Action(stage=int(stage), phase=PHASE_OF[letter], microbatch=int(microbatch))
-
-
-def shorten(text: str, limit: int = 40) -> str:
-    """Return the start of a text that is too long for a message."""
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def is_overlap(group: Group) -> bool:

@@ -18,13 +18,8 @@ class RowWriter:
     def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches
         self._taken: Counter[tuple[str, int]] = Counter()  # microbatches so far, by phase and stage
-        self._owed: deque[Action] = deque()
+        self.owed: deque[Action] = deque()  # weight gradients that can run now
         self._groups: list[Group] = []
-
-    @property
-    def owes(self) -> bool:
-        """Return whether there is a weight gradient that can run now."""
-        return bool(self._owed)
 
     def forward(self, stage: int) -> None:
         """Run the stage's next forward."""
@@ -38,12 +33,12 @@ class RowWriter:
         """Run the input half of the stage's next backward, and leave the weight half for later."""
         for action in self._next(stage, "B"):
             self._groups.append((replace(action, phase="BI"),))
-            self._owed.append(replace(action, phase="BW"))
+            self.owed.append(replace(action, phase="BW"))
 
     def weights(self) -> None:
         """Run the weight half that has waited longest, if there is one."""
-        if self._owed:
-            self._groups.append((self._owed.popleft(),))
+        if self.owed:
+            self._groups.append((self.owed.popleft(),))
 
     def overlap(self, forward: int, backward: int) -> None:
         """Run one stage's next forward and another's next backward as a pair that may interleave."""
@@ -51,7 +46,7 @@ class RowWriter:
 
     def finish(self) -> Row:
         """Write the weight gradients that are still owed, and return the row."""
-        while self._owed:
+        while self.owed:
             self.weights()
         return tuple(self._groups)
 

@@ -73,7 +73,7 @@ def few(rank: int, ranks: int, microbatches: int) -> Row:
     row = RowWriter(microbatches)
     clock = 0
     for slot, phase, stage in sorted(planned):
-        while clock < slot and row.owes:
+        while clock < slot and row.owed:
             row.weights()
             clock += 1
         clock = slot + 1

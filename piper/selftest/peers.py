@@ -259,11 +259,6 @@ def in_stages(training: Training, order: Callable[[int, int], Iterable[Directive
     ]  # fmt: skip
 
 
-def in_parts(training: Training) -> list[Directive]:
-    """Return tensor and sequence parallelism over all ranks."""
-    return tensor(training.config.layers, training.ranks, weights=decoder.SHARDED_WEIGHTS)
-
-
 PEERS = (
     Peer(name="ddp", title="DistributedDataParallel", step=ddp_step, strategy=lambda t: ddp(t.ranks)),
     Peer(name="fsdp2", title="FSDP2", step=fsdp_step, strategy=lambda t: fsdp(t.ranks), by_layer=True),
@@ -271,7 +266,10 @@ PEERS = (
         name="1f1b", title="Schedule1F1B", step=pipeline_step, strategy=partial(in_stages, order=one_f_one_b),
         staged=True,
     ),
-    Peer(name="tp", title="parallelize_module", step=tensor_step, strategy=in_parts),
+    Peer(
+        name="tp", title="parallelize_module", step=tensor_step,
+        strategy=lambda t: tensor(t.config.layers, t.ranks, weights=decoder.SHARDED_WEIGHTS),
+    ),
 )  # fmt: skip
 
 

@@ -97,6 +97,7 @@ def tune_lengths(
             progress=progress, workers=workers,
         )  # fmt: skip
 
+    first = next(iter(given.values()))
     best: TunedLengths | None = None
     refused: PiperError | None = None
     for tuned in sets_of_strategies(given, allowed, searched):
@@ -104,13 +105,18 @@ def tune_lengths(
             refused = tuned
         elif best is None or mean_step(tuned, shares) < best.step:
             try:
-                moves = simulated_moves(prove_together(job, given, tuned), Roofline(machine))
+                strategies = {length: one.strategy for length, one in tuned.items()}
+                program = compile_job(
+                    replace(job, data=lambda: [first], strategy=strategies, elastic=None, buckets=None)
+                )
+                programs = {length: program.shaped(batch) for length, batch in given.items()}
+                moves = simulated_moves(programs, Roofline(machine))
                 check_fits(moves, memory or machine.usable(0))
             except ScheduleError as error:  # between two of them the state cannot move
                 refused = error
                 continue
-            one = TunedLengths(tuned=tuned, shares=shares, moves=mean_move(moves, shares))
-            best = one if best is None else min(best, one, key=lambda each: each.step)
+            now = TunedLengths(tuned=tuned, shares=shares, moves=mean_move(moves, shares))
+            best = now if best is None else min(best, now, key=lambda each: each.step)
     if best is None:
         raise ConfigError(
             "no strategies for all lengths fit together",
@@ -137,14 +143,6 @@ def sets_of_strategies(
             yield {n: free[n] if layouts[n] == layout else searched(n, layout) for n in given}
         except ConfigError as error:
             yield error
-
-
-def prove_together(job: Job, given: Mapping[int, Batch], tuned: Mapping[int, Tuned]) -> dict[int, Program]:
-    """Compile and prove the strategy of each length, and the moves between those that hold state apart."""
-    strategies = {length: one.strategy for length, one in tuned.items()}
-    first = next(iter(given.values()))
-    program = compile_job(replace(job, data=lambda: [first], strategy=strategies, elastic=None, buckets=None))
-    return {length: program.shaped(batch) for length, batch in given.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,6 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from torch import Tensor
-
 from piper.capture.layers.annotate_layers import TAG
 from piper.capture.layers.short import short_capturing
 from piper.capture.recordings import Capturing, Recordings
@@ -194,7 +192,13 @@ def captured_model(
     batch = first_batch(job)
     recordings = known_recordings(job, device_kind(None), batch, captured, compiled=compile)
     samples = len(next(iter(batch.values())))
-    sizes = possible_rows(space, samples, devices)
+    sizes = sorted({rows for replicas in divisors(devices) for rows in rows_of(space, samples, replicas)})
+    if not sizes:
+        raise ConfigError(
+            f"{samples} samples in a batch cannot be cut for {devices} devices",
+            by=BY,
+            hint="give a batch whose samples some number of replicas divides",
+        )
     capturing = short_capturing(Capturing(batch=batch, recordings=recordings), sizes[0])
     outline = capturing.traced(sizes[0]).outline
     if measured is not None:
@@ -230,18 +234,6 @@ def optimizer_bytes(model: Model, rows: int) -> int:
     return state + job_precision(model.job.precision).master_bytes
 
 
-def possible_rows(space: Space, samples: int, devices: int) -> list[int]:
-    """Return the microbatch sizes that some number of replicas allows, in order."""
-    sizes = {rows for replicas in divisors(devices) for rows in rows_of(space, samples, replicas)}
-    if not sizes:
-        raise ConfigError(
-            f"{samples} samples in a batch cannot be cut for {devices} devices",
-            by=BY,
-            hint="give a batch whose samples some number of replicas divides",
-        )
-    return sorted(sizes)
-
-
 def weights_of(recordings: Recordings) -> tuple[tuple[str, int], ...]:
     """Return the weights that tensor parallelism would divide. Empty: the model does not say."""
     try:
@@ -252,15 +244,11 @@ def weights_of(recordings: Recordings) -> tuple[tuple[str, int], ...]:
 
 def sequence_fields(batch: Batch) -> tuple[tuple[str, int], ...]:
     """Return the fields of a batch that context parallelism would divide. Empty: not all are sequences."""
-    sequences = {name: value.shape[1] for name, value in batch.items() if has_sequence(value)}
+    whole = {name: value for name, value in batch.items() if not value.is_floating_point()}
+    sequences = {n: value.shape[1] for n, value in whole.items() if value.dim() == 2 and value.shape[1] > 1}
     if len(sequences) != len(batch) or len(set(sequences.values())) != 1:
         return ()
     return tuple((name, 1) for name in sequences)
-
-
-def has_sequence(value: Tensor) -> bool:
-    """Return whether a field of a batch is a sequence of whole numbers for each sample."""
-    return value.dim() == 2 and not value.is_floating_point() and value.shape[1] > 1
 
 
 def shapes_of(model: Model, devices: int) -> Shapes:

@@ -128,8 +128,9 @@ class ModelLayers:
             if chunk.has_code:
                 saved |= self._saved(chunk, number)
                 late |= self._late(chunk)
-                for phase in chunk.phases:
-                    extra[phase] = max(extra[phase], self._extra(chunk, phase))
+                for phase, spec in chunk.phases.items():  # bytes beyond what is held for backwards
+                    gradients = sum(chunk.input_specs[place].nbytes for place in spec.grad_inputs)
+                    extra[phase] = max(extra[phase], spec.workspace + gradients)
         return Layer(
             work=work,
             path=path,
@@ -223,12 +224,6 @@ class ModelLayers:
                 maker = self.by_name[source.chunk]
                 storages |= self._storages(maker, f"out{source.index}", [maker.outputs[source.index]])
         return storages
-
-    def _extra(self, chunk: Chunk, phase: Phase) -> int:
-        """Return bytes that are live at some time in a phase, beyond what is held for backwards."""
-        spec = chunk.phases[phase]
-        gradients = sum(chunk.input_specs[place].nbytes for place in spec.grad_inputs)
-        return max(0, spec.workspace + gradients)
 
     def _storages(self, chunk: Chunk, kind: str, specs: Sequence[TensorSpec]) -> dict[Storage, int]:
         """Return the bytes of values by the storage that holds them; one that is shared counts once."""

@@ -275,7 +275,11 @@ class StrategySearch:
             fitting: list[Leaf] = []
             unfit: list[Discard] = []
             for choice in self.choices(group.choice, limit):
-                memory = self.least_memory(choice)
+                key = replace(choice, neighbours="replicas", between=False)  # they do not change memory
+                if key not in self.holds:
+                    layers, state_bytes = self.layers(choice), self.model.optimizer_bytes
+                    self.holds[key] = memory_bound(choice, layers, state_bytes, grid_of(choice))
+                memory = self.holds[key]
                 if memory.total > limit:
                     unfit.append(Discard(choice=choice, bound=group.bound, memory=memory))
                 else:
@@ -299,15 +303,6 @@ class StrategySearch:
             pipeline = choice.ranks > 1
             self.times[key] = order_bound(choice, layers, costs, grid) if pipeline else 0.0
         return self.times[key]
-
-    def least_memory(self, choice: StrategyChoice) -> LeastMemory:
-        """Return the least that a candidate holds, which does not depend on how its devices are numbered."""
-        key = replace(choice, neighbours="replicas", between=False)
-        if key not in self.holds:
-            self.holds[key] = memory_bound(
-                choice, self.layers(choice), self.model.optimizer_bytes, grid_of(choice)
-            )
-        return self.holds[key]
 
     def choices(self, plain: StrategyChoice, limit: int) -> Iterator[StrategyChoice]:
         """Yield every candidate of a group."""

@@ -29,7 +29,7 @@ from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import MeasuredOn, read_costs
 from piper.simulate.throughput import Throughput, amount_of
 from piper.tuning.bounds import LeastMemory
-from piper.tuning.candidates import CandidateKey, Discard
+from piper.tuning.candidates import CandidateKey
 from piper.tuning.choice import GIVEN, StrategyChoice, divided_as, own_strategy
 from piper.tuning.evaluate import Evaluation
 from piper.tuning.forked_calls import run_beside
@@ -125,38 +125,30 @@ def tune(
             workers=several,
             wanted=measure or 1,
         )
-        done = prove_best(search, limit, trials, start, machine.name, front=front, measure=measure)
+        chosen, interrupted = prove_best(
+            search, limit, trials, start, machine.name, front=front, measure=measure
+        )
     trial = None
-    if measure is not None and not done.interrupted:
-        trial = measured_here(search, done.chosen, machine, devices, limit)
-    best = trial.runs[0].candidate if trial is not None else done.chosen[0]
+    if measure is not None and not interrupted:
+        trial = measured_here(search, chosen, machine, devices, limit)
+    best = trial.runs[0].candidate if trial is not None else chosen[0]
     amount, unit = amount_of({name: field.shape for name, field in model.capturing.batch.items()})
     peak = devices * machine.peak(DTYPES[job.precision])
     return Tuned(
         best=best,
         evaluated=tuple(search.evaluated.values()),
-        discarded=done.discarded,
+        discarded=tuple(search.discarded),
         limit=limit,
         machine=machine.name,
         devices=devices,
         tag=model.tag,
-        lowest=done.lowest,
+        lowest=search.lowest,
         recorded=tuple(model.recorded),
-        interrupted=done.interrupted or (trial is not None and trial.interrupted),
+        interrupted=interrupted or (trial is not None and trial.interrupted),
         trial=trial,
         throughput=Throughput(amount=amount, unit=unit, flops=best.flops, peak=peak),
         seconds=time.perf_counter() - started,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchEnd:
-    """How a search ended."""
-
-    chosen: Sequence[Evaluation]  # the shortest that fit, the best first, their plans proven
-    discarded: tuple[Discard, ...]
-    lowest: float  # as in `Tuned`
-    interrupted: bool
 
 
 def prove_best(
@@ -168,8 +160,10 @@ def prove_best(
     *,
     front: bool,
     measure: int | None,
-) -> SearchEnd:
+) -> tuple[list[Evaluation], bool]:
     """Search, and prove the best strategies. Ctrl-C ends the search with the best so far.
+
+    Return the shortest that fit, the best first, and whether Ctrl-C ended it.
 
     start: the strategy that is evaluated first. front, measure: as in `tune`.
     """
@@ -184,7 +178,7 @@ def prove_best(
             raise
     if search.best is None:
         raise none_fits(search, limit, machine)
-    discarded, lowest = tuple(search.discarded), search.lowest
+    discarded, lowest = search.discarded, search.lowest
     proven: tuple[Directive, ...] | None = None
     if front and not interrupted:
         best = search.best
@@ -194,8 +188,8 @@ def prove_best(
                 proven = best.strategy
         except KeyboardInterrupt:
             interrupted = True
-    chosen = verified(search, limit, measure, proven)
-    return SearchEnd(chosen=chosen, discarded=discarded, lowest=lowest, interrupted=interrupted)
+    search.discarded, search.lowest = discarded, lowest  # not those of the front
+    return verified(search, limit, measure, proven), interrupted
 
 
 def run_all(search: StrategySearch, limit: int, trials: int, *, front: bool) -> None:

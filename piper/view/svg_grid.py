@@ -44,7 +44,10 @@ class Frame:
 
 def grid(pipeline: Pipeline) -> str:
     """Draw a pipeline: one row per device, time to the right."""
-    frame = frame_of(pipeline)
+    left = MARGIN + max(len(name) for name in pipeline.names) * LETTER_WIDTH + 10
+    unit = min(WIDEST, max(NARROWEST, ROOM / max(pipeline.end, 1)))  # a page's width, if cells do not vanish
+    right = left + pipeline.end * unit
+    frame = Frame(left=left, unit=unit, right=right, width=max(right + MARGIN, 420))
     bottom = frame.y(len(pipeline.rows)) - GAP
     height = bottom + AXIS + LEGEND + MARGIN
     body = [
@@ -65,14 +68,6 @@ def grid(pipeline: Pipeline) -> str:
         defs=hatching(),
         body=body,
     )
-
-
-def frame_of(pipeline: Pipeline) -> Frame:
-    """Fit the grid into a page's width, unless cells would vanish."""
-    left = MARGIN + max(len(name) for name in pipeline.names) * LETTER_WIDTH + 10
-    unit = min(WIDEST, max(NARROWEST, ROOM / max(pipeline.end, 1)))
-    right = left + pipeline.end * unit
-    return Frame(left=left, unit=unit, right=right, width=max(right + MARGIN, 420))
 
 
 def summary(pipeline: Pipeline) -> str:
@@ -167,5 +162,5 @@ def legend(pipeline: Pipeline, y: float) -> Iterator[str]:
     if any(cell.pair >= 0 for row in pipeline.rows for cell in row):
         line.shade("overlapped pair", "pair")
     line.shade("idle", "idle")
-    line.remark("a colour per microbatch")
     yield from line
+    yield words("a colour per microbatch", line.x, line.y + 11, "small faint")

@@ -44,7 +44,7 @@ def test_the_second_is_told_in_parts_of_the_first() -> None:
         "b": side_report("short", short, simulate(short, outline, Unit())),
         **changes(long, short),
     }
-    console = Console(file=io.StringIO(), width=120)
+    console = Console(file=io.StringIO(), width=120, markup=False)
     print_compared(compared, console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     steps = next(line.split() for line in lines if line.startswith("step"))

@@ -165,7 +165,7 @@ def test_a_table_tells_of_one_device_in_one_step() -> None:
     """Two devices and two steps: in each, two computations of 9 s in all."""
     profile = profile_of(ROWS, ROWS)
     twice = replace(profile, tracks=tuple(replace(track, steps=track.steps * 2) for track in profile.tracks))
-    console = Console(file=io.StringIO(), width=160)
+    console = Console(file=io.StringIO(), width=160, markup=False)
     print_rows(rows_of(twice, by_node=False), "op", twice, 18.0, console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert next(line.split() for line in lines if line.startswith("compute"))[:5] == [

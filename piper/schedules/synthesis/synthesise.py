@@ -77,12 +77,13 @@ def synthesis(
     check_sizes(costs, placement, memory)
     problem = problem_of(costs, placement, microbatches, memory)
     least = bound(costs, placement, microbatches, memory)
-    named = [unpaired(grid) for grid in named_grids(placement, microbatches)]
-    candidates = [
-        grid
-        for grid in (*named, one_at_a_time(placement, microbatches))
-        if memory is None or within(grid, memory)
+    named = [  # without pairs: their members in the order in which a rank starts them
+        Grid(rows=tuple(tuple((action,) for group in row for action in group) for row in grid.rows))
+        for grid in named_grids(placement, microbatches)
     ]
+    stages = (placement.stages_of(rank) for rank in range(placement.count))
+    least_memory = Grid(rows=tuple(one_by_one(mine, microbatches) for mine in stages))
+    candidates = [grid for grid in (*named, least_memory) if memory is None or within(grid, memory)]
     seeds = (schedule_of(problem, grid, memory) for grid in named)
     found = search(problem, least, trials, [seed for seed in seeds if seed is not None])
     if found is not None:
@@ -151,17 +152,6 @@ def named_grids(placement: Placement, microbatches: int) -> Iterator[Grid]:
             continue  # this schedule does not exist with so many stages, or so few microbatches
         if all(placement.ranks[a.stage] == r for r, row in enumerate(grid.rows) for g in row for a in g):
             yield grid
-
-
-def unpaired(grid: Grid) -> Grid:
-    """Return a grid without pairs: their members in the order in which a rank starts them."""
-    return Grid(rows=tuple(tuple((action,) for group in row for action in group) for row in grid.rows))
-
-
-def one_at_a_time(placement: Placement, microbatches: int) -> Grid:
-    """Return the grid that finishes each microbatch before the next: no schedule needs less memory."""
-    ranks = range(placement.count)
-    return Grid(rows=tuple(one_by_one(placement.stages_of(rank), microbatches) for rank in ranks))
 
 
 def one_by_one(stages: Sequence[int], microbatches: int) -> Row:
