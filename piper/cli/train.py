@@ -9,15 +9,7 @@ import typer
 from rich.console import Console
 
 from piper.cli.answer import Answer
-from piper.cli.options import (
-    INTERRUPTED,
-    PREEMPTED,
-    Compile,
-    Device,
-    Recipe,
-    RunFolder,
-    StrategyFile,
-)
+from piper.cli.options import INTERRUPTED, PREEMPTED, Compile, Device, Recipe, RunFolder, StrategyFile
 from piper.cli.reports import RankReport, TrainReport
 from piper.train.interrupt import GRACE
 from piper.workers.rank_zero import on_rank_zero

@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from piper.directives.base import (
-    PlacingDirective,
-    registered,
-)
+from piper.directives.base import PlacingDirective, registered
 from piper.ir.graph import Graph
 from piper.ir.node import Compute
 from piper.ir.select import At

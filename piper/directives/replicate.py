@@ -3,10 +3,7 @@
 from dataclasses import dataclass, replace
 
 from piper.directives.arguments import POSITIVE_SIZE, argument, one_of, whole
-from piper.directives.base import (
-    PlacingDirective,
-    registered,
-)
+from piper.directives.base import PlacingDirective, registered
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.node import Compute

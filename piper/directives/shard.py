@@ -3,13 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from piper.directives.base import (
-    Directive,
-    PlacingDirective,
-    group_size,
-    registered,
-    source_line,
-)
+from piper.directives.base import Directive, PlacingDirective, group_size, registered, source_line
 from piper.directives.shard_axis import ShardAxis, given_dims
 from piper.errors import ScheduleError
 from piper.ir.chunk import ROUTED, Chunk, Output

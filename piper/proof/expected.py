@@ -13,14 +13,7 @@ from piper.proof.covers import Cover, Covers
 from piper.proof.meshes import numbering
 from piper.proof.once import once
 from piper.proof.specification import PartMeshes, Specification
-from piper.proof.symbolic_values import (
-    Kind,
-    SymbolicValue,
-    SymbolTable,
-    Terms,
-    places_along,
-    shown_cuts,
-)
+from piper.proof.symbolic_values import Kind, SymbolicValue, SymbolTable, Terms, places_along, shown_cuts
 
 Entry = tuple[int, str | None, int]  # a symbol, its state or None for the microbatch, its amount
 

@@ -1,11 +1,6 @@
 """Pipeline schedules: integers in, `order` directives out. They use public directives only."""
 
-from piper.schedules.alternating import (
-    interleaved_1f1b,
-    interleaved_zero_bubble,
-    one_f_one_b,
-    zero_bubble,
-)
+from piper.schedules.alternating import interleaved_1f1b, interleaved_zero_bubble, one_f_one_b, zero_bubble
 from piper.schedules.dualpipe import dualpipe, dualpipe_v
 from piper.schedules.gpipe import gpipe
 from piper.schedules.pairs import pairs

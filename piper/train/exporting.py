@@ -13,13 +13,7 @@ from torch.optim import Optimizer
 
 from piper.capture.trace.build_model import build_fake
 from piper.checkpoint.compatibility import check_model
-from piper.checkpoint.huggingface import (
-    export_hf,
-    is_adapted,
-    quiet,
-    ties_of,
-    write_export,
-)
+from piper.checkpoint.huggingface import export_hf, is_adapted, quiet, ties_of, write_export
 from piper.checkpoint.json_state import decode
 from piper.checkpoint.load import WAYS, Values
 from piper.checkpoint.metadata import FILE, DamagedError, Spec

@@ -21,14 +21,7 @@ from piper.tuning.bounds import (
     synthesis_memory,
     work_bound,
 )
-from piper.tuning.candidates import (
-    CandidateGroup,
-    CandidateKey,
-    Discard,
-    Leaf,
-    Queue,
-    discarded,
-)
+from piper.tuning.candidates import CandidateGroup, CandidateKey, Discard, Leaf, Queue, discarded
 from piper.tuning.choice import SYNTHESISED, StrategyChoice, given_choice
 from piper.tuning.evaluate import Evaluation, EvaluationsAhead, evaluate_strategy
 from piper.tuning.forked_calls import run_together

@@ -37,13 +37,7 @@ from piper.tuning.model import BY, Model, captured_model, shapes_of
 from piper.tuning.result import Tuned, none_fits
 from piper.tuning.space import Space
 from piper.tuning.strategy_search import Asked, StrategySearch
-from piper.tuning.trial_runs import (
-    Step,
-    TrialRuns,
-    check_runs_here,
-    fit_together,
-    run_candidates,
-)
+from piper.tuning.trial_runs import Step, TrialRuns, check_runs_here, fit_together, run_candidates
 from piper.workers.transport.fork_server import ForkServer
 
 TRIALS = 80
