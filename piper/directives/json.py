@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from piper.directives.base import STREAM, Directive, form_of, known_directives
 from piper.directives.by_length import ByLength, by_length
 from piper.errors import ConfigError, file_errors
 from piper.ir.numbers import is_number, is_whole
 from piper.ir.select import PASSES, Asked, At, Index, at
+
+Read = Callable[[object, str, str, str], object]  # of a value: where it is, its key and what it must be
 
 
 def load_strategy(path: Path) -> Sequence[Directive]:
@@ -145,12 +147,6 @@ def read_entry(entry: object, where: str) -> Directive:
                 value = max(spelling.level if value else 0, cast(int, values.get(spelling.field, 0)))
             values[spelling.field] = value
     return form(**values, source=where)
-
-
-class Read(Protocol):
-    """Reads one value of an entry, or raises the error that says what it must be."""
-
-    def __call__(self, value: object, where: str, key: str, wanted: str) -> object: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

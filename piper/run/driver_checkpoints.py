@@ -1,7 +1,7 @@
 """Checkpoints that the driver writes alone: of a state in memory that no worker can write, or of weights."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from shutil import copyfile
@@ -84,24 +84,17 @@ def with_options(groups: Plain, options: Iterable[tuple[int, str, float]]) -> Pl
 MOST = 2**30  # bytes of values that are held at a time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedStart:
-    """What a run goes on from besides weights: a record without tensors, and the optimizer's state."""
-
-    record: Record
-    state: PlainState
-
-
 def write_start(
     program: ProgramLike,
     values: Mapping[str, Tensor],
     path: Path | str,
-    trained: TrainedStart | None = None,
+    trained: tuple[Record, PlainState] | None = None,
 ) -> None:
     """Write a checkpoint that holds these weights: `launch(program, resume=path)` begins with them.
 
     values: every parameter and persistent buffer by name; a tied one by any of its names. Buffers that a
-    model does not save are as it makes them. trained: the rest of a training. None: this is step 0 of one.
+    model does not save are as it makes them. trained: the rest of a training, as a record without tensors and
+    the optimizer's state. None: this is step 0 of one.
     """
     target = target_of(path)
     wanted = wanted_model(program.plans, program.outline)
@@ -111,7 +104,8 @@ def write_start(
     )
     initial = initial_tensors(program) if unsaved else {}
     given = {name: wanted.get(name, Spec(shape=())) for name in (*names, *unsaved)}
-    source = target if trained is None else trained.state.path  # named where it is of another model
+    record, state = (Record(step=0), None) if trained is None else trained
+    source = target if state is None else state.path  # named where it is of another model
     check_model(source, Record(step=0, model=given), wanted)
 
     def value(name: str) -> Tensor:
@@ -121,14 +115,13 @@ def write_start(
         check_model(source, Record(step=0, model=here), {name: spec})
         return tensor if spec.dtype is None else tensor.to(dtype_named(spec.dtype))
 
-    record = Record(step=0) if trained is None else trained.record
     moments: dict[str, dict[str, tuple[int, ...] | None]] = {}
     numbers: dict[str, dict[str, Plain]] = {}
     tensors: Iterable[tuple[str, Tensor]] = ((f"model.{name}", value(name)) for name in wanted)
-    if trained is not None:
-        own = names_here(program, trained.state.kept)
-        kept = {name: trained.state.kept[given] for name, given in own.items() if wanted[name].trainable}
-        tensors = chain(tensors, kept_tensors(trained.state, kept, wanted, moments, numbers))
+    if state is not None:
+        own = names_here(program, state.kept)
+        kept = {name: state.kept[given] for name, given in own.items() if wanted[name].trainable}
+        tensors = chain(tensors, kept_tensors(state, kept, wanted, moments, numbers))
         record = replace(record, moments=moments, numbers=numbers)
     with begun(target) as partial:
         written = [

@@ -16,7 +16,7 @@ from piper.run.run import Run, start_run
 from piper.run.sessions import Sessions
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.workers.group import Starter, WorkerGroup
+from piper.workers.group import Starter
 from piper.workers.rank_agent import RankZeroResult, ServedAgent
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import check_key, find_address, next_launch
@@ -44,13 +44,6 @@ class LeaderSessions(Sessions):
         return value
 
 
-class NoStarter(Starter):
-    """Starts nothing: the agent of this rank does, when rank 0 asks it to."""
-
-    def start(self, options: Options) -> WorkerGroup:
-        raise AssertionError("rank 0 asks the workers")
-
-
 class FollowerSessions(Sessions):
     """The session of rank 0, as the script of another rank sees it."""
 
@@ -64,7 +57,7 @@ class FollowerSessions(Sessions):
         agent: ServedAgent | None = None,
     ) -> None:
         """Return results of rank 0; `agent`: of this rank. None: it has none, in a test."""
-        super().__init__(program, options, NoStarter(program))
+        super().__init__(program, options, Starter(program))
         self.results, self.agent, self.over = results, agent, False
 
     def begin(self) -> None:

@@ -127,9 +127,9 @@ class Recovery(Sessions):
             self.starter.expect(self.current.group, self.stall)
             for event in self.stragglers.note(self.done, self.current.busy):
                 self.notify(event)
-        for agent in self.starter.warmed():
-            who, seconds = f"agent on {agent.address}", round(agent.seconds, 3)
-            self.notify(Event(event="warm", step=self.done, who=who, seconds=seconds))
+        for address, took in self.starter.warmed():
+            who = f"agent on {address}"
+            self.notify(Event(event="warm", step=self.done, who=who, seconds=round(took, 3)))
 
     @property
     def stall(self) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 from piper.errors import ConfigError
 from piper.plan.expert_table import ExpertTable, fits
@@ -147,21 +147,12 @@ class Sessions:
             self.starter.close()
 
 
-class HasSessions(Protocol):
-    """What asks the workers of sessions: a run."""
-
-    @property
-    def sessions(self) -> Sessions: ...
-
-
-S = TypeVar("S", bound=HasSessions)
-
-
-def asking(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Do all of a method again if workers are lost meanwhile, where the run recovers."""
+def asking(method: Callable[P, T]) -> Callable[P, T]:
+    """Do all of a method of a run again if workers are lost meanwhile, where the run recovers."""
 
     @wraps(method)
-    def act(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.sessions.call(method.__name__, partial(method, self, *args, **kwargs))
+    def act(*args: P.args, **kwargs: P.kwargs) -> T:
+        sessions = cast(Sessions, getattr(args[0], "sessions"))  # noqa: B009  of the run
+        return sessions.call(method.__name__, partial(method, *args, **kwargs))
 
     return act

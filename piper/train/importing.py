@@ -28,7 +28,7 @@ from piper.checkpoint.save import trainer_with
 from piper.compiler import Program, compile
 from piper.errors import ConfigError
 from piper.job import Job
-from piper.run.driver_checkpoints import TrainedStart, write_start
+from piper.run.driver_checkpoints import write_start
 from piper.run.saves import prepare_saves
 from piper.runtime.trainers import advance, make_scheduler
 from piper.train.exporting import grouped
@@ -77,7 +77,7 @@ def import_start(recipe: str, job: Job, path: Path, out: Path | None) -> Importe
         values, trained = state_in(program, path, source)
     folder = choose(out, recipe, resume=False)
     claim(folder)
-    step = 0 if trained is None else trained.record.step
+    step = 0 if trained is None else trained[0].step
     with locked(folder):
         prepare(folder, job, resume=False)
         where = prepare_saves(folder, job, lambda path: False)
@@ -141,7 +141,7 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 def state_in(
     program: Program, path: Path, source: Source
-) -> tuple[Mapping[str, Tensor], TrainedStart | None]:
+) -> tuple[Mapping[str, Tensor], tuple[Record, PlainState] | None]:
     """Return the weights in a source, and what it has of a training. None: it has weights alone."""
     outline = program.outline
     sizes = {p.name: p.shape for p in outline.parameters if p.trainable}
@@ -152,8 +152,7 @@ def state_in(
     if optimizer is None or not (state.kept or state.options):
         return state.values, None
     trainer = trainer_of(program.job, state, optimizer, groups)
-    record = Record(step=state.step, seed=program.job.seed, trainer=trainer)
-    return state.values, TrainedStart(record=record, state=state)
+    return state.values, (Record(step=state.step, seed=program.job.seed, trainer=trainer), state)
 
 
 def trainer_of(job: Job, state: PlainState, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> Trainer:

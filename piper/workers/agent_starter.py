@@ -14,7 +14,7 @@ from piper.runtime.worker import Options
 from piper.workers.agent_calls import Agent, AgentCalls, machines_of, not_started
 from piper.workers.agent_versions import AgentVersions, ShortMachine
 from piper.workers.agent_workers import AgentWorkerGroup
-from piper.workers.group import Starter, WarmAgent, WorkerGroup
+from piper.workers.group import Starter, WorkerGroup
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.versions import Versions
 
@@ -42,7 +42,7 @@ class AgentStarter(Starter):
         self.used: dict[int, int] = {}  # the bundle of each machine
         self.lock = RLock()
         self.taken: dict[int, float] = {}  # since when the agents of a spare bundle start
-        self.fresh: list[WarmAgent] = []  # those that have become warm and are not reported
+        self.fresh: list[tuple[str, float]] = []  # those that have become warm and are not reported
         self.unfit: dict[int, ShortMachine] = {}  # bundles on machines that are short of memory
         self.skipped: list[ShortMachine] = []  # those that were passed over and are not reported
         self.watch = AgentWatch(self._notice)
@@ -74,10 +74,10 @@ class AgentStarter(Starter):
                     answered = self.calls.answers(dict(enumerate(self.warm[bundle])))
                     if len(answered) == len(self.warm[bundle]):  # else agents are lost
                         address = self.agents[bundle][0].address
-                        self.fresh.append(WarmAgent(address=address, seconds=monotonic() - since))
+                        self.fresh.append((address, monotonic() - since))
             return bool(self.taken)
 
-    def warmed(self) -> list[WarmAgent]:
+    def warmed(self) -> list[tuple[str, float]]:
         """Return the spares that have become warm since the last call, one for each machine."""
         with self.lock:
             fresh, self.fresh = self.fresh, []

@@ -17,13 +17,14 @@ from piper.runtime.worker import Options
 from piper.workers.agent_calls import Agent
 from piper.workers.answers import WorkerAnswers
 from piper.workers.blame import Failure, JobSnapshot, blame
-from piper.workers.group import Readable, WorkerGroup, streams_of, unread_values
-from piper.workers.messages import Assignment, Leaving, StoreAddress, pack_setup
+from piper.workers.group import WorkerGroup, streams_of, unread_values
+from piper.workers.messages import Assignment, Leaving, pack_setup
 from piper.workers.processes import ProcessStatus, StopWatch
 from piper.workers.rendezvous import LOOPBACK, store_on
 from piper.workers.serve import WorkerServer
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel
+from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.shared_memory import TensorEntry, layout
 from piper.workers.transport.sockets import ClosedError
 from piper.workers.transport.versions import Versions
@@ -79,7 +80,9 @@ class SocketWorkerGroup(WorkerGroup):
         return Assignment(
             device=device,
             local=agent.local,
-            store=StoreAddress(host=self.host, port=self.store.port, own=own),
+            host=self.host,
+            port=self.store.port,
+            own=own,
             options=self.options,
             setup=setup,
             shares=self.shares,
@@ -127,7 +130,7 @@ class SocketWorkerGroup(WorkerGroup):
         before, self.moved = self.moved, dict(self.status)
         return bool(before) and before != self.moved
 
-    def exit_notifiers(self) -> Sequence[Readable]:
+    def exit_notifiers(self) -> Sequence[ForkServer]:
         """Return objects that become readable when a process ends."""
         return ()
 

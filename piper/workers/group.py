@@ -3,8 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,12 +21,6 @@ from piper.workers.transport.versions import Versions
 A = TypeVar("A")
 R = TypeVar("R")
 LATER_STREAMS = 32  # of programs for other batches, which may have a strategy of their own
-
-
-class Readable(Protocol):
-    """An object that can be waited for."""
-
-    def fileno(self) -> int: ...
 
 
 class WorkerGroup(ABC):
@@ -111,16 +104,11 @@ def unread_values(program: ProgramLike, values: Mapping[str, Tensor]) -> dict[st
     return {name: value.clone() for name, value in values.items() if name not in on_devices}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmAgent:
-    """An agent that has become able to start a worker at once: it has torch imported."""
+class Starter:
+    """Starts the workers of a program, again and again, from what stays when workers end.
 
-    address: str
-    seconds: float  # since its machine was seen
-
-
-class Starter(ABC):
-    """Starts the workers of a program, again and again, from what stays when workers end."""
+    This one starts none: rank 0 of a torchrun job asks the agents of the other ranks to.
+    """
 
     waited = 0.0  # seconds of the last start until every machine that it uses could fork workers
 
@@ -134,9 +122,9 @@ class Starter(ABC):
         """Return whether all workers are on the driver's machine, and see its memory."""
         return True
 
-    @abstractmethod
     def start(self, options: Options) -> WorkerGroup:
         """Start all workers."""
+        raise AssertionError("rank 0 asks the workers")
 
     def room(self, *, warm: bool = False) -> int | None:
         """Return for how many devices workers can be started now; `warm`: at once. None: for any number."""
@@ -151,15 +139,15 @@ class Starter(ABC):
         """Let workers fail when nothing has moved for so many seconds. Threads have their own timeout."""
         group.stall = stall
 
-    def warmed(self) -> Sequence[WarmAgent]:
-        """Return the spares whose agents have become warm since the last call."""
+    def warmed(self) -> Sequence[tuple[str, float]]:
+        """Return the addresses of spares that have imported torch since the last call, with their seconds."""
         return ()
 
     def passed_over(self) -> Sequence[ShortMachine]:
         """Return the spares that were not used since the last call, because they are short of memory."""
         return ()
 
-    def close(self) -> None:  # noqa: B027  threads leave nothing
+    def close(self) -> None:
         """End what outlives workers. Idempotent."""
 
 

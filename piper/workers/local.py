@@ -14,7 +14,7 @@ from piper.runtime.worker import Options
 from piper.workers.agent import WorkerProcess
 from piper.workers.agent_calls import Agent
 from piper.workers.driver import SocketWorkerGroup
-from piper.workers.group import Readable, Starter
+from piper.workers.group import Starter
 from piper.workers.messages import CODEC
 from piper.workers.processes import gone
 from piper.workers.rendezvous import LOOPBACK
@@ -59,7 +59,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
                 self.processes[device] = worker.fork(there.fileno(), memory, width)
             self.channels[device] = Channel(here, self.options.timeout, codec=CODEC)
 
-    def exit_notifiers(self) -> Sequence[Readable]:
+    def exit_notifiers(self) -> Sequence[ForkServer]:
         return (self.forks,)
 
     def look(self, age: float) -> None:

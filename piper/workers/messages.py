@@ -10,12 +10,12 @@ from torch import Tensor
 
 from piper.checkpoint.background import Done
 from piper.errors import LaunchError
-from piper.ir.chunk import CapturedModel, Chunk, Phase
+from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Plans
 from piper.runtime.compute import merged_spans, slices
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
-from piper.runtime.setup import Code, Setup
+from piper.runtime.setup import Setup
 from piper.runtime.worker import Options, Sums
 from piper.workers.blame import Failure
 from piper.workers.processes import SharedFile
@@ -26,21 +26,14 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreAddress:
-    """The store at which the workers of a job meet."""
-
-    host: str
-    port: int
-    own: str  # the address that this worker listens on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
     """The first message to a worker: its device, its plan, and where it finds the initial values."""
 
     device: int
     local: int  # which of its machine's accelerators it uses, where the job uses any
-    store: StoreAddress
+    host: str  # and the port of the store at which the workers of the job meet
+    port: int
+    own: str  # the address that this worker listens on
     options: Options
     setup: bytes
     shares: bool = False  # its accelerator serves other workers too
@@ -113,16 +106,6 @@ CODEC = Codec(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalledCode:
-    """The code that plans call, and nothing else of the capture it comes from."""
-
-    built: Mapping[tuple[str, Phase], Code]
-
-    def __call__(self, chunk: Chunk, phase: Phase) -> Code:
-        return self.built[chunk.key, phase]
-
-
 SETUP = Codec((Plans, CapturedModel))
 APART = ("code", "optimizer", "scheduler", "device", "build")  # fields of a setup that are no data
 
@@ -135,7 +118,7 @@ def pack_setup(setup: Setup) -> bytes:
     setup.build_code(setup.plans, lambda: None)
     built = {(chunk.key, phase): setup.code(chunk, phase) for chunk, phase in setup.called(setup.plans)}
     functions = {
-        "code": CalledCode(built=built),
+        "code": lambda chunk, phase: built[chunk.key, phase],  # and nothing else of the capture
         "optimizer": setup.optimizer,
         "scheduler": setup.scheduler,
     }

@@ -49,7 +49,7 @@ class WorkerServer(WorkerAnswers):
         if is_accelerator(setup.device):
             take_one(setup.device.type, given.local)
             if self.by_sockets:
-                name_as_machine(given.device, alone=given.store.host == LOOPBACK)
+                name_as_machine(given.device, alone=given.host == LOOPBACK)
         self.answers: queue.SimpleQueue[Sums | Failure] = queue.SimpleQueue()
         accelerator = setup.device if is_accelerator(setup.device) else None
         self.watcher = Watcher(self.device, marks, self.answers.put, accelerator)
@@ -76,13 +76,13 @@ class WorkerServer(WorkerAnswers):
         prefix: of the keys by which the workers of one program meet in the store that all programs share.
         """
         given = self.given
-        at, patience = given.store, timedelta(seconds=max(given.options.timeout, TIMEOUTS.meeting))
-        met = TCPStore(at.host, at.port, is_master=False, wait_for_workers=False, timeout=patience)
+        patience = timedelta(seconds=max(given.options.timeout, TIMEOUTS.meeting))
+        met = TCPStore(given.host, given.port, is_master=False, wait_for_workers=False, timeout=patience)
         store = PrefixStore(prefix, met) if prefix else met
         timeout = given.options.timeout
         if is_accelerator(setup.device) and (self.by_sockets or not given.shares):
             return NcclComms(setup.plans, self.device, store, setup.device, timeout)
-        self.transport = self.transport or GlooTransport(at.own)
+        self.transport = self.transport or GlooTransport(given.own)
         gloo = GlooComms(setup.plans, self.device, store, self.transport, timeout, patience=patience)
         return StagedComms(gloo, setup.device) if is_accelerator(setup.device) else gloo
 

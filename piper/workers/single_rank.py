@@ -30,8 +30,6 @@ REFUSED = {  # calls that need all devices
     "owned": "there is no full state",
     "gradients": "there are no gradients of a whole job",
     "optimizer_state": "there is no optimizer state of a whole job",
-    "save": "there is nothing worth saving",
-    "load": "a checkpoint cannot be loaded",
 }
 
 

@@ -37,7 +37,7 @@ from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.train.run_folder import described
 from piper.workers.agent_versions import ShortMachine
-from piper.workers.group import Starter, WarmAgent
+from piper.workers.group import Starter
 from piper.workers.local import LocalStarter, LocalWorkerGroup
 from piper.workers.results import Means, Resumed, StepResult
 from piper.workers.transport.versions import Versions
@@ -67,7 +67,7 @@ class Script:
     stalls: list[float] = field(default_factory=list)
     near: bool = True
     waited: float = 0.0  # until agents are warm, at each start
-    warm: list[WarmAgent] = field(default_factory=list)  # agents that become warm before the next step ends
+    warm: list[tuple[str, float]] = field(default_factory=list)  # agents that become warm before the next step ends
     short: list[ShortMachine] = field(default_factory=list)  # spares that the next start passes over
     unheard: list[int] = field(default_factory=list)  # steps that end, and whose answer is lost
 
@@ -89,7 +89,7 @@ class Script:
     def expect(self, group: object, stall: float) -> None:
         self.stalls.append(stall)
 
-    def warmed(self) -> list[WarmAgent]:
+    def warmed(self) -> list[tuple[str, float]]:
         found, self.warm = self.warm, []
         return found
 
@@ -226,7 +226,7 @@ def test_an_agent_that_becomes_warm_and_one_that_is_waited_for_are_in_the_events
     """The first between two steps, as an event of its own; the second as a phase of the recovery."""
     script = Script(fails={"step 3": [lost()]}, waited=5.0)
     run, events = scripted(script)
-    script.warm.append(WarmAgent(address="10.0.0.3", seconds=12.3456))
+    script.warm.append(("10.0.0.3", 12.3456))
     train(run, 1, 1)
     assert events == [Event(event="warm", step=1, who="agent on 10.0.0.3", seconds=12.346)]
     assert described(events[0]) == "Step 1: the agent on 10.0.0.3 is warm after 12.3 s, as a spare"
