@@ -207,23 +207,11 @@ def first_difference(
         for number, batch in enumerate(batches):
             run.step(batch)
             reference.step(batch)
-            bad = first_bad_chunk(program, reference, run.trails(), tol)
-            if bad is not None:
-                return f"step {number}: {bad}"
-    return None
-
-
-def first_bad_chunk(
-    program: ProgramLike, reference: ChunkwiseReference, trails: Trails, tol: float
-) -> str | None:
-    """Name the first result of a chunk that differs from the reference's last step. None: all are right."""
-    for device, mark, wanted in expected(program, reference):
-        got = trails[device].get(mark)
-        if got is None or not wanted.numel():
-            continue
-        diff = distance(got, wanted)
-        if not diff <= tol:
-            return f"{mark[0]} on device {device}: {mark[1]} differs by {diff:.3g}"
+            trails = run.trails()
+            for device, mark, value in expected(program, reference):
+                got = trails[device].get(mark)
+                if got is not None and value.numel() and not (diff := distance(got, value)) <= tol:
+                    return f"step {number}: {mark[0]} on device {device}: {mark[1]} differs by {diff:.3g}"
     return None
 
 

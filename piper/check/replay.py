@@ -205,7 +205,7 @@ class _DrawShapes(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         out = op(*args, **(kwargs or {}))
         if draws_random(op, args, kwargs or {}):
-            self.shapes.append(shape_of(out))
+            self.shapes.append(tuple((out if isinstance(out, Tensor) else out[0]).shape))
         return out
 
 
@@ -324,11 +324,6 @@ def drawn_shape(op: Any, args: Sequence[Any]) -> Shape | None:  # noqa: ANN401
         return None
     first = args[0]
     return tuple(first.shape) if isinstance(first, Tensor) else tuple(first)
-
-
-def shape_of(out: Any) -> Shape:  # noqa: ANN401
-    """Return the shape of a result, of several the first."""
-    return tuple((out if isinstance(out, Tensor) else out[0]).shape)
 
 
 def kept_share(op: Any, args: Sequence[Any]) -> float | None:  # noqa: ANN401

@@ -75,15 +75,13 @@ def changes_in_training(record: Record, wanted: Mapping[str, Spec]) -> str | Non
     trained = {name for name, spec in wanted.items() if spec.trainable}
     if record.seed is None or before == trained:
         return None
-    saved = kept_by(record.moments, record.numbers)
+    saved = record.moments.keys() | record.numbers.keys()
     unused = [name for name in wanted if name in saved and name not in trained]
     held = [name for name in unused if wanted[name].trainable is not None and can_keep(record, name)]
     lines = {
-        "begin with a fresh state of the optimizer": [
-            name for name in wanted if name in trained - before - saved.keys()
-        ],
+        "begin with a fresh state of the optimizer": [n for n in wanted if n in trained - before - saved],
         "go on with the state they had when they were frozen": [
-            name for name in wanted if name in (trained - before) & saved.keys()
+            name for name in wanted if name in (trained - before) & saved
         ],
         "are frozen, and later checkpoints keep their state": held,
         "are frozen, and their state is dropped": [name for name in unused if name not in held],
@@ -120,13 +118,3 @@ def check_trainer(path: Path, record: Record, trainer: Trainer, seed: int) -> No
 def said(value: object) -> str:
     """Return a value as text."""
     return "none" if value is None else str(value)
-
-
-def kept_by(
-    moments: Mapping[str, Mapping[str, object]], numbers: Mapping[str, Mapping[str, object]]
-) -> dict[str, tuple[str, ...]]:
-    """Return the names of the values that an optimizer saves for each parameter, in order."""
-    return {
-        name: tuple(sorted(moments.get(name, {}).keys() | numbers.get(name, {}).keys()))
-        for name in sorted(moments.keys() | numbers.keys())
-    }

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -99,7 +100,8 @@ def take_place(path: Path) -> None:
     sync(partial)
     check_taken(path)  # again: a save may take long
     if path.is_dir() and damaged(path):
-        path.rename(aside(path))
+        names = (path.with_name(f"{path.name}.damaged{f'-{n}' if n > 1 else ''}") for n in count(1))
+        path.rename(next(name for name in names if not os.path.lexists(name)))
     elif path.is_dir() and entries(path):
         remove(old)
         path.rename(old)
@@ -107,15 +109,6 @@ def take_place(path: Path) -> None:
     sync(path.parent)
     with suppress(OSError):  # the new one is in its place; what is left is cleared away by the next save
         remove(old)
-
-
-def aside(path: Path) -> Path:
-    """Return a free name for a damaged checkpoint."""
-    number, name = 1, path.with_name(f"{path.name}.damaged")
-    while os.path.lexists(name):
-        number += 1
-        name = path.with_name(f"{path.name}.damaged-{number}")
-    return name
 
 
 def discard(path: Path) -> None:

@@ -14,7 +14,7 @@ from piper.cli.reports import CheckReport
 from piper.workers.rank_environment import on_rank_zero
 
 if TYPE_CHECKING:
-    from piper.check.check import Report
+    pass
 
 
 @on_rank_zero
@@ -45,16 +45,11 @@ def check(
     apart = f"largest relative differences: {apart}, parameters {report.max_param_diff:.2g}"
     notes = [f"note: {note}" for note in report.notes]
     lines = [report.verdict, f"{len(batches)} steps on {on}; {apart}", *notes]
-    return Answer(
-        report=check_report(report),
-        show=lambda: sys.stdout.write("\n".join(lines) + "\n"),
-        code=SUCCESS if report.ok else NO,
-    )
-
-
-def check_report(report: "Report") -> CheckReport:
-    """Return what `piper check --json` prints."""
     fields = {**asdict(report), "notes": [*report.notes]}
     for name in ("max_loss_diff", "max_grad_diff", "max_param_diff"):
         fields[name] = fields[name] if math.isfinite(fields[name]) else None  # JSON has no number for it
-    return cast(CheckReport, fields)
+    return Answer(
+        report=cast(CheckReport, fields),
+        show=lambda: sys.stdout.write("\n".join(lines) + "\n"),
+        code=SUCCESS if report.ok else NO,
+    )

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -84,6 +84,8 @@ def tune(
         if file is not None:
             refuse_existing(file)
     limit = None if memory is None else read_size(memory)
+    asked: dict[str, Any] = {"memory": limit, "costs": costs, "trials": trials, "workers": workers}
+    asked["compile"] = compiled
     first = None if start is None else load_strategy(start)
     job = load_recipe(recipe)
     if lengths:
@@ -93,11 +95,7 @@ def tune(
                 f"{used} is for one strategy", by="--lengths", hint=f"leave out {used} or --lengths"
             )
         with progress_on(wide_console(stderr=True), trials) as progress:
-            by_length = tune_lengths(
-                job, cluster, devices,
-                memory=limit, costs=costs, trials=trials, compile=compiled, progress=progress,
-                workers=workers,
-            )  # fmt: skip
+            by_length = tune_lengths(job, cluster, devices, **asked, progress=progress)
         if out is not None:
             refuse_existing(out)
             out.write_text(by_length.json, encoding="utf-8")
@@ -106,19 +104,7 @@ def tune(
             show=lambda: print_lengths(by_length, wide_console(), recipe, out),
         )
     with progress_on(wide_console(stderr=True), trials) as progress:
-        tuned = search(
-            job,
-            cluster,
-            devices,
-            memory=limit,
-            costs=costs,
-            trials=trials,
-            start=first,
-            compile=compiled,
-            progress=progress,
-            workers=workers,
-            measure=measure,
-        )
+        tuned = search(job, cluster, devices, **asked, start=first, progress=progress, measure=measure)
     for file, text in ((out, tuned.json), (python, tuned.python)):
         if file is not None:
             refuse_existing(file)

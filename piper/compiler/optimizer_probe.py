@@ -230,7 +230,8 @@ def set_up(trial: Trial, view: View, groups: Groups | None) -> tuple[Optimizer, 
     sizes = {name: tuple(value.shape) for name, value in trial.start.items()}
     optimizer = build_optimizer(trial.make, sizes, named_tensors)
     assert optimizer is not None, "every view has parts"
-    if groups is not None and not alike(groups_of(optimizer, view, tensors), groups):
+    here = groups_of(optimizer, view, tensors)
+    if groups is not None and not all(same(each, groups.get(name)) for name, each in here.items()):
         regroup(optimizer, view, tensors, groups)
     for group in optimizer.param_groups:
         if isinstance(group["lr"], float | int) and not group["lr"]:
@@ -303,11 +304,6 @@ def check_groups(make: MakeOptimizer, view: View, sizes: Sizes, groups: Groups |
         if here is not None and not same(here[part.name], groups[part.name]):
             where = f"on device {view.device} {difference(here[part.name], groups[part.name])}"
             raise UnlikeError(f"{part.name} is in another group: {where}")
-
-
-def alike(here: Groups, there: Groups) -> bool:
-    """Return whether parameters are in groups of the same options."""
-    return all(same(options, there.get(name)) for name, options in here.items())
 
 
 def same(one: object, other: object) -> bool:

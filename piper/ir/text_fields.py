@@ -41,11 +41,6 @@ def name(text: str) -> str:
     return str(json.loads(text)) if text[:1] == '"' else text
 
 
-def show_names(names: Iterable[str]) -> str:
-    """Write a list of names."""
-    return AND.join(map(shown, names))
-
-
 def names(text: str) -> tuple[str, ...]:
     """Read a list of names."""
     return tuple(map(name, text.split(AND))) if text else ()

@@ -154,15 +154,10 @@ def limit_in_flight(graph: Graph) -> Iterator[Temporal]:
         for cell in graph.index.cells:
             if cell.chunk in ordered and cell.part in layout.parts:
                 parts.setdefault(cell.chunk, []).append(cell.part)
-        yield from in_flight(graph, depth, parts)
-
-
-def in_flight(graph: Graph, depth: dict[str, int], parts: dict[str, list[Tags]]) -> Iterator[Temporal]:
-    """Yield the edges of `limit_in_flight` for microbatches of each chunk that run on the same devices."""
-    for chunk, all_parts in parts.items():
-        for done, then in zip(all_parts, all_parts[depth[chunk] :], strict=False):
-            if compute_name(chunk, "B", done) in graph.nodes:
-                yield (compute_name(chunk, "B", done), compute_name(chunk, "F", then), -1)
+        for chunk, all_parts in parts.items():
+            for done, then in zip(all_parts, all_parts[depth[chunk] :], strict=False):
+                if compute_name(chunk, "B", done) in graph.nodes:
+                    yield (compute_name(chunk, "B", done), compute_name(chunk, "F", then), -1)
 
 
 def keep_buffers_in_step(graph: Graph) -> Iterator[Temporal]:

@@ -165,19 +165,16 @@ def priorities(graph: PrecedenceGraph, tails: list[float]) -> list[tuple[int, tu
     return result
 
 
-def resource_of(node: Node) -> tuple[int, str]:
-    """Return what a node occupies while it runs: a stream of its first device."""
-    if isinstance(node, Transfer):
-        return (node.source[0], f"{node.stream}.send")
-    return (node.devices[0], node.stream)
-
-
 def simulate(
     graph: PrecedenceGraph, costs: list[float], priority: list[tuple[int, tuple[int, ...], float, int]]
 ) -> list[int]:
     """Return the nodes in the order they start if each stream always takes its most urgent ready node."""
     resources: dict[tuple[int, str], int] = {}
-    resource = [resources.setdefault(resource_of(node), len(resources)) for node in graph.nodes]
+    occupied = [  # by each node: a stream of its first device
+        (n.source[0], f"{n.stream}.send") if isinstance(n, Transfer) else (n.devices[0], n.stream)
+        for n in graph.nodes
+    ]
+    resource = [resources.setdefault(stream, len(resources)) for stream in occupied]
     turn = [(stream == COMPUTE_STREAM, number) for (_, stream), number in resources.items()]  # sends go early
     ready: list[list[tuple[tuple[int, tuple[int, ...], float, int], int]]] = [[] for _ in resources]
     busy = [False] * len(resources)

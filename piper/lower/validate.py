@@ -10,7 +10,7 @@ from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, inputs_from_chunks
 from piper.ir.mesh import REPLICAS
 from piper.ir.node import Compute
-from piper.lower.placements import ChunkPlacement, layouts_of, placements_of, spread
+from piper.lower.placements import layouts_of, placements_of, spread
 from piper.lower.state import LoweringState
 
 
@@ -212,7 +212,16 @@ def check_expert_regions(graph: Graph) -> None:
             placement = layout.placements[chunk.name]
             ways, inner = placement.policy.ways, placement.policy.inner
             if chunk.kind in ROUTED and not placement.policy.splits_experts:
-                raise experts_across_axes(placement)
+                policy = placement.policy
+                own = [f"{axis.axis}={axis.degree}" for axis in policy.axes if axis.axis in policy.own_rows]
+                every = " x ".join(f"{axis.axis}={axis.degree}" for axis in policy.axes)
+                raise ScheduleError(
+                    f"experts cannot be sharded over groups of {ways} neighbouring devices",
+                    by=placement.by,
+                    facts={"axes": every, "own rows": ", ".join(own)},
+                    hint="choose `ways` that divide the devices along these axes, or a multiple of them, and "
+                    "put other axes before them",
+                )
             if chunk.kind in ROUTED and len(placement.devices) % inner:
                 axes = [f"{axis.axis}={axis.degree}" for axis in placement.policy.axes]
                 both = {"groups": " x ".join([*axes, f"experts={ways}"])} if axes else {}
@@ -238,19 +247,6 @@ def check_expert_regions(graph: Graph) -> None:
                         },
                         hint="select the whole region from its route to its unroute",
                     )
-
-
-def experts_across_axes(placement: ChunkPlacement) -> ScheduleError:
-    """Return the error for groups of experts that would begin or end within groups of an axis."""
-    axes = placement.policy.axes
-    own = [f"{axis.axis}={axis.degree}" for axis in axes if axis.axis in placement.policy.own_rows]
-    return ScheduleError(
-        f"experts cannot be sharded over groups of {placement.policy.ways} neighbouring devices",
-        by=placement.by,
-        facts={"axes": " x ".join(f"{axis.axis}={axis.degree}" for axis in axes), "own rows": ", ".join(own)},
-        hint="choose `ways` that divide the devices along these axes, or a multiple of them, and put other "
-        "axes before them",
-    )
 
 
 def check_buffers(graph: Graph) -> None:

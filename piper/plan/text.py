@@ -28,7 +28,6 @@ from piper.ir.text_fields import (
     numbers,
     pairs,
     read_fields,
-    show_names,
     show_pairs,
     shown,
 )
@@ -231,7 +230,7 @@ FORMS: Mapping[object, tuple[Callable[[Any], str], Reader]] = {  # by a field's 
     bool: (lambda value: str(int(value)), flag),
     str: (shown, name),
     str | None: (shown, name),
-    tuple[str, ...]: (show_names, names),
+    tuple[str, ...]: (lambda found: AND.join(map(shown, found)), names),
     NUMBERS: (lambda found: " ".join(map(str, found)), numbers),
     Devices: (show, parse),
     SETS: (lambda groups: AND.join(map(show, groups)), lambda text: tuple(map(parse, names(text)))),

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, get_args
@@ -65,6 +66,7 @@ def launch(
     one is taken. No process then builds the model: each reads what it needs. `run.train()` goes on as
     `piper train --resume` does. A run that has saved nothing yet starts at its first step.
     """
+    given = locals()  # most are fields of a record
     if not hasattr(program, "plans"):
         raise ConfigError(
             f"{type(program).__name__} is not a compiled program",
@@ -72,18 +74,8 @@ def launch(
             hint="compile the job first: piper.launch(piper.compile(job))",
         )
     begins = resume is not None and bool(checkpoints_at(Path(resume), program.job))
-    options = Options(
-        timeout=timeout,
-        streams=streams,
-        threads=threads,
-        keep_gradients=keep_gradients,
-        keep_outputs=keep_outputs,
-        profile=profile,
-        graphs=graphs,
-        share=share,
-        blank=begins,
-    )
-    run = launcher(program, on, options, cluster=cluster)
+    chosen = {one.name: given[one.name] for one in fields(Options) if one.name in given}
+    run = launcher(program, on, Options(**chosen, blank=begins), cluster=cluster)
     try:
         if resume is not None and begins:
             run.load(resume)
@@ -234,8 +226,3 @@ def shared_place(ranks: int, share: str) -> str:
     """Return how many ranks share the accelerators of this machine, in words."""
     way = "through the host" if share == "host" else "by NCCL over sockets"
     return f"{count(ranks, 'rank')} on {count(accelerators(), 'GPU')}, {way}"
-
-
-def recovers(on: str) -> bool:
-    """Return whether lost workers of a launcher can be replaced."""
-    return on in get_args(On)

@@ -28,21 +28,13 @@ def sizes_of(program: Program, fewest: int, most: int) -> ElasticRange:
 
     @cache
     def sized(devices: int) -> Program:
-        return program if devices == most else resized(program, devices)
+        if devices == most:
+            return program
+        job = replace(program.job, strategy=directives_for(program.job, devices), elastic=None)
+        cache, compiled = program.cache or CACHE, program.cache is not None
+        return compile(job, device=program.device, compile=compiled, cache=cache, captured=program)
 
     return ElasticRange(fewest=fewest, most=most, program=sized)
-
-
-def resized(program: Program, size: int) -> Program:
-    """Compile an elastic job for fewer devices than its program has. What is captured is used again."""
-    job = replace(program.job, strategy=directives_for(program.job, size), elastic=None)
-    return compile(
-        job,
-        device=program.device,
-        compile=program.cache is not None,
-        cache=program.cache or CACHE,
-        captured=program,
-    )
 
 
 class SizeFile:

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.recipe import load_recipe
-from piper.run.launch import recovers
+from piper.run.launch import On
 from piper.train.interrupt import GRACE
 from piper.workers.rank_environment import RANKS, rank_environment
 
@@ -69,7 +70,7 @@ def asked_job(asked: TrainOptions) -> Job:
 
 def recovering_asked(asked: TrainOptions) -> bool:
     """Return whether a run recovers from failures: it is asked to, and its launcher can."""
-    return asked.retries > 0 and not asked.profile and recovers(asked.on)
+    return asked.retries > 0 and not asked.profile and asked.on in get_args(On)
 
 
 def reserve(asked: TrainOptions) -> float:

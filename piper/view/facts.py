@@ -1,6 +1,7 @@
 """The data of the page, as one object of columns: small, and quick to read in a browser."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from math import ceil, log10
 
 from piper.ir.devices import show
@@ -176,8 +177,8 @@ def instruction_facts(subject: Subject, plan: Plan, nodes: Table, origins: Table
         **columns,
         **{name: table.values for name, table in tables.items()},
         "indices": indices.values,
-        "data": flat(data_edges(plan)),
-        "temporal": flat(temporal_edges(subject, plan)),
+        "data": [*chain(*data_edges(plan))],
+        "temporal": [*chain(*temporal_edges(subject, plan))],
     }
 
 
@@ -195,11 +196,6 @@ def pattern(node: str, axes: Iterable[str]) -> tuple[str, str]:
             found.append(piece[: len(piece) - len(rest)])
             node += f"{axis}=@{rest}"
     return node, ",".join(found)
-
-
-def flat(rows: Iterable[Sequence[int]]) -> list[int]:
-    """Flatten rows of numbers into one list."""
-    return [value for row in rows for value in row]
 
 
 def data_edges(plan: Plan) -> Iterator[tuple[int, int]]:

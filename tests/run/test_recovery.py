@@ -67,7 +67,9 @@ class Script:
     stalls: list[float] = field(default_factory=list)
     near: bool = True
     waited: float = 0.0  # until agents are warm, at each start
-    warm: list[tuple[str, float]] = field(default_factory=list)  # agents that become warm before the next step ends
+    warm: list[tuple[str, float]] = field(
+        default_factory=list
+    )  # agents that become warm before the next step ends
     short: list[ShortMachine] = field(default_factory=list)  # spares that the next start passes over
     unheard: list[int] = field(default_factory=list)  # steps that end, and whose answer is lost
 

@@ -36,6 +36,7 @@ PENDING = 256  # connections that may be in their handshake at a time; the oldes
 TRIES = 5  # times that a worker connects: a crowded listener may drop one connection, but not all of them
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 PLAIN = Codec()
+WORKER_KNOWS, LISTENER_KNOWS = "worker knows the key", "listener knows the key"  # what is proven
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,14 +161,6 @@ class Handshake:
         said = GREETING + label.encode() + b"\0" + self.listener + self.worker + NAME.pack(self.name)
         return hmac.digest(self.key, said, "sha256")
 
-    @property
-    def worker_proof(self) -> bytes:
-        return self.digest("worker knows the key")
-
-    @property
-    def listener_proof(self) -> bytes:
-        return self.digest("listener knows the key")
-
     def frame_keys(self, *, listens: bool) -> FrameKeys:
         """Return the keys for the frames of one side."""
         down, up = self.digest("frames to worker"), self.digest("frames to listener")
@@ -195,8 +188,8 @@ def _connect(address: tuple[str, int], key: bytes, name: int, timeout: float, co
         shake = Handshake(
             key=key, listener=greeting[len(GREETING) :], worker=secrets.token_bytes(NONCE), name=name
         )
-        end.sendall(NAME.pack(name) + shake.worker + shake.worker_proof)
-        if not hmac.compare_digest(read_exactly(end, PROOF), shake.listener_proof):
+        end.sendall(NAME.pack(name) + shake.worker + shake.digest(WORKER_KNOWS))
+        if not hmac.compare_digest(read_exactly(end, PROOF), shake.digest(LISTENER_KNOWS)):
             raise ClosedError("what listens there does not know the key")
     except BaseException:
         end.close()
@@ -227,7 +220,7 @@ class _Visitor:
         """Return the handshake, if the answer proves that the worker knows the key."""
         name, nonce = self.answer[: NAME.size], self.answer[NAME.size : NAME.size + NONCE]
         shake = Handshake(key=key, listener=self.nonce, worker=nonce, name=NAME.unpack(name)[0])
-        known = hmac.compare_digest(self.answer[NAME.size + NONCE :], shake.worker_proof)
+        known = hmac.compare_digest(self.answer[NAME.size + NONCE :], shake.digest(WORKER_KNOWS))
         return shake if known else None
 
 
@@ -294,7 +287,7 @@ class Listener:
                 return
             shake = visitor.handshake(self.key)
             if shake is not None:
-                visitor.end.send(shake.listener_proof)
+                visitor.end.send(shake.digest(LISTENER_KNOWS))
         except BlockingIOError:
             return
         except OSError:
