@@ -162,5 +162,5 @@ def legend(pipeline: Pipeline, y: float) -> Iterator[str]:
     if any(cell.pair >= 0 for row in pipeline.rows for cell in row):
         line.shade("overlapped pair", "pair")
     line.shade("idle", "idle")
+    line.remark("a colour per microbatch")
     yield from line
-    yield words("a colour per microbatch", line.x, line.y + 11, "small faint")

@@ -159,6 +159,10 @@ class Legend:
         inset = 0.5 if class_ == "idle" else 0.0
         self._named(name, [element("rect", **self._box(inset), class_=class_)])
 
+    def remark(self, text: str) -> None:
+        """Add words without a sample. They come last."""
+        self.drawn.append(words(text, self.x, self.y + 11, "small faint"))
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.drawn)
 
