@@ -35,13 +35,19 @@ def experts() -> str:
 def picture(recipe: Path) -> str:
     """Compile a recipe's small job and draw its pipeline, with transfers free."""
     from piper.compiler import compile as compile_job  # torch is paid for only where it is used
-    from piper.compiler.notebook import tags_of
     from piper.recipe import load_recipe
-    from piper.view.cells import of_plans
+    from piper.view.cells import of_plans, stage_tags
     from piper.view.svg_grid import grid
 
     program = compile_job(load_recipe(f"{recipe}:small"), device="cpu")
-    return grid(of_plans(program.plans, tags_of(program), recipe.name, program.graph.orderings))
+    return grid(
+        of_plans(
+            program.plans,
+            stage_tags(program.outline, program.graph.orderings),
+            recipe.name,
+            program.graph.orderings,
+        )
+    )
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ class Cluster(AgentStarter):
 
 
 def reported(cluster: Cluster) -> list[str]:
-    return [agent.address for agent in cluster.warmed()]
+    return [address for address, _ in cluster.warmed()]
 
 
 def wait_until(holds: Callable[[], bool], lock: "threading.RLock") -> None:
@@ -112,8 +112,8 @@ def test_an_agent_of_a_machine_that_joins_is_reported_once_it_is_warm() -> None:
     assert reported(cluster) == []
     joined.importing.set_result(None)
     assert not cluster._notice()
-    (found,) = cluster.warmed()
-    assert found.address == "10.0.0.2" and found.seconds > 0
+    ((address, seconds),) = cluster.warmed()
+    assert address == "10.0.0.2" and seconds > 0
     assert not cluster._notice() and reported(cluster) == []
 
 
