@@ -12,7 +12,7 @@ from piper.cli.answer import Answer
 from piper.cli.options import INTERRUPTED, PREEMPTED, Compile, Device, Recipe, RunFolder, StrategyFile
 from piper.cli.reports import RankReport, TrainReport
 from piper.train.interrupt import GRACE
-from piper.workers.rank_environment import on_rank_zero
+from piper.workers.rank_zero import on_rank_zero
 
 if TYPE_CHECKING:
     from piper.train.measure import Outcome
