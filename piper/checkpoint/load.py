@@ -106,12 +106,11 @@ def check_settings(saved: object, here: Mapping[str, object], key: str) -> None:
 def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Callable[[], None]:
     """Read the parameters of a bucket: all that the device computes with, and the exact ones it trains."""
     holding = worker.env.state.holdings[bucket.name]
-    own = bucket.owned(worker.device)
     low, high = holding.layout.held
     if holding.master is None:
         exact = copied(holding.flat)
     else:
-        exact = torch.zeros(len(holding.flat), dtype=holding.master.dtype)
+        exact = torch.zeros(len(holding.flat), dtype=holding.layout.sums)
     read_into(worker, bucket, reader, exact, (low, high))
     full = None
     if holding.master is not None and bucket.slices:
@@ -119,9 +118,9 @@ def read_bucket(worker: Worker, bucket: Bucket, reader: CheckpointReader) -> Cal
         read_into(worker, bucket.update, reader, full, bucket.update.owned(worker.device))
 
     def adopt() -> None:
-        holding.flat.detach().copy_(exact)
-        if holding.master is not None:
-            holding.master.copy_(exact[own[0] - low : own[1] - low] if full is None else full)
+        holding.write(exact.to(holding.flat.device), low)
+        if full is not None:
+            holding.take(full)
 
     return adopt
 

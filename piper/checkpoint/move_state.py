@@ -23,8 +23,9 @@ from piper.checkpoint.save import one_trainer, trainer_of
 from piper.plan.bucket import Bucket
 from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.bucket_layout import strided
+from piper.runtime.bucket_state import BucketState
 from piper.runtime.comm.base import Group
-from piper.runtime.device_state import BucketState, DeviceState
+from piper.runtime.device_state import DeviceState
 from piper.runtime.worker import Worker
 
 Kept = Mapping[str, Mapping[str, object]]  # by parameter and key: the type of a tensor that moves, or a value
@@ -142,15 +143,21 @@ class Movement:
         """Move one bucket."""
         exchange = BucketExchange()
         target = self.after.holdings.get(move.bucket.name)
+        # Where one layout splits what it trains and the other does not, the numbers move, not their bits.
+        alike = all(piece.before.splits == move.bucket.splits for piece in move.pieces)
+        entering = None if target is None else target.master if alike else torch.empty_like(target.trained)
         for piece in move.pieces:
             source = self.before.holdings.get(piece.before.name)
             exchange.add(self.me, piece.held, computing(source), computing(target))
-            if move.bucket.has_master:
-                exchange.add(self.me, piece.owned, trained(source), trained(target))
+            if move.bucket.has_master or move.bucket.splits:
+                leaving = None if source is None else source.master if alike else source.trained
+                exchange.add(self.me, piece.owned, trained(source, leaving), trained(target, entering))
             if piece.owned:
                 self.move_kept(move.bucket, piece, exchange, kept.get(piece.name, {}), like)
         if self.group is not None:
             exchange.swap(self.group, self.devices, self.where)
+        if target is not None and entering is not None and not alike:
+            target.take(entering)
 
     def move_kept(
         self,
@@ -221,11 +228,11 @@ def computing(holding: BucketState | None) -> FlatPart | None:
     return None if holding is None else FlatPart(holding.flat, holding.layout.held[0])
 
 
-def trained(holding: BucketState | None) -> FlatPart | None:
-    """Return what a device trains of a bucket."""
-    if holding is None:
+def trained(holding: BucketState | None, flat: Tensor | None) -> FlatPart | None:
+    """Return a flat tensor as what a device trains of a bucket."""
+    if holding is None or flat is None:
         return None
-    return FlatPart(holding.trained, holding.bucket.update.owned(holding.layout.device)[0])
+    return FlatPart(flat, holding.bucket.update.owned(holding.layout.device)[0])
 
 
 def said(name: str, tensor: Tensor, state: Mapping[str, object]) -> Iterator[tuple[str, Plain]]:

@@ -250,8 +250,8 @@ def moving_plans(
 
 def priced(move: BucketMove, state_bytes: int) -> Iterator[tuple[MovedRuns, int]]:
     """Yield the transfers of a bucket with their bytes."""
-    kept = move.bucket.kept_itemsize(state_bytes)
     for piece in move.pieces:
+        kept = max(bucket.kept_itemsize(state_bytes) for bucket in (piece.before, move.bucket))
         yield from ((one, one.elements * move.bucket.itemsize) for one in piece.held)
         yield from ((one, one.elements * kept) for one in piece.owned)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar, cast
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from piper.runtime.worker import Worker
 
 T = TypeVar("T")
 Take = Callable[[Tensor], Tensor]
+NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 Shapes = dict[str, tuple[int, ...] | None]  # of the optimizer's tensors for a parameter; None: like it
 
 
@@ -64,9 +66,17 @@ def copy_state(worker: Worker, copied: Take = copied) -> Copied:
 
 
 def copy_parts(
-    worker: Worker, updates: Iterable[BucketUpdate], buffers: Iterable[str], trainer: Trainer, copied: Take
+    worker: Worker,
+    updates: Iterable[BucketUpdate],
+    buffers: Iterable[str],
+    trainer: Trainer,
+    copied: Take,
+    joined: Mapping[str, Tensor] = NO_TENSORS,
 ) -> Copied:
-    """Copy what a worker owns of some buckets and buffers."""
+    """Copy what a worker owns of some buckets and buffers.
+
+    joined: by bucket, what the two halves of its parameters hold, where that is known.
+    """
     device, (group, _) = worker.device, worker.setup.plans.place_in_group(worker.device)
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     parts: list[TensorRange] = []
@@ -75,7 +85,8 @@ def copy_parts(
     updates = [*updates]
     for update in updates:
         low, high = update.owned(device)
-        owned = worker.holder.holdings[update.name].trained
+        known = update.name in joined
+        owned = joined[update.name] if known else worker.holder.holdings[update.name].trained
         for piece, own_runs in spans(update, device, low, high).items():
             key = f"model.{name_in_group(piece, group)}"
             own = (range_of(key, sizes[piece], runs, owned, low) for runs in own_runs)

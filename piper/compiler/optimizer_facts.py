@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from piper.compiler.optimizer_probe import Probe, probe_optimizer
 from piper.errors import ConfigError, ScheduleError
+from piper.ir.dtypes import job_precision
 from piper.ir.graph import Graph
 from piper.job import Job
 from piper.lower.buckets import ProgramBuckets
@@ -17,7 +18,7 @@ from piper.runtime.trainers import empty_optimizer, try_scheduler
 class OptimizerFacts:
     """What lowering has to know about an optimizer."""
 
-    state_bytes: int  # of state for one element of a parameter
+    state_bytes: int  # of state for one element of a parameter, with what a step needs beside it
     whole: bool = False  # it needs whole parameters: under ZeRO each has one owner
 
 
@@ -40,7 +41,10 @@ def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> Optim
     optimizer = empty_optimizer(job.optimizer, trained, sizes) if job.scheduler is not None else None
     if optimizer is not None and job.scheduler is not None:
         try_scheduler(job.scheduler, optimizer, job.steps)
-    return OptimizerFacts(state_bytes=probe.state_bytes, whole=whole)
+    types = job_precision(job.precision)
+    # Of an optimizer that steps all parameters at once, those that are split are joined all at once.
+    joined = types.sum_itemsize if types.splits and not probe.ours else 0
+    return OptimizerFacts(state_bytes=probe.state_bytes + joined, whole=whole)
 
 
 def trained_in(buckets: ProgramBuckets) -> tuple[BucketUpdate, ...]:

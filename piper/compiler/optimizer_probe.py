@@ -29,7 +29,7 @@ from piper.runtime.standins import (
     view_of,
     whole_view,
 )
-from piper.runtime.trainers import MakeOptimizer, build_optimizer, make_optimizer
+from piper.runtime.trainers import MakeOptimizer, build_optimizer, is_ours, make_optimizer
 
 STEPS = 4
 CLOSE = 1e-5  # of how far an element moved
@@ -193,11 +193,6 @@ def measured(
     )
     name, state_bytes = type(optimizer).__name__, kept // max(1, count)
     return small, Probe(name=name, state_bytes=state_bytes, ours=is_ours(optimizer))
-
-
-def is_ours(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of torch's own."""
-    return type(optimizer).__module__.startswith("torch.")
 
 
 def trial_of(

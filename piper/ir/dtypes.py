@@ -56,9 +56,16 @@ class MixedPrecision:
         return self.sum_dtype != self.dtype
 
     @property
+    def splits(self) -> bool:
+        """Return whether the bits of a master copy are those of the parameter and some that follow them."""
+        return self.dtype == "bfloat16"
+
+    @property
     def master_bytes(self) -> int:
-        """Return the bytes of the master copy of one element."""
-        return self.sum_itemsize if self.has_master else 0
+        """Return the bytes of the master copy of one element, beside those that the parameter has of it."""
+        if not self.has_master:
+            return 0
+        return self.sum_itemsize - self.itemsize if self.splits else self.sum_itemsize
 
 
 def job_precision(precision: JobPrecision) -> MixedPrecision:

@@ -246,7 +246,8 @@ class Bucket(FlatShards):
 
     def kept_itemsize(self, state_bytes: int) -> int:
         """Return the bytes that are kept to update an element. state_bytes: those of the optimizer."""
-        return state_bytes + (self.precision.sum_itemsize if self.has_master else 0)
+        master = self.precision.sum_itemsize if self.has_master else 0
+        return state_bytes + (self.precision.master_bytes if self.splits else master)
 
     @property
     def precision(self) -> MixedPrecision:
@@ -254,6 +255,11 @@ class Bucket(FlatShards):
         return MixedPrecision(dtype=self.dtype, reduced_as=self.reduced_as, gathered_as=self.gathered_as)
 
     @property
+    def splits(self) -> bool:
+        """Return whether a device keeps what rounding leaves of its parameters, in place of a master copy."""
+        return self.trainable and self.precision.splits and not self.slices
+
+    @property
     def has_master(self) -> bool:
         """Return whether the optimizer trains a copy of its parameters: in a longer type, or in full."""
-        return self.trainable and (self.precision.has_master or bool(self.slices))
+        return self.trainable and not self.splits and (self.precision.has_master or bool(self.slices))

@@ -9,70 +9,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
 from piper.runtime.accelerator import is_accelerator, runs_triton
-from piper.runtime.bucket_layout import Flat, Layout, TrainedPieces
+from piper.runtime.bucket_state import BucketState
 from piper.runtime.host_state import HostMemory, HostState
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.trainers import build_optimizer
+from piper.runtime.split_master import join, split
+from piper.runtime.trainers import build_optimizer, is_ours
 
 if TYPE_CHECKING:
-    from piper.runtime.cuda.adam import CastingAdam
+    from piper.runtime.cuda.adam import SplitAdam
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 # ^ whose fused kernels divide gradients by `grad_scale`
 PARAMS = ("params", "param_names")  # what a group has besides options
 PORTION = 2**26  # elements whose gradients are cast at a time, where the optimizer works in another type
-
-
-class BucketState:
-    """One bucket on one device: its parameters in the type that chunks compute in, and in the optimizer's."""
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        device: int,
-        initial: Initial,
-        setup: Setup,
-        away: HostMemory | None = None,
-    ) -> None:
-        """Fill a device's part of a bucket. away: the memory of the host that its state is in, if it is."""
-        self.bucket, self.layout = bucket, Layout(bucket, device)
-        self.trains = TrainedPieces(bucket.update, device)
-        layout, dtype = self.layout, getattr(torch, bucket.dtype)
-        sharded = bucket.zero == 3
-        begin, end = layout.held
-        self.flat = torch.zeros(end - begin, dtype=dtype, device=setup.device)
-        self.own = self.flat[layout.start - begin : layout.stop - begin]
-        self.master: Tensor | None = None
-        if bucket.has_master and away is not None:
-            self.buffer = away.take(4 * len(self.own), setup.device)  # pinned as long as it is held
-            self.master = self.buffer.data.view(torch.float32).zero_()
-        elif bucket.has_master:
-            self.master = torch.zeros(self.trains.length, dtype=layout.sums, device=setup.device)
-        for index, piece in enumerate(bucket.pieces):
-            value = layout.local(initial(piece.name), index).reshape(-1)
-            low, high = max(piece.offset, begin), min(piece.offset + piece.numel, end)
-            if low < high:  # the device is given no more than its part
-                given = value[low - piece.offset : high - piece.offset].to(setup.device)
-                fill(self.flat, begin, given, low)
-                if self.master is not None and not bucket.slices:
-                    fill(self.master, layout.start, given, low)
-        if self.master is not None and bucket.slices:
-            for name, tensor in self.trains.segments(self.master):
-                tensor.copy_(initial(name))
-        self.param: Flat | Tensor = self.flat if sharded else layout.over(self.flat)
-
-    @property
-    def trained(self) -> Tensor:
-        """Return the elements that this device updates, in the type that the optimizer sees."""
-        return self.own if self.master is None else self.master
-
-    @property
-    def rounds(self) -> bool:
-        """Return whether what this device trains is what it holds, in a longer type."""
-        return self.master is not None and not self.bucket.slices
 
 
 class DeviceState:
@@ -113,15 +64,13 @@ class DeviceState:
                 state, there = shared[name]
                 self.segments |= {name: state.segments[there]} if there in state.segments else {}
             elif holding.bucket.trainable:
-                # Leaves of their own over the same memory: what computes need not know of gradients.
-                self.segments[name] = [
-                    (piece, tensor.detach().requires_grad_())
-                    for piece, tensor in holding.trains.segments(holding.trained)
-                ]
+                self.segments[name] = holding.leaves()
+        self.copies, self.remainders = self._copies()
         self.away = {
             name: HostState(
                 self.holdings[name].trains,
                 [tensor for _, tensor in self.segments[name]],
+                [self.remainders.get(tensor, tensor) for _, tensor in self.segments[name]],
                 self.holdings[name].master,
                 memory,
                 setup.device,
@@ -129,12 +78,14 @@ class DeviceState:
             for name in self.segments
             if name in offloaded
         }
-        self.copies = self._copies()
         trained = [held for segments in self.segments.values() for held in segments]
         sizes = {p.name: p.shape for p in setup.outline.parameters if p.trainable}
         self.trains = bool(trained)  # else its shards are padding only, or all that it has is frozen
         # It has an optimizer even so: its options are those that schedulers set and users read.
-        self.optimizer: Optimizer | None = build_optimizer(setup.optimizer, sizes, trained) if sizes else None
+        self.optimizer: Optimizer | None = None
+        if sizes:
+            with self._joined([tensor for _, tensor in trained]):  # some look at values
+                self.optimizer = build_optimizer(setup.optimizer, sizes, trained)
         if self.optimizer is not None and is_accelerator(setup.device):
             fuse(self.optimizer)
         self.scheduler: LRScheduler | None = (
@@ -142,15 +93,19 @@ class DeviceState:
         )
         self.kernel = self._kernel()
 
-    def _copies(self) -> dict[Tensor, Tensor]:
-        """Return the tensors that chunks read, by those that the optimizer updates, where the two differ."""
-        copies = dict[Tensor, Tensor]()
+    def _copies(self) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
+        """Return what chunks read, by what the optimizer updates, where the two differ, and what that leaves.
+
+        The second has only those tensors that are split.
+        """
+        copies, remainders = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
         for name, segments in self.segments.items():
             holding = self.holdings[name]
-            if holding.rounds:
-                computing = dict(holding.trains.segments(holding.own))
-                copies |= {tensor: computing[piece] for piece, tensor in segments}
-        return copies
+            for flat, found in ((holding.own, copies), (holding.master, remainders)):
+                if flat is not None and (holding.bucket.splits or (holding.rounds and found is copies)):
+                    pieces = dict(holding.trains.segments(flat))
+                    found |= {tensor: pieces[piece] for piece, tensor in segments}
+        return copies, remainders
 
     def update(
         self, gradients: Mapping[str, list[Tensor]], sums: Mapping[str, Tensor], *, weighted: bool
@@ -175,17 +130,38 @@ class DeviceState:
         pairs = [*self._pairs(gradients)]
         if self.kernel is not None:
             pairs = self.kernel.step(pairs, divisor, skip)
-        for portion in portions(self.optimizer, pairs):
-            give_gradients(portion)
+        for portion in portions(self.optimizer, pairs, splits=bool(self.remainders)):
             tensors = [tensor for tensor, _ in portion]
-            kernels_skip = skipped(self.optimizer, skip if self.captured else None)
-            with divided(self.optimizer, tensors, divisor), kernels_skip:
-                self.optimizer.step()
-            for tensor, _ in portion:
-                tensor.grad = None
-            updated = [tensor for tensor, _ in portion if tensor in self.copies]
+            with self._joined(tensors):
+                give_gradients(portion)
+                kernels_skip = skipped(self.optimizer, skip if self.captured else None)
+                with divided(self.optimizer, tensors, divisor), kernels_skip:
+                    self.optimizer.step()
+                for tensor in tensors:
+                    tensor.grad = None
+            updated = [
+                tensor for tensor in tensors if tensor in self.copies and tensor not in self.remainders
+            ]
             if updated:
                 torch._foreach_copy_([self.copies[tensor] for tensor in updated], updated)
+
+    @contextmanager
+    def _joined(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Let those of some tensors that are split have memory, and split what they hold at the end."""
+        apart = [tensor for tensor in tensors if tensor in self.remainders]
+        if not apart:
+            yield
+            return
+        halves = [[of[tensor].view(-1) for tensor in apart] for of in (self.copies, self.remainders)]
+        exact = join(*map(torch.cat, halves))
+        sizes, without = [tensor.numel() for tensor in apart], [tensor.data for tensor in apart]
+        for tensor, part in zip(apart, exact.split(sizes), strict=True):
+            tensor.data = part.view(tensor.shape)
+        yield
+        for held, updated in zip(halves, split(exact), strict=True):
+            torch._foreach_copy_(held, list(updated.split(sizes)))
+        for tensor, hollow in zip(apart, without, strict=True):
+            tensor.data = hollow
 
     def own(self, beside: "DeviceState") -> set[str]:
         """Return the buckets whose memory the state of another layout does not use too."""
@@ -266,24 +242,25 @@ class DeviceState:
                 if piece in self.reached:  # the others have no gradient at all, as in plain PyTorch
                     yield tensor, given[piece]
 
-    def _kernel(self) -> "CastingAdam | None":
+    def _kernel(self) -> "SplitAdam | None":
         """Return the kernel that casts and updates at once. None: there is nothing to cast, or no Triton."""
-        if self.optimizer is None or not self.copies or not runs_triton(self.setup.device):
+        if self.optimizer is None or not self.remainders or not runs_triton(self.setup.device):
             return None
-        from piper.runtime.cuda.adam import CastingAdam  # imports Triton, which only a GPU's torch has
+        from piper.runtime.cuda.adam import SplitAdam  # imports Triton, which only a GPU's torch has
 
-        return CastingAdam(self.optimizer, self.copies)
+        return SplitAdam(self.optimizer, self.copies, self.remainders)
 
 
 def portions(
-    optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]
+    optimizer: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]], *, splits: bool
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield parameters with their gradients: all at once, or as many as casts may take memory for.
+    """Yield parameters with their gradients: all at once, or as many as casts and joins may take memory for.
 
-    Only one of torch's own fused optimizers is stepped several times: each parameter's state is its own.
+    Only one of torch's own optimizers is stepped several times: each parameter's state is its own.
     """
-    casts = any(tensor.dtype != gradient.dtype for tensor, gradient in pairs)
-    apart = casts and all(group.get("fused") for group in optimizer.param_groups)
+    casts = splits or any(tensor.dtype != gradient.dtype for tensor, gradient in pairs)
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    apart = casts and not hooks and is_ours(optimizer)
     portion: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:
         portion.append(pair)
@@ -347,13 +324,6 @@ def skips(optimizer: Optimizer) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return type(optimizer) in FUSED and fused and not hooks
-
-
-def fill(target: Tensor, start: int, value: Tensor, offset: int) -> None:
-    """Copy the part of a value that lies in a target; `start`, `offset`: where each begins in the bucket."""
-    low, high = max(offset, start), min(offset + len(value), start + len(target))
-    if low < high:
-        target[low - start : high - start] = value[low - offset : high - offset]
 
 
 def fuse(optimizer: Optimizer) -> None:

@@ -35,9 +35,13 @@ class BucketAverage:
 
     def remember(self) -> None:
         """Remember the parameters with which all groups begin, or are loaded."""
-        self.first_values |= {
-            piece: value.detach().clone() for piece, value in self.state.segments.get(self.name, ())
-        }
+        self.first_values |= {piece: value.detach().clone() for piece, value in self.trained_pieces()}
+
+    def trained_pieces(self) -> list[tuple[str, Tensor]]:
+        """Return what the device trains of each parameter, to be read. Empty: it trains nothing of them."""
+        if self.name not in self.state.segments:
+            return []
+        return self.bucket_state.trains.segments(self.bucket_state.trained)
 
     def outer_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield the state of each parameter, with its outer state. See [Note: outer state]."""
@@ -60,9 +64,7 @@ class BucketAverage:
         for piece, state in self.outer_states() if self.averaging.outer_values else ():
             if AVERAGED in state:
                 step_by(self.averaging.outer, state[AVERAGED], state.get(MOMENTUM), new[piece])
-        self.bucket_state.trained.copy_(mean)
-        if self.bucket_state.rounds:
-            self.bucket_state.own.copy_(mean)
+        self.bucket_state.take(mean)
 
     def exchange(self, group: Group, part: int) -> None:
         """Replace one of the equal parts of what travels by the mean of all groups."""
@@ -75,18 +77,18 @@ class BucketAverage:
 
     def merge(self) -> None:
         """Merge what has travelled into the parameters, of which a group keeps a share."""
-        mine = dict(self.state.segments.get(self.name, ()))
+        trained = self.bucket_state.trained.clone()
+        mine = dict(self.bucket_state.trains.segments(trained))
         for piece, state in self.outer_states():
             new = state[SENT].view(mine[piece].shape)
             if AVERAGED in state:
                 step_by(self.averaging.outer, state[AVERAGED], state.get(MOMENTUM), new)
-            mine[piece].detach().copy_(torch.lerp(new, mine[piece].detach(), self.averaging.keep))
-        if self.bucket_state.rounds:
-            self.bucket_state.own.copy_(self.bucket_state.trained)
+            mine[piece].copy_(torch.lerp(new, mine[piece], self.averaging.keep))
+        self.bucket_state.take(trained)
 
     def send(self) -> None:
         """Let what the device trains travel from now on."""
-        mine = dict(self.state.segments.get(self.name, ()))
+        mine = dict(self.trained_pieces())
         for piece, state in self.outer_states():
             state[SENT].copy_(mine[piece].detach().view(state[SENT].shape))
 

@@ -70,12 +70,16 @@ class HostState:
         self,
         trains: TrainedPieces,
         segments: Sequence[Tensor],
+        lying: Sequence[Tensor],
         master: Tensor | None,
         memory: HostMemory,
         device: torch.device,
     ) -> None:
-        """Keep the state of some trained tensors. master: on the host, of which they are parts if it is."""
-        self.trains, self.segments, self.master = trains, segments, master
+        """Keep the state of some trained tensors.
+
+        master: on the host, the copy of what they hold, or of what rounding leaves of it. lying: its parts.
+        """
+        self.trains, self.segments, self.lying, self.master = trains, segments, lying, master
         self.memory, self.device = memory, device
         self.here: Tensor | None = None  # the master copy on the device
         self.buffers: dict[tuple[int, str], tuple[HostBuffer, Tensor]] = {}  # by segment and key
@@ -115,8 +119,8 @@ class HostState:
                 optimizer.state[tensor][key] = kept.copy_(value, non_blocking=not wait)
 
     def _use(self, flat: Tensor) -> None:
-        """Let the trained tensors lie in another flat tensor."""
-        for tensor, (_, part) in zip(self.segments, self.trains.segments(flat), strict=True):
+        """Let the parts of the master copy lie in another flat tensor."""
+        for tensor, (_, part) in zip(self.lying, self.trains.segments(flat), strict=True):
             tensor.data = part
 
     def _kept(self, optimizer: Optimizer) -> Iterator[tuple[int, Tensor, str, Tensor]]:

@@ -195,3 +195,8 @@ def empty_optimizer(
         make,
         [(part.name, torch.zeros(part.shape(small[part.name]), requires_grad=True)) for part in view.parts],
     )
+
+
+def is_ours(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of torch's own: their steps may come in parts."""
+    return type(optimizer) in vars(torch.optim).values()

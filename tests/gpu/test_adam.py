@@ -1,4 +1,4 @@
-"""The kernel that casts gradients, steps Adam and casts parameters is as close to float64 as torch's own."""
+"""The kernel that steps Adam on parameters in two halves is as close to float64 as torch's own."""
 
 from collections.abc import Callable
 
@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import piper
+from piper.runtime.split_master import join, split
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
-SIZE = 2**21  # elements from which on the kernel is used
+SIZES = {"aligned": 2**21, "odd": 2**21 + 3}  # elements
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda params, **kw: torch.optim.AdamW(params, lr=1e-2, **kw),
     "Adam, decay": lambda params, **kw: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1, **kw),
@@ -19,55 +20,58 @@ MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("divisor", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "summed"])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_several_steps_are_as_close_to_float64_as_those_of_torch(
-    kind: str, dtype: torch.dtype, divisor: float | None
+    kind: str, dtype: torch.dtype, divisor: float | None, size: int
 ) -> None:
-    from piper.runtime.cuda.adam import CastingAdam
+    from piper.runtime.cuda.adam import SplitAdam
 
     torch.manual_seed(0)
-    values = torch.randn(SIZE, device="cuda")
+    values = torch.randn(size, device="cuda")
     trained, exact = values.clone().requires_grad_(), values.double().requires_grad_()
     plain = values.clone().requires_grad_()
-    small = torch.ones(16, device="cuda", requires_grad=True)
-    copy = values.bfloat16()
-    optimizer, wanted = MAKERS[kind]([trained, small], fused=True), MAKERS[kind]([exact])
+    other = torch.ones(16, device="cuda", requires_grad=True)  # not split
+    high, low = split(values)
+    optimizer, wanted = MAKERS[kind]([trained, other], fused=True), MAKERS[kind]([exact])
     of_torch = MAKERS[kind]([plain], fused=True)
-    kernel = CastingAdam(optimizer, {trained: copy})
+    kernel = SplitAdam(optimizer, {trained: high}, {trained: low})
     taken = []
     for _ in range(5):
-        gradient = torch.randn(SIZE, device="cuda").to(dtype)
+        gradient = torch.randn(size, device="cuda").to(dtype)
         exact.grad = gradient.double() / (divisor or 1)
         wanted.step()
         plain.grad = gradient.float() / (divisor or 1)
         of_torch.step()
         by = None if divisor is None else torch.tensor(divisor, dtype=torch.float64, device="cuda")
         with torch.no_grad():
-            left = kernel.step([(trained, gradient), (small, torch.ones_like(small))], by)
+            left = kernel.step([(trained, gradient), (other, torch.ones_like(other))], by)
         taken.append(len(left))
         if len(left) == 2:
             trained.grad = gradient.float() / (divisor or 1)
-        optimizer.step()
-        trained.grad = None
-    assert taken == [2, 1, 1, 1, 1]  # torch makes the state in the first step, and steps what is small
+            optimizer.step()
+            trained.grad = None
+            for half, updated in zip((high, low), split(trained.detach()), strict=True):
+                half.copy_(updated)
+    assert taken == [2, 1, 1, 1, 1]  # torch makes the state in the first step, and steps what is not split
     # Adam divides by what may be nearly nothing, so that single elements are far off with either.
-    ours, theirs = ((found.double() - exact).abs() for found in (trained, plain))
+    ours, theirs = ((found.double() - exact).abs() for found in (join(high, low), plain))
     assert ours.mean() <= 1.5 * theirs.mean()
     assert ours.max() <= 4 * theirs.max()
-    assert torch.equal(copy, trained.detach().bfloat16())
+    assert all(map(torch.equal, split(join(high, low)), (high, low)))  # the kernel rounds as `split` does
     assert optimizer.state[trained]["step"].item() == 5
 
 
 def test_a_step_that_is_skipped_changes_nothing() -> None:
-    from piper.runtime.cuda.adam import CastingAdam
+    from piper.runtime.cuda.adam import SplitAdam
 
     torch.manual_seed(0)
-    trained = torch.randn(SIZE, device="cuda", requires_grad=True)
-    gradient, copy = torch.randn(SIZE, device="cuda"), trained.detach().bfloat16()
+    trained = torch.randn(2**21, device="cuda", requires_grad=True)
+    gradient, (high, low) = torch.randn(2**21, device="cuda"), split(trained.detach())
     optimizer = torch.optim.AdamW([trained], lr=1e-2, fused=True)
-    kernel = CastingAdam(optimizer, {trained: copy})
+    kernel = SplitAdam(optimizer, {trained: high}, {trained: low})
     trained.grad = gradient
     optimizer.step()
     trained.grad = None
@@ -77,10 +81,7 @@ def test_a_step_that_is_skipped_changes_nothing() -> None:
         with torch.no_grad():
             assert kernel.step([(trained, gradient)], None, given) == []
         state = optimizer.state[trained]
-        return [
-            value.detach().clone()
-            for value in (trained, copy, state["exp_avg"], state["exp_avg_sq"], state["step"])
-        ]
+        return [value.clone() for value in (high, low, state["exp_avg"], state["exp_avg_sq"], state["step"])]
 
     before = step(None)
     for skip in (1.0, 3.0):
@@ -90,8 +91,23 @@ def test_a_step_that_is_skipped_changes_nothing() -> None:
     assert after[-1].item() == 3
 
 
+def test_a_nan_stays_one() -> None:
+    from piper.runtime.cuda.adam import SplitAdam
+
+    trained = torch.ones(64, device="cuda", requires_grad=True)
+    high, low = split(trained.detach())
+    optimizer = torch.optim.AdamW([trained], lr=1e-2, fused=True)
+    trained.grad = torch.ones_like(trained)
+    optimizer.step()
+    gradient = torch.ones(64, device="cuda")
+    gradient[3] = torch.nan
+    with torch.no_grad():
+        assert SplitAdam(optimizer, {trained: high}, {trained: low}).step([(trained, gradient)], None) == []
+    assert high.isnan().nonzero().tolist() == join(high, low).isnan().nonzero().tolist() == [[3]]
+
+
 class Wide(nn.Module):
-    """Two parameters that are large enough for the kernel, and small ones."""
+    """Large parameters, and small ones."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 REFUSED = "operation not permitted when stream is capturing"
 
@@ -35,7 +35,9 @@ class Tape(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._save(value)
         out = func(*args, **given)
-        self.noted.append((func, args, given, out))
+        # As they are now: a graph knows memory, and a tensor may get other memory later.
+        noted = tree_map_only(Tensor, Tensor.detach, (args, given, out))
+        self.noted.append((func, *noted))
         taken = {address(value) for value in tensors_in((args, given))}
         self.made |= {address(value) for value in tensors_in(out)} - taken
         return out

@@ -1,9 +1,8 @@
-"""Adam and AdamW in one kernel for each large parameter, which casts as well.
+"""Adam and AdamW in one kernel for each parameter that is split in halves: see `piper.runtime.split_master`.
 
-Chunks compute in bf16, and the optimizer works in float32. torch's fused kernels write the divided gradients
-back, and the updated parameters are read again to cast them. With gradients that were summed in float32 that
-moves 38 bytes for each parameter where 30 are enough. Gradients in bf16 are written as float32 first, which
-moves 44 bytes where 28 are enough.
+Chunks compute in bf16, and the optimizer works in float32. torch's fused kernels need memory for all bits of
+a parameter, and write the divided gradients back. With gradients that were summed in float32 that moves 50
+bytes for each parameter where 28 are enough.
 """
 
 import math
@@ -16,21 +15,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-LARGE = 2**21  # elements that take the GPU as long as the host takes to start a kernel
 BLOCK = 2048  # elements
-ALIGNED = 16  # bytes, and elements a multiple of it, so that one form of the kernel does for all parameters
+ALIGNED = 16  # bytes, and elements a multiple of it, so that one form of the kernel does for most parameters
 READ = (torch.bfloat16, torch.float16, torch.float32)  # types of gradients
 Pair = tuple[Tensor, Tensor]  # a parameter and its gradient
 
 
-# Where single numbers lie is not worth a form of its own.
-@triton.jit(do_not_specialize_on_alignment=["step", "rate", "divisor", "skip"])  # type: ignore[untyped-decorator]
 def _adam(  # type: ignore[no-untyped-def]  # Triton reads the types of arguments when it is called
-    parameter,
+    high,
+    low,
     gradient,
     first,
     second,
-    copy,
     step,
     rate,
     divisor,
@@ -48,7 +44,7 @@ def _adam(  # type: ignore[no-untyped-def]  # Triton reads the types of argument
     skipped: tl.constexpr,  # nothing changes where `skip` is above 0
     size: tl.constexpr,
 ) -> None:
-    """Update one block of a parameter and its moments, and write it in the type of its copy as well."""
+    """Update one block of a parameter, whose bits are in two tensors, and its moments."""
     taken = tl.load(step).to(tl.float64)
     lr = tl.load(rate).to(tl.float32)
     # In float64: after one step of beta = 0.999 little is left of 1 - beta in float32.
@@ -56,7 +52,8 @@ def _adam(  # type: ignore[no-untyped-def]  # Triton reads the types of argument
     correction2 = tl.sqrt(1.0 - tl.exp(taken * log_beta2)).to(tl.float32)
     places = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
     inside = places < count
-    value = tl.load(parameter + places, inside)
+    bits = (tl.load(high + places, inside).to(tl.int32) << 16) + tl.load(low + places, inside).to(tl.int32)
+    value = bits.to(tl.float32, bitcast=True)
     grad = tl.load(gradient + places, inside).to(tl.float32)
     if divided:
         grad = grad / tl.load(divisor)
@@ -75,16 +72,29 @@ def _adam(  # type: ignore[no-untyped-def]  # Triton reads the types of argument
         inside = inside & (tl.load(skip) == 0)
     tl.store(first + places, mean, inside)
     tl.store(second + places, square, inside)
-    tl.store(parameter + places, value, inside)
-    tl.store(copy + places, value.to(copy.dtype.element_ty), inside)
+    bits = tl.where(value != value, 0x7FC00000, value.to(tl.int32, bitcast=True))
+    rounded = (bits + 0x8000) >> 16
+    tl.store(high + places, rounded.to(tl.int16), inside)
+    tl.store(low + places, (bits - (rounded << 16)).to(tl.int16), inside)
 
 
-class CastingAdam:
-    """Steps the large parameters of an optimizer of torch's by one kernel each."""
+# Where single numbers lie is not worth a form of its own.
+NUMBERS = ["step", "rate", "divisor", "skip"]
+_aligned = triton.jit(do_not_specialize_on_alignment=NUMBERS)(_adam)
+_anywhere = triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["high", "low", "gradient", "first", "second", *NUMBERS],
+)(_adam)
 
-    def __init__(self, optimizer: Optimizer, copies: Mapping[Tensor, Tensor]) -> None:
-        """Keep an optimizer. copies: what chunks compute with, by what it updates."""
-        self.optimizer, self.copies = optimizer, copies
+
+class SplitAdam:
+    """Steps the parameters of an optimizer of torch's that are split, by one kernel each."""
+
+    def __init__(
+        self, optimizer: Optimizer, high: Mapping[Tensor, Tensor], low: Mapping[Tensor, Tensor]
+    ) -> None:
+        """Keep an optimizer. high, low: the halves of what it updates."""
+        self.optimizer, self.high, self.low = optimizer, high, low
         self.groups = {
             parameter: number
             for number, group in enumerate(optimizer.param_groups)
@@ -93,7 +103,7 @@ class CastingAdam:
         self.compiled = False
 
     def step(self, pairs: Sequence[Pair], divisor: Tensor | None, skip: Tensor | None = None) -> list[Pair]:
-        """Update large parameters by their gradients. Return the pairs of those that torch has to update.
+        """Update parameters by their gradients. Return the pairs of those that torch has to update.
 
         torch takes the first step of a parameter, in which it makes the optimizer's state.
         divisor: of the gradients, on the device. skip: change nothing where it is above 0.
@@ -102,11 +112,11 @@ class CastingAdam:
             return [*pairs]
         divisor = None if divisor is None else divisor.float()
         skip = None if skip is None else skip.clamp(max=1).float()
-        large = [pair for pair in pairs if self._takes(*pair)]
-        if large and not self.compiled:
+        taken = [pair for pair in pairs if pair[0] in self.low and pair[1].dtype in READ]
+        if taken and not self.compiled:
             self.compiled = True
-            self._compile(large, divisor, skip)
-        ready = [pair for pair in large if self._is_ready(*pair)]
+            self._compile(taken, divisor, skip)
+        ready = [pair for pair in taken if self._is_ready(*pair)]
         if ready:
             steps = [self.optimizer.state[parameter]["step"] for parameter, _ in ready]
             if skip is None:
@@ -116,59 +126,49 @@ class CastingAdam:
             rates = [_rate(group["lr"], ready) for group in self.optimizer.param_groups]
             for parameter, gradient in ready:
                 number = self.groups[parameter]
+                halves = self.high[parameter].view(torch.int16), self.low[parameter]
                 group, state = self.optimizer.param_groups[number], self.optimizer.state[parameter]
-                copy = self.copies[parameter]
-                self._launch(parameter, gradient, copy, state, group, rates[number], divisor, skip)
+                self._launch(halves, gradient, state, group, rates[number], divisor, skip)
         done = {parameter for parameter, _ in ready}
         return [pair for pair in pairs if pair[0] not in done]
-
-    def _takes(self, parameter: Tensor, gradient: Tensor) -> bool:
-        return (
-            parameter.numel() >= LARGE
-            and parameter.numel() % ALIGNED == 0
-            and parameter.dtype is torch.float32
-            and gradient.dtype in READ
-            and parameter in self.copies
-        )
 
     def _is_ready(self, parameter: Tensor, gradient: Tensor) -> bool:
         """Return whether the optimizer has state for a parameter, and all lies as the kernel needs it."""
         state = self.optimizer.state.get(parameter, {})
         if "exp_avg" not in state:
             return False
-        read = (parameter, gradient, self.copies[parameter], state["exp_avg"], state["exp_avg_sq"])
-        return all(
-            tensor.is_cuda and tensor.is_contiguous() and tensor.data_ptr() % ALIGNED == 0 for tensor in read
-        )
+        read = (self.high[parameter], self.low[parameter], gradient, state["exp_avg"], state["exp_avg_sq"])
+        return all(tensor.is_cuda and tensor.is_contiguous() for tensor in read)
 
     def _compile(self, pairs: Sequence[Pair], divisor: Tensor | None, skip: Tensor | None) -> None:
         """Run the kernel on values of no consequence: where a step becomes a graph, it cannot be compiled."""
-        for given, copied in {(gradient.dtype, self.copies[tensor].dtype) for tensor, gradient in pairs}:
-            zeros = [torch.zeros(BLOCK, device=pairs[0][1].device) for _ in range(3)]
-            state = {"exp_avg": zeros[1], "exp_avg_sq": zeros[2], "step": zeros[0].new_ones(())}
-            for group in self.optimizer.param_groups:
-                rate = _rate(group["lr"], pairs)
-                copy = zeros[0].to(copied)
-                self._launch(zeros[0], zeros[0].to(given), copy, state, group, rate, divisor, skip)
+        for given in {gradient.dtype for _, gradient in pairs}:
+            for offset in (0, 1):  # elements: each form of the kernel
+                zeros = [torch.zeros(BLOCK, device=pairs[0][1].device)[offset:] for _ in range(3)]
+                state = {"exp_avg": zeros[1], "exp_avg_sq": zeros[2], "step": zeros[0].new_ones(())}
+                halves = (
+                    torch.zeros_like(zeros[0], dtype=torch.int16),
+                    torch.zeros_like(zeros[0], dtype=torch.int16),
+                )
+                for group in self.optimizer.param_groups:
+                    rate = _rate(group["lr"], pairs)
+                    self._launch(halves, zeros[0].to(given), state, group, rate, divisor, skip)
 
     def _launch(
         self,
-        parameter: Tensor,
+        halves: tuple[Tensor, Tensor],
         gradient: Tensor,
-        copy: Tensor,
         state: Mapping[str, Tensor],
         group: Mapping[str, Any],
         rate: Tensor,
         divisor: Tensor | None,
         skip: Tensor | None = None,
     ) -> None:
-        count, (beta1, beta2) = parameter.numel(), group["betas"]
-        _adam[triton.cdiv(count, BLOCK),](
-            parameter,
-            gradient,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            copy,
+        tensors = *halves, gradient, state["exp_avg"], state["exp_avg_sq"]
+        count, (beta1, beta2) = gradient.numel(), group["betas"]
+        aligned = count % ALIGNED == 0 and all(each.data_ptr() % ALIGNED == 0 for each in tensors)
+        (_aligned if aligned else _anywhere)[triton.cdiv(count, BLOCK),](
+            *tensors,
             state["step"],
             rate,
             rate if divisor is None else divisor,

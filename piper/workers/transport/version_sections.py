@@ -3,16 +3,21 @@
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from piper.checkpoint.bucket_spans import saved_buckets, saved_buffers
 from piper.checkpoint.json_state import dtype_named
 from piper.checkpoint.metadata import SavedPiece
 from piper.checkpoint.save import Copied, Shapes, record_of
 from piper.checkpoint.storage import CheckpointReader, StoredRange, TensorRange, index_of
+from piper.ir.ids import SlotId, buffer_slot, param_slot
+from piper.plan.plan import Plans
+from piper.plan.protected import ProtectedState
+from piper.plan.updates import BucketUpdate
 from piper.runtime.accelerator import is_accelerator, pin, unpin
 from piper.workers.transport.serialize import Codec
 from piper.workers.transport.shared_memory import ALIGNMENT
@@ -201,3 +206,56 @@ class VersionReader(CheckpointReader):
         """Return elements of a stored piece: `length` of them from its element `first` on."""
         section, number = self.located[piece.file, key, piece.offset]
         return section.part(number)[first : first + length]
+
+
+class Holders:
+    """Finds the sections that make up a version, in the memory of all devices."""
+
+    def __init__(self, plans: Plans) -> None:
+        self.devices = [device for plan in plans for device in plan.devices]
+        self.state = ProtectedState(plans) if plans.protection is not None else None
+        self.sections = () if self.state is None else self.state.sections
+        self.resting = [d for d in self.devices if self.state is not None and any(rest_of(plans, d))]
+
+    def numbers(self, device: int) -> list[int]:
+        """Return the numbers of all sections in the memory of a device."""
+        return [REST, *(section.number for section in self.sections if section.holder == device)]
+
+    def rest(self, files: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]] | None:
+        """Return where everything lies that no step writes, as (device, descriptor, section). None: lost."""
+        lies = [(d, file, REST) for d in self.resting for file in files[d][:1] if step_in(file) is not None]
+        return lies if len(lies) == len(self.resting) else None
+
+    def of(self, files: Mapping[int, Sequence[int]], step: int) -> list[tuple[int, int, int]] | None:
+        """Return where a version lies, each element once, as (device, descriptor, section). None: nowhere."""
+        if self.state is None:
+            one = {d: next((f for f in files[d] if step_in(f) == step), None) for d in self.devices}
+            every = [(device, file, REST) for device, file in one.items() if file is not None]
+            return every if len(every) == len(self.devices) else None
+        missing, chosen = set(self.state.written), []
+        for section in sorted(self.sections, key=lambda section: section.holder != section.owner):
+            if missing.isdisjoint(section.elements):
+                continue
+            file = next((f for f in files[section.holder] if step_in(f, section.number) == step), None)
+            if file is not None:
+                chosen.append((section.holder, file, section.number))
+                missing.difference_update(section.elements)
+        return None if missing else chosen
+
+    def all_of(self, files: Mapping[int, Sequence[int]], step: int) -> list[tuple[int, int, int]] | None:
+        """Return where a version lies, with what no step writes. None: it is not complete."""
+        written, rest = self.of(files, step), self.rest(files)
+        return None if written is None or rest is None else [*written, *rest]
+
+
+def rest_of(plans: Plans, device: int) -> tuple[list[BucketUpdate], list[str]]:
+    """Return the buckets and buffers that a device is the one to save and no instruction copies."""
+    copied = copied_slots(plans)
+    buckets = [b for b in saved_buckets(plans, device) if param_slot(b.name) not in copied]
+    buffers = [name for name in saved_buffers(plans, device) if buffer_slot(name) not in copied]
+    return buckets, buffers
+
+
+def copied_slots(plans: Plans) -> set[SlotId]:
+    """Return the slots that instructions copy, on any device."""
+    return {slot for plan in plans for ins in plan.instrs if ins.op == "protect" for slot in ins.reads}

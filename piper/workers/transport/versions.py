@@ -14,27 +14,35 @@ repeated from the version before it.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from operator import is_
 
 import torch
 from torch import Tensor
 
-from piper.checkpoint.bucket_spans import saved_buckets, saved_buffers
+from piper.checkpoint.bucket_spans import saved_buckets
 from piper.checkpoint.load import read_state
 from piper.checkpoint.metadata import Trainer
-from piper.checkpoint.save import Copied, RefusedError, copy_parts, copy_state, states_here, trainer_of
+from piper.checkpoint.save import (
+    NO_TENSORS,
+    Copied,
+    RefusedError,
+    copy_parts,
+    copy_state,
+    states_here,
+    trainer_of,
+)
 from piper.checkpoint.storage import TensorRange
 from piper.errors import ConfigError
 from piper.ir.chunk_options import Protection
 from piper.ir.dtypes import itemsize
 from piper.ir.format import size
-from piper.ir.ids import SlotId, buffer_slot, param_slot
+from piper.ir.ids import param_slot
 from piper.plan.instr import Instr
 from piper.plan.plan import Plans
 from piper.plan.protected import GENERATIONS, ProtectedState, sent
-from piper.plan.updates import BucketUpdate
+from piper.runtime.bucket_state import BucketState
 from piper.runtime.worker import Worker
 from piper.workers.processes import MEMORY, Place, SharedFile, free_memory, nameless_file
 from piper.workers.transport.version_sections import (
@@ -42,10 +50,13 @@ from piper.workers.transport.version_sections import (
     REST,
     SPAN,
     HeldVersion,
+    Holders,
     SectionWriter,
     VersionReader,
+    copied_slots,
     encoded,
     held_in,
+    rest_of,
     same,
     step_in,
 )
@@ -54,44 +65,13 @@ INDEX = 2**20  # bytes that the indices of a device take at most, for the estima
 Files = Mapping[int, tuple[SharedFile, ...]]  # of each device, by generation
 
 
-class Holders:
-    """Finds the sections that make up a version, in the memory of all devices."""
+@dataclass(frozen=True, slots=True)
+class LastCopy:
+    """What a section was written with last, to be written again with what its tensors hold then."""
 
-    def __init__(self, plans: Plans) -> None:
-        self.devices = [device for plan in plans for device in plan.devices]
-        self.state = ProtectedState(plans) if plans.protection is not None else None
-        self.sections = () if self.state is None else self.state.sections
-        self.resting = [d for d in self.devices if self.state is not None and any(rest_of(plans, d))]
-
-    def numbers(self, device: int) -> list[int]:
-        """Return the numbers of all sections in the memory of a device."""
-        return [REST, *(section.number for section in self.sections if section.holder == device)]
-
-    def rest(self, files: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]] | None:
-        """Return where everything lies that no step writes, as (device, descriptor, section). None: lost."""
-        lies = [(d, file, REST) for d in self.resting for file in files[d][:1] if step_in(file) is not None]
-        return lies if len(lies) == len(self.resting) else None
-
-    def of(self, files: Mapping[int, Sequence[int]], step: int) -> list[tuple[int, int, int]] | None:
-        """Return where a version lies, each element once, as (device, descriptor, section). None: nowhere."""
-        if self.state is None:
-            one = {d: next((f for f in files[d] if step_in(f) == step), None) for d in self.devices}
-            every = [(device, file, REST) for device, file in one.items() if file is not None]
-            return every if len(every) == len(self.devices) else None
-        missing, chosen = set(self.state.written), []
-        for section in sorted(self.sections, key=lambda section: section.holder != section.owner):
-            if missing.isdisjoint(section.elements):
-                continue
-            file = next((f for f in files[section.holder] if step_in(f, section.number) == step), None)
-            if file is not None:
-                chosen.append((section.holder, file, section.number))
-                missing.difference_update(section.elements)
-        return None if missing else chosen
-
-    def all_of(self, files: Mapping[int, Sequence[int]], step: int) -> list[tuple[int, int, int]] | None:
-        """Return where a version lies, with what no step writes. None: it is not complete."""
-        written, rest = self.of(files, step), self.rest(files)
-        return None if written is None or rest is None else [*written, *rest]
+    kept: list[Tensor]  # by the optimizer. While it keeps the same tensors, the copy is of the same ones
+    copied: Copied
+    joined: Mapping[str, Tensor]  # by bucket, what is joined for each copy: without memory in between
 
 
 class WorkerVersions:
@@ -104,7 +84,7 @@ class WorkerVersions:
         self.writers: dict[int, SectionWriter] = {}
         self.refused = False  # this state cannot be copied: a run that needs a version of it will say so
         self.said: tuple[int, Trainer, bytes] | None = None  # of a step: the same in all its sections
-        self.known: dict[int, tuple[list[Tensor], Copied]] = {}  # what was copied last, while it is the same
+        self.known: dict[int, LastCopy] = {}  # by section: what was copied last, while it is the same
         self.began: int | None = None  # the first step whose state is copied. None: the next one
         if self.holders.state is not None:
             worker.env.vault = self
@@ -149,15 +129,29 @@ class WorkerVersions:
         if kept is None:
             writer.write(replace(self._copied(ins, same), trainer=self.said[1]))
             return
-        if known is None or len(kept) != len(known[0]) or not all(map(is_, kept, known[0])):
-            known = self.known[writer.number] = kept, self._copied(ins, Tensor.detach)
-        writer.write(replace(known[1], step=step), self.said[2])
+        if known is None or len(kept) != len(known.kept) or not all(map(is_, kept, known.kept)):
+            states = {name: self._state(name) for name in params_in(ins)}
+            joined = {name: state.trained for name, state in states.items() if state.bucket.splits}
+            known = LastCopy(kept, self._copied(ins, Tensor.detach, joined), joined)
+            self.known[writer.number] = known
+        else:
+            for name, flat in known.joined.items():
+                flat.untyped_storage().resize_(flat.nbytes)
+                flat.copy_(self._state(name).trained)
+        writer.write(replace(known.copied, step=step), self.said[2])
+        for flat in known.joined.values():
+            flat.untyped_storage().resize_(0)
 
-    def _copied(self, ins: Instr, take: Callable[[Tensor], Tensor]) -> Copied:
+    def _state(self, bucket: str) -> BucketState:
+        return self.worker.holder.holdings[bucket]
+
+    def _copied(
+        self, ins: Instr, take: Callable[[Tensor], Tensor], joined: Mapping[str, Tensor] = NO_TENSORS
+    ) -> Copied:
         """Return what an instruction copies."""
-        buckets = [self.worker.setup.plans.buckets[s.owner].update for s in ins.reads if s.kind == "param"]
+        buckets = [self.worker.setup.plans.buckets[name].update for name in params_in(ins)]
         buffers = [slot.owner for slot in ins.reads if slot.kind == "buffer"]
-        return copy_parts(self.worker, buckets, buffers, Trainer(), take)
+        return copy_parts(self.worker, buckets, buffers, Trainer(), take, joined)
 
     def _kept(self, ins: Instr) -> list[Tensor] | None:
         """Return the tensors that the optimizer keeps for the buckets that an instruction copies.
@@ -215,6 +209,11 @@ class WorkerVersions:
         for act in read_state(self.worker, self.reader(step) if reader is None else reader):
             act()
         self.worker.env.step, self.began = step, None
+
+
+def params_in(ins: Instr) -> list[str]:
+    """Return the buckets whose parameters an instruction reads."""
+    return [slot.owner for slot in ins.reads if slot.kind == "param"]
 
 
 def opened(file: SharedFile) -> int:
@@ -337,19 +336,6 @@ def version_bytes(plans: Plans, device: int) -> int:
             low, high = update.owned(device)
             total += (high - low) * itemsize(update.dtype) + states.get(update.name, 0)
     return GENERATIONS * (total + INDEX)
-
-
-def rest_of(plans: Plans, device: int) -> tuple[list[BucketUpdate], list[str]]:
-    """Return the buckets and buffers that a device is the one to save and no instruction copies."""
-    copied = copied_slots(plans)
-    buckets = [b for b in saved_buckets(plans, device) if param_slot(b.name) not in copied]
-    buffers = [name for name in saved_buffers(plans, device) if buffer_slot(name) not in copied]
-    return buckets, buffers
-
-
-def copied_slots(plans: Plans) -> set[SlotId]:
-    """Return the slots that instructions copy, on any device."""
-    return {slot for plan in plans for ins in plan.instrs if ins.op == "protect" for slot in ins.reads}
 
 
 def check_memory(wanted: int, asked: Protection | None = None) -> None:
