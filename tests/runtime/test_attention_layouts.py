@@ -16,7 +16,6 @@ REFUSALS = (  # all that is refused: what is not here must have plain PyTorch's 
     "has no even sharding as",  # a dimension of groups of heads that is smaller than the devices
     "of k.weight does not divide by",  # one head of keys
     "aten.einsum.default has no rule",
-    "its input is sharded along dimension 1, its weight along the inputs",  # written out, under TP and SP
 )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from piper.capture.shard.axis_sharding import NoRuleError
+from piper.capture.shard.layout import OwnOrder
 from piper.capture.shard.shape_rules import number, of_sharded, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
@@ -91,13 +92,18 @@ def padded(node: fx.Node, rank: int) -> set[int]:
 
 @of_sharded
 def repeated(d: Sharder, node: fx.Node, x: fx.Node, have: Shard) -> None:
-    """Repeat along dimensions that are not sharded; new dimensions come first."""
-    times = node.args[1]
-    assert isinstance(times, list | tuple)
-    layout = have.at(have.dim + len(times) - len(d.shape(x)))
-    if times[layout.dim] != 1:
-        raise NoRuleError("it repeats the sharded dimension")
-    d.done(node, d.emit(node.target, (d.local[x], list(times))), layout)
+    """Repeat a value along dimensions, new ones of which come first, or each of its elements along one."""
+    rank, times, dim = len(d.shape(x)), node.args[1], argument(node, "dim")
+    layout = have
+    if isinstance(times, list | tuple):
+        at = have.dim + len(times) - rank
+        layout = replace(have, dim=at, blocks=have.blocks * number(times[at]))
+    elif dim is None and rank > 1:
+        raise NoRuleError("it works along the sharded dimension")
+    if isinstance(have, OwnOrder) and d.shape(node)[layout.dim] != d.shape(x)[have.dim]:
+        raise NoRuleError("each device has its rows in an order of its own")
+    more = () if isinstance(times, list | tuple) else (dim,)
+    d.done(node, d.emit(node.target, (d.local[x], times, *more)), layout)
 
 
 @of_sharded
@@ -119,7 +125,7 @@ ALONG: dict[object, Worked] = {
     **dict.fromkeys((aten.linalg_vector_norm.default, aten.index_select.default), named),
     **dict.fromkeys((aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default), named),
     **dict.fromkeys((aten.flip.default, aten.roll.default, aten.unfold.default), named),
-    aten.repeat_interleave.self_int: named,
+    **dict.fromkeys((aten.repeat_interleave.self_int, aten.slice_scatter.default), named),
     **dict.fromkeys((aten.tril.default, aten.triu.default, aten.linalg_qr.default), matrices),
     **dict.fromkeys((aten._linalg_eigh.default, aten._linalg_svd.default), matrices),
     aten.view_as_complex.default: last,
@@ -130,5 +136,5 @@ ALONG: dict[object, Worked] = {
 RULES: dict[object, Rule] = {
     **{target: along(worked) for target, worked in ALONG.items()},
     aten.glu.default: glu,
-    aten.repeat.default: repeated,
+    **dict.fromkeys((aten.repeat.default, aten.repeat_interleave.self_int), repeated),
 }

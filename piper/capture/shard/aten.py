@@ -18,6 +18,7 @@ from piper.capture.shard.attention_shapes import in_four_dimensions
 from piper.capture.shard.compute_rules import POINTWISE
 from piper.capture.shard.rules import rules
 from piper.capture.shard.without_vmap import without_vmap
+from piper.capture.shard.without_writes import without_writes
 from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import Mode, Recording, number_regions
 from piper.capture.trace_errors import quiet, reason
@@ -88,6 +89,7 @@ def _written(recording: Recording, mode: FakeTensorMode, *, exact: bool) -> Reco
     module, modes = _copy_of(recording)
     traced = _traced(_Interpreter(module, modes, exact), placeholders, mode)
     graph = traced.graph
+    without_writes(graph)
     graph.eliminate_dead_code()
     in_four_dimensions(graph)
     if any(str(node.target).startswith(FIXES_GRADIENTS) for node in graph.nodes):

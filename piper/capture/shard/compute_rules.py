@@ -155,12 +155,7 @@ def _product(
         d.done(node, _multiply(d, node, args), have.at(last))
     else:
         assert isinstance(have, Shard)
-        want = have.at(last)
-        if isinstance(given, Shard) and given != want:
-            raise NoRuleError(
-                f"its input is sharded along dimension {given.dim}, its weight along the inputs"
-            )
-        args = [d.to(x, want, varies=True), d.local[weight]]
+        args = [d.to(x, have.at(last), varies=True), d.local[weight]]
         if bias is not None:  # one device of the group adds it, so that the sum has it once
             first = d.emit(aten.eq.Scalar, (d.place(), 0))
             args.append(d.emit(aten.mul.Tensor, (d.to(bias, REPLICATE, varies=True), first)))
@@ -196,10 +191,10 @@ def matmul(d: Sharder, node: fx.Node) -> None:
         wa, wb, out = have.at(len(sa) - 1), have.at(len(sb) - 2), Partial()
     elif isinstance(la, Shard) and la.dim == len(sa) - 2:
         wa, out = la, la.at(rank - 2)
-    elif isinstance(lb, Shard) and lb.dim == len(sb) - 1:
+    elif (free := isinstance(lb, Shard) and lb.dim == len(sb) - 1) and not isinstance(la, Shard):
         wb, out = lb, lb.at(rank - 1)
     else:
-        out = spread(d, [a, b], rank) or REPLICATE
+        out = spread(d, [a] if free else [a, b], rank) or REPLICATE
         assert isinstance(out, Shard)
         wa, wb = aligned(d, a, out, rank), aligned(d, b, out, rank)
     # Not replayed: a value that is multiplied by itself has two layouts.

@@ -31,7 +31,7 @@ _NAMES = """
     aten.new_empty.default aten.new_empty_strided.default aten.new_full.default aten.new_ones.default
     aten.new_zeros.default aten.norm.ScalarOpt_dim aten.ormqr.default aten.permute_copy.default
     aten.pixel_shuffle.default aten.pixel_unshuffle.default aten.rot90.default aten.rsub.Tensor
-    aten.scatter.src aten.scatter.value aten.select_scatter.default aten.slice_scatter.default
+    aten.scatter.src aten.scatter.value aten.select_scatter.default
     aten.split_with_sizes_copy.default aten.squeeze_copy.default aten.squeeze_copy.dim
     aten.std_mean.correction aten.t_copy.default aten.transpose_copy.int aten.unbind_copy.int
     aten.unsafe_split.Tensor aten.unsqueeze_copy.default aten.var_mean.correction aten.vdot.default

@@ -21,7 +21,7 @@ INSTEAD = {
     "aten.masked_select": "write torch.where(mask, x, 0), which keeps the shape",
     "aten.nonzero": "write torch.where(mask, x, 0), which keeps the shape",
     "aten.batch_norm": "use nn.GroupNorm or nn.LayerNorm, which need no other sample",
-    **dict.fromkeys(("aten.repeat_interleave", "aten.histc"), EXPERTS),
+    "aten.histc": EXPERTS,
     "aten.copy_": "write torch.cat or torch.where, which make a new value, in place of x[...] = y",
     "aten.as_strided": "write it with view, slices or unfold, which say which dimension they keep",
 }

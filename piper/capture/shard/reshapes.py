@@ -30,6 +30,11 @@ def value_of(node: fx.Node) -> object:
 
 def read_again(source: fx.Node, write: fx.Node) -> bool:
     """Return whether memory that an operation writes is read later under a name from before the write."""
+    return any(read_later(source, write).values())
+
+
+def read_later(source: fx.Node, write: fx.Node) -> dict[fx.Node, list[fx.Node]]:
+    """Return the names from before a write of the memory that it writes, and who reads each of them later."""
     order = {node: i for i, node in enumerate(source.graph.nodes)}
     base = source
     while _is_view(base):
@@ -39,7 +44,7 @@ def read_again(source: fx.Node, write: fx.Node) -> bool:
         return [user for user in node.users if _is_view(user) and user.all_input_nodes[0] is node]
 
     earlier = [name for name in reached([base], views) if order[name] < order[write]]
-    return any(order[user] > order[write] for name in earlier for user in name.users)
+    return {name: [user for user in name.users if order[user] > order[write]] for name in earlier}
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -56,6 +56,12 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {  # of a value of [4, 12, 6]
     "in place into a whole value below a view": lambda y: _into(y),
     "in place by a row": lambda y: torch.zeros(4, 12, 6, dtype=y.dtype).add_(y),
     "written slice": lambda y: _written(y),
+    "filled by parts": lambda y: _filled(y),
+    "filled by parts that leave some out": lambda y: _filled(y, 1),
+    "filled with a step and over": lambda y: _filled_again(y),
+    "written through views of one another": lambda y: _written_through(y),
+    "written and read under another name": lambda y: _read_elsewhere(y),
+    "scattered in place": lambda y: torch.zeros_like(y).scatter_(-1, y.topk(2).indices, y.topk(2).values),
     "masked": lambda y: y.masked_fill(y > 0, -1.0),
     "chosen": lambda y: torch.where(y > 0, y, 0.0),
     "chosen from numbers": lambda y: torch.where(y > 0, 1.0, y),
@@ -96,6 +102,9 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {  # of a value of [4, 12, 6]
     "windows": lambda y: y.unfold(-1, 2, 2),
     "picked": lambda y: y.index_select(-1, torch.tensor([0, 2, 2])),
     "repeated": lambda y: y.repeat(2, 1, 1, 3) + y.repeat_interleave(3, -1),
+    "repeated rows": lambda y: y.repeat(1, 2, 1) * y.repeat(2, 1, 2, 1).sum(0),
+    "each row repeated": lambda y: y.repeat_interleave(2, 1) * y.repeat_interleave(2, 1, output_size=24),
+    "every number repeated": lambda y: y.repeat_interleave(2),
     "padded by numbers": lambda y: torch.constant_pad_nd(y, (1, 1), 2.0),
     "activations": lambda y: F.silu(y) + F.gelu(y),
     "filled by a tensor": lambda y: y.masked_fill(y > 0, torch.tensor(2.0, dtype=y.dtype)),
@@ -132,6 +141,46 @@ def _written(y: Tensor) -> Tensor:
     made = y * 2
     made[:, 0] = 0.0
     return made
+
+
+def _filled(y: Tensor, left: int = 0) -> Tensor:
+    made = torch.full((4, 12, 7), 3.0, dtype=y.dtype) if left else y.new_empty(4, 12, 7)
+    made[..., 5:] = y[..., 1:3]  # the last part first
+    made[..., left:5] = y[..., :1]
+    return made
+
+
+def _filled_again(y: Tensor) -> Tensor:
+    made = torch.empty(4, 4, 6, dtype=y.dtype)
+    made[:, 0::2] = y[:, :2]
+    made[:, 1::2] = y[:, 2:4]
+    over = torch.empty(4, 4, 6, dtype=y.dtype)
+    over[:, 0:3:2], over[:, 2:], over[:, :2] = y[:, 4:6], y[:, 6:8], y[:, 8:10]
+    twice = torch.empty(4, 4, 6, dtype=y.dtype)
+    twice[:, 2:], twice[:, :], twice[:, :2] = y[:, :2], y[:, 2:6], y[:, 6:8]
+    return made + over + twice
+
+
+def _written_through(y: Tensor) -> Tensor:
+    made = y * 2
+    part = made[..., 2:]
+    part.copy_(y[:, :, :1])
+    part.mul_(y[..., 2:])
+    made.view(4, 72).select(1, 3).add_(1)
+    flat = torch.empty(288, dtype=y.dtype)
+    flat.view(4, 12, 6).copy_(y)
+    flat.add_(1)  # leaves y as it was
+    made.transpose(0, 1)[..., 1:].add_(1)
+    made[..., :2].reshape(-1).add_(9)  # a copy: made stays as it was
+    made[..., :1] *= y[..., :1].float()
+    return made + made[..., 2:].sum() + flat.view(4, 12, 6) * y
+
+
+def _read_elsewhere(y: Tensor) -> Tensor:
+    made = y * 2
+    other, part = made[..., 1:], made[..., :3]
+    part.copy_(y[..., 3:])
+    return other + part.sum()
 
 
 def _below(y: Tensor) -> Tensor:

@@ -39,6 +39,11 @@ COMMON: dict[
     "diff": lambda x, y, t: x.diff(dim=-1),
     "repeat": lambda x, y, t: x.repeat(1, 1, 2),
     "repeat_interleave": lambda x, y, t: x.repeat_interleave(2, -1),
+    "repeat of the sequence": lambda x, y, t: x.repeat(1, 2, 1) * y.repeat(1, 2, 1),
+    "repeat_interleave of the sequence": lambda x, y, t: x.repeat_interleave(2, 1),
+    "scatter_": lambda x, y, t: torch.full_like(x, -1.0).scatter_(-1, y.topk(2).indices, x.topk(2).values),
+    "assigned parts": lambda x, y, t: filled(x, y),
+    "products with all": lambda x, y, t: (x[:, :, None] @ y.mT[:, None]).sort(-1).values,
     "index_select": lambda x, y, t: x.index_select(-1, torch.tensor([0, 2])),
     "take_along_dim": lambda x, y, t: x.take_along_dim(y.argsort(-1), -1),
     "einsum": lambda x, y, t: torch.einsum("bsd,bsd->bs", x, y),
@@ -55,6 +60,14 @@ COMMON: dict[
         x.flatten(0, 1), t.flatten(), torch.arange(1.0, 7, dtype=x.dtype)
     ),
 }
+
+
+def filled(x: Tensor, y: Tensor) -> Tensor:
+    made = x.new_empty(2, 12, 8)
+    made[..., :6] = x
+    made[..., 6:] = y[..., :1]
+    made[..., 2:4] *= y[..., 1:3]
+    return made
 
 
 def judged(name: str, degree: int, zigzag: bool) -> Verdict:

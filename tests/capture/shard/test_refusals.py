@@ -17,7 +17,6 @@ from piper.check.check import check
 from piper.compiler import compile
 from piper.directives import replicate, shard
 from piper.errors import ConfigError, PiperError
-from piper.ir.dtypes import JobPrecision
 from piper.ir.select import at
 from piper.job import Job
 from piper.losses import huggingface
@@ -325,12 +324,7 @@ def test_the_plan_of_latent_attention_leaves_the_shared_projection_whole() -> No
     }
 
 
-@pytest.mark.parametrize(
-    ("precision", "operation"), [("fp32", "histc.default"), ("fp64", "repeat_interleave.self_int")]
-)
-def test_experts_of_hugging_face_that_cannot_be_sharded_say_what_to_set(
-    precision: JobPrecision, operation: str
-) -> None:
+def test_experts_of_hugging_face_that_cannot_be_sharded_say_what_to_set() -> None:
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -344,10 +338,9 @@ def test_experts_of_hugging_face_that_cannot_be_sharded_say_what_to_set(
                 loss=huggingface,
                 data=lambda: [text],
                 strategy=[shard(at(), [0, 1], axis="CP", batch=dict.fromkeys(text, 1))],
-                precision=precision,
             )
         )
-    assert caught.value.what.startswith(f"aten.{operation} cannot be sharded")
+    assert caught.value.what.startswith("aten.histc.default cannot be sharded")
     assert 'experts_implementation="piper"' in caught.value.hint
 
 
