@@ -244,7 +244,9 @@ def sparse(stages: int) -> Callable[[], nn.Module]:
 
 
 def latent(stages: int) -> Callable[[], nn.Module]:
-    return lambda: deepseek.DeepSeekDecoder(deepseek.Config.tiny(layers=2 * stages, stages=stages))
+    """Build layers with experts in every stage; the dense layer that comes first has to share one with them."""
+    sizes = deepseek.Config.tiny(layers=layers_in(stages), stages=stages)
+    return lambda: deepseek.DeepSeekDecoder(replace(sizes, dense_layers=1 if stages < 4 else 0))
 
 
 def partly_frozen(stages: int) -> nn.Module:

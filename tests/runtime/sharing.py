@@ -107,12 +107,13 @@ class Shared:
         return self.probes[key]
 
     def wanted(self, cell: Cell, program: Program) -> list[ComparedNumbers]:
-        """What one device gives for a cell's batches."""
+        """What one device gives for a cell's batches, cut as the cell cuts them where a model mixes samples."""
         case = case_of(cell)
         cut = (cell.dp, cell.parts, cell.rows, program.job.clip_norm, program.job.precision)
-        key = (case.name, case.stages, cut, cell.optimizer, cell.mask)
+        key = (case.name, case.stages, cut, cell.optimizer, cell.mask, cell.schedule == "dualpipe")
         if key not in self.references:
-            self.references[key] = list(numbers(Reference(program), batches(cell, STEPS)))
+            reference = Reference(program, sliced=case.mixes_samples)
+            self.references[key] = list(numbers(reference, batches(cell, STEPS)))
         return self.references[key]
 
     def check(self, cell: Cell, launch: Launch = launch_inline, options: Options | None = None) -> Report:
