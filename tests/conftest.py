@@ -1,6 +1,7 @@
 """What every test may use: golden texts, and the rule that GPU tests need a GPU. Workers get a core each."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -74,6 +75,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from tests.joints import share_joints
         from tests.warm import warm_fork_servers, warm_raylets
 
+        # Where a logger does not propagate, pytest adds handlers to it, and for those torch would write out each graph it traces.
+        logging.getLogger("torch.__trace").propagate = True
         share_captures()
         share_joints()
         warm_fork_servers()

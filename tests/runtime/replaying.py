@@ -7,6 +7,7 @@ what a step takes from the host in passing, or leaves in another tensor than the
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,3 +131,5 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in played.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("piper.runtime.stream_executor.module", lambda _: torch.cuda)
+    # It lets go of graphs of CUDA. Here there are none, and to look through what all tests before have left takes seconds.
+    monkeypatch.setattr("piper.runtime.cuda.graphs.gc", SimpleNamespace(collect=lambda: 0))
