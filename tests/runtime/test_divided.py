@@ -48,7 +48,9 @@ def composition(cell: tuple[str, str]) -> Choices:
     return asdict(AXES[cell[1]])
 
 
-CHOSEN = covering_each(ALL, division, composition, given=FEW)
+# Mistral has Llama's modules and a window: ways to divide Llama itself are exhaustive cells.
+UNLIKE = [cell for cell in ALL if cell[0] != "llama"]
+CHOSEN = covering_each(UNLIKE, division, composition, given=FEW)
 
 
 @pytest.fixture(scope="module")
