@@ -3,12 +3,12 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.docs.blocks import blocks_of
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +210,7 @@ dist.destroy_process_group()
 def run(folder: Path, *words: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-m", *words],
         cwd=folder,
         env=environment,

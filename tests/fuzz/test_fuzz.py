@@ -4,7 +4,7 @@ import pytest
 
 from tests.fuzz.case import draw, try_case
 
-SHORT, LONG, EACH = 20, 1000, 50
+SHORT, LONG, EACH = 10, 1000, 50
 REFUSED = 0.15  # of the strategies, at most: a refusal is no proof that the numbers are right
 
 
