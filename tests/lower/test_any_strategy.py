@@ -39,9 +39,8 @@ OUTLINES: dict[str, CapturedModel] = {
 NUMBERS = st.integers(0, 2**24)
 
 
-EXAMPLES = 1000
-ACCEPTED = 375  # at least, of some 430: a compiler that refuses everything is right about everything
-EACH = 12  # at least, of each outline
+ACCEPTED = 0.375  # at least, of some 0.43: a compiler that refuses everything is right about everything
+EACH = 0.008  # at least, of each outline
 # At most, about twice what is usual: refusals that are no mistake of the draw, such as a tag that nothing has.
 RARE = {
     "this order can never run": 80,
@@ -52,12 +51,13 @@ RARE = {
 }
 
 
-@pytest.mark.timeout(180)  # about 20 s on an idle machine
-def test_every_strategy_is_right_or_refused() -> None:
+@pytest.mark.timeout(180)  # about 10 s a thousand on an idle machine
+@pytest.mark.parametrize("examples", [1000, pytest.param(2000, marks=pytest.mark.slow)])
+def test_every_strategy_is_right_or_refused(examples: int) -> None:
     accepted: Counter[str] = Counter()
     refused: list[str] = []
 
-    @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
     @given(st.sampled_from(list(OUTLINES)), NUMBERS, st.lists(NUMBERS, max_size=3), st.booleans())
     def every(name: str, scaffold: int, others: list[int], clip: bool) -> None:
         outline = OUTLINES[name]
@@ -77,8 +77,8 @@ def test_every_strategy_is_right_or_refused() -> None:
             assert held.peak == held_at(plan, held.peak_at) >= held.resident
 
     every()
-    assert accepted.total() + len(refused) >= EXAMPLES
-    assert accepted.total() >= ACCEPTED
-    assert min(accepted[name] for name in OUTLINES) >= EACH, accepted
+    assert accepted.total() + len(refused) >= examples
+    assert accepted.total() >= ACCEPTED * examples
+    assert min(accepted[name] for name in OUTLINES) >= EACH * examples, accepted
     for what, most in RARE.items():
         assert 0 < sum(what in text for text in refused) <= most, what
