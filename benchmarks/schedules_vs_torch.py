@@ -19,10 +19,9 @@ from torch.distributed.pipelining import schedules as peer
 
 from piper.errors import ScheduleError
 from piper.schedules.grid import Grid, orders
-from piper.schedules.grid_check import validate
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.timing import makespan
-from piper.schedules.torch_csv import parse_csv, read_csv
+from piper.schedules.torch_csv import parse_csv, read_csv, validate
 from tests.schedules.activations import peak_activations
 
 RANKS = (2, 3, 4, 8)

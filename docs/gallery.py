@@ -28,7 +28,7 @@ from piper.schedules.synthesis.synthesise import Alike, synthesised
 from piper.simulate.costs import Talk, Unit
 from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans, of_schedule
-from piper.view.shade import shade_of
+from piper.view.facts import shade_of
 from piper.view.svg_grid import grid
 
 sys.path.append(str(Path(__file__).parents[1]))  # where `tests` is found

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from piper.cli.json_schema import schema_text
+from piper.cli.application import schema_text
 
 if __name__ == "__main__":
     (Path(__file__).parent / "schema.json").write_text(schema_text(), encoding="utf-8")

@@ -29,7 +29,7 @@ from piper.callbacks import (
     WeightsAndBiases,
     named_callbacks,
 )
-from piper.checkpoint.read_record import read_record
+from piper.checkpoint.metadata import read_record
 from piper.errors import ConfigError
 from piper.train.train_command import train_recipe
 from piper.train.train_options import TrainOptions

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from piper.cli import app_with, main
-from piper.cli.json_schema import json_schema, schema_text
+from piper.cli.application import json_schema, schema_text
 from piper.cli.reports import REPORTS, SCHEMA
 
 ROOT = Path(__file__).parents[1]

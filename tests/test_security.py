@@ -36,7 +36,7 @@ ALLOWED = {
     ("tuning/forked_calls.py", "result", "pickle.loads"),  # from a process that this one forked
     # Files of other programs: tensors, numbers, text and containers alone.
     ("checkpoint/dcp.py", "_stored", "torch.load"),
-    ("train/importing.py", "torch_source", "torch.load"),
+    ("train/other_programs.py", "torch_source", "torch.load"),
 }
 RUN = {
     ("workers/transport/serialize.py", "__init__", "exec"),  # captured code, of what `unpack` has read

@@ -9,7 +9,7 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.memory import MemoryUse
 from piper.simulate.timeline import Span, Timeline
-from piper.view.shade import caption, shade_of
+from piper.view.facts import caption, shade_of
 from piper.view.svg_writer import (
     LETTER,
     Legend,

@@ -7,7 +7,7 @@ from piper.ir.ids import PHASES
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.timeline import Span, Timeline
-from piper.view.shade import Shade, caption, shade_of
+from piper.view.facts import Shade, caption, shade_of
 from piper.view.svg_writer import Legend, drawing, element, hatched, hatching, hue, number, sheet, words
 
 MARGIN, HEADER, LANE, FOOT = 20.0, 62.0, 30.0, 52.0

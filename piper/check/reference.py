@@ -17,9 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map
 
-from piper.check.fp8_products import Fp8Products
+from piper.check.fp8_products import Fp8Products, shards_of
 from piper.check.plain_flex import plain_flex_attention
-from piper.check.product_shards import shards_of
 from piper.check.replay import Replay, ReplayError
 from piper.check.slicing import BatchSlicing, Slice, slicing_of, take
 from piper.ir.chunk import CapturedModel, Tags

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from piper.checkpoint.load import read_state
-from piper.checkpoint.read_record import read_record
+from piper.checkpoint.metadata import read_record
 from piper.checkpoint.save import Copied, RefusedError, copy_state
 from piper.checkpoint.storage import CheckpointReader, Written, write_parts
 from piper.checkpoint.verified_files import StorageError

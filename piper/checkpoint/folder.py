@@ -18,8 +18,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from piper.checkpoint.metadata import FILE, DamagedError, Record
-from piper.checkpoint.read_record import read_record
+from piper.checkpoint.metadata import FILE, DamagedError, Record, read_record
 from piper.checkpoint.storage import CheckpointReader, Written, index_of, sync
 from piper.checkpoint.target import (
     STEP,

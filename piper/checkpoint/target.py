@@ -11,8 +11,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from piper.checkpoint.metadata import FILE, FORMAT, OURS, DamagedError
-from piper.checkpoint.read_record import parse
+from piper.checkpoint.metadata import FILE, FORMAT, OURS, DamagedError, parse
 from piper.errors import ConfigError
 from piper.ir.format import listed
 

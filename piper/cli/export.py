@@ -48,7 +48,7 @@ def export(
     from piper.ir.dtypes import DTYPES
     from piper.ir.format import count, size
     from piper.recipe import load_recipe
-    from piper.train.exporting import checkpoint_of, export_state, export_values, form_for, recipe_of_run
+    from piper.train.other_programs import checkpoint_of, export_state, export_values, form_for, recipe_of_run
 
     if to is not None:
         deprecated("--to", "--format", gone="0.2")
@@ -99,7 +99,7 @@ def import_weights(
     """Make a run that goes on from a checkpoint of another program: `piper train --resume` trains it."""
     from piper.ir.format import count
     from piper.recipe import load_recipe
-    from piper.train.importing import import_start  # torch is paid for only where it is used
+    from piper.train.other_programs import import_start  # torch is paid for only where it is used
 
     made = import_start(recipe, load_recipe(recipe), weights, out)
     train = f"piper train {recipe} --out {made.folder} --resume"

@@ -22,8 +22,8 @@ from piper.directives.remat import remat
 from piper.directives.replicate import Replicate as Replicate
 from piper.directives.replicate import replicate
 from piper.directives.shard import Shard as Shard
+from piper.directives.shard import ShardAxis as ShardAxis
 from piper.directives.shard import shard
-from piper.directives.shard_axis import ShardAxis as ShardAxis
 from piper.directives.split import Split as Split
 from piper.directives.split import split
 from piper.errors import ScheduleError

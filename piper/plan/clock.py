@@ -6,7 +6,7 @@ from collections.abc import Iterable
 class StreamClock:
     """Follows a plan in issue order and keeps what each stream knows of the others' progress.
 
-    The proof in `plan/slots.py` keeps a clock of its own: it must not trust the one that plans are made with.
+    The proof in `plan/prove.py` keeps a clock of its own: it must not trust the one that plans are made with.
     """
 
     def __init__(self, streams: Iterable[str]) -> None:

@@ -13,9 +13,8 @@ from torch import Tensor
 from piper.checkpoint.compatibility import check_model, wanted_model
 from piper.checkpoint.folder import begun, commit
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
-from piper.checkpoint.metadata import Record, Spec
+from piper.checkpoint.metadata import Record, Spec, read_record
 from piper.checkpoint.plain_state import PlainState
-from piper.checkpoint.read_record import read_record
 from piper.checkpoint.storage import TensorRange, sync, write_parts
 from piper.checkpoint.target import target_of
 from piper.errors import ConfigError

@@ -11,7 +11,7 @@ from time import monotonic
 from torch import Tensor
 
 from piper.checkpoint.folder import candidates
-from piper.checkpoint.read_record import read_record
+from piper.checkpoint.metadata import read_record
 from piper.data.feed import Feed
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.job import Job

@@ -1,4 +1,4 @@
-"""A run's folder: its recipe, versions, metrics and checkpoints.
+"""A run's folder: its recipe, versions, metrics and checkpoints, and the lock that keeps others out.
 
 recipe.py     the recipe's source         strategy.txt  its directives       plan.txt  the plans in full
 run.json      recipe, seed, versions      metrics.jsonl one object a step    checkpoints/
@@ -7,13 +7,17 @@ events.jsonl  what happened to workers, where anything did      evaluations.json
 run.lock      held while the run lasts: who runs in the folder
 """
 
+import errno
+import fcntl
 import json
+import os
 import platform
 import re
 import shutil
+import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,7 +32,6 @@ from piper.job import Job, strategy_of
 from piper.plan.text import show_plans
 from piper.recipe import file_and_function
 from piper.run.run_events import Event
-from piper.train.lock import LOCK, read_lock
 from piper.version import VERSION
 from piper.view.provenance import FILE, METRICS, show_background
 from piper.view.subject import Provenance
@@ -248,3 +251,64 @@ def described(event: Event) -> str:
         case "preemption" | "resize":
             return f"Step {event.step}: {event.what}"
     assert_never(event.event)
+
+
+LOCK, FORMAT = "run.lock", "piper run"
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[str | None]:
+    """Hold the lock of a folder, and yield a warning if its file system has no locks.
+
+    The file stays when the lock is released: only the kernel's lock on it counts, so no lock is ever stale.
+    """
+    path = folder / LOCK
+    hint = "name a folder you own, on a disk with room: --out DIR"
+    with file_errors("the run's folder cannot be locked", folder, hint):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    warning, locked_here = None, True
+
+    def release() -> None:
+        nonlocal locked_here
+        if locked_here:  # once: another file may have the number of a descriptor that was closed
+            locked_here = False
+            os.close(descriptor)
+
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                "another run is using this folder",
+                by=str(folder),
+                facts={"holder": holder(descriptor)},
+                hint="wait for it or stop it, or name another folder with --out",
+            ) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            warning = f"{folder} cannot be locked ({error.strerror}): start no second run in it"
+        # A child shares the lock: one that outlives this process must not hold it.
+        os.register_at_fork(after_in_child=release)
+        about = {"format": FORMAT, "pid": os.getpid(), "host": socket.gethostname()}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, (json.dumps(about) + "\n").encode(), 0)
+        yield warning
+    finally:
+        release()
+
+
+def holder(descriptor: int) -> str:
+    """Return who holds a lock, in words."""
+    about = read_lock(os.pread(descriptor, 4096, 0))
+    return f"process {about['pid']} on {about['host']}" if about else "a process that has just started"
+
+
+def read_lock(data: bytes) -> dict[str, object] | None:
+    """Return what a lock file says of its holder; None: it is not a lock file of ours."""
+    try:
+        about = json.loads(data)
+        return about if about["format"] == FORMAT and {"pid", "host"} <= about.keys() else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -16,8 +16,7 @@ from time import perf_counter
 from rich.console import Console
 
 from piper.callbacks import Numbers, Running, StepNumbers
-from piper.checkpoint.metadata import DamagedError
-from piper.checkpoint.read_record import read_record
+from piper.checkpoint.metadata import DamagedError, read_record
 from piper.compiler import Program, compile
 from piper.data.taking import batches_of
 from piper.errors import ConfigError
@@ -36,10 +35,9 @@ from piper.runtime.worker import Options
 from piper.train.display import ConsoleLog, Stages, display, shown
 from piper.train.elastic_programs import SizeFile, sessions_of
 from piper.train.interrupt import Interrupts, PreemptedError, interrupts, preemptible
-from piper.train.lock import locked
 from piper.train.measure import Measure, Outcome, Rate, Reporter, RunSummary, tokens_in
 from piper.train.profiling import check_profile, profile_of, save_profile
-from piper.train.run_folder import EVALUATIONS, EventLog, LinesFile, choose, claim, prepare, record
+from piper.train.run_folder import EVALUATIONS, EventLog, LinesFile, choose, claim, locked, prepare, record
 from piper.train.train_options import TrainOptions, asked_job, check_options, recovering_asked, reserve
 from piper.view.provenance import METRICS
 from piper.workers.results import Batch, EvaluationResult

@@ -9,7 +9,7 @@ from typing import Literal
 from piper.directives import Directive, place, remat, replicate, shard, split
 from piper.directives.place import Place
 from piper.directives.replicate import Replicate
-from piper.directives.shard_axis import ShardAxis
+from piper.directives.shard import ShardAxis
 from piper.directives.split import Split
 from piper.errors import ConfigError
 from piper.ir.select import Asked, At, at

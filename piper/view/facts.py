@@ -1,19 +1,21 @@
 """The data of the page, as one object of columns: small, and quick to read in a browser."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from math import ceil, log10
 
 from piper.ir.devices import show
-from piper.ir.ids import AGAIN, SlotId
+from piper.ir.format import count, seconds
+from piper.ir.ids import AGAIN, Phase, SlotId, Tags
+from piper.plan.instr import Instr
 from piper.plan.ops import OPS, TRAVELS
 from piper.plan.plan import Plan
+from piper.simulate.account import account_of, mean_seconds
 from piper.simulate.memory import MemoryUse, memory_of
 from piper.simulate.timeline import Timeline
 from piper.view.cells import Pipeline, of_plans
 from piper.view.colours import DARK, LIGHT, Paper
-from piper.view.sentences import planned_and_measured, two_idles
-from piper.view.shade import caption, shade_of
 from piper.view.subject import Subject
 
 DIGITS = 7  # of the longest time: finer than a pixel of any screen
@@ -255,3 +257,93 @@ def measured_facts(subject: Subject, device: int, clock: TickScale) -> Columns:
     timeline = subject.measured[device]
     memory = memory_of(subject.plans.of(device), timeline)
     return {**clock.columns(timeline), "end": clock(timeline.end), "memory": memory_facts(memory, clock)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shade:
+    """The phase and microbatch an instruction works for; neither, if it works for the whole step."""
+
+    phase: Phase | None
+    part: tuple[int, ...]
+    again: bool = False  # a recomputed forward, or an instruction that serves one
+
+
+def shade_of(ins: Instr) -> Shade:
+    """Return the phase and microbatch of the pass that an instruction is or works for, or of its values."""
+    part = tuple(index for _, index in part_of(ins))
+    if ins.run is not None:
+        return Shade(phase=ins.run.phase, part=part, again=ins.run.again)
+    phase: Phase | None = "F" if ins.op == "load" else None
+    if OPS[ins.op].pattern == "pair":
+        (moved,) = ins.reads or ins.writes
+        phase = "F" if moved.kind == "output" else "B"
+    return Shade(phase=phase, part=part)
+
+
+def part_of(ins: Instr) -> Tags:
+    """Return the microbatch that an instruction works for."""
+    if ins.run is not None:
+        return ins.run.part
+    slots = (*ins.reads, *ins.writes)
+    return ins.part or next((slot.part for slot in slots if slot.part), ())
+
+
+def caption(ins: Instr) -> str:
+    """Return an instruction in one or two words, for its bar."""
+    if ins.op == "compute":
+        run = ins.computes
+        return f"{AGAIN if run.again else run.phase} {run.chunk}"
+    return OPS[ins.travels_as].caption
+
+
+SHARED = {  # by launcher: what devices share on CPUs, and the plan does not know
+    "inline": "Here the devices are threads of one process, which share cores and the interpreter's lock.",
+    "local": "Here the devices are processes of one machine, which share its cores.",
+}
+KINDS = ("computing", "communication that no computing hides", "waiting and gaps")
+
+
+def two_idles(subject: Subject, pipeline: Pipeline) -> str:
+    """Return why devices are idle for another fraction of simulated time than of the schedule's units.
+
+    Empty: one device waits for no other.
+    """
+    if len(subject.devices) == 1:
+        return ""
+    simulated = subject.planned
+    step = simulated.step or 1.0
+    _, exposed, _ = simulated.mean
+    return (
+        "In units a backward takes twice a forward and transfers take nothing: the schedule alone leaves "
+        f"devices idle for {share(pipeline.idle)}. In the simulated time of {subject.clock} they are idle "
+        f"for {share(simulated.bubble)}: {share(exposed / step)} in communication that no computing hides, "
+        "the rest while they wait for passes of other devices, which are not all equally long."
+    )
+
+
+def planned_and_measured(subject: Subject) -> str:
+    """Return how a measured step differs from the planned one, and why. Empty: nothing was measured."""
+    if not subject.measured:
+        return ""
+    planned, took = subject.planned.step, max(line.end for line in subject.measured.values())
+    programs = {device: n for n, plan in enumerate(subject.plans) for device in plan.devices}
+    before = mean_seconds([subject.planned.accounts[programs[device]] for device in subject.measured])
+    after = mean_seconds(
+        [account_of(subject.plans.of(device), line, took) for device, line in subject.measured.items()]
+    )
+    parts = "; ".join(
+        f"{kind} {seconds(now)} (planned {seconds(then)})"
+        for kind, now, then in zip(KINDS, after, before, strict=True)
+    )
+    most = max(range(len(KINDS)), key=lambda kind: abs(after[kind] - before[kind]))
+    return (
+        f"Measured {seconds(took)}, planned {seconds(planned)}: {took / planned:.2g} times. On average over "
+        f"{count(len(subject.measured), 'measured device')}: {parts}. Most of the difference is "
+        f"{KINDS[most]}. The plan takes its times from {subject.clock} and assumes that each device has its "
+        f"processor to itself and that the host is never late. {SHARED.get(subject.on, '')}"
+    ).strip()
+
+
+def share(value: float) -> str:
+    """Return a fraction as text, with the digits that the page shows."""
+    return f"{100 * value:.{1 if value < 0.0995 else 0}f} %"

@@ -12,8 +12,7 @@ import torch
 from piper.checkpoint import folder as folders
 from piper.checkpoint import storage
 from piper.checkpoint.folder import begin, commit, latest, retain, settled, step_path
-from piper.checkpoint.metadata import Record, Spec
-from piper.checkpoint.read_record import read_record
+from piper.checkpoint.metadata import Record, Spec, read_record
 from piper.checkpoint.storage import CheckpointReader, TensorRange, index_of, write_parts
 from piper.errors import ConfigError
 

@@ -27,8 +27,7 @@ from piper.errors import ConfigError
 from piper.ir.select import at
 from piper.job import Checkpoint, Job
 from piper.run.launch import launch
-from piper.train.exporting import export_state
-from piper.train.importing import import_start, source_of
+from piper.train.other_programs import export_state, import_start, source_of
 from tests import warm
 from tests.checkpoint.fsdp2_peer import WORLD, Net, adamw, batches, warmup
 

@@ -7,7 +7,7 @@ import pytest
 
 from piper.checkpoint import folder as folders
 from piper.checkpoint.folder import Retention, latest, retain, step_path
-from piper.checkpoint.read_record import read_record
+from piper.checkpoint.metadata import read_record
 from piper.checkpoint.target import UndroppedError
 from tests.checkpoint.test_target import save
 

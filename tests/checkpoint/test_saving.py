@@ -16,8 +16,7 @@ from torch import Tensor
 from piper.checkpoint import storage
 from piper.checkpoint.compatibility import check_model, check_trainer
 from piper.checkpoint.folder import latest, step_path
-from piper.checkpoint.metadata import Record, Spec, Trainer, seal
-from piper.checkpoint.read_record import read_record
+from piper.checkpoint.metadata import Record, Spec, Trainer, read_record, seal
 from piper.checkpoint.storage import write_file
 from piper.checkpoint.verified_files import FileRecord
 from piper.compiler import Program, compile

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from piper.checkpoint.folder import begin, commit, step_path
-from piper.checkpoint.metadata import Record, Spec
-from piper.checkpoint.read_record import read_record
+from piper.checkpoint.metadata import Record, Spec, read_record
 from piper.checkpoint.storage import TensorRange, index_of, write_parts
 from piper.checkpoint.target import MARK, UnwrittenError, remove, target_of
 from piper.errors import ConfigError

@@ -20,8 +20,8 @@ from torch.optim import SGD, Optimizer
 
 from piper.compiler import Program, compile
 from piper.errors import LaunchError, WorkerError
+from piper.run.elastic import MOVED
 from piper.run.launch import launch_local
-from piper.run.moving_states import MOVED
 from piper.run.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options

@@ -6,8 +6,7 @@ import pytest
 
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans, Slot
-from piper.plan.prove import problems_of
-from piper.plan.slots import SlotProof
+from piper.plan.prove import SlotProof, problems_of
 from tests.slots import slot, slots
 
 BYTES = Slot(nbytes=8)

@@ -4,7 +4,7 @@ import pytest
 
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Slot
-from piper.plan.slots import SlotProof
+from piper.plan.prove import SlotProof
 from tests.slots import slot
 
 A = slot("a")

@@ -24,9 +24,8 @@ from piper.directives import Directive, protect, replicate
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.ir.select import at
 from piper.job import Job
-from piper.run.elastic import ElasticRecovery
+from piper.run.elastic import MOVED, ElasticRecovery
 from piper.run.launch import launch_inline
-from piper.run.moving_states import MOVED
 from piper.run.recovery import recovering
 from piper.run.retrying import Disk
 from piper.run.run import Run

@@ -24,9 +24,8 @@ from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.job import strategy_of
 from piper.run.driver_checkpoints import write_version
-from piper.run.elastic import ElasticRange, ElasticRecovery
+from piper.run.elastic import MOVED, ElasticRange, ElasticRecovery, try_lock
 from piper.run.launch import launch_inline
-from piper.run.moving_states import MOVED, try_lock
 from piper.run.recovery import recovering
 from piper.run.retrying import Disk
 from piper.run.run import Run

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from piper.run import moving_states
-from piper.run.moving_states import MOVED, MovingStates, locked_folder, remove_left
+from piper.run.elastic import MOVED, MovingStates, locked_folder, remove_left, try_lock
 from tests.run import test_elastic as elastic
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +21,7 @@ BOUND = 60.0  # seconds in which a process does what it is about to do
 PROGRAM = """
 import json, os, signal, sys
 from pathlib import Path
-from piper.run.moving_states import MovingStates
+from piper.run.elastic import MovingStates
 states = MovingStates()
 (states.path / "moved").mkdir()
 (states.path / "moved" / "state").write_text("half")
@@ -73,7 +72,7 @@ def eventually(met: Callable[[], bool]) -> None:
 
 
 def locked(path: Path) -> bool:
-    with moving_states.try_lock(path) as lock:
+    with try_lock(path) as lock:
         return lock is None
 
 

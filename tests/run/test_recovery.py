@@ -25,8 +25,8 @@ from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.plan.plan import Plans
 from piper.run.driver_checkpoints import write_version
+from piper.run.elastic import MOVED
 from piper.run.launch import launch_inline
-from piper.run.moving_states import MOVED
 from piper.run.recovery import Recovery, recovering
 from piper.run.retrying import Disk
 from piper.run.run import Run

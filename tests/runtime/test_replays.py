@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from piper.checkpoint.load import read_state
-from piper.checkpoint.read_record import read_record
+from piper.checkpoint.metadata import read_record
 from piper.checkpoint.storage import CheckpointReader
 from piper.compiler import Program, compile
 from piper.directives import split

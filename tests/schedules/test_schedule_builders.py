@@ -13,9 +13,9 @@ from piper.errors import ScheduleError
 from piper.ir.select import at
 from piper.schedules.action import is_overlap
 from piper.schedules.grid import orders
-from piper.schedules.grid_check import validate
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.timing import makespan, timeline
+from piper.schedules.torch_csv import validate
 from piper.view.text_grid import picture
 from tests.schedules.activations import peak_activations
 

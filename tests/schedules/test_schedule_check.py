@@ -5,7 +5,7 @@ import pytest
 from piper.errors import ScheduleError
 from piper.schedules.action import Action, parse_group
 from piper.schedules.grid import Grid
-from piper.schedules.grid_check import validate
+from piper.schedules.torch_csv import validate
 
 MISSING_HINT = "hint:  a stage runs F and B, or F, I and W, for each microbatch"
 DEADLOCK_HINT = "each rank runs its row in order: move what is waited for before what waits"

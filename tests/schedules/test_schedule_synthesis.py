@@ -15,10 +15,10 @@ from piper.ir.select import at
 from piper.schedules import Memory, Placement, StageCosts, synthesise
 from piper.schedules.action import Action
 from piper.schedules.grid import Grid, orders
-from piper.schedules.grid_check import validate
 from piper.schedules.names import NAMES
 from piper.schedules.synthesis.synthesise import Alike, summary, synthesised
 from piper.schedules.timing import makespan, peak_bytes, timeline
+from piper.schedules.torch_csv import validate
 from piper.view.text_grid import picture
 from tests.schedules.synthesis_cases import Case, cases, compiled_step, replay, transfers_meet
 

@@ -18,7 +18,7 @@ from piper.checkpoint.folder import latest
 from piper.checkpoint.target import UndroppedError, unwritten
 from piper.errors import ConfigError
 from piper.train.interrupt import interrupts
-from piper.train.lock import locked
+from piper.train.run_folder import locked
 from piper.workers.results import StepResult
 from tests.train.conftest import Piper
 from tests.train.counting import Counting
@@ -26,7 +26,7 @@ from tests.train.counting import Counting
 HOLD = """
 import os, signal, sys, time
 from pathlib import Path
-from piper.train.lock import locked
+from piper.train.run_folder import locked
 with locked(Path(sys.argv[1])):
     if len(sys.argv) > 2 and os.fork() == 0:
         print(os.getpid(), flush=True)
@@ -40,7 +40,7 @@ LEAVE = """
 import os, sys
 from contextlib import ExitStack
 from pathlib import Path
-from piper.train.lock import locked
+from piper.train.run_folder import locked
 with ExitStack() as held:
     held.enter_context(locked(Path(sys.argv[1])))
     if os.fork() == 0:

@@ -8,7 +8,7 @@ from piper.simulate.account import account_of
 from piper.simulate.simulate import Simulation
 from piper.simulate.timeline import Span, Timeline
 from piper.view.cells import Cell, Pipeline
-from piper.view.sentences import planned_and_measured, two_idles
+from piper.view.facts import planned_and_measured, two_idles
 from piper.view.subject import Subject
 from tests.chain import chain
 
