@@ -16,8 +16,7 @@ from piper.simulate.prices import CLUSTER, prices_of
 from piper.simulate.profile import ABOUT, FOLDER, read_profile
 from piper.view import plan_trace, report, svg_writer
 from piper.view.cells import of_plans
-from piper.view.provenance import FILE, read_background, read_losses, subject_from
-from piper.view.subject import Subject
+from piper.view.provenance import FILE, Subject, read_background, read_losses, subject_from
 from piper.view.svg_grid import grid
 
 CPU = "cpu"

@@ -19,13 +19,13 @@ from piper.capture.trace.returned import Prediction
 from piper.capture.trace.trace import Traced
 from piper.compiler.locate_errors import locate_errors
 from piper.compiler.optimizer_facts import OptimizerFacts, facts_of_optimizer
-from piper.compiler.requests import requests_of
 from piper.compiler.shared_state import check_same_state, holder_of, reads_state_of
 from piper.compiler.slices import (
     capture_slices,
     check_sums,
     likely_rows,
     outline_by_slice,
+    requests_of,
     samples_of_group,
     uneven_slices,
 )

@@ -14,9 +14,8 @@ from piper.process.files import write_output
 from piper.simulate.prices import prices_of
 from piper.simulate.simulate import Simulation, simulate
 from piper.view.cells import of_plans, stage_tags
-from piper.view.provenance import subject_from
+from piper.view.provenance import Provenance, StrategyLine, subject_from
 from piper.view.report import MARK, page
-from piper.view.subject import Provenance, StrategyLine
 from piper.view.svg_grid import grid
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The samples that a chunk gets at a time, and the code for each such slice."""
+"""The samples that a chunk gets at a time, the code for each such slice, and what is sharded along axes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,10 @@ from piper.capture.trace.sliced_losses import may_be_sum, sums_over_samples
 from piper.capture.trace.trace import Traced
 from piper.directives import Directive, Place, Replicate, Shard, ShardAxis, Split
 from piper.errors import CaptureError, ScheduleError
-from piper.ir.chunk import CapturedModel
+from piper.ir.chunk import CapturedModel, Tags
 from piper.ir.chunk_options import CodeOptions
 from piper.ir.graph import Graph
+from piper.ir.mesh import Axis, Mesh, mesh_of
 from piper.lower.validate import parts_of
 
 
@@ -111,3 +112,34 @@ def uneven_slices(traced: Traced, graph: Graph, samples: int) -> tuple[str, ...]
         "microbatches whose numbers differ then train on another loss than one device. Return (sum, weight): "
         "see piper.losses",
     )
+
+
+def requests_of(graph: Graph, strategy: Sequence[Directive]) -> list[Request]:
+    """Return what each `shard` over an axis asks, for the regions where no later directive took its place."""
+    sizes = {node.chunk: len(node.devices) for node in graph.nodes.values()}
+    regions: dict[int, dict[Tags, Mesh]] = {}
+    for chunk in graph.outline.chunks:
+        axes = graph.policy(chunk.name).axes
+        mesh = mesh_of(
+            tuple(range(sizes[chunk.name])), (Axis(name=held.axis, degree=held.degree) for held in axes)
+        )
+        for held in axes:
+            regions.setdefault(held.origin, {})[chunk.tags] = mesh
+    requests = []
+    for number, directive in enumerate(strategy):
+        if isinstance(directive, ShardAxis) and number in regions:
+            degree = directive.ways if directive.ways is not None else len(directive.devices)
+            requests.append(
+                Request(
+                    by=directive.title(number),
+                    axis=directive.axis,
+                    degree=degree,
+                    weights=dict(directive.weights),
+                    batch=dict(directive.batch),
+                    between=directive.between,
+                    attention=directive.attention,
+                    zigzag=directive.balance == "zigzag",
+                    regions=regions[number],
+                )
+            )
+    return requests

@@ -33,8 +33,7 @@ from piper.plan.text import show_plans
 from piper.recipe import file_and_function
 from piper.run.run_events import Event
 from piper.version import VERSION
-from piper.view.provenance import FILE, METRICS, show_background
-from piper.view.subject import Provenance
+from piper.view.provenance import FILE, METRICS, Provenance, show_background
 
 RUNS = "runs"  # where folders without a given name go
 EVALUATIONS, EVENTS, ABOUT = "evaluations.jsonl", "events.jsonl", "run.json"

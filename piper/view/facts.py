@@ -15,8 +15,8 @@ from piper.simulate.account import account_of, mean_seconds
 from piper.simulate.memory import MemoryUse, memory_of
 from piper.simulate.timeline import Timeline
 from piper.view.cells import Pipeline, of_plans
-from piper.view.colours import DARK, LIGHT, Paper
-from piper.view.subject import Subject
+from piper.view.provenance import Subject
+from piper.view.svg_writer import DARK, LIGHT, Paper
 
 DIGITS = 7  # of the longest time: finer than a pixel of any screen
 MOST_AT_PEAK = 8  # slots that are listed as live at the peak

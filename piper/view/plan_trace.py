@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from piper.ir.devices import in_words
 from piper.simulate.trace_events import Process, chrome_trace
-from piper.view.subject import Subject
+from piper.view.provenance import Subject
 
 MARK = '"Piper"'  # shows that Piper wrote a trace, which may then be replaced
 

@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from piper.version import VERSION
 from piper.view.facts import facts_of
-from piper.view.subject import Subject
+from piper.view.provenance import Subject
 
 MARK = " · Piper</title>"  # shows that Piper wrote a page, which may then be replaced
 SCRIPTS = (

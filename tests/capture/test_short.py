@@ -10,7 +10,7 @@ import piper
 from piper.capture.layers.short import ShortCapturing, short_capturing
 from piper.capture.recordings import Capturing, Recordings, fields_of
 from piper.capture.shard.request import Request
-from piper.compiler.requests import requests_of
+from piper.compiler.slices import requests_of
 from piper.directives import Directive, apply
 from piper.ir.chunk_options import CodeOptions
 from piper.ir.graph import start

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from piper.capture.shard.request import Request, ShardedModel, shard_model
 from piper.compiler import Program, compile
-from piper.compiler.requests import requests_of
+from piper.compiler.slices import requests_of
 from piper.directives import Directive, apply, shard
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.graph import start

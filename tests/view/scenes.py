@@ -11,7 +11,7 @@ from piper.simulate.costs import Roofline
 from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import simulate
 from piper.simulate.timeline import Span, Timeline
-from piper.view.subject import StrategyLine, Subject
+from piper.view.provenance import StrategyLine, Subject
 from tests.chain import chain
 from tests.lower.lowering import lower
 

@@ -11,9 +11,8 @@ from piper.errors import ConfigError
 from piper.plan.text import read_plans, show_plans
 from piper.simulate.prices import prices_of
 from piper.simulate.profile import fingerprint
-from piper.view.provenance import FILE, read_background, show_background, subject_from
+from piper.view.provenance import FILE, Provenance, Subject, read_background, show_background, subject_from
 from piper.view.report import page
-from piper.view.subject import Provenance, Subject
 from tests.chain import chain
 from tests.view.scenes import again, deep, demo
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import pytest
 
+from piper.view.provenance import Subject
 from piper.view.report import page
-from piper.view.subject import Subject
 from tests.lower.test_collectives import plain
 from tests.view.scenes import again, deep, demo, long, measured
 

@@ -9,7 +9,7 @@ from piper.simulate.simulate import Simulation
 from piper.simulate.timeline import Span, Timeline
 from piper.view.cells import Cell, Pipeline
 from piper.view.facts import planned_and_measured, two_idles
-from piper.view.subject import Subject
+from piper.view.provenance import Subject
 from tests.chain import chain
 
 INSTRS = (

@@ -9,9 +9,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
-from piper.schedules.synthesis.blocks import KNOWN, BuildingBlock, neighbour, random_block, times_of
+from piper.schedules.synthesis.blocks import (
+    KNOWN,
+    BuildingBlock,
+    neighbour,
+    priorities,
+    random_block,
+    times_of,
+)
 from piper.schedules.synthesis.list_schedulers import Schedule, by_priority, in_sequence
-from piper.schedules.synthesis.priorities import priorities
 from piper.schedules.synthesis.problem import Problem, W
 
 CLOSE = 1e-9  # a relative difference of makespans that is rounding
