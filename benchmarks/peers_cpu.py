@@ -24,9 +24,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroB
 import piper
 from piper.models import decoder
 from piper.models.causal import mean_cross_entropy
-from piper.selftest.crew import Processes
 from piper.selftest.peers import PEERS, Peer, Step, Training, compare, in_stages, pipeline_step, whole_step
-from piper.selftest.rank_process import Rank
+from piper.selftest.rank_process import Processes, Rank
 from piper.workers.transport.fork_server import ForkServer
 
 CONFIG = decoder.Config(vocab=1024, dim=256, layers=8, heads=8, kv_heads=8, head_dim=32, hidden=640)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 
 from piper.directives import Directive, place, replicate, shard, split
-from piper.directives.arguments import check_value
+from piper.directives.base import check_value
 from piper.directives.replicate import ZERO, ZERO_LEVELS
 from piper.errors import ScheduleError
 from piper.ir.numbers import is_whole

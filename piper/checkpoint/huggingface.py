@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from piper.checkpoint.compatibility import differences_in
 from piper.checkpoint.folder import begun, take_place
+from piper.checkpoint.metadata import differences_in
 from piper.checkpoint.storage import sync
 from piper.checkpoint.target import EXPORT, MARK, target_of
 from piper.errors import ConfigError

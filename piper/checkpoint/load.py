@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from piper.checkpoint.bucket_spans import length_of, saved_buckets, spans
-from piper.checkpoint.compatibility import can_keep
 from piper.checkpoint.folder import settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named
-from piper.checkpoint.metadata import FILE, DamagedError, Record, name_in_group, read_record
+from piper.checkpoint.metadata import FILE, DamagedError, Record, can_keep, name_in_group, read_record
 from piper.checkpoint.save import RefusedError, buffer_parts, copied, range_of
 from piper.checkpoint.storage import CheckpointReader, TensorRange
 from piper.checkpoint.verified_files import StorageError

@@ -1,4 +1,4 @@
-"""What a verb answers, and the one place where it is printed: as text, or with `--json` as one object."""
+"""What verbs share: options, exit codes, and the one place where an answer is printed, as text or as JSON."""
 
 import inspect
 import json
@@ -8,13 +8,48 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from piper.cli.options import SUCCESS
 from piper.cli.reports import SCHEMA, FailureReport, Report
 from piper.errors import PiperError
+
+SUCCESS = 0
+NO = 1  # the answer of a check
+USER_ERROR = 2
+PREEMPTED = 75  # EX_TEMPFAIL: try again
+INTERRUPTED = 130  # as a shell has it after Ctrl-C
+
+Recipe = Annotated[str, typer.Argument(help="file.py:function, which returns a piper.Job", metavar="RECIPE")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu or cuda; else CUDA where there is any.", metavar="cpu|cuda")
+]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Run chunks as Inductor compiles them; kept in ~/.cache/piper.")
+]
+CostsFile = Annotated[
+    Path | None,
+    typer.Option("--costs", help="Measured costs, from `piper profile --calibrate`.", metavar="FILE"),
+]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="a100, h100, h200, b200, cpu, or a TOML file; with --costs, only its links.",
+        metavar="NAME|FILE",
+    ),
+]
+StrategyFile = Annotated[
+    Path | None,
+    typer.Option("--strategy", help="A JSON strategy in place of the recipe's own.", metavar="FILE"),
+]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option("--out", help="The run's folder; else runs/recipe-function, numbered.", metavar="DIR"),
+]
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 

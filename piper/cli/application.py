@@ -20,8 +20,7 @@ from typing import (
 import typer
 from rich.console import Console
 
-from piper.cli.answer import with_json
-from piper.cli.options import USER_ERROR
+from piper.cli.answer import USER_ERROR, with_json
 from piper.cli.reports import REPORTS, SCHEMA, FailureReport
 from piper.errors import PiperError
 from piper.version import VERSION

@@ -8,8 +8,7 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from piper.cli.answer import Answer
-from piper.cli.options import ClusterName, CostsFile
+from piper.cli.answer import Answer, ClusterName, CostsFile
 from piper.cli.plan import moved
 from piper.cli.reports import ChangesReport, DiffReport, SeatReport, ShiftedReport, SideReport
 from piper.ir.chunk import CapturedModel

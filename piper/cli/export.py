@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.answer import Answer
-from piper.cli.options import Recipe, RunFolder
+from piper.cli.answer import Answer, Recipe, RunFolder
 from piper.cli.reports import ExportReport
 from piper.errors import ConfigError, deprecated
 

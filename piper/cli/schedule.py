@@ -9,8 +9,7 @@ import typer
 from piper.cli.answer import Answer
 from piper.errors import ConfigError
 from piper.process.files import write_output
-from piper.schedules.action import group_text
-from piper.schedules.grid import Grid
+from piper.schedules.grid import Grid, group_text
 from piper.schedules.names import SYNTHESISED, grid_for, known
 from piper.schedules.synthesis.synthesise import Alike, summary, synthesised
 from piper.schedules.timing import UNIT, Costs

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from piper.cli.answer import Answer
-from piper.cli.options import ClusterName, Compile, CostsFile, Recipe, StrategyFile
+from piper.cli.answer import Answer, ClusterName, Compile, CostsFile, Recipe, StrategyFile
 from piper.cli.reports import LengthStepReport, MoveReport, SimulateReport
 from piper.ir.devices import show
 from piper.ir.dtypes import DTYPES

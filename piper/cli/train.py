@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 import typer
 from rich.console import Console
 
-from piper.cli.answer import Answer
-from piper.cli.options import INTERRUPTED, PREEMPTED, Compile, Device, Recipe, RunFolder, StrategyFile
+from piper.cli.answer import INTERRUPTED, PREEMPTED, Answer, Compile, Device, Recipe, RunFolder, StrategyFile
 from piper.cli.reports import RankReport, TrainReport
 from piper.train.interrupt import GRACE
 from piper.workers.rank_zero import on_rank_zero

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.answer import Answer
-from piper.cli.options import Compile, CostsFile, StrategyFile
+from piper.cli.answer import Answer, Compile, CostsFile, StrategyFile
 from piper.errors import ConfigError
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans

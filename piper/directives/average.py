@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from piper.directives.arguments import FRACTION, argument, whole
-from piper.directives.base import ChunkDirective, checked_devices, registered
+from piper.directives.base import FRACTION, ChunkDirective, argument, checked_devices, registered, whole
 from piper.errors import ScheduleError
 from piper.ir.averaging import Averaging, OuterStep
 from piper.ir.devices import Devices, show

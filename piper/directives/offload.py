@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from piper.directives.arguments import SIZE, argument, one_of, whole
-from piper.directives.base import ChunkDirective, registered
+from piper.directives.base import SIZE, ChunkDirective, argument, one_of, registered, whole
 from piper.directives.remat import saving_chunks
 from piper.ir.chunk_options import HostCopies
 from piper.ir.graph import Graph

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from piper.directives.arguments import argument
 from piper.directives.base import (
     Directive,
+    argument,
     check_tags,
     given_filter,
     registered,

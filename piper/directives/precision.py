@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from piper.directives.arguments import argument, one_of
-from piper.directives.base import ChunkDirective, registered
+from piper.directives.base import ChunkDirective, argument, one_of, registered
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.node import Compute

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import cast
 
-from piper.directives.arguments import argument, one_of, whole
-from piper.directives.base import ChunkDirective, registered
+from piper.directives.base import ChunkDirective, argument, one_of, registered, whole
 from piper.errors import ScheduleError
 from piper.ir.chunk_options import APART, Apart, Protection, StateCopies
 from piper.ir.graph import Graph

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from piper.directives.arguments import FRACTION, argument
-from piper.directives.base import ChunkDirective, given_tag, registered
+from piper.directives.base import FRACTION, ChunkDirective, argument, given_tag, registered
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.ids import show_part

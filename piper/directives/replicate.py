@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from piper.directives.arguments import POSITIVE_SIZE, argument, one_of, whole
-from piper.directives.base import PlacingDirective, registered
+from piper.directives.base import POSITIVE_SIZE, PlacingDirective, argument, one_of, registered, whole
 from piper.errors import ScheduleError
 from piper.ir.graph import Graph
 from piper.ir.node import Compute

@@ -3,8 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from piper.directives.arguments import argument, one_of, whole
-from piper.directives.base import Directive, PlacingDirective, group_size, registered, source_line
+from piper.directives.base import (
+    Directive,
+    PlacingDirective,
+    argument,
+    group_size,
+    one_of,
+    registered,
+    source_line,
+    whole,
+)
 from piper.errors import ScheduleError
 from piper.ir.chunk import ROUTED, Chunk, Output
 from piper.ir.chunk_options import AxisPolicy, Policy

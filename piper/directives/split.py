@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from piper.directives.arguments import argument, whole
-from piper.directives.base import Directive, check_whole, registered, selected, touched
+from piper.directives.base import Directive, argument, check_whole, registered, selected, touched, whole
 from piper.errors import ScheduleError
 from piper.ir.graph import ChunkRun, Graph, Index, inputs_from_chunks
 from piper.ir.node import Compute

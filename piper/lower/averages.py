@@ -8,8 +8,7 @@ from piper.ir.averaging import Averaging
 from piper.ir.devices import show
 from piper.ir.ids import SlotId, state_slot
 from piper.ir.node import SlotNode, Update
-from piper.lower.edit import SequenceEdit
-from piper.lower.state import LoweringState
+from piper.lower.state import LoweringState, SequenceEdit
 from piper.plan.bucket import Bucket
 from piper.plan.groups import ChangedDevices, fragments_of
 from piper.plan.plan import Comm, Plan

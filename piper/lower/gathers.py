@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from piper.ir.ids import SlotId, param_slot
 from piper.ir.node import Compute, Gather
-from piper.lower.edit import SequenceEdit
 from piper.lower.sequence import UseRun, computes_by_set, joint_runs, pass_at, use_runs
-from piper.lower.state import LoweringState
+from piper.lower.state import LoweringState, SequenceEdit
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
 from piper.plan.weight_rows import gathered_nbytes

@@ -10,9 +10,8 @@ from piper.ir.chunk_options import HostCopies
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, SlotKind, Tags
 from piper.ir.node import Compute, Node, SlotNode, Transfer
-from piper.lower.edit import SequenceEdit
 from piper.lower.sequence import computes_by_set
-from piper.lower.state import LoweringState
+from piper.lower.state import LoweringState, SequenceEdit
 from piper.plan.plan import Slot
 
 KINDS: tuple[SlotKind, ...] = ("output", "saved", "kept", "carried")

@@ -8,9 +8,8 @@ from piper.ir.chunk_options import Protection, StateCopies
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, buffer_slot, param_slot, state_slot
 from piper.ir.node import Mirror, Norm, SlotNode
-from piper.lower.edit import SequenceEdit
 from piper.lower.placements import placements_of
-from piper.lower.state import LoweringState
+from piper.lower.state import LoweringState, SequenceEdit
 from piper.plan.plan import Slot
 from piper.plan.updates import Ownership, Share, held_by_all
 

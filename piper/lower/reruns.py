@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from piper.ir.ids import SlotId
 from piper.ir.node import Compute
-from piper.lower.edit import SequenceEdit
-from piper.lower.state import LoweringState
+from piper.lower.state import LoweringState, SequenceEdit
 from piper.plan.plan import Slot
 
 

@@ -7,10 +7,9 @@ from piper.errors import ScheduleError
 from piper.ir.chunk_options import HostCopies
 from piper.ir.ids import SlotId, param_slot, state_slot
 from piper.ir.node import Node, Update
-from piper.lower.edit import SequenceEdit
 from piper.lower.offloads import CopyBack, CopyOut, fetched
 from piper.lower.sequence import computes_by_set
-from piper.lower.state import LoweringState
+from piper.lower.state import LoweringState, SequenceEdit
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
 

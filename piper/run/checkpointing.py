@@ -12,10 +12,20 @@ from torch import Tensor
 
 from piper.checkpoint.background import Done
 from piper.checkpoint.bucket_spans import held_names
-from piper.checkpoint.compatibility import changes_in_training, check_model, check_trainer, wanted_model
 from piper.checkpoint.folder import Retention, begun, commit, discard, settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
-from piper.checkpoint.metadata import FILE, DamagedError, Spec, Trainer, name_in_group, read_record
+from piper.checkpoint.metadata import (
+    FILE,
+    DamagedError,
+    Spec,
+    Trainer,
+    changes_in_training,
+    check_model,
+    check_trainer,
+    name_in_group,
+    read_record,
+    wanted_model,
+)
 from piper.checkpoint.save import Copied, name_of, record_of
 from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, write_parts
 from piper.checkpoint.target import target_of, unwritten

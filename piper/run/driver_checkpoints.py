@@ -10,10 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.checkpoint.compatibility import check_model, wanted_model
 from piper.checkpoint.folder import begun, commit
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
-from piper.checkpoint.metadata import Record, Spec, read_record
+from piper.checkpoint.metadata import Record, Spec, check_model, read_record, wanted_model
 from piper.checkpoint.plain_state import PlainState
 from piper.checkpoint.storage import TensorRange, sync, write_parts
 from piper.checkpoint.target import target_of

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
-from piper.schedules.action import Group
-from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
+from piper.schedules.grid import Grid, Group, Row, Stage, need_whole, orders
 from piper.schedules.names import fixed
 from piper.schedules.row_builder import RowWriter
 

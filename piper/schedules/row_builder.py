@@ -4,8 +4,7 @@ from collections import Counter, deque
 from dataclasses import replace
 from typing import Literal
 
-from piper.schedules.action import Action, Group
-from piper.schedules.grid import Row
+from piper.schedules.grid import Action, Group, Row
 
 
 class RowWriter:

@@ -1,15 +1,189 @@
-"""The start time of each group of a grid, from the costs of the phases, and the activations held."""
+"""What stages cost, hold and where they run; from it the start of each group of a grid, and what is held."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Self
 
 from piper.errors import ScheduleError
 from piper.ir.chunk import Phase
-from piper.schedules.action import Action, Group, group_text
-from piper.schedules.grid import Grid
-from piper.schedules.stages import Memory, StageCosts
+from piper.ir.numbers import is_number
+from piper.schedules.grid import Action, Grid, Group, group_text, need_whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """Say how long each stage's passes take on one microbatch, in any one unit of time.
+
+    A whole backward takes `inputs + weights`. `hop` is the time from the end of a pass to the arrival of its
+    result on another rank: one number, or one for each boundary between a stage and the next.
+    """
+
+    forward: Sequence[float]  # F of each stage
+    inputs: Sequence[float]  # BI of each stage: gradients of its inputs
+    weights: Sequence[float]  # BW of each stage: gradients of its parameters
+    hop: float | Sequence[float] = 0.0
+
+    def __post_init__(self) -> None:
+        forward = need_numbers("forward", self.forward, None, by="StageCosts")
+        object.__setattr__(self, "forward", forward)
+        for name in ("inputs", "weights"):
+            times = need_numbers(name, getattr(self, name), len(forward), by="StageCosts")
+            object.__setattr__(self, name, times)
+        if isinstance(self.hop, int | float):
+            need_numbers("hop", (self.hop,), 1, by="StageCosts")
+        else:
+            object.__setattr__(self, "hop", need_numbers("hop", self.hop, len(forward) - 1, by="StageCosts"))
+        if not any(map(sum, (self.forward, self.inputs, self.weights))):
+            raise ScheduleError(
+                "no pass of any stage takes time", by="StageCosts", hint="give at least one time above 0"
+            )
+
+    @classmethod
+    def even(
+        cls, stages: int, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, hop: float = 0.0
+    ) -> Self:
+        """Return the costs of stages that are all alike."""
+        need_whole("StageCosts.even", stages=stages)
+        return cls(forward=[forward] * stages, inputs=[inputs] * stages, weights=[weights] * stages, hop=hop)
+
+    @property
+    def stages(self) -> int:
+        """Return the number of stages."""
+        return len(self.forward)
+
+    def of(self, stage: int, phase: Phase) -> float:
+        """Return the time of one pass of a stage."""
+        match phase:
+            case "F":
+                return self.forward[stage]
+            case "BI":
+                return self.inputs[stage]
+            case "BW":
+                return self.weights[stage]
+            case "B":
+                return self.inputs[stage] + self.weights[stage]
+
+    def hop_between(self, stage: int, other: int) -> float:
+        """Return the transfer time between neighbouring stages on different ranks, in either direction."""
+        return self.hop if isinstance(self.hop, int | float) else self.hop[min(stage, other)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Say which rank runs each stage: `Placement(ranks=(0, 1, 1, 0))` is a V over two ranks."""
+
+    ranks: Sequence[int]  # one for each stage; every rank from 0 on has at least one stage
+
+    def __post_init__(self) -> None:
+        found = tuple(self.ranks)
+        if not found or set(found) != set(range(len(set(found)))):
+            raise ScheduleError(
+                f"ranks={found}",
+                by="Placement",
+                hint="give the rank of each stage; ranks are 0, 1, ... and each has at least one stage",
+            )
+        object.__setattr__(self, "ranks", found)
+
+    @classmethod
+    def loop(cls, ranks: int, stages_per_rank: int = 2) -> Self:
+        """Deal the stages round the ranks: rank r has stages r, r + ranks, r + 2 ranks, ..."""
+        need_whole("Placement.loop", ranks=ranks, stages_per_rank=stages_per_rank)
+        return cls(ranks=tuple(range(ranks)) * stages_per_rank)
+
+    @classmethod
+    def v(cls, ranks: int, stages_per_rank: int = 2) -> Self:
+        """Let the stages go down the ranks and up again: rank 0 has stages 0, 2 ranks - 1, 2 ranks, ..."""
+        need_whole("Placement.v", ranks=ranks, stages_per_rank=stages_per_rank)
+        down, up = tuple(range(ranks)), tuple(reversed(range(ranks)))
+        turns = (up if turn % 2 else down for turn in range(stages_per_rank))
+        return cls(ranks=tuple(rank for turn in turns for rank in turn))
+
+    @property
+    def count(self) -> int:
+        """Return the number of ranks."""
+        return len(set(self.ranks))
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of one rank, in order."""
+        return [stage for stage, found in enumerate(self.ranks) if found == rank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Say what one microbatch of each stage holds on its rank, and how much each rank may hold.
+
+    A whole backward frees `saved` at its end. A split one frees `saved` at the end of BI and holds `carried`
+    from there to the end of BW.
+    """
+
+    saved: Sequence[int]  # bytes of each stage from the start of F to the end of BI
+    carried: Sequence[int]  # bytes of each stage from the end of BI to the end of BW
+    limit: int | Sequence[int]  # bytes: of every rank, or of each
+
+    def __post_init__(self) -> None:
+        saved = need_bytes("saved", self.saved, None)
+        object.__setattr__(self, "saved", saved)
+        object.__setattr__(self, "carried", need_bytes("carried", self.carried, len(saved)))
+        if isinstance(self.limit, int | float):
+            object.__setattr__(self, "limit", *need_bytes("limit", (self.limit,), 1))
+        else:
+            object.__setattr__(self, "limit", need_bytes("limit", self.limit, None))
+
+    def limit_of(self, rank: int) -> int:
+        """Return the bytes that a rank may hold."""
+        return self.limit if isinstance(self.limit, int) else self.limit[rank]
+
+    def taken_by(self, action: Action) -> int:
+        """Return the bytes that an action adds when it starts, before it frees anything."""
+        if action.phase == "F":
+            return self.saved[action.stage]
+        if action.phase == "BI":
+            return max(0, self.carried[action.stage] - self.saved[action.stage])
+        return 0
+
+    def freed_by(self, action: Action) -> int:
+        """Return the bytes that an action frees at its end."""
+        saved, carried = self.saved[action.stage], self.carried[action.stage]
+        match action.phase:
+            case "F":
+                return 0
+            case "BI":
+                return max(0, saved - carried)
+            case "BW":
+                return carried
+            case "B":
+                return saved
+
+
+def need_numbers(name: str, given: object, count: int | None, *, by: str) -> tuple[float, ...]:
+    """Return `count` numbers from 0, or at least one where `count` is None. Refuse anything else."""
+    numbers = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else None
+    if (
+        numbers is None
+        or (not numbers if count is None else len(numbers) != count)
+        or not all(is_number(number) and 0 <= number < math.inf for number in numbers)
+    ):
+        raise ScheduleError(
+            f"{name}={given!r}",
+            by=by,
+            facts={"needs": f"{'one or more' if count is None else count} numbers, each from 0 and finite"},
+            hint="give one number for each stage, in order; for `hop` one for each boundary between stages",
+        )
+    return numbers
+
+
+def need_bytes(name: str, given: object, count: int | None) -> tuple[int, ...]:
+    """Return whole numbers of bytes, so that their sums are exact. Refuse a fraction."""
+    numbers = need_numbers(name, given, count, by="Memory")
+    for number in numbers:
+        if int(number) != number:
+            raise ScheduleError(
+                f"{name} has {number!r} bytes", by="Memory", hint="bytes are whole numbers: round them up"
+            )
+    return tuple(map(int, numbers))
+
 
 Costs = Mapping[Phase, float] | StageCosts  # of every stage alike, or of each
 Value = tuple[Literal["activation", "gradient"], int, int]  # what is handed on, of which stage and microbatch

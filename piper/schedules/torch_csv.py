@@ -12,8 +12,7 @@ from pathlib import Path
 from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.ir.chunk import Phase
-from piper.schedules.action import Action, group_text, is_overlap, parse_group
-from piper.schedules.grid import Grid, Stage, orders
+from piper.schedules.grid import Action, Grid, Stage, group_text, is_overlap, orders, parse_group
 from piper.schedules.timing import timeline
 
 # What torch adds when it writes a schedule with its communication. Skipped: the compiler derives our own.

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from piper.directives.order import Order
 from piper.schedules.grid import Grid, need_whole, orders
 from piper.schedules.names import SYNTHESISED, fixed
-from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.blocks import BuildingBlock, times_of
-from piper.schedules.synthesis.list_schedulers import in_sequence
-from piper.schedules.synthesis.problem import F, I, Problem, problem_of
+from piper.schedules.synthesis.list_schedulers import F, I, Problem, in_sequence, problem_of
+from piper.schedules.timing import Memory, Placement, StageCosts
 
 FREE = -1  # a slot in which neither an F nor a BI runs
 

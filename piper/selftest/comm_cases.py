@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from piper.runtime.comm.base import Comms, Form
-from piper.selftest.crew import Crew
+from piper.selftest.rank_process import Crew
 
 Shape = tuple[int, ...]
 Shapes = Callable[[int], list[Shape]]  # of the tensors that ranks give, by how many ranks there are

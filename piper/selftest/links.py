@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from piper.runtime.comm.base import Form, Group
-from piper.selftest.crew import Processes
-from piper.selftest.rank_process import Meeting, Rank
+from piper.selftest.rank_process import Meeting, Processes, Rank
 from piper.simulate.measured import Line, line_through
 
 SIZES = {False: (2**10, 2**18, 2**21), True: (2**12, 2**22, 2**26)}  # bytes of a transfer, by `Meeting.apart`

@@ -41,8 +41,7 @@ from piper.run.launch import launch_local
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.worker import Options
 from piper.schedules import one_f_one_b
-from piper.selftest.crew import Processes
-from piper.selftest.rank_process import Rank
+from piper.selftest.rank_process import Processes, Rank
 from piper.strategies import ddp, fsdp, tensor
 from piper.workers.transport.fork_server import ForkServer
 

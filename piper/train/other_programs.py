@@ -20,13 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from piper.capture.trace.build_model import build_fake
-from piper.checkpoint.compatibility import check_model
 from piper.checkpoint.dcp import BROKEN, METADATA, DcpFolder, unreadable
 from piper.checkpoint.folder import step_path
 from piper.checkpoint.huggingface import Lazy, export_hf, import_hf, is_adapted, quiet, ties_of, write_export
 from piper.checkpoint.json_state import Plain, decode, encode
 from piper.checkpoint.load import WAYS, Values
-from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer
+from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer, check_model
 from piper.checkpoint.plain_export import FORMATS, OPTIMIZER, SETTINGS, TORCH, PlainExport
 from piper.checkpoint.plain_state import Options, PlainState, find_state, flattened
 from piper.checkpoint.save import trainer_with

@@ -20,10 +20,9 @@ import numpy as np
 from piper.ir.chunk import Phase
 from piper.plan.ops import Op
 from piper.schedules.grid import Grid, Row
-from piper.schedules.stages import Memory, StageCosts
 from piper.schedules.synthesis.bound import bound as least_makespan
 from piper.schedules.synthesis.synthesise import one_by_one
-from piper.schedules.timing import makespan
+from piper.schedules.timing import Memory, StageCosts, makespan
 from piper.simulate.costs import Costs
 from piper.tuning.choice import Divide, StrategyChoice
 from piper.tuning.model_layers import ModelLayers, Stage, Walk

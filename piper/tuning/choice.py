@@ -15,7 +15,7 @@ from piper.errors import ConfigError
 from piper.ir.select import Asked, At, at
 from piper.job import Job, directives_for, strategy_of
 from piper.schedules.grid import Grid, orders
-from piper.schedules.stages import Placement
+from piper.schedules.timing import Placement
 
 Shape = Literal["loop", "v"]
 Neighbours = Literal["replicas", "ranks"]  # which devices have neighbouring numbers

@@ -7,8 +7,8 @@ from itertools import islice, product
 
 from piper.directives import Directive
 from piper.schedules.grid import Grid
-from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.synthesise import synthesis
+from piper.schedules.timing import Memory, Placement, StageCosts
 from piper.tuning.bounds import (
     LeastMemory,
     collective_time,

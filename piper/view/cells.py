@@ -11,8 +11,7 @@ from piper.ir.ids import AGAIN, Pass, SlotId
 from piper.plan.ops import OPS
 from piper.plan.plan import Plan, Plans
 from piper.plan.prove import in_order
-from piper.schedules.action import LETTERS
-from piper.schedules.grid import Grid
+from piper.schedules.grid import LETTERS, Grid
 from piper.schedules.timing import UNIT, Costs, cost_of, timeline
 
 Region = tuple[str, int] | None  # a chunk's outermost tag; None: it has none

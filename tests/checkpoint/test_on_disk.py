@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from piper.checkpoint.compatibility import check_model
-from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, plain_name
+from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, check_model, plain_name
 from piper.checkpoint.storage import covered
 from piper.errors import ConfigError
 from tests.checkpoint.test_folder import save

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint import storage
-from piper.checkpoint.compatibility import check_model, check_trainer
 from piper.checkpoint.folder import latest, step_path
-from piper.checkpoint.metadata import Record, Spec, Trainer, read_record, seal
+from piper.checkpoint.metadata import Record, Spec, Trainer, check_model, check_trainer, read_record, seal
 from piper.checkpoint.storage import write_file
 from piper.checkpoint.verified_files import FileRecord
 from piper.compiler import Program, compile

@@ -8,7 +8,7 @@ import torch
 
 from piper.runtime.comm.base import Comms
 from piper.selftest.comm_cases import all_reduce
-from piper.selftest.crew import Crew, Processes
+from piper.selftest.rank_process import Crew, Processes
 from tests.gpu.ranks import DEVICE, MARKS, ON_GPU, rank_forks
 from tests.runtime.test_comm import (
     test_a_collective_gives_what_it_must,  # noqa: F401  it runs here too, with the ranks of this module

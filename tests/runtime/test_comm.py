@@ -17,8 +17,7 @@ from piper.runtime.comm.base import CommError, Comms, Form
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.inline import World
 from piper.selftest.comm_cases import CASES, CommCase, Total, first_to_last, in_any_order
-from piper.selftest.crew import Crew, Processes
-from piper.selftest.rank_process import plans_for
+from piper.selftest.rank_process import Crew, Processes, plans_for
 from piper.workers.transport.fork_server import ForkServer
 
 SIZE = 4

@@ -4,7 +4,7 @@ import pytest
 
 from piper.errors import ScheduleError
 from piper.ir.chunk import Phase
-from piper.schedules.action import Action, group_text, parse_group
+from piper.schedules.grid import Action, group_text, parse_group
 
 WRITE = (
     "write stage, letter, microbatch: 2F0 (forward), 2B0 (backward), 2I0 and 2W0 (its input and"

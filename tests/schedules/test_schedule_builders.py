@@ -11,8 +11,7 @@ from piper import schedules
 from piper.directives.order import Order, order
 from piper.errors import ScheduleError
 from piper.ir.select import at
-from piper.schedules.action import is_overlap
-from piper.schedules.grid import orders
+from piper.schedules.grid import is_overlap, orders
 from piper.schedules.names import NAMES, grid_for
 from piper.schedules.timing import makespan, timeline
 from piper.schedules.torch_csv import validate

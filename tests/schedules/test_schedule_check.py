@@ -3,8 +3,7 @@
 import pytest
 
 from piper.errors import ScheduleError
-from piper.schedules.action import Action, parse_group
-from piper.schedules.grid import Grid
+from piper.schedules.grid import Action, Grid, parse_group
 from piper.schedules.torch_csv import validate
 
 MISSING_HINT = "hint:  a stage runs F and B, or F, I and W, for each microbatch"

@@ -5,8 +5,7 @@ from typing import Literal
 
 import pytest
 
-from piper.schedules.action import parse_group
-from piper.schedules.grid import Grid
+from piper.schedules.grid import Grid, parse_group
 from piper.schedules.timing import makespan, timeline
 from piper.view.text_grid import picture
 from tests.schedules.activations import peak_activations

@@ -13,8 +13,7 @@ from piper.directives.order import order
 from piper.errors import ScheduleError
 from piper.ir.select import at
 from piper.schedules import Memory, Placement, StageCosts, synthesise
-from piper.schedules.action import Action
-from piper.schedules.grid import Grid, orders
+from piper.schedules.grid import Action, Grid, orders
 from piper.schedules.names import NAMES
 from piper.schedules.synthesis.synthesise import Alike, summary, synthesised
 from piper.schedules.timing import makespan, peak_bytes, timeline

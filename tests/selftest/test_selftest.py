@@ -14,8 +14,8 @@ from piper.cli import main
 from piper.errors import ConfigError
 from piper.selftest import selftest as module
 from piper.selftest.compositions import compositions
-from piper.selftest.crew import Processes
 from piper.selftest.peers import PEERS, Comparison, Peer
+from piper.selftest.rank_process import Processes
 from piper.selftest.selftest import PARTS, Machine, run_part, selftest
 from piper.selftest.selftest_page import MARK, Part, ResultRow
 from piper.workers.processes import gone

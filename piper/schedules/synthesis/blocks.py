@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
 
-from piper.schedules.synthesis.problem import F, I, Problem, W
+from piper.schedules.synthesis.list_schedulers import F, I, Problem, W
 
 Rule = Callable[[int, int, int], tuple[float, float, float]]  # (kind, stage, microbatch) -> rank among all
 

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Sequence
 
-from piper.schedules.stages import Memory, Placement, StageCosts
+from piper.schedules.timing import Memory, Placement, StageCosts
 
 
 def bound(costs: StageCosts, placement: Placement, microbatches: int, memory: Memory | None = None) -> float:

@@ -17,8 +17,7 @@ from piper.schedules.synthesis.blocks import (
     random_block,
     times_of,
 )
-from piper.schedules.synthesis.list_schedulers import Schedule, by_priority, in_sequence
-from piper.schedules.synthesis.problem import Problem, W
+from piper.schedules.synthesis.list_schedulers import Problem, Schedule, W, by_priority, in_sequence
 
 CLOSE = 1e-9  # a relative difference of makespans that is rounding
 PATIENCE = 1.01  # a rank waits for about as long as what it could run instead takes

@@ -5,15 +5,12 @@ from dataclasses import dataclass, replace
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
-from piper.schedules.action import Action, Group
-from piper.schedules.grid import Grid, Row, need_whole, orders
+from piper.schedules.grid import Action, Grid, Group, Row, need_whole, orders
 from piper.schedules.names import NAMES, SYNTHESISED, grid_for
-from piper.schedules.stages import Memory, Placement, StageCosts
 from piper.schedules.synthesis.bound import bound
-from piper.schedules.synthesis.list_schedulers import Schedule
-from piper.schedules.synthesis.problem import PHASES, Problem, problem_of
+from piper.schedules.synthesis.list_schedulers import PHASES, Problem, Schedule, problem_of
 from piper.schedules.synthesis.search import CLOSE, search
-from piper.schedules.timing import makespan, peak_bytes, timeline
+from piper.schedules.timing import Memory, Placement, StageCosts, makespan, peak_bytes, timeline
 
 TRIALS = 400
 ROUNDING = 1e-9  # of a share of memory: 0.1 of 30 forwards are 3
