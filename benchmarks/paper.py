@@ -31,8 +31,7 @@ from piper.ir.chunk import CapturedModel
 from piper.models import decoder, moe
 from piper.models.causal import Sizes
 from piper.plan.ops import Op
-from piper.schedules.grid import Grid, orders
-from piper.schedules.names import grid_for
+from piper.schedules.grid import Grid, grid_for, orders
 from piper.simulate.calibrate import calibrate
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline

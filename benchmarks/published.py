@@ -42,8 +42,7 @@ from piper.directives import Directive, apply
 from piper.ir.chunk import CapturedModel
 from piper.ir.graph import start
 from piper.ir.select import At
-from piper.schedules.grid import Grid, orders
-from piper.schedules.names import grid_for
+from piper.schedules.grid import Grid, grid_for, orders
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.simulate import Simulation, simulate

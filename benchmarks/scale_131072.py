@@ -147,8 +147,7 @@ def shards(degrees: Degrees, where: "At", devices: range) -> list["Directive"]: 
 def strategy_of(degrees: Degrees) -> list["Directive"]:  # noqa: F821
     """Return the job's strategy: stages of equal cost, replicas with ZeRO-1, 1F1B, copies of the state."""
     import piper
-    from piper.schedules.grid import orders
-    from piper.schedules.names import grid_for
+    from piper.schedules.grid import grid_for, orders
 
     each, width = LAYERS // degrees.pp, degrees.devices // degrees.pp
     stages = [range(1 + each * stage, 1 + each * (stage + 1)) for stage in range(degrees.pp)]

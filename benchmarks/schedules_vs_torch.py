@@ -18,8 +18,7 @@ from types import SimpleNamespace
 from torch.distributed.pipelining import schedules as peer
 
 from piper.errors import ScheduleError
-from piper.schedules.grid import Grid, orders
-from piper.schedules.names import NAMES, grid_for
+from piper.schedules.grid import NAMES, Grid, grid_for, orders
 from piper.schedules.timing import makespan
 from piper.schedules.torch_csv import parse_csv, read_csv, validate
 from tests.schedules.activations import peak_activations

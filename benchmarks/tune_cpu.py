@@ -36,8 +36,7 @@ from piper.compiler import Program, compile
 from piper.directives import Directive
 from piper.models import decoder
 from piper.run.launch import launch_local
-from piper.schedules.grid import orders
-from piper.schedules.names import grid_for
+from piper.schedules.grid import grid_for, orders
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Costs
 from piper.simulate.dependencies import InstructionCosts, weave

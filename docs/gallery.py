@@ -23,7 +23,7 @@ from piper.lower.validate import validate
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Plans
-from piper.schedules.names import grid_for
+from piper.schedules.grid import grid_for
 from piper.schedules.synthesis.synthesise import Alike, synthesised
 from piper.simulate.costs import Talk, Unit
 from piper.simulate.simulate import simulate

@@ -12,8 +12,7 @@ from piper.directives.replicate import ZERO, ZERO_LEVELS
 from piper.errors import ScheduleError
 from piper.ir.numbers import is_whole
 from piper.ir.select import At, at
-from piper.schedules.grid import Grid, need_whole, orders
-from piper.schedules.names import grid_for
+from piper.schedules.grid import Grid, grid_for, need_whole, orders
 from piper.schedules.pairs import pairs
 
 __all__ = ["boundaries", "ddp", "fsdp", "moe", "pipeline", "tensor"]

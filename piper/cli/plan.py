@@ -20,8 +20,7 @@ from piper.plan.plan import Plan, Plans
 from piper.plan.protected import survival
 from piper.plan.text import show_plans
 from piper.process.files import write_output
-from piper.view.cells import stage_tags
-from piper.view.text_grid import grid
+from piper.view.cells import grid, stage_tags
 
 if TYPE_CHECKING:
     from piper.compiler import Program

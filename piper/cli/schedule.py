@@ -9,12 +9,11 @@ import typer
 from piper.cli.answer import Answer
 from piper.errors import ConfigError
 from piper.process.files import write_output
-from piper.schedules.grid import Grid, group_text
-from piper.schedules.names import SYNTHESISED, grid_for, known
+from piper.schedules.grid import SYNTHESISED, Grid, grid_for, group_text, known
 from piper.schedules.synthesis.synthesise import Alike, summary, synthesised
 from piper.schedules.timing import UNIT, Costs
 from piper.schedules.torch_csv import to_csv
-from piper.view.text_grid import picture
+from piper.view.cells import picture
 
 STAGES_PER_RANK = 2
 

@@ -35,13 +35,12 @@ from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job, job_for, strategy_of
-from piper.lower.buckets import make_buckets
+from piper.lower.buckets import make_buckets, with_whole_parameters
 from piper.lower.explain import explain, origins
 from piper.lower.lower import lower
 from piper.lower.shared_buckets import share_buckets
 from piper.lower.state import LoweringState, Settings
 from piper.lower.validate import check_axes, validate
-from piper.lower.whole_parameters import with_whole_parameters
 from piper.plan.plan import Plans
 from piper.process.usercode import named
 from piper.runtime.accelerator import device_kind

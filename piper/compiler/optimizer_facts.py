@@ -8,8 +8,7 @@ from piper.errors import ConfigError, ScheduleError
 from piper.ir.dtypes import job_precision
 from piper.ir.graph import Graph
 from piper.job import Job
-from piper.lower.buckets import ProgramBuckets
-from piper.lower.whole_parameters import with_whole_parameters
+from piper.lower.buckets import ProgramBuckets, with_whole_parameters
 from piper.plan.updates import BucketUpdate
 from piper.runtime.trainers import empty_optimizer, try_scheduler
 

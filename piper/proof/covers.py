@@ -16,8 +16,8 @@ from itertools import pairwise
 from piper.ir.devices import Devices
 from piper.ir.mesh import Axis
 from piper.plan.plan import Plans
-from piper.proof.meshes import Numbering, shard_number
 from piper.proof.once import once
+from piper.proof.specification import Numbering, shard_number
 
 Segment = tuple[int, int, int]  # from cell, to cell, how often
 Cells = tuple[Segment, ...]  # on one device, in order and without overlap

@@ -10,9 +10,8 @@ from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers
-from piper.proof.meshes import numbering
 from piper.proof.once import once
-from piper.proof.specification import PartMeshes, Specification
+from piper.proof.specification import PartMeshes, Specification, numbering
 from piper.proof.symbolic_values import Kind, SymbolicValue, SymbolTable, Terms, places_along, shown_cuts
 
 Entry = tuple[int, str | None, int]  # a symbol, its state or None for the microbatch, its amount

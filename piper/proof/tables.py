@@ -9,8 +9,7 @@ from piper.ir.mesh import copies_along, groups_along, groups_apart
 from piper.ir.sharding import UNSHARDED, Sharding, local_sizes, shardings_on
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans
-from piper.proof.meshes import Holding, in_any_order
-from piper.proof.specification import Specification
+from piper.proof.specification import Holding, Specification, in_any_order
 
 
 def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from piper.errors import ConfigError, LaunchError
 from piper.ir.format import count, size
+from piper.run.checkpointing import checkpoints_at
 from piper.run.run import Run, start_run
-from piper.run.saves import checkpoints_at
 from piper.run.sessions import Sessions
 from piper.runtime.accelerator import accelerators, is_accelerator
 from piper.runtime.cuda.graph_checks import check_static

@@ -15,7 +15,7 @@ from piper.checkpoint.metadata import read_record
 from piper.data.feed import Feed
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.job import Job
-from piper.run.saves import checkpoints_of
+from piper.run.checkpointing import checkpoints_of
 from piper.workers.results import Resumed
 from piper.workers.timeouts import TIMEOUTS
 

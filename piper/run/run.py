@@ -21,11 +21,7 @@ from piper.checkpoint.folder import step_path
 from piper.checkpoint.target import UndroppedError, UnwrittenError
 from piper.data.feed import Feed, is_position
 from piper.process.usercode import named
-from piper.run.forward_only import ForwardOnly
-from piper.run.moving_experts import MovesExperts
-from piper.run.nans import check_finite
-from piper.run.optimizer_groups import OptimizerGroups
-from piper.run.saves import (
+from piper.run.checkpointing import (
     checkpoints_at,
     checkpoints_of,
     load_newest,
@@ -33,6 +29,10 @@ from piper.run.saves import (
     run_folder,
     with_states,
 )
+from piper.run.forward_only import ForwardOnly
+from piper.run.moving_experts import MovesExperts
+from piper.run.nans import check_finite
+from piper.run.optimizer_groups import OptimizerGroups
 from piper.run.session import Session
 from piper.run.sessions import Sessions, asking
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch

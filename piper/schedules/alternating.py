@@ -8,8 +8,7 @@ from functools import partial
 from itertools import zip_longest
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
-from piper.schedules.names import fixed, interleaved
+from piper.schedules.grid import Grid, Row, Stage, fixed, interleaved, need_whole, orders
 from piper.schedules.row_builder import RowWriter
 
 

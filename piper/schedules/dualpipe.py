@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
-from piper.schedules.grid import Grid, Group, Row, Stage, need_whole, orders
-from piper.schedules.names import fixed
+from piper.schedules.grid import Grid, Group, Row, Stage, fixed, need_whole, orders
 from piper.schedules.row_builder import RowWriter
 
 

@@ -1,8 +1,7 @@
 """GPipe: fill the pipeline with every forward, then drain it with every backward."""
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, Stage, need_whole, orders
-from piper.schedules.names import fixed
+from piper.schedules.grid import Grid, Stage, fixed, need_whole, orders
 from piper.schedules.row_builder import RowWriter
 
 

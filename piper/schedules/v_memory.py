@@ -10,8 +10,7 @@ are closed slot by slot (`squeezed`). All stages are alike, F = BI = BW = 1, so 
 from collections.abc import Sequence
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, need_whole, orders
-from piper.schedules.names import SYNTHESISED, fixed
+from piper.schedules.grid import SYNTHESISED, Grid, fixed, need_whole, orders
 from piper.schedules.synthesis.blocks import BuildingBlock, times_of
 from piper.schedules.synthesis.list_schedulers import F, I, Problem, in_sequence, problem_of
 from piper.schedules.timing import Memory, Placement, StageCosts

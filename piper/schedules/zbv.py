@@ -1,8 +1,7 @@
 """ZB-V: stages go down the ranks and come back up, so that backwards start where forwards did."""
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, Row, Stage, need_whole, orders
-from piper.schedules.names import fixed
+from piper.schedules.grid import Grid, Row, Stage, fixed, need_whole, orders
 from piper.schedules.row_builder import RowWriter
 
 

@@ -25,7 +25,7 @@ from piper.run.launch import launch_local
 from piper.run.recovery import recovering
 from piper.run.run_events import Event
 from piper.runtime.worker import Options
-from piper.schedules.names import grid_for
+from piper.schedules.grid import grid_for
 from piper.strategies import Placing, copies, ddp, fsdp, over_ranks, tensor
 from piper.strategies import moe as moe_strategy
 from piper.workers.local import LocalWorkerGroup

@@ -33,8 +33,8 @@ from piper.compiler import Program, compile
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.recipe import file_and_function
+from piper.run.checkpointing import checkpoints_of, past_of, prepare_saves
 from piper.run.driver_checkpoints import write_start
-from piper.run.saves import checkpoints_of, past_of, prepare_saves
 from piper.runtime.setup import build_model
 from piper.runtime.standins import Sizes, hollow, whole_view
 from piper.runtime.trainers import advance, make_optimizer, make_scheduler

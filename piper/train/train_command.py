@@ -24,12 +24,12 @@ from piper.ir.format import count
 from piper.job import Job
 from piper.plan.memory_timeline import timeline
 from piper.recipe import load_recipe
+from piper.run.checkpointing import checkpoints_of, past_of, prepare_saves
 from piper.run.launch import check_launcher, check_share, launcher, place_of
 from piper.run.recovery import recovering
 from piper.run.retrying import disk_of
 from piper.run.run import Run, Watch
 from piper.run.run_events import Event
-from piper.run.saves import checkpoints_of, past_of, prepare_saves
 from piper.run.single_rank_run import PeakMemory, launch_single_rank
 from piper.runtime.worker import Options
 from piper.train.display import ConsoleLog, Stages, display, shown

@@ -10,8 +10,7 @@ from piper.errors import ConfigError
 from piper.ir.format import percent, seconds, size
 from piper.simulate.throughput import Throughput
 from piper.tuning.bounds import LeastMemory
-from piper.tuning.candidates import Discard
-from piper.tuning.evaluate import Evaluation
+from piper.tuning.evaluate import Discard, Evaluation
 from piper.tuning.strategy_search import StrategySearch
 from piper.tuning.trial_runs import TrialRuns
 

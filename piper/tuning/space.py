@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from piper.errors import ScheduleError
-from piper.schedules.grid import Grid
-from piper.schedules.names import NAMES, grid_for
+from piper.schedules.grid import NAMES, Grid, grid_for
 from piper.tuning.choice import SYNTHESISED, Neighbours, Recompute, Shape, StrategyChoice
 
 Sizes = npt.NDArray[np.int64]  # a row for each division into stages

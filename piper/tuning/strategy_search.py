@@ -21,9 +21,18 @@ from piper.tuning.bounds import (
     synthesis_memory,
     work_bound,
 )
-from piper.tuning.candidates import CandidateGroup, CandidateKey, Discard, Leaf, Queue, discarded
 from piper.tuning.choice import SYNTHESISED, StrategyChoice, given_choice
-from piper.tuning.evaluate import Evaluation, EvaluationsAhead, evaluate_strategy
+from piper.tuning.evaluate import (
+    CandidateGroup,
+    CandidateKey,
+    Discard,
+    Evaluation,
+    EvaluationsAhead,
+    Leaf,
+    Queue,
+    discarded,
+    evaluate_strategy,
+)
 from piper.tuning.forked_calls import run_together
 from piper.tuning.model import Model
 from piper.tuning.model_layers import ModelLayers

@@ -29,9 +29,8 @@ from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import MeasuredOn, read_costs
 from piper.simulate.throughput import Throughput, amount_of
 from piper.tuning.bounds import LeastMemory
-from piper.tuning.candidates import CandidateKey
 from piper.tuning.choice import GIVEN, StrategyChoice, divided_as, own_strategy
-from piper.tuning.evaluate import Evaluation
+from piper.tuning.evaluate import CandidateKey, Evaluation
 from piper.tuning.forked_calls import run_beside
 from piper.tuning.model import BY, Model, captured_model, shapes_of
 from piper.tuning.result import Tuned, none_fits

@@ -18,7 +18,7 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plan, Plans
 from piper.plan.prove import ProofError, prove
 from piper.proof.covers import Covers
-from piper.proof.meshes import holding, passes
+from piper.proof.specification import holding, passes
 from piper.proof.symbolic_state import placed_by
 from piper.proof.values import prove_values, value_problems
 from tests.proof import divided, divided_mutations, mutations

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from piper import schedules
 from piper.errors import ScheduleError
-from piper.schedules.names import grid_for
+from piper.schedules.grid import grid_for
 from piper.schedules.timing import StageCosts, makespan, timeline
 from piper.schedules.torch_csv import parse_csv, to_csv
 from tests.schedules.activations import peak_activations

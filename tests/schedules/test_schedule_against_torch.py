@@ -8,8 +8,7 @@ from types import ModuleType
 import pytest
 from torch.distributed.pipelining import schedules as peer
 
-from piper.schedules.grid import Grid
-from piper.schedules.names import NAMES, grid_for
+from piper.schedules.grid import NAMES, Grid, grid_for
 from piper.schedules.timing import makespan
 from piper.schedules.torch_csv import read_csv, to_csv
 from tests.schedules.activations import peak_activations

@@ -11,11 +11,10 @@ from piper import schedules
 from piper.directives.order import Order, order
 from piper.errors import ScheduleError
 from piper.ir.select import at
-from piper.schedules.grid import is_overlap, orders
-from piper.schedules.names import NAMES, grid_for
+from piper.schedules.grid import NAMES, grid_for, is_overlap, orders
 from piper.schedules.timing import makespan, timeline
 from piper.schedules.torch_csv import validate
-from piper.view.text_grid import picture
+from piper.view.cells import picture
 from tests.schedules.activations import peak_activations
 
 BUILDERS: dict[str, Callable[..., list[Order]]] = {

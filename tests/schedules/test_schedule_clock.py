@@ -7,7 +7,7 @@ import pytest
 
 from piper.schedules.grid import Grid, parse_group
 from piper.schedules.timing import makespan, timeline
-from piper.view.text_grid import picture
+from piper.view.cells import picture
 from tests.schedules.activations import peak_activations
 
 

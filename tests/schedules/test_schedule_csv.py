@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from piper.errors import ScheduleError
 from piper.schedules import from_csv, one_f_one_b
-from piper.schedules.names import grid_for
+from piper.schedules.grid import grid_for
 from piper.schedules.torch_csv import parse_csv, read_csv, to_csv
-from piper.view.text_grid import picture
+from piper.view.cells import picture
 
 WRITE = (
     "write stage, letter, microbatch: 2F0 (forward), 2B0 (backward), 2I0 and 2W0 (its input and"

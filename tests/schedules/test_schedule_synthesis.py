@@ -13,12 +13,11 @@ from piper.directives.order import order
 from piper.errors import ScheduleError
 from piper.ir.select import at
 from piper.schedules import Memory, Placement, StageCosts, synthesise
-from piper.schedules.grid import Action, Grid, orders
-from piper.schedules.names import NAMES
+from piper.schedules.grid import NAMES, Action, Grid, orders
 from piper.schedules.synthesis.synthesise import Alike, summary, synthesised
 from piper.schedules.timing import makespan, peak_bytes, timeline
 from piper.schedules.torch_csv import validate
-from piper.view.text_grid import picture
+from piper.view.cells import picture
 from tests.schedules.synthesis_cases import Case, cases, compiled_step, replay, transfers_meet
 
 

@@ -10,9 +10,8 @@ import piper
 from piper.capture.recordings import Recordings
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
-from piper.tuning.candidates import Leaf
 from piper.tuning.choice import Recompute
-from piper.tuning.evaluate import Evaluation, evaluate
+from piper.tuning.evaluate import Evaluation, Leaf, evaluate
 from piper.tuning.model import captured_model, shapes_of
 from piper.tuning.space import Space
 from piper.tuning.strategy_search import StrategySearch

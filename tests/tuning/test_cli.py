@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 import piper
 from piper.cli import app_with
 from piper.cli.tune import read_size
-from piper.tuning.candidates import Leaf
-from piper.tuning.evaluate import Evaluation
+from piper.tuning.evaluate import Evaluation, Leaf
 from piper.tuning.strategy_search import StrategySearch
 
 RECIPE = """

@@ -16,9 +16,8 @@ from piper.simulate.costs import Roofline
 from piper.simulate.measured import Measured, write_costs
 from piper.simulate.simulate import simulate
 from piper.tuning.bounds import LeastMemory
-from piper.tuning.candidates import CandidateGroup, Leaf, Queue
 from piper.tuning.choice import Recompute, StrategyChoice
-from piper.tuning.evaluate import Evaluation, EvaluationsAhead
+from piper.tuning.evaluate import CandidateGroup, Evaluation, EvaluationsAhead, Leaf, Queue
 from piper.tuning.forked_calls import run_together
 from piper.tuning.space import even
 from piper.tuning.strategy_search import StrategySearch, synthesised_grid

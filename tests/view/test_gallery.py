@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from piper.recipe import import_file
-from piper.schedules.names import NAMES
+from piper.schedules.grid import NAMES
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -10,9 +10,8 @@ from piper.directives import Directive, apply
 from piper.ir.chunk import Batch
 from piper.ir.graph import start
 from piper.ir.select import At
-from piper.schedules.names import NAMES, grid_for
-from piper.view.cells import of_plans, plan_rows, stage_tags
-from piper.view.text_grid import grid, picture
+from piper.schedules.grid import NAMES, grid_for
+from piper.view.cells import grid, of_plans, picture, plan_rows, stage_tags
 from tests.chain import chain
 from tests.lower.lowering import lower
 from tests.lower.outlines import SCALAR, Drawing

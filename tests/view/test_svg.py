@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from piper.recipe import import_file
-from piper.schedules.grid import Action, Grid
-from piper.schedules.names import NAMES, grid_for
+from piper.schedules.grid import NAMES, Action, Grid, grid_for
 from piper.view.cells import of_plans, of_schedule
 from piper.view.svg_grid import grid
 from tests.view.scenes import again, demo

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
-from piper.schedules.grid import Action, Grid, Group, Row, need_whole, orders
-from piper.schedules.names import NAMES, SYNTHESISED, grid_for
+from piper.schedules.grid import NAMES, SYNTHESISED, Action, Grid, Group, Row, grid_for, need_whole, orders
 from piper.schedules.synthesis.bound import bound
 from piper.schedules.synthesis.list_schedulers import PHASES, Problem, Schedule, problem_of
 from piper.schedules.synthesis.search import CLOSE, search
