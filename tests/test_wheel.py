@@ -147,5 +147,5 @@ def test_tests_pass_with_the_wheel(environment: Path) -> None:
     python = environment / "env" / "bin" / "python"
     where = run(python, "-c", "import piper; print(piper.__file__)", folder=folder)
     assert where.startswith(str(environment / "env"))
-    printed = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, folder=folder)
+    printed = run(python, "-m", "pytest", "-q", "--quick", "-p", "no:cacheprovider", *TESTS, folder=folder)
     assert re.search(r"^\d+ passed", printed, re.MULTILINE) and "failed" not in printed, printed

