@@ -43,6 +43,8 @@ def tensor_plan(model_or_config: Any) -> dict[str, int]:  # noqa: ANN401 (transf
             hint='write the weights yourself: {"*.q_proj|*.k_proj|*.v_proj": 0, "*.o_proj": 1, ...}',
         )
     weights: dict[str, int] = {}
+    # An output that is gathered is worth sharding where a layer beside it takes it apart again.
+    taken = {pattern.rpartition(".")[0] for pattern, style in plan.items() if STYLES.get(style) == INPUTS}
     for pattern, style in plan.items():
         if ".experts" in pattern:
             continue
@@ -54,7 +56,8 @@ def tensor_plan(model_or_config: Any) -> dict[str, int]:  # noqa: ANN401 (transf
                 hint="copy the plan and say by hand which dimension of this weight is sharded",
             )
         dim = STYLES[style]
-        if dim is not None:
+        gathered = style == "colwise_gather_output" and pattern.rpartition(".")[0] not in taken
+        if dim is not None and not gathered:
             weights[f"*{pattern}"] = dim
     weights |= VOCABULARY
     if not isinstance(model_or_config, nn.Module):

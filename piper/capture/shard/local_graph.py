@@ -35,6 +35,9 @@ class LocalGraph:
         self.modes: dict[fx.Node, Mode] = {}
         self.varying: set[fx.Node] = set()  # local whole values whose gradient is a sum over the group
         self.copied: set[fx.Node] = set()  # local slices that neighbours hold too, and what is made of them
+        self.between: set[fx.Node] = (
+            set()
+        )  # local slices of activations between regions, and what is made of them
         self.ranks: dict[AxisPosition, fx.Node] = {}
         self.bundle: int | None = None  # of what is being written: all of one stays in one chunk
         self.bundles: dict[fx.Node, int] = {}
@@ -94,10 +97,9 @@ class LocalGraph:
         bundle = self.bundle or self.recording.bundles.get(self.node)
         if bundle is not None:
             self.bundles[call] = bundle
-        if any(used in self.varying for used in call.all_input_nodes):
-            self.varying.add(call)
-        if any(used in self.copied for used in call.all_input_nodes):
-            self.copied.add(call)
+        for kind in (self.varying, self.copied, self.between):
+            if any(used in kind for used in call.all_input_nodes):
+                kind.add(call)
         return call
 
     def replay(self, node: fx.Node, local: Mapping[fx.Node, fx.Node] | None = None) -> fx.Node:

@@ -97,6 +97,8 @@ class Sharder(LocalGraph):
                 )
         local = self.to(node, want, varies=False)
         self.local[node], self.layouts[node] = local, want
+        if like is None and want != REPLICATE:
+            self.between.add(local)
         return want
 
     def to(self, node: fx.Node, want: Placement, *, varies: bool) -> fx.Node:
@@ -190,6 +192,8 @@ class Sharder(LocalGraph):
     def _collect(self, local: fx.Node, have: Placement, want: Placement, varies: bool) -> fx.Node:
         result = self.exchange(local, change(self.sharding.axis, self.degree, have, want, varies))
         self.varying.discard(result)
+        if isinstance(want, Replicate):
+            self.between.discard(result)
         if varies and isinstance(want, Replicate):
             self.varying.add(result)
         return result
@@ -319,11 +323,11 @@ class Sharder(LocalGraph):
             ) from None
 
     def _by_rule(self, node: fx.Node, rule: Rule | None) -> None:
-        """Write an operation by its rule; one on integers alone that this refuses, on gathered operands."""
+        """Write an operation by its rule; one that this refuses, on operands that may be gathered."""
         try:
             (rule or Sharder._without_rule)(self, node)
         except NoRuleError:
-            if rule is Sharder.gathered or not self._of_integers(node):
+            if rule is Sharder.gathered or not self._may_gather(node):
                 raise
             self.gathered(node)
 
@@ -360,7 +364,7 @@ class Sharder(LocalGraph):
     def _without_rule(self, node: fx.Node) -> None:
         if self.whole(node):
             return
-        if not self._of_integers(node):
+        if not self._may_gather(node):
             raise self.refused(f"{node.target} has no rule for how it is sharded", hint_for(node.target))
         self.plain(node)
 
@@ -375,13 +379,18 @@ class Sharder(LocalGraph):
             self.plain(node)
         return is_whole
 
-    def _of_integers(self, node: fx.Node) -> bool:
-        """Return whether an operation reads only integers of the group: labels, masks, positions.
+    def _may_gather(self, node: fx.Node) -> bool:
+        """Return whether what an operation reads of the group may be gathered, for each device to do it all.
 
-        Labels of the next position are in part on the next device. Integers have no gradient and are few, so
-        the devices may gather them, and each does the whole operation.
+        Integers have no gradient and are few: labels, of which those of the next position are in part on the
+        next device, masks, positions. Activations between regions are gathered where a layer needs all of
+        them, as a product with sharded weights does: a convolution along the sequence, a recurrence.
         """
-        read = [value_of(source) for source in node.all_input_nodes if not self.is_whole(source)]
-        return bool(read) and all(
-            isinstance(value, Tensor) and not value.is_floating_point() for value in read
-        )
+
+        def may(source: fx.Node) -> bool:
+            value = value_of(source)
+            rows = self.sharding.gathers_rows and self.local[source] in self.between
+            return isinstance(value, Tensor) and (rows or not value.is_floating_point())
+
+        read = [source for source in node.all_input_nodes if not self.is_whole(source)]
+        return bool(read) and all(map(may, read))

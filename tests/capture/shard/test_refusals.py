@@ -313,6 +313,17 @@ def test_the_plan_of_a_llama() -> None:
     }
 
 
+def test_the_plan_of_linear_attention_leaves_whole_what_no_layer_beside_it_takes_apart() -> None:
+    from transformers import Qwen3_5TextConfig
+
+    assert not [name for name in tensor_plan(Qwen3_5TextConfig()) if "linear_attn" in name]
+
+
+def test_a_sharded_feature_is_gathered_under_sequence_parallelism_neither() -> None:
+    what = "aten.sort.default cannot be sharded: it works along the sharded dimension"
+    assert what in refused(job(Sorted(), axis="TP", weights=FFN, between=1))
+
+
 def test_the_plan_of_latent_attention_leaves_the_shared_projection_whole() -> None:
     from transformers import DeepseekV2Config
 
