@@ -22,6 +22,7 @@ INSTEAD = {
     "aten.nonzero": "write torch.where(mask, x, 0), which keeps the shape",
     "aten.batch_norm": "use nn.GroupNorm or nn.LayerNorm, which need no other sample",
     "aten.histc": EXPERTS,
+    "aten.convolution": "along the sequence use tensor parallelism with between=1, which gathers it",
     "aten.copy_": "write torch.cat or torch.where, which make a new value, in place of x[...] = y",
     "aten.as_strided": "write it with view, slices or unfold, which say which dimension they keep",
 }

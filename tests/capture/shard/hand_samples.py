@@ -157,7 +157,7 @@ def _filled_again(y: Tensor) -> Tensor:
     over = torch.empty(4, 4, 6, dtype=y.dtype)
     over[:, 0:3:2], over[:, 2:], over[:, :2] = y[:, 4:6], y[:, 6:8], y[:, 8:10]
     twice = torch.empty(4, 4, 6, dtype=y.dtype)
-    twice[:, 2:], twice[:, :], twice[:, :2] = y[:, :2], y[:, 2:6], y[:, 6:8]
+    twice[:, :2], twice[:, :2], twice[:, 2:] = y[:, :2], y[:, 2:4], y[:, 6:8]
     return made + over + twice
 
 
