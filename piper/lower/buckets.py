@@ -1,7 +1,7 @@
 """ProgramBuckets: which parameters live, travel and are updated together, and among which devices."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from piper.errors import ScheduleError
@@ -19,6 +19,7 @@ from piper.plan.plan import Slot
 from piper.plan.updates import Piece
 
 MEGABYTE = 2**20
+SMALL = 2**18  # bytes of parameters whose gradients take about as long to sum as a single number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +52,46 @@ def make_buckets(graph: Graph) -> ProgramBuckets:
         for bucket in chunk_buckets(chunk, own, placements[chunk.name], narrow):
             fp8 = bucket.zero == 3 and bucket.pieces[0].name in narrow
             read[bucket.name] = replace(bucket, gathered_as="fp8") if fp8 else bucket
+    read = join_small(read, graph)
     for name, chunks in users.items():
         if len(chunks) > 1:
             buckets, reason = tied_buckets(parameters[name], [placements[c] for c in chunks], read)
             read.update({bucket.name: bucket for bucket in buckets})
             why += reason
     return ProgramBuckets(read=read, held=read, why=tuple(why))
+
+
+def join_small(buckets: Mapping[str, Bucket], graph: Graph) -> dict[str, Bucket]:
+    """Join small buckets whose gradients are partial sums along an axis: they are reduced at once.
+
+    Under sequence parallelism each norm is a bucket of its own, between layers that are sharded. A reduction
+    for each, beside the collectives of these layers, takes longer than what it sums.
+    """
+    partial = {p.name for p in graph.outline.parameters if any(each.partial for each in p.placements)}
+    kinds: dict[object, list[Bucket]] = {}
+    for bucket in buckets.values():
+        reduced = bucket.trainable and not bucket.zero and bucket.group_size > 1
+        alike: object = bucket.name
+        if reduced and bucket.nbytes <= SMALL and all(piece.name in partial for piece in bucket.pieces):
+            options = graph.options[bucket.chunks[0]]
+            kind = replace(bucket, name="", chunks=(), pieces=(), origin=())
+            alike = kind, options.protect, options.offload_state
+        kinds.setdefault(alike, []).append(bucket)
+    return {members[0].name: joined(members) for members in kinds.values()}
+
+
+def joined(buckets: Sequence[Bucket]) -> Bucket:
+    """Return buckets that lie alike as one."""
+    first, *others = buckets
+    pieces = list(first.pieces)
+    for piece in (piece for bucket in others for piece in bucket.pieces):
+        pieces.append(replace(piece, offset=pieces[-1].offset + pieces[-1].numel))
+    return replace(
+        first,
+        pieces=tuple(pieces),
+        chunks=tuple(dict.fromkeys(chunk for bucket in buckets for chunk in bucket.chunks)),
+        origin=tuple(dict.fromkeys(number for bucket in buckets for number in bucket.origin)),
+    )
 
 
 def hold_buckets(state: LoweringState) -> LoweringState:

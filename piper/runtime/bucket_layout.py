@@ -76,13 +76,10 @@ class Layout:
 
     def flatten(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Flat:
         """Copy the gradients of the pieces into one flat tensor; a piece without one counts as zeros."""
-        like = next(g for g in gradients if g is not None)
-        flat = self.over(like.new_empty(self.bucket.numel, dtype=dtype))
-        given = [(piece, g) for piece, g in zip(flat, gradients, strict=True) if g is not None]
-        torch._foreach_copy_([piece for piece, _ in given], [g for _, g in given])
-        for piece, g in zip(flat, gradients, strict=True):
-            if g is None:
-                piece.zero_()
+        given = [(place, g) for place, g in enumerate(gradients) if g is not None]
+        allocate = given[0][1].new_empty if len(given) == len(gradients) else given[0][1].new_zeros
+        flat = self.over(allocate(self.bucket.numel, dtype=dtype))
+        torch._foreach_copy_([flat[place] for place, _ in given], [g for _, g in given])
         return flat
 
     def owned(self, flat: Tensor) -> Tensor:

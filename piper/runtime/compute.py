@@ -74,8 +74,6 @@ def with_flat_gradients(
     left = [each for each, fills in zip(several, flat, strict=True) if not fills]
     slots, device, first = env.slots, env.setup.device, len(spec.grad_inputs)
     adds = bool(begun)
-    # The code adds to all of its targets or to none. What only begins is zero then.
-    allocate = torch.zeros if adds else torch.empty
     kinds = [(slot, slot in begun, layout, layout.bucket.numel, layout.sums) for (slot, _), layout in buckets]
     where = {
         piece.name: (number, index)
@@ -88,7 +86,8 @@ def with_flat_gradients(
         for result, name in enumerate(spec.grad_params)
         if name in where and name not in spec.in_place
     ]
-    missing = [place for name, place in where.items() if name not in spec.in_place] if not adds else []
+    # The code adds to all targets or to none: what only begins is zero then, and what it does not give.
+    allocate = torch.zeros if adds or where.keys() - set(spec.in_place) else torch.empty
     join = torch._foreach_add_ if adds else torch._foreach_copy_
 
     def boxed(given: list[object]) -> Sequence[Tensor]:
@@ -100,8 +99,6 @@ def with_flat_gradients(
         if given_apart:
             apart = [made[number][index] for number, index, _ in given_apart]
             join(apart, [out[result] for _, _, result in given_apart])
-        for number, index in missing:
-            made[number][index].zero_()
         for (slot, *_), whole in zip(kinds, made, strict=True):
             slots[slot] = whole
         return out

@@ -171,3 +171,49 @@ def test_json_that_is_wrong(entry: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_strategy(f"[{entry}]")
     assert str(caught.value) == cleandoc(text)
+
+
+class NormedNet(nn.Module):
+    """Norms between layers that are sharded: under sequence parallelism their gradients are partial sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, block in zip(self.norms, self.blocks, strict=True):
+            with annotate("LAYER"):
+                x = block(norm(x))
+        return x
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_partial_gradients_of_small_parameters_are_reduced_at_once(
+    joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not joined:
+        monkeypatch.setattr("piper.lower.buckets.SMALL", 0)
+    strategy = [
+        shard(at(), [0, 1], axis="TP", weights=WEIGHTS, between=1),
+        split(at(), parts=2),
+    ]
+    program = compile(replace(job(), model=NormedNet, strategy=strategy, precision="fp64"))
+    reduced = [ins for ins in program.plans.of(0).instrs if ins.op == "all_reduce"]
+    assert len(reduced) == (1 if joined else 2)  # the first norm reads all of the batch
+    assert sum(ins.nbytes for ins in reduced) == 2 * 2 * 8 * 8  # the weight and the bias of each
+    torch.manual_seed(program.job.seed)
+    model = NormedNet().double()
+    optimizer = program.job.optimizer([*model.parameters()])
+    batch = next(iter(program.job.data()))
+    with launch_inline(program) as run:
+        model.load_state_dict(run.state_dict())
+        for _ in range(3):
+            result = run.step(batch)
+            optimizer.zero_grad()
+            loss = model(batch["x"].double()).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            assert result.loss == pytest.approx(loss.item(), rel=1e-12)
+        for name, value in run.state_dict().items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-9, atol=1e-12)
