@@ -143,20 +143,20 @@ class Movement:
         """Move one bucket."""
         exchange = BucketExchange()
         target = self.after.holdings.get(move.bucket.name)
-        # Where one layout splits what it trains and the other does not, the numbers move, not their bits.
-        alike = all(piece.before.splits == move.bucket.splits for piece in move.pieces)
-        entering = None if target is None else target.master if alike else torch.empty_like(target.trained)
+        # Bits move where both layouts split what they train, else the numbers.
+        split = move.bucket.splits and all(piece.before.splits for piece in move.pieces)
+        entering = None if target is None else target.master if split else target.trained
         for piece in move.pieces:
             source = self.before.holdings.get(piece.before.name)
             exchange.add(self.me, piece.held, computing(source), computing(target))
             if move.bucket.has_master or move.bucket.splits:
-                leaving = None if source is None else source.master if alike else source.trained
+                leaving = None if source is None else source.master if split else source.trained
                 exchange.add(self.me, piece.owned, trained(source, leaving), trained(target, entering))
             if piece.owned:
                 self.move_kept(move.bucket, piece, exchange, kept.get(piece.name, {}), like)
         if self.group is not None:
             exchange.swap(self.group, self.devices, self.where)
-        if target is not None and entering is not None and not alike:
+        if target is not None and entering is not None and move.bucket.splits and not split:
             target.take(entering)
 
     def move_kept(

@@ -72,7 +72,8 @@ def join_small(buckets: Mapping[str, Bucket], graph: Graph) -> dict[str, Bucket]
     for bucket in buckets.values():
         reduced = bucket.trainable and not bucket.zero and bucket.group_size > 1
         alike: object = bucket.name
-        if reduced and bucket.nbytes <= SMALL and all(piece.name in partial for piece in bucket.pieces):
+        whole = all(piece.name in partial and not piece.shardings for piece in bucket.pieces)
+        if reduced and whole and bucket.nbytes <= SMALL:
             options = graph.options[bucket.chunks[0]]
             kind = replace(bucket, name="", chunks=(), pieces=(), origin=())
             alike = kind, options.protect, options.offload_state

@@ -117,7 +117,7 @@ def test_the_plan_of_a_move_is_priced_by_the_bytes_that_travel() -> None:
     one, other = ({"a": BUCKETS[name]} for name in ("zero 0", "zero 3"))
     there, back = (moving_plans(*pair, DEVICES, 8) for pair in ((one, other), (other, one)))
     assert [ins.nbytes for ins in there.plans[0].instrs] == [0]
-    (ins,) = back.plans[0].instrs  # shards of 7 of 53 elements: 2 bytes of each are held, 12 owned
-    assert ins.nbytes == 7 * 7 * 14 == (53 - 4) * 14
+    (ins,) = back.plans[0].instrs  # shards of 7 of 53 elements: 2 bytes of each are held, 10 owned
+    assert ins.nbytes == 7 * 7 * 12 == (53 - 4) * 12
     assert simulate(back, None, costs).step > simulate(there, None, costs).step > 0
     assert moving_plans(one, one, DEVICES, 8).plans[0].instrs == ()
