@@ -94,17 +94,20 @@ class DeviceState:
         self.kernel = self._kernel()
 
     def _copies(self) -> tuple[dict[Tensor, Tensor], dict[Tensor, Tensor]]:
-        """Return what chunks read, by what the optimizer updates, where the two differ, and what that leaves.
+        """Return what chunks read, and what rounding leaves of it, by the tensors that the optimizer updates.
 
-        The second has only those tensors that are split.
+        The first has those that chunks read in another type, the second those of them that are split.
         """
         copies, remainders = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
         for name, segments in self.segments.items():
             holding = self.holdings[name]
-            for flat, found in ((holding.own, copies), (holding.master, remainders)):
-                if flat is not None and (holding.bucket.splits or (holding.rounds and found is copies)):
-                    pieces = dict(holding.trains.segments(flat))
-                    found |= {tensor: pieces[piece] for piece, tensor in segments}
+            if holding.master is None or not holding.rounds:
+                continue
+            tensors = [tensor for _, tensor in segments]
+            copies |= zip(tensors, (part for _, part in holding.trains.segments(holding.own)), strict=True)
+            if holding.bucket.splits:
+                parts = (part for _, part in holding.trains.segments(holding.master))
+                remainders |= zip(tensors, parts, strict=True)
         return copies, remainders
 
     def update(

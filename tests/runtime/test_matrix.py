@@ -45,8 +45,6 @@ def with_more(cell: Cell, model: int, schedule: int) -> Cell:
     """Give a cell an optimizer, a mask, and groups of its replicas, in other pairs for the next model and schedule."""
     optimizer = list(OPTIMIZERS)[(model + schedule + cell.zero) % len(OPTIMIZERS)]
     mask = ("", "padding", "documents")[schedule % 3] if cell.case == "llama_hf" else ""
-    if cell.case == "llama_hf" and case_of(cell).stages > 2:
-        mask = "padding"  # one capture of the longer model, and the other masks in two stages
     groups = cell.dp == 4 and cell.zero > 0 and model % 2 == 0
     owners = groups and cell.zero == 3 and model % 4 == 0
     return replace(
