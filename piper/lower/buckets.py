@@ -52,7 +52,7 @@ def make_buckets(graph: Graph) -> ProgramBuckets:
         for bucket in chunk_buckets(chunk, own, placements[chunk.name], narrow):
             fp8 = bucket.zero == 3 and bucket.pieces[0].name in narrow
             read[bucket.name] = replace(bucket, gathered_as="fp8") if fp8 else bucket
-    read = join_small(read, graph)
+    read = join_small(read, graph, placements)
     for name, chunks in users.items():
         if len(chunks) > 1:
             buckets, reason = tied_buckets(parameters[name], [placements[c] for c in chunks], read)
@@ -61,19 +61,27 @@ def make_buckets(graph: Graph) -> ProgramBuckets:
     return ProgramBuckets(read=read, held=read, why=tuple(why))
 
 
-def join_small(buckets: Mapping[str, Bucket], graph: Graph) -> dict[str, Bucket]:
+def join_small(
+    buckets: Mapping[str, Bucket], graph: Graph, placements: Mapping[str, ChunkPlacement]
+) -> dict[str, Bucket]:
     """Join small buckets whose gradients are partial sums along an axis: they are reduced at once.
 
     Under sequence parallelism each norm is a bucket of its own, between layers that are sharded. A reduction
-    for each, beside the collectives of these layers, takes longer than what it sums.
+    for each, beside the collectives of these layers, takes longer than what it sums. What is summed along one
+    axis alone uses the stream of its collectives: a communicator of its own would have threads on every host
+    that wait for the one reduction of a step.
     """
-    partial = {p.name for p in graph.outline.parameters if any(each.partial for each in p.placements)}
+    partial = {p.name: {each.axis for each in p.placements if each.partial} for p in graph.outline.parameters}
     kinds: dict[object, list[Bucket]] = {}
     for bucket in buckets.values():
         reduced = bucket.trainable and not bucket.zero and bucket.group_size > 1
         alike: object = bucket.name
-        whole = all(piece.name in partial and not piece.shardings for piece in bucket.pieces)
+        whole = all(partial[piece.name] and not piece.shardings for piece in bucket.pieces)
         if reduced and whole and bucket.nbytes <= SMALL:
+            for axis in placements[bucket.chunks[0]].policy.axes:
+                alone = all(partial[piece.name] == {axis.axis} for piece in bucket.pieces)
+                if alone and axis.degree == bucket.group_size:
+                    bucket = replace(bucket, reduce_stream=axis.stream)
             options = graph.options[bucket.chunks[0]]
             kind = replace(bucket, name="", chunks=(), pieces=(), origin=())
             alike = kind, options.protect, options.offload_state

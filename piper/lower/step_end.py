@@ -156,7 +156,11 @@ def add_updates(state: LoweringState) -> LoweringState:
         edit.append(Reshard.of(bucket, bucket.gradient(), bucket.applied))
         edit.values[bucket.applied] = Slot(nbytes=bucket.update.elements * bucket.precision.sum_itemsize)
     size = 8 * sum(each.length for each in sums)
-    edit.append(Total(devices=everyone, groups=(everyone,), reads=(NORM,), writes=(TOTAL,), nbytes=size))
+    total = Total(devices=everyone, groups=(everyone,), reads=(NORM,), writes=(TOTAL,), nbytes=size)
+    last = next((node for node in reversed(state.sequence) if isinstance(node, Reduce)), None)
+    if last and last.devices == everyone:  # there is a communicator of all devices already
+        total = replace(total, stream=last.stream)
+    edit.append(total)
     for devices, buckets in groups.items():
         if buckets:
             edit.append(

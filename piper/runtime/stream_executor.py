@@ -23,20 +23,26 @@ Step = tuple[
     tuple[int, ...],  # slots it parks
     tuple[int, ...],  # residents that it may replace
     torch.Event | None,  # signal
+    torch.Event | None,  # the host waits for this one before it issues the instruction
 ]
 
 Show = Callable[[Mapping[str, int]], None]  # takes the place that each stream is at
 GLANCE = 5e-5  # seconds between looks at whether the step is over, at least
 LOOKS = 400  # a look comes after the 400th part of the time waited so far: communication needs the cores too
 POLL = 0.2  # seconds between looks at whether anything moves
+# A communication is issued when the computation that signals so many signals before it is over, not earlier:
+# from then on until it can begin, threads of NCCL look for its data and take cores from those that send.
+AHEAD = 3
 
 
 class StreamExecutor:
     """The instructions of a plan, bound to their kernels, on streams that run side by side.
 
-    The host issues everything in the order of the plan and waits for nothing until the end of the step, but
-    where an instruction needs a number on the host. Streams wait for each other by events, made once and
-    recorded again in each step. With `streams=False` all is issued on the stream that is current.
+    The host issues everything in the order of the plan, and waits only for the end of the step, for numbers
+    that an instruction needs on the host, and where it is too far ahead of the device. The proof of the plans
+    covers these waits: devices that run one instruction after another never wait in a circle. Streams wait
+    for each other by events, made once and recorded again in each step. With `streams=False` all is issued on
+    the stream that is current.
     """
 
     def __init__(
@@ -91,12 +97,17 @@ class StreamExecutor:
         asked = {place for handling in handlings for place in handling.waits}
         self.events = {place: self.module.Event() for place in sorted({*signalled.values(), *asked})}
         steps: list[Step] = []
+        computed: list[torch.Event] = []
         for place, (ins, run, handling) in enumerate(zip(plan.instrs, bound, handlings, strict=True)):
             replaces = tuple(index[slot] for slot in ins.writes if slot.kind == "buffer")
+            signal = self.events.get(place)
             if not self.streams:
                 frees = tuple(index[slot] for slot in ins.frees)
-                steps.append((place, run, self.home, (), (), frees, (), (), self.events.get(place)))
+                steps.append((place, run, self.home, (), (), frees, (), (), signal, None))
                 continue
+            pace = computed[-AHEAD] if ins.comm is not None and len(computed) >= AHEAD else None
+            if signal is not None and ins.comm is None:
+                computed.append(signal)
             places = dict.fromkeys([*(signalled[event] for event in ins.waits), *handling.waits])
             steps.append(
                 (
@@ -108,7 +119,8 @@ class StreamExecutor:
                     tuple(index[slot] for slot in handling.frees),
                     tuple(index[slot] for slot in handling.parks),
                     replaces,
-                    self.events.get(place),
+                    signal,
+                    pace,
                 )
             )
         return steps
@@ -116,20 +128,26 @@ class StreamExecutor:
     def run(self) -> None:
         """Run the plan once; returns when every stream is at its end."""
         with self.module.device(self.accelerator), torch.no_grad():
-            self.enqueue()
+            self.enqueue(paced=True)
             with self.module.stream(self.home):
                 self.outro()
             self.done.record(self.home)
-            self._wait()
+            if self.alone:
+                self.done.synchronize()
+            else:
+                self._wait(self.done, len(self.steps))
             self.drop()
 
-    def enqueue(self) -> None:
-        """Run the plan once: every stream begins after the home stream, which goes on after all of them."""
+    def enqueue(self, *, paced: bool = False) -> None:
+        """Run the plan once: every stream begins after the home stream, which goes on after all of them.
+
+        paced: the host never is far ahead of the device.
+        """
         home = self.home
         self.begin.record(home)  # what was done to the state between steps was done here
         for stream in self.streams.values():
             stream.wait_event(self.begin)
-        self._issue()
+        self._issue(paced)
         for name, stream in self.streams.items():
             self.ends[name].record(stream)
             home.wait_event(self.ends[name])
@@ -139,69 +157,77 @@ class StreamExecutor:
         self.parked = [None] * len(self.slots)
         self.replaced.clear()
 
-    def _issue(self) -> None:
-        slots, parked, place = self.slots, self.parked, 0
-        before = self.module.current_stream()
+    def _issue(self, paced: bool) -> None:
+        before = now = self.module.current_stream()
         try:
-            now = before
-            for place, run, stream, waits, drops, frees, parks, replaces, signal in self.steps:  # noqa: B007
+            for step in self.steps:
+                place, stream, pace = step[0], step[2], step[-1]
+                if paced and pace is not None:
+                    self._wait(pace, place)
                 if stream is not now:
                     self.module.set_stream(stream)
                     now = stream
-                for event in waits:
-                    stream.wait_event(event)
-                for slot in drops:
-                    parked[slot] = None
-                for slot in replaces:  # another stream may have taken its memory, and this one still reads it
-                    self.replaced.append(slots[slot])
-                run()
-                for slot in frees:
-                    slots[slot] = None
-                for slot in parks:
-                    parked[slot], slots[slot] = slots[slot], None
-                if signal is not None:
-                    signal.record(stream)
-        except Exception as error:
-            error.add_note(f"on device {self.device}, at the arrow:\n{self.plan.around(place)}")
-            self.on_failure()
-            raise
+                try:
+                    self._issue_one(step)
+                except Exception as error:
+                    error.add_note(f"on device {self.device}, at the arrow:\n{self.plan.around(place)}")
+                    self.on_failure()
+                    raise
         finally:
             self.module.set_stream(before)
 
-    def _wait(self) -> None:
-        """Wait until the step is over, as long as anything moves."""
-        if self.alone:
-            self.done.synchronize()
-            return
+    def _issue_one(self, step: Step) -> None:
+        _, run, stream, waits, drops, frees, parks, replaces, signal, _ = step
+        slots, parked = self.slots, self.parked
+        for event in waits:
+            stream.wait_event(event)
+        for slot in drops:
+            parked[slot] = None
+        for slot in replaces:  # another stream may have taken its memory, and this one still reads it
+            self.replaced.append(slots[slot])
+        run()
+        for slot in frees:
+            slots[slot] = None
+        for slot in parks:
+            parked[slot], slots[slot] = slots[slot], None
+        if signal is not None:
+            signal.record(stream)
+
+    def _wait(self, awaited: torch.Event, issued: int) -> None:
+        """Wait for an event as long as anything moves of the first instructions, which have been issued."""
         begin = now = moved = looked = monotonic()
-        done, seen = self.done, -1
-        while not done.query():
+        seen = -1
+        while not awaited.query():
             now = pause(now - begin)
             if now - looked < POLL:
                 continue
-            looked, over = now, {place for place, event in self.events.items() if event.query()}
+            events = [(place, event) for place, event in self.events.items() if place < issued]
+            looked, over = now, {place for place, event in events if event.query()}
             if len(over) != seen:
                 seen, moved = len(over), now
-                self.show(self.running(over))
+                self.show(self.running(over, issued))
             elif now - moved > self.timeout:
                 error = CommError(f"nothing has moved for {self.timeout:g} s")
-                error.add_note(f"on device {self.device}, at the arrow:\n{self.plan.around(self.stuck())}")
+                place = self.stuck(issued)
+                error.add_note(f"on device {self.device}, at the arrow:\n{self.plan.around(place)}")
                 self.on_failure()
                 raise error
         if seen >= 0:
             self.show({})
 
-    def running(self, over: Collection[int]) -> dict[str, int]:
+    def running(self, over: Collection[int], issued: int) -> dict[str, int]:
         """Return the place that each stream is at; `over`: those whose events have come."""
         if not self.streams:
-            place = self.stuck()
+            place = self.stuck(issued)
             return {self.plan.instrs[place].stream: place}
-        return places_of_streams(self.plan, over, {name for name, end in self.ends.items() if end.query()})
+        at_end = issued == len(self.steps)
+        ended = {name for name, end in self.ends.items() if end.query()} if at_end else ()
+        return places_of_streams(self.plan, over, ended)
 
-    def stuck(self) -> int:
+    def stuck(self, issued: int) -> int:
         """Return the place of the first instruction that is known not to be over."""
-        waiting = [place for place, event in self.events.items() if not event.query()]
-        return min(waiting, default=len(self.plan.instrs) - 1)
+        waiting = [place for place, event in self.events.items() if place < issued and not event.query()]
+        return min(waiting, default=issued - 1)
 
     def close(self) -> None:
         """Do nothing: the streams are at their end after each step, so nothing is left running."""
