@@ -201,6 +201,9 @@ def test_partial_gradients_of_small_parameters_are_reduced_at_once(
     program = compile(replace(job(), model=NormedNet, strategy=strategy, precision="fp64"))
     reduced = [ins for ins in program.plans.of(0).instrs if ins.op == "all_reduce"]
     assert len(reduced) == (1 if joined else 2)  # the first norm reads all of the batch
+    total = next(ins for ins in program.plans.of(0).instrs if ins.op == "total")
+    assert {ins.comm for ins in (*reduced, total)} == {"0,1:tp" if joined else "0,1:reduce"}
+    assert list(program.plans.comms) == (["0,1:tp"] if joined else ["0,1:tp", "0,1:reduce"])
     assert sum(ins.nbytes for ins in reduced) == 2 * 2 * 8 * 8  # the weight and the bias of each
     torch.manual_seed(program.job.seed)
     model = NormedNet().double()
