@@ -211,6 +211,24 @@ def test_a_compiled_phase_travels_as_bytes(made: Made, tmp_path: Path) -> None:
     )
 
 
+def test_what_is_compiled_is_loaded_without_processes_and_threads_that_compile(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    started: list[str] = []
+    monkeypatch.setattr(AsyncCompile, "pool", lambda: started.append("threads"))
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: started.append("processes"))
+    sent = pack(expert_forward(made))
+    with config.patch(compile_threads=4):
+        code = unpack(sent)
+        assert config.compile_threads == 4
+    assert started == []
+    given = expert_arguments(9)
+    assert isinstance(code, Compiled) and torch.equal(code(*given)[0], expert_forward(made)(*given)[0])
+
+
 def test_boxed_arguments_are_let_go(made: Made) -> None:
     given = expert_arguments(9)
     seen = weakref.ref(given[0])

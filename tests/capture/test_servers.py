@@ -2,8 +2,10 @@
 
 import logging
 import operator
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -46,7 +48,12 @@ ASKED: dict[tuple[str, Phase], Source] = {
 def mute(servers: CompileServers, code: str) -> None:
     """Add a process that is not a real server."""
     servers.processes.append(
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
     )
 
 
@@ -68,7 +75,7 @@ def test_what_servers_leave_is_compiled_here_once(
         found = compile_phases(ASKED, Cache(folder=tmp_path), servers, lambda: other.append("drawn"))
     assert sorted(made) == ["B", "F"] and other == ["drawn"]
     assert [*map(str, found.values())] == ["code of F", "code of B", "code of F"]
-    assert servers.processes == [] and running.wait(10) == 0
+    assert servers.processes == [] and running.wait(10) in (0, -signal.SIGTERM)
     first, second = (record.getMessage() for record in caplog.records)
     assert first == "Compiling graph 1 of 2: B of PP=0"  # the larger one
     assert second == "Compiling graph 2 of 2: F of PP=0"
@@ -76,7 +83,7 @@ def test_what_servers_leave_is_compiled_here_once(
 
 def test_a_failure_of_the_other_work_ends_the_servers(tmp_path: Path) -> None:
     servers = CompileServers()
-    mute(servers, "import sys; sys.stdin.read()")
+    mute(servers, "import time; time.sleep(60)")
     (running,) = servers.processes
 
     def fail() -> None:
@@ -84,7 +91,7 @@ def test_a_failure_of_the_other_work_ends_the_servers(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         compile_phases(ASKED, Cache(folder=tmp_path), servers, fail)
-    assert running.wait(10) == 0
+    assert running.wait(10) == -signal.SIGTERM
 
 
 def test_graphs_of_unknown_sizes_are_not_sent(tmp_path: Path) -> None:
@@ -145,6 +152,24 @@ def test_servers_store_what_this_process_loads(tmp_path: Path) -> None:
     x = torch.arange(12.0).view(3, 4)
     assert [float(found[key](x)[0].sum()) for key in ASKED] == [78.0, 138.0, 78.0]
     assert running.wait(20) == 0
+
+
+def test_a_server_ends_at_once_with_the_processes_it_has_started(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    servers = CompileServers()
+    mute(servers, code)
+    (running,) = servers.processes
+    assert running.stdout is not None
+    child = Path(f"/proc/{int(running.stdout.readline())}/stat")
+    servers.close()
+    assert running.wait(10) == -signal.SIGTERM
+    while child.exists() and child.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        time.sleep(0.05)  # the test has a time limit
 
 
 @pytest.mark.parametrize(("layers", "filled", "started"), [(3, False, 0), (40, False, 1), (40, True, 0)])

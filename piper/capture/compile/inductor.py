@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
-from torch._inductor import standalone_compile
+from torch._inductor import config, standalone_compile
 from torch._inductor.codecache import CacheBase, torch_key
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir, temporary_cache_dir
 from torch._inductor.standalone_compile import CompiledArtifact
@@ -201,7 +201,9 @@ def _load(artifact: bytes, cache: Cache, modules: Sequence[str]) -> tuple[Boxed,
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "artifact"
         path.write_bytes(artifact)
-        with _working(cache), tuning_in(cache.working_folder()) as unmeasured:
+        # Its kernels are compiled: with more threads, a process that loads it would start others to compile.
+        alone = config.patch(compile_threads=1)
+        with _working(cache), alone, tuning_in(cache.working_folder()) as unmeasured:
             loaded = CompiledArtifact.load(path=str(path), format="binary")
     # An artifact takes its arguments one by one, and so keeps them alive; its inner function takes a list.
     inner = inspect.getclosurevars(loaded._compiled_fn).nonlocals.get("compiled_fn")

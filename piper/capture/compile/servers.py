@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -106,6 +107,7 @@ class CompileServers:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # so that it ends with the processes that compile its kernels
                 )
             )
         weakref.finalize(self, end, self.processes)
@@ -184,12 +186,14 @@ class Compilation:
 
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End processes: their input ends, and what does not end by itself is killed."""
+    """End processes at once: one that still imports torch would take a core from the first steps of a run."""
     ending = [*processes]
     processes.clear()
     for process in ending:
         assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(BrokenPipeError):
             process.stdin.close()
     Thread(target=reap, args=(ending,), daemon=True).start()
 
@@ -200,7 +204,7 @@ def reap(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         try:
             process.wait(GRACE)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         assert process.stdout is not None
         process.stdout.close()
@@ -208,6 +212,7 @@ def reap(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def serve(device: str, threads: int) -> None:
     """Compile the graphs that arrive on the standard input, and answer on what was the standard output."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that temporary files are removed
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what torch prints is no answer
     from torch._inductor import config
