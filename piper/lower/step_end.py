@@ -157,9 +157,9 @@ def add_updates(state: LoweringState) -> LoweringState:
         edit.values[bucket.applied] = Slot(nbytes=bucket.update.elements * bucket.precision.sum_itemsize)
     size = 8 * sum(each.length for each in sums)
     total = Total(devices=everyone, groups=(everyone,), reads=(NORM,), writes=(TOTAL,), nbytes=size)
-    last = next((node for node in reversed(state.sequence) if isinstance(node, Reduce)), None)
-    if last and last.devices == everyone:  # there is a communicator of all devices already
-        total = replace(total, stream=last.stream)
+    together = next((bucket for bucket in trained if bucket.groups == (everyone,)), None)
+    if together is not None:  # all devices sum its gradients: their communicator is used again
+        total = replace(total, stream=together.reduce_stream)
     edit.append(total)
     for devices, buckets in groups.items():
         if buckets:
