@@ -216,15 +216,24 @@ def test_what_is_compiled_is_loaded_without_processes_and_threads_that_compile(
 ) -> None:
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.standalone_compile import CompiledArtifact
 
+    sent = pack(expert_forward(made))
     started: list[str] = []
+    threads: list[int | None] = []
+    load = CompiledArtifact.load
+
+    def watched(*, path: str, format: str) -> object:
+        threads.append(config.compile_threads)
+        return load(path=path, format=format)  # type: ignore[arg-type]
+
     monkeypatch.setattr(AsyncCompile, "pool", lambda: started.append("threads"))
     monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: started.append("processes"))
-    sent = pack(expert_forward(made))
+    monkeypatch.setattr(CompiledArtifact, "load", watched)
     with config.patch(compile_threads=4):
         code = unpack(sent)
         assert config.compile_threads == 4
-    assert started == []
+    assert started == [] and threads == [1]
     given = expert_arguments(9)
     assert isinstance(code, Compiled) and torch.equal(code(*given)[0], expert_forward(made)(*given)[0])
 
