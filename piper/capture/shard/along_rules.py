@@ -58,7 +58,7 @@ def named(node: fx.Node, rank: int) -> set[int]:
     if dims is None or dims == []:
         return set(range(rank))
     each = dims if isinstance(dims, list | tuple) else [dims]
-    return {number(dim) % rank for dim in each}
+    return {number(dim) % max(rank, 1) for dim in each}  # a number has no dimension, and takes 0 and -1
 
 
 def matrices(_: fx.Node, rank: int) -> set[int]:

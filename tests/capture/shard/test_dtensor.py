@@ -38,6 +38,9 @@ def compare(given: Iterable[Sample], limit: int) -> set[tuple[str, str]]:
 def test_results_lie_as_dtensor_says() -> None:
     given = [sample for sample in hand_samples() if sample.name in QUICK]
     assert ("partial sum", "partial avg") in compare(given, 16)
+    assert [sample.name for sample in given if not differences(sample, 16)[0]] == ["labels"], (
+        "the rest is compared; a loss communicates in every layout"
+    )
 
 
 @pytest.mark.slow
