@@ -30,8 +30,9 @@ Show = Callable[[Mapping[str, int]], None]  # takes the place that each stream i
 GLANCE = 5e-5  # seconds between looks at whether the step is over, at least
 LOOKS = 400  # a look comes after the 400th part of the time waited so far: communication needs the cores too
 POLL = 0.2  # seconds between looks at whether anything moves
-# A communication is issued when the computation that signals so many signals before it is over, not earlier:
+# A collective is issued when the computation that signals so many signals before it is over, not earlier:
 # from then on until it can begin, threads of NCCL look for its data and take cores from those that send.
+# Transfers between two devices are issued at once: a host that is late with one makes the next stage wait.
 AHEAD = 3
 
 
@@ -105,7 +106,8 @@ class StreamExecutor:
                 frees = tuple(index[slot] for slot in ins.frees)
                 steps.append((place, run, self.home, (), (), frees, (), (), signal, None))
                 continue
-            pace = computed[-AHEAD] if ins.comm is not None and len(computed) >= AHEAD else None
+            collective = ins.comm is not None and OPS[ins.op].pattern != "pair"
+            pace = computed[-AHEAD] if collective and len(computed) >= AHEAD else None
             if signal is not None and ins.comm is None:
                 computed.append(signal)
             places = dict.fromkeys([*(signalled[event] for event in ins.waits), *handling.waits])

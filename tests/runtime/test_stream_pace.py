@@ -1,4 +1,4 @@
-"""How far the host runs ahead of a device: a communication is issued when it can begin soon."""
+"""How far the host runs ahead of a device: a collective is issued when it can begin soon."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -86,21 +86,28 @@ def index_of(plan: Plan) -> dict[SlotId, int]:
     return {slot: number for number, slot in enumerate(slots)}
 
 
-def test_a_communication_waits_for_what_was_computed_some_signals_before(
+def test_a_collective_waits_for_what_was_computed_some_signals_before_and_a_transfer_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = SlowDevice()
-    left: list[int] = []  # signals of computations that had not come when a communication was issued
+    left: list[int] = []  # signals of computations that had not come when a collective was issued
+    looks: set[int] = set()  # for an event before a transfer was issued, since the instruction before it
 
     def issued(place: int, executor: StreamExecutor) -> None:
-        if executor.plan.instrs[place].comm is not None:
+        ins = executor.plan.instrs[place]
+        if ins.op in ("send", "recv"):
+            looks.add(device.looks - looked[-1])
+        looked.append(device.looks)
+        if ins.comm is not None and ins.op not in ("send", "recv"):
             signals = [
                 e for at, e in executor.events.items() if at < place and not executor.plan.instrs[at].comm
             ]
             left.append(sum(signal.number > device.over for signal in signals))  # type: ignore[attr-defined]
 
+    looked = [0]
     executor, _ = executor_on(device, monkeypatch, issued)
     executor.run()
+    assert looks == {0}, "transfers are issued at once"
     assert max(left) == AHEAD - 1, "the host is ahead of the device, and no further"
     assert device.over == device.recorded, "the step is over"
 
