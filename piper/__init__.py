@@ -1,24 +1,11 @@
 """Piper: a model, a few annotations and a short strategy become a proven distributed training program.
 
-Importing this is cheap: what needs torch, or few scripts use, is imported on first use.
+Importing this is cheap: every name is imported from its module on first use.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from piper.directives import *  # noqa: F403  whose `__all__` is what users write
-from piper.directives.base import known_directives
-from piper.errors import CaptureError as CaptureError
-from piper.errors import ConfigError as ConfigError
-from piper.errors import LaunchError as LaunchError
-from piper.errors import PiperError as PiperError
-from piper.errors import ScheduleError as ScheduleError
-from piper.errors import WorkerError as WorkerError
-from piper.ir.select import at as at
-from piper.job import Buckets as Buckets
-from piper.job import Checkpoint as Checkpoint
-from piper.job import Evaluate as Evaluate
-from piper.job import Job as Job
 from piper.version import VERSION
 
 if TYPE_CHECKING:
@@ -35,53 +22,58 @@ if TYPE_CHECKING:
     from piper.checkpoint.huggingface import export_hf as export_hf
     from piper.checkpoint.huggingface import import_hf as import_hf
     from piper.compiler import compile as compile
+    from piper.directives import *  # noqa: F403  whose `__all__` is what users write
+    from piper.errors import CaptureError as CaptureError
+    from piper.errors import ConfigError as ConfigError
+    from piper.errors import LaunchError as LaunchError
+    from piper.errors import PiperError as PiperError
+    from piper.errors import ScheduleError as ScheduleError
+    from piper.errors import WorkerError as WorkerError
     from piper.experts import grouped_mm as grouped_mm
     from piper.experts import route as route
     from piper.experts import unroute as unroute
+    from piper.ir.select import at as at
+    from piper.job import Buckets as Buckets
+    from piper.job import Checkpoint as Checkpoint
+    from piper.job import Evaluate as Evaluate
+    from piper.job import Job as Job
     from piper.models.tensor_plan import tensor_plan as tensor_plan
     from piper.run.launch import launch as launch
     from piper.run.run import Run as Run
     from piper.tuning.tune import tune as tune
 
-NEEDS_TORCH = {
-    "annotate": "piper.capture.trace.annotate",
-    "annotate_layers": "piper.capture.layers.annotate_layers",
-    "annotate_modules": "piper.capture.trace.annotate",
-    "compile": "piper.compiler",
-    "export_hf": "piper.checkpoint.huggingface",
-    "import_hf": "piper.checkpoint.huggingface",
-    "Run": "piper.run.run",
-    "grouped_mm": "piper.experts",
-    "launch": "piper.run.launch",
-    "route": "piper.experts",
-    "sharding_rule": "piper.capture.shard.rules",
-    "tensor_plan": "piper.models.tensor_plan",
-    "tune": "piper.tuning.tune",
-    "unroute": "piper.experts",
+_MODULES = ("callbacks", "checkpoint", "data", "losses", "schedules", "strategies")
+_NAMES = {  # by the module that has them, without "piper."; the names of directives are in `piper.directives`
+    "capture.layers.annotate_layers": ("annotate_layers",),
+    "capture.shard.rules": ("sharding_rule",),
+    "capture.trace.annotate": ("annotate", "annotate_modules"),
+    "checkpoint.huggingface": ("export_hf", "import_hf"),
+    "compiler": ("compile",),
+    "errors": ("CaptureError", "ConfigError", "LaunchError", "PiperError", "ScheduleError", "WorkerError"),
+    "experts": ("grouped_mm", "route", "unroute"),
+    "ir.select": ("at",),
+    "job": ("Buckets", "Checkpoint", "Evaluate", "Job"),
+    "models.tensor_plan": ("tensor_plan",),
+    "run.launch": ("launch",),
+    "run.run": ("Run",),
+    "tuning.tune": ("tune",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __version__ = VERSION
-_ERRORS = ("CaptureError", "ConfigError", "LaunchError", "PiperError", "ScheduleError", "WorkerError")
-_MODULES = ("callbacks", "checkpoint", "data", "losses", "schedules", "strategies")
-_OTHERS = (
-    *_MODULES,
-    "Buckets",
-    "Checkpoint",
-    "Directive",
-    "Evaluate",
-    "Job",
-    "at",
-)
-__all__ = sorted((*_ERRORS, *_OTHERS, *NEEDS_TORCH, *known_directives()))
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return import_module(f"piper.{name}")
-    if name in NEEDS_TORCH:
-        return getattr(import_module(NEEDS_TORCH[name]), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"piper.{_MODULE_OF[name]}"), name)
+    if name == "__all__":
+        return __dir__()
+    if not name.startswith("__") and name in (directives := import_module("piper.directives")).__all__:
+        return getattr(directives, name)
     raise AttributeError(f"module 'piper' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted((*_MODULES, *_MODULE_OF, *import_module("piper.directives").__all__))
