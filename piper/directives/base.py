@@ -208,7 +208,7 @@ class ChunkDirective(SelectingDirective):
         nodes = selected(graph, self.at, by)
         check_whole(graph, nodes, by)
         graph = self.decide(graph, nodes, number)
-        return graph.update(node.changed(origin=touched(node, number)) for node in nodes)
+        return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

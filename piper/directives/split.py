@@ -45,7 +45,7 @@ class Split(Directive):
         self._check_whole(graph, nodes, by)
         copies: dict[str, tuple[Compute, ...]] = {
             node.name: tuple(
-                node.changed(part=(*node.part, (self.axis, i)), origin=touched(node, number))
+                replace(node, part=(*node.part, (self.axis, i)), origin=touched(node, number))
                 for i in range(self.parts)
             )
             for node in nodes

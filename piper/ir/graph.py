@@ -14,6 +14,7 @@ from piper.ir.averaging import Averaging
 from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, Tags
 from piper.ir.chunk_options import ChunkOptions, Policy, Protection
 from piper.ir.devices import Devices
+from piper.ir.ids import Pass
 from piper.ir.mesh import Mesh
 from piper.ir.node import Compute, compute_name
 from piper.ir.select import At
@@ -39,20 +40,11 @@ class ChunkRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupMember:
-    """A member of an ordered group, named by its content, so that later rewrites can find its successors."""
-
-    chunk: str
-    phase: Phase
-    part: Tags
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ordering:
-    """Groups that one `order` directive puts in sequence."""
+    """Groups of passes that one `order` directive puts in sequence. A later split may have divided them."""
 
     by: int  # the directive's number
-    groups: tuple[tuple[GroupMember, ...], ...]
+    groups: tuple[tuple[Pass, ...], ...]
 
 
 class Index:
@@ -157,14 +149,9 @@ class Graph:
 
     def select(self, at: At) -> list[Compute]:
         """Return the nodes that `at` selects. PASS="B" also selects both halves of a split backward."""
-        nodes = []
-        phases = SELECTED[at.phase]
-        for cell in self.index.find(at):
-            for phase in phases:
-                node = self.nodes.get(compute_name(cell.chunk, phase, cell.part))
-                if node is not None:
-                    nodes.append(node)
-        return nodes
+        cells, phases = self.index.find(at), SELECTED[at.phase]
+        names = (compute_name(cell.chunk, phase, cell.part) for cell in cells for phase in phases)
+        return [self.nodes[name] for name in names if name in self.nodes]
 
     def update(self, nodes: Iterable[Compute]) -> "Graph":
         """Return the graph with some nodes replaced by others of the same name."""
@@ -202,20 +189,13 @@ class Graph:
 
 def start(outline: CapturedModel) -> Graph:
     """Return the graph of one step on one device: a forward per chunk, and a backward where there is one."""
-    nodes: dict[str, Compute] = {}
-    for chunk in outline.chunks:
-        node = Compute(chunk=chunk.name, phase="F")
-        nodes[node.name] = node
-    for chunk in reversed(outline.chunks):
-        if has_backward(chunk):
-            node = Compute(chunk=chunk.name, phase="B")
-            nodes[node.name] = node
-    index = Index(ChunkRun(chunk=c.name, part=(), tags=dict(c.tags)) for c in outline.chunks)
+    nodes = [Compute(chunk=chunk.name, phase="F") for chunk in outline.chunks]
+    nodes += [Compute(chunk=c.name, phase="B") for c in reversed(outline.chunks) if has_backward(c)]
     names = [chunk.name for chunk in outline.chunks]
     return Graph(
         outline=outline,
-        nodes=nodes,
-        index=index,
+        nodes={node.name: node for node in nodes},
+        index=Index(ChunkRun(chunk=c.name, part=(), tags=dict(c.tags)) for c in outline.chunks),
         parts=dict.fromkeys(names, ()),
         options=dict.fromkeys(names, ChunkOptions()),
     )

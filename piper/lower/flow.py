@@ -225,7 +225,7 @@ def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]
             match node:
                 case Compute():
                     assert placed is not None
-                    yield placed.changed(reads=reads, writes=writes, keeps=of_part(node.keeps))
+                    yield replace(placed, reads=reads, writes=writes, keeps=of_part(node.keeps))
                 case Exchange() | Collect():
                     assert placed is not None
                     run = replace(node.run, part=part)

@@ -111,7 +111,7 @@ class SequenceEdit:
         writes = tuple(names.get(value, value) for value in node.writes)
         if isinstance(node, Compute):
             keeps = tuple(names.get(value, value) for value in node.keeps)
-            return node.changed(reads=reads, writes=writes, keeps=keeps)
+            return replace(node, reads=reads, writes=writes, keeps=keeps)
         return replace(node, reads=reads, writes=writes)
 
 
