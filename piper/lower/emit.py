@@ -10,8 +10,7 @@ from piper.ir.node import Transfer
 from piper.ir.step_sums import step_sums
 from piper.lower.events import PendingInstr, synchronised
 from piper.lower.instructions import Emission, emit_transfer, instr_for
-from piper.lower.placements import layouts_of
-from piper.lower.programs import channels, classes_of
+from piper.lower.placements import channels, classes_of, layouts_of
 from piper.lower.state import LoweringState
 from piper.lower.validate import cells_per_device, parts_of
 from piper.plan.plan import PlacedChunk, Plan, Plans, Slot

@@ -26,7 +26,7 @@ from piper.ir.node import (
     Transfer,
 )
 from piper.lower.events import PendingInstr
-from piper.lower.programs import channels
+from piper.lower.placements import channels
 from piper.lower.state import LoweringState
 from piper.plan.bucket import Bucket
 from piper.plan.ops import Adding, Collecting, Field, OfBucket, Op, Payload, Routing, Rows

@@ -10,8 +10,7 @@ from piper.ir.devices import Devices, show
 from piper.ir.graph import SELECTED, Graph, Ordering
 from piper.ir.ids import Pass, SlotId
 from piper.ir.node import Collect, Compute, Exchange, Node, compute_name
-from piper.lower.placements import first_nodes, layouts_of
-from piper.lower.programs import classes_of
+from piper.lower.placements import classes_of, first_nodes, layouts_of
 from piper.lower.state import LoweringState, Temporal
 
 

@@ -8,11 +8,10 @@ from piper.ir.ids import NORM, TOTAL, SlotId, buffer_slot, param_slot
 from piper.ir.node import Broadcast, Compute, Gather, Load, Norm, Reduce, SlotNode, Total, Transfer, Update
 from piper.ir.sharding import shardings_on
 from piper.ir.step_sums import StepSum, step_sums
-from piper.lower.placements import placements_of
-from piper.lower.programs import classes_of
+from piper.lower.placements import classes_of, placements_of
 from piper.lower.reductions import accumulate
 from piper.lower.state import LoweringState, SequenceEdit
-from piper.lower.value_table import output_slot
+from piper.lower.transfers import output_slot
 from piper.plan.bucket import Bucket
 from piper.plan.ops import OfBucket, OfChunk
 from piper.plan.plan import Slot
