@@ -101,9 +101,8 @@ def check_composition(state: LoweringState, averaging: Averaging, by: str) -> No
         return
     first, *others = ([protection.domain(d) for d in group] for group in averaging.groups)
     for group, domains in zip(averaging.groups[1:], others, strict=True):
-        if len(set(zip(first, domains, strict=True))) != len(set(first)) or len(set(domains)) != len(
-            set(first)
-        ):
+        pairs = set(zip(first, domains, strict=True))
+        if not len(pairs) == len(set(first)) == len(set(domains)):
             raise ScheduleError(
                 f"groups lie differently on their {protection.apart}s",
                 by=by,

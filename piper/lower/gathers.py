@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from piper.ir.ids import SlotId, param_slot
+from piper.ir.ids import Pass, SlotId, param_slot
 from piper.ir.node import Compute, Gather
 from piper.lower.sequence import UseRun, computes_by_set, joint_runs, pass_at, use_runs
 from piper.lower.state import LoweringState, SequenceEdit
@@ -45,19 +45,24 @@ def add_gathers(state: LoweringState) -> LoweringState:
         for joint in joint_runs(runs, lambda run: run.computes[run.first]):
             first = pass_at(sequence, joint[0].places[0])
             slot = whole(bucket).of_run(first)
-            gather = Gather(
-                bucket=bucket.name,
-                run=first,
-                devices=bucket.devices,
-                reads=(shard,),
-                writes=(slot,),
-                stream=bucket.gather_stream,
-                origin=bucket.origin,
-            )
-            edit.before(min(ahead_of(run, reads_shards[run.devices]) for run in joint), gather)
+            ahead = min(ahead_of(run, reads_shards[run.devices]) for run in joint)
+            edit.before(ahead, gather_of(bucket, first, slot))
             for place in (place for run in joint for place in run.places):
                 edit.rename(place, shard, slot)
     return edit.apply()
+
+
+def gather_of(bucket: Bucket, run: Pass | None, slot: SlotId) -> Gather:
+    """Return the gather of a bucket's shards into a slot: for the uses from a pass on, or after an update."""
+    return Gather(
+        bucket=bucket.name,
+        run=run,
+        devices=bucket.devices,
+        reads=(param_slot(bucket.name),),
+        writes=(slot,),
+        stream=bucket.gather_stream,
+        origin=bucket.origin,
+    )
 
 
 def sharded_parameters_are_gathered(state: LoweringState) -> Iterator[str]:

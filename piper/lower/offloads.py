@@ -318,8 +318,8 @@ def add_state_offloads(state: LoweringState) -> LoweringState:
             continue
         rest = tuple(slot for slot in node.writes if slot not in away)
         buckets = [state.buckets[slot.owner] for slot in away]
-        for bucket in buckets:
-            edit.values[on_device(bucket)] = Slot(nbytes=state.residents[state_slot(bucket.name)].host)
+        for on_host in (state_slot(bucket.name) for bucket in buckets):
+            edit.values[fetched(on_host, 0)] = Slot(nbytes=state.residents[on_host].host)
         turns = [streamed(state, node, bucket, how_of(bucket, asked)) for bucket in buckets]
         mine = computes[node.devices]
         edit.before(mine[max(0, len(mine) - how_of(buckets[0], asked).ahead)], turns[0][0])
@@ -352,7 +352,7 @@ def streamed(
     state: LoweringState, node: Update, bucket: Bucket, how: HostCopies
 ) -> tuple[CopyBack, Update, CopyOut]:
     """Return the copy of a bucket's state to the device, its update, and the copy back to the host."""
-    on_host, here = state_slot(bucket.name), on_device(bucket)
+    on_host, here = state_slot(bucket.name), fetched(state_slot(bucket.name), 0)
     nbytes, origin = state.residents[on_host].host, (how.by,)
     updated = part_of(node, (param_slot(bucket.name),))
     updated = replace(
@@ -376,11 +376,6 @@ def part_of(node: Update, params: tuple[SlotId, ...]) -> Update:
     return replace(
         node, reads=(*(given[slot] for slot in params), *node.reads[len(node.writes) :]), writes=params
     )
-
-
-def on_device(bucket: Bucket) -> SlotId:
-    """Return the slot of a bucket's state while it is on the device."""
-    return fetched(state_slot(bucket.name), 0)
 
 
 def how_of(bucket: Bucket, asked: Mapping[str, HostCopies]) -> HostCopies:

@@ -60,27 +60,19 @@ def layouts_of(graph: Graph) -> list[PartPlacements]:
     common = {chunk: placed(graph, node) for chunk, node in first_nodes(graph).items()}
     parts = dict.fromkeys(cell.part for cell in graph.index.cells)
     moved = spread(graph)
-    if not moved:
-        return [PartPlacements(parts=frozenset(parts), placements=common)]
     by_part: dict[Tags, dict[str, Compute]] = {part: {} for part in parts}
     for node in graph.nodes.values():
         if node.chunk in moved:
             by_part[node.part].setdefault(node.chunk, node)
     by_devices: dict[frozenset[tuple[str, Devices]], list[Tags]] = {}
     for part, nodes in by_part.items():
-        by_devices.setdefault(frozenset((chunk, node.devices) for chunk, node in nodes.items()), []).append(
-            part
-        )
-    return [
-        PartPlacements(
-            parts=frozenset(same),
-            placements={
-                **common,
-                **{chunk: placed(graph, node) for chunk, node in by_part[same[0]].items()},
-            },
-        )
-        for same in by_devices.values()
-    ]
+        key = frozenset((chunk, node.devices) for chunk, node in nodes.items())
+        by_devices.setdefault(key, []).append(part)
+    layouts = []
+    for same in by_devices.values():
+        own = {chunk: placed(graph, node) for chunk, node in by_part[same[0]].items()}
+        layouts.append(PartPlacements(parts=frozenset(same), placements={**common, **own}))
+    return layouts
 
 
 def spread(graph: Graph) -> dict[str, list[Devices]]:

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from piper.ir.devices import Devices, show
 from piper.ir.ids import NORM, TOTAL, SlotId, buffer_slot, param_slot
-from piper.ir.node import Broadcast, Compute, Gather, Load, Norm, Reduce, SlotNode, Total, Transfer, Update
+from piper.ir.node import Broadcast, Compute, Load, Norm, Reduce, SlotNode, Total, Transfer, Update
 from piper.ir.sharding import shardings_on
 from piper.ir.step_sums import StepSum, step_sums
+from piper.lower.gathers import gather_of
 from piper.lower.placements import classes_of, placements_of
 from piper.lower.reductions import accumulate
 from piper.lower.state import LoweringState, SequenceEdit
@@ -171,7 +172,7 @@ def add_updates(state: LoweringState) -> LoweringState:
                 )
             )
     edit.append(*(Reshard.of(b, param_slot(b.name), param_slot(b.name)) for b in sliced))
-    edit.append(*(gather_updated(bucket) for bucket in trained if bucket.gather_updated))
+    edit.append(*(gather_of(b, None, param_slot(b.name)) for b in trained if b.gather_updated))
     edit.append(*broadcasts(state))
     edit.values[NORM] = Slot(nbytes=size)
     residents = {**state.residents, TOTAL: Slot(nbytes=size)}  # the step's result: the runtime reads it
@@ -212,19 +213,6 @@ def device_groups(state: LoweringState, trained: list[Bucket]) -> dict[Devices, 
         sets.setdefault(bucket.devices)
     members = {devices: frozenset(devices) for devices in sets}
     return {devices: [b for b in trained if devices[0] in members[b.devices]] for devices in classes_of(sets)}
-
-
-def gather_updated(bucket: Bucket) -> Gather:
-    """Return the gather that brings a bucket's updated shards together on every replica."""
-    return Gather(
-        bucket=bucket.name,
-        run=None,
-        devices=bucket.devices,
-        reads=(param_slot(bucket.name),),
-        writes=(param_slot(bucket.name),),
-        stream=bucket.gather_stream,
-        origin=bucket.origin,
-    )
 
 
 def broadcasts(state: LoweringState) -> Iterator[Broadcast]:
