@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from piper.ir.devices import Devices, show
 from piper.ir.ids import AGAIN, Pass, Phase, SlotId, Tags, show_part
 from piper.ir.mesh import Axis
-from piper.ir.sharding import Collective, Sharding
+from piper.ir.sharding import Collective
 
 COMPUTE_STREAM = "compute"
 
@@ -58,21 +58,6 @@ class StepNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load(StepNode):
-    """Load one field of the batch, for one microbatch, on the devices that read it."""
-
-    batch_field: str
-    part: Tags
-    degree: int = 1  # how many neighbours share their samples
-    slices: tuple[Sharding, ...] = ()  # of the field, where its other dimensions are sharded
-    stream: str = "load"
-
-    @property
-    def name(self) -> str:
-        return f"load[{self.batch_field}{show_part(self.part)} @{show(self.devices)}]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
     """Send a value from one set of devices to another. It becomes a send and a receive in the plan."""
 
@@ -114,6 +99,15 @@ class SlotNode(StepNode):
     @property
     def name(self) -> str:
         return f"{self.op}[{self.about}{self.about and ' '}@{show(self.devices)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(SlotNode):
+    """Load one field of the batch, for one microbatch, on the devices that read it."""
+
+    op = "load"
+
+    stream: str = "load"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,16 +160,14 @@ class Collect(RegionNode):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gather(StepNode):
+class Gather(SlotNode):
     """All-gather a bucket's sharded parameters, for a run of uses or after an update."""
 
-    bucket: str
-    run: Pass | None  # the first of the passes that use it; None: all of them, after an update
-    stream: str
+    op = "gather"
 
     @property
     def name(self) -> str:
-        return f"gather[{self.bucket} for {self.run or 'update'}]"
+        return f"gather[{self.about}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +253,4 @@ class Mirror(StepNode):
         return f"mirror[@{show(self.devices)}]"
 
 
-Node = (
-    Compute | Load | Transfer | SlotNode | Counts | Exchange | Collect | Gather | Accumulate | Reduce | Mirror
-)
+Node = Compute | Transfer | SlotNode | Counts | Exchange | Collect | Accumulate | Reduce | Mirror

@@ -7,6 +7,7 @@ from piper.ir.node import Compute, Gather
 from piper.lower.sequence import UseRun, computes_by_set, joint_runs, pass_at, use_runs
 from piper.lower.state import LoweringState, SequenceEdit
 from piper.plan.bucket import Bucket
+from piper.plan.ops import OfBucket
 from piper.plan.plan import Slot
 from piper.plan.weight_rows import gathered_nbytes
 
@@ -54,12 +55,18 @@ def add_gathers(state: LoweringState) -> LoweringState:
 
 def gather_of(bucket: Bucket, run: Pass | None, slot: SlotId) -> Gather:
     """Return the gather of a bucket's shards into a slot: for the uses from a pass on, or after an update."""
+    how = bucket.gather_for_use if run else bucket.gather_updated
+    assert how is not None, "every device has all of it"
+    size = len(how.groups[0])
+    gathered = gathered_nbytes(bucket) if how.gets == "whole" else bucket.elements(how.gets) * bucket.itemsize
     return Gather(
-        bucket=bucket.name,
-        run=run,
+        about=f"{bucket.name} for {run or 'update'}",
         devices=bucket.devices,
+        groups=how.groups,
         reads=(param_slot(bucket.name),),
         writes=(slot,),
+        payload=OfBucket(bucket=bucket.name, run=run),
+        nbytes=bucket.cloned(how) * bucket.itemsize or gathered * (size - 1) // size,
         stream=bucket.gather_stream,
         origin=bucket.origin,
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from piper.ir.devices import Devices, show
-from piper.ir.ids import NORM, TOTAL, SlotId, buffer_slot, param_slot
+from piper.ir.ids import NORM, TOTAL, SlotId, buffer_slot, param_slot, show_part
 from piper.ir.node import Broadcast, Compute, Load, Norm, Reduce, SlotNode, Total, Transfer, Update
 from piper.ir.sharding import shardings_on
 from piper.ir.step_sums import StepSum, step_sums
@@ -14,7 +14,7 @@ from piper.lower.reductions import accumulate
 from piper.lower.state import LoweringState, SequenceEdit
 from piper.lower.transfers import output_slot
 from piper.plan.bucket import Bucket
-from piper.plan.ops import OfBucket, OfChunk
+from piper.plan.ops import Field, OfBucket, OfChunk
 from piper.plan.plan import Slot
 
 
@@ -60,15 +60,18 @@ def add_loads(state: LoweringState) -> LoweringState:
             if value.kind == "batch" and value not in loaded:
                 loaded.add(value)
                 mesh = state.graph.mesh(node)
-                load = Load(
-                    batch_field=value.owner,
+                placements = state.graph.policy(node.chunk).field_placements(value.owner)
+                field = Field(
+                    name=value.owner,
                     part=node.part,
                     devices=node.devices,
                     degree=mesh.degree,
-                    slices=shardings_on(mesh, state.graph.policy(node.chunk).field_placements(value.owner)),
-                    writes=(value,),
-                    origin=node.origin,
+                    slices=shardings_on(mesh, placements),
                 )
+                load = Load(
+                    about=f"{value.owner}{show_part(node.part)}", devices=node.devices, writes=(value,),
+                    payload=field, nbytes=state.values[value.base].nbytes, origin=node.origin,
+                )  # fmt: skip
                 edit.before(place, load)
     return edit.apply()
 

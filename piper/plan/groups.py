@@ -116,12 +116,10 @@ def kinds_of_step(plans: Plans) -> list[tuple[int, Plans]]:
         done: set[tuple[Op, str]] = set()
         for name, fragment in fragments.items():
             due, sent = averaging.due(step, fragment), averaging.part_sent(step, fragment) is not None
-            done |= {("average", name)} if (sent if averaging.overlap else due) else set()
-            done |= (
-                {("merge", name)}
-                if averaging.overlap and (due or averaging.merges(step, fragment))
-                else set()
-            )
+            if sent if averaging.overlap else due:
+                done.add(("average", name))
+            if averaging.overlap and (due or averaging.merges(step, fragment)):
+                done.add(("merge", name))
         counts[frozenset(done)] = counts.get(frozenset(done), 0) + 1
 
     def quiet(ins: Instr, kind: frozenset[tuple[Op, str]]) -> Instr:
