@@ -224,8 +224,7 @@ def show_argument(value: object) -> str:
     return "[" + ", ".join(map(show_argument, members)) + "]"
 
 
-_KNOWN: dict[type[Directive], int] = {}  # filled where directives are defined, and never changed after
-_FORMS: dict[tuple[int, str], type[Directive]] = {}  # other forms of the one at a rank, by the key they need
+_KNOWN: dict[tuple[int, str], type[Directive]] = {}  # filled where directives are defined, and never changed
 
 
 def registered(rank: int, key: str = "") -> Callable[[type[D]], type[D]]:
@@ -238,10 +237,7 @@ def registered(rank: int, key: str = "") -> Callable[[type[D]], type[D]]:
         made = inspect.signature(kind)
         shown = [parameter for name, parameter in made.parameters.items() if name != "source"]
         kind.__signature__ = made.replace(parameters=shown, return_annotation=kind)  # type: ignore[attr-defined]
-        if key:
-            _FORMS[rank, key] = kind
-        else:
-            _KNOWN[kind] = rank
+        _KNOWN[rank, key] = kind
         return kind
 
     return register
@@ -249,14 +245,14 @@ def registered(rank: int, key: str = "") -> Callable[[type[D]], type[D]]:
 
 def known_directives() -> dict[str, type[Directive]]:
     """Return every kind of directive, by its name for users, in the order of their ranks."""
-    return {kind.__name__.lower(): kind for kind in sorted(_KNOWN, key=_KNOWN.__getitem__)}
+    return {_KNOWN[at].__name__.lower(): _KNOWN[at] for at in sorted(_KNOWN) if not at[1]}
 
 
 def form_of(verb: str, keys: Iterable[str]) -> type[Directive]:
     """Return the kind of directive that an entry with these keys is."""
-    kind = known_directives()[verb]
-    found = [_FORMS[_KNOWN[kind], key] for key in keys if (_KNOWN[kind], key) in _FORMS]
-    return found[0] if found else kind
+    usual = known_directives()[verb]
+    rank = next(rank for (rank, _), kind in _KNOWN.items() if kind is usual)
+    return next((_KNOWN[rank, key] for key in keys if (rank, key) in _KNOWN), usual)
 
 
 def group_size(ways: int | None, devices: Sequence[int], by: str, kind: str = "group") -> int:

@@ -12,7 +12,15 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 from piper.errors import ConfigError
 from piper.ir.devices import Devices, parse, show
 from piper.ir.ids import Pass, SlotId, Tags, read_pass, read_slot
-from piper.ir.sharding import Collective, Sharding
+from piper.ir.sharding import (
+    Collective,
+    Sharding,
+    read_collective,
+    read_sharding,
+    read_shardings,
+    show_collective,
+    show_shardings,
+)
 from piper.ir.text_fields import (
     AND,
     GAP,
@@ -35,13 +43,6 @@ from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS, PAYLOADS, Collecting, Op, Payload, Routing, Rows
 from piper.plan.plan import Comm, PlacedChunk, Plan, Plans, Slot
-from piper.plan.sharding_text import (
-    read_collective,
-    read_sharding,
-    read_shardings,
-    show_collective,
-    show_shardings,
-)
 from piper.plan.updates import Piece
 
 T = TypeVar("T")
