@@ -65,7 +65,8 @@ class Order(Directive):
                     members.append(node)
             groups.append(tuple(dict.fromkeys(group)))
         marked = (replace(node, origin=touched(node, number)) for node in members)
-        return graph.update(marked).link(Ordering(by=number, groups=tuple(groups)))
+        ordering = Ordering(by=number, groups=tuple(groups))
+        return replace(graph.update(marked), orderings=(*graph.orderings, ordering))
 
     def _split_backwards(self, graph: Graph, number: int, by: str) -> Graph:
         """Split each backward that this order names by its halves."""
@@ -78,11 +79,8 @@ class Order(Directive):
                 for cell in graph.index.find(at):
                     node = graph.nodes.get(compute_name(cell.chunk, "B", cell.part))
                     if node is not None:
-                        origin = touched(node, number)
-                        halves[node.name] = (
-                            replace(node, phase="BI", origin=origin),
-                            replace(node, phase="BW", origin=origin),
-                        )
+                        node = replace(node, origin=touched(node, number))
+                        halves[node.name] = (replace(node, phase="BI"), replace(node, phase="BW"))
         return graph.splice(halves) if halves else graph
 
 

@@ -53,15 +53,12 @@ class Split(Directive):
         chunks = {node.chunk for node in nodes}
         cells: list[ChunkRun] = []
         for cell in graph.index.cells:
-            if cell.chunk not in chunks:
-                cells.append(cell)
-                continue
-            for i in range(self.parts):
+            for i in range(self.parts) if cell.chunk in chunks else ():
                 part = (*cell.part, (self.axis, i))
                 cells.append(ChunkRun(chunk=cell.chunk, part=part, tags={**cell.tags, self.axis: i}))
-        parts = dict(graph.parts)
-        for chunk in chunks:
-            parts[chunk] = (*parts[chunk], (self.axis, self.parts))
+            if cell.chunk not in chunks:
+                cells.append(cell)
+        parts = {**graph.parts, **{c: (*graph.parts[c], (self.axis, self.parts)) for c in chunks}}
         return replace(graph.splice(copies), index=Index(cells), parts=parts)
 
     def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:

@@ -7,7 +7,6 @@ of data parallelism. Data edges are not stored but derived from the chunks, so n
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeVar
 
 from piper.ir.averaging import Averaging
@@ -142,8 +141,11 @@ class Graph:
             selected.setdefault(node.chunk, {})[node.part] = None
 
         def changed(chunk: str, options: ChunkOptions) -> ChunkOptions:
-            everywhere = len(selected[chunk]) == math.prod(size for _, size in self.parts[chunk])
-            return options.with_policy(selected[chunk], partial(change, chunk), everywhere=everywhere)
+            policy, known, parts = options.policy, options.part_policies, [*selected[chunk]]
+            if len(parts) == math.prod(size for _, size in self.parts[chunk]):
+                policy, parts = change(chunk, policy), [*known]
+            apart = {part: change(chunk, known.get(part, policy)) for part in parts}
+            return replace(options, policy=policy, part_policies={**known, **apart})
 
         return self.with_options(selected, changed)
 
@@ -164,15 +166,6 @@ class Graph:
             for successor in successors.get(name, (node,)):
                 nodes[successor.name] = successor
         return replace(self, nodes=nodes)
-
-    def link(self, ordering: Ordering) -> "Graph":
-        """Return the graph with one more ordering."""
-        return replace(self, orderings=(*self.orderings, ordering))
-
-    def drop(self, names: Iterable[str]) -> "Graph":
-        """Return the graph without some nodes."""
-        gone = set(names)
-        return replace(self, nodes={name: node for name, node in self.nodes.items() if name not in gone})
 
     def devices(self) -> Devices:
         """Return every device that some node is placed on."""

@@ -48,7 +48,8 @@ def drop_idle_nodes(state: LoweringState) -> LoweringState:
     F[PP=0]  BW[PP=0 MB=1]
     """
     graph, chunks = state.graph, state.graph.chunks
-    graph = graph.drop(node.name for node in graph.nodes.values() if is_idle(chunks[node.chunk], node))
+    nodes = {name: node for name, node in graph.nodes.items() if not is_idle(chunks[node.chunk], node)}
+    graph = replace(graph, nodes=nodes)
     check_expert_buffers(graph)
     return replace(state, graph=graph)
 

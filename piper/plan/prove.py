@@ -309,9 +309,8 @@ class SlotProof:
         elif slot not in self.plan.slots and slot not in self.plan.residents:
             self._complain(place, f"writes {slot}, which has no size")
         self._check_done(place, ins, slot, mine, f"writes {slot}")
-        if slot in self._shares and slot not in self._written:
-            for storage in self._shares[slot]:
-                self._sharers[storage] = self._sharers.get(storage, 0) + 1
+        for storage in self._shares.get(slot, ()) if slot not in self._written else ():
+            self._sharers[storage] = self._sharers.get(storage, 0) + 1
         self._written[slot] = place
         self._touch(place, ins, slot)
 
@@ -331,10 +330,8 @@ class SlotProof:
             self._freed[slot] = place
 
     def _touch(self, place: int, ins: Instr, slot: SlotId) -> None:
-        self._touched.setdefault(slot, {})[ins.stream] = place
-        if slot in self._shares:
-            for storage in self._shares[slot]:
-                self._touched.setdefault(storage, {})[ins.stream] = place
+        for touched in (slot, *self._shares.get(slot, ())):
+            self._touched.setdefault(touched, {})[ins.stream] = place
 
     def _check_done(self, place: int, ins: Instr, slot: SlotId, mine: Reach, what: str) -> None:
         """Complain about every other stream that used a slot and is not known to be done with it."""
