@@ -25,6 +25,10 @@ LINK = 5e10
 LATENCY = 5e-6
 
 
+Priority = tuple[int, tuple[int, ...], float, int]
+# ^ the lowest goes first: by urgency, then earlier microbatches, then the longest remaining path, then number
+
+
 @dataclass(slots=True)
 class PrecedenceGraph:
     """The dependency graph: nodes by number, with the nodes that wait for each."""
@@ -49,7 +53,7 @@ def schedule(state: LoweringState) -> LoweringState:
     tails = [0.0] * len(order)  # of each node: the longest path from its start to the end of the step
     for i in reversed(order):
         tails[i] = costs[i] + max((tails[j] for j in graph.followers[i]), default=0.0)
-    priority = priorities(graph, tails)
+    priority = [priority_of(node, tails[i], i) for i, node in enumerate(graph.nodes)]
     sequence = received_as_read(graph, simulate(graph, costs, priority))
     return replace(state, sequence=tuple(graph.nodes[i] for i in sequence))
 
@@ -120,25 +124,14 @@ def cycle_error(graph: PrecedenceGraph, stuck: set[int], state: LoweringState) -
     )
 
 
-def priorities(graph: PrecedenceGraph, tails: list[float]) -> list[tuple[int, tuple[int, ...], float, int]]:
-    """Return the sort key of each node.
-
-    Nodes with the lowest key go first: by urgency, then earlier microbatches, then the longest remaining
-    path.
-    """
-    result = []
-    for i, node in enumerate(graph.nodes):
-        if isinstance(node, Compute):
-            key = (URGENCY[node.phase], tuple([index for _, index in node.part]), -tails[i], i)
-        else:
-            key = (0, (), -tails[i], i)
-        result.append(key)
-    return result
+def priority_of(node: Node, tail: float, i: int) -> Priority:
+    """Return the priority of a node. tail: the longest path from its start to the end of the step."""
+    if isinstance(node, Compute):
+        return URGENCY[node.phase], tuple([index for _, index in node.part]), -tail, i
+    return 0, (), -tail, i
 
 
-def simulate(
-    graph: PrecedenceGraph, costs: list[float], priority: list[tuple[int, tuple[int, ...], float, int]]
-) -> list[int]:
+def simulate(graph: PrecedenceGraph, costs: list[float], priority: list[Priority]) -> list[int]:
     """Return the nodes in the order they start if each stream always takes its most urgent ready node."""
     resources: dict[tuple[int, str], int] = {}
     occupied = [  # by each node: a stream of its first device
@@ -147,7 +140,7 @@ def simulate(
     ]
     resource = [resources.setdefault(stream, len(resources)) for stream in occupied]
     turn = [(stream == COMPUTE_STREAM, number) for (_, stream), number in resources.items()]  # sends go early
-    ready: list[list[tuple[tuple[int, tuple[int, ...], float, int], int]]] = [[] for _ in resources]
+    ready: list[list[tuple[Priority, int]]] = [[] for _ in resources]
     busy = [False] * len(resources)
     waiting = list(graph.waiting)
     events: list[tuple[float, int]] = []
