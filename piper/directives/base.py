@@ -293,11 +293,9 @@ def selected(graph: Graph, at: At, by: str) -> list[Compute]:
 
 
 def check_whole(graph: Graph, nodes: list[Compute], by: str) -> None:
-    """Refuse a filter that selects only some nodes of a chunk.
-
-    The code of a chunk is the same for all its microbatches, and its forward and backward agree on what
-    is saved.
-    """
+    """Refuse a filter that selects only some nodes of a chunk."""
+    # The code of a chunk is the same for all its microbatches, and its forward and backward agree on what
+    # is saved.
     names = {node.name for node in nodes}
     chunks = {node.chunk for node in nodes}
     outside = next((n for n in graph.nodes.values() if n.chunk in chunks and n.name not in names), None)

@@ -157,10 +157,8 @@ def spans_of_dim(size: int, shard: Shard, degree: int, index: int) -> list[tuple
 
 
 def indices_of_dim(dim: int, size: int, shardings: Sequence[Sharding], position: int) -> list[int]:
-    """Return which indices of a whole dimension the device at a position holds, in their local order.
-
-    Of two axes that shard one dimension the outer one cuts first, as it does when a model is sharded.
-    """
+    """Return which indices of a whole dimension the device at a position holds, in their local order."""
+    # Of two axes that shard one dimension the outer one cuts first, as it does when a model is sharded.
     found = list(range(size))
     for held in reversed(shardings):
         if held.dim == dim:

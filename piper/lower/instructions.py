@@ -113,10 +113,8 @@ def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
 
 
 def note_gradients(emission: Emission, node: Compute, instr: PendingInstr, number: int) -> None:
-    """Note the gradients that a node writes, and which of them compiled code writes as flat tensors.
-
-    A gradient in the same bucket that is made elsewhere is copied there: both are in memory at the end.
-    """
+    """Note the gradients that a node writes, and which of them compiled code writes as flat tensors."""
+    # A gradient in the same bucket that is made elsewhere is copied there: both are in memory at the end.
     spec = emission.chunks[node.chunk].phases[node.phase]
     for slot in node.writes:
         if slot.kind in ("gradient", "grad"):

@@ -53,10 +53,8 @@ def placements_of(graph: Graph) -> dict[str, ChunkPlacement]:
 
 
 def layouts_of(graph: Graph) -> list[PartPlacements]:
-    """Return the microbatches by the devices that run them, from the first microbatch on.
-
-    There is one layout unless a directive places single microbatches.
-    """
+    """Return the microbatches by the devices that run them, from the first microbatch on."""
+    # There is one layout unless a directive places single microbatches.
     common = {chunk: placed(graph, node) for chunk, node in first_nodes(graph).items()}
     parts = dict.fromkeys(cell.part for cell in graph.index.cells)
     moved = spread(graph)

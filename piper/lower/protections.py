@@ -122,10 +122,8 @@ def buffer_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
 
 
 def holders(owned: Mapping[Share, list[int]], asked: Protection) -> tuple[Devices, Devices]:
-    """Return the devices that copy their elements, and those that send the copy on as well.
-
-    Where another owner is far enough away, it copies the same elements, and none has to be sent.
-    """
+    """Return the devices that copy their elements, and those that send the copy on as well."""
+    # Where another owner is far enough away, it copies the same elements, and none has to be sent.
     keep, send = set[int](), set[int]()
     for devices in owned.values():
         first = devices[0]

@@ -175,11 +175,9 @@ def reduce_each_run(
     computes: Mapping[Devices, list[int]],
     regions: Mapping[str, Tags],
 ) -> None:
-    """Reduce after each run of backwards, so that no whole gradient outlives its reduction.
-
-    The reduction is issued behind one more compute node, which it may overlap: it starts when the run has
-    ended, and the gradient counts as live until that node has ended too.
-    """
+    """Reduce after each run of backwards, so that no whole gradient outlives its reduction."""
+    # The reduction is issued behind one more compute node, which it may overlap: it starts when the run has
+    # ended, and the gradient counts as live until that node has ended too.
     runs = use_runs(given, edit.sequence, computes, regions, whole_step=bucket.keep)
     joints = [*joint_runs(runs, lambda run: run.computes[run.last])]
     for count, joint in enumerate(joints):

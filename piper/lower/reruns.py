@@ -62,10 +62,8 @@ def makers_of(state: LoweringState) -> Makers:
 
 
 def inner(node: Compute, makers: Makers, regions: Mapping[str, str]) -> list[SlotId]:
-    """Return the values a node uses that forwards of its own region computed.
-
-    The inputs of the region are not among them: they are saved.
-    """
+    """Return the values a node uses that forwards of its own region computed."""
+    # The inputs of the region are not among them: they are saved.
     region = regions.get(node.chunk)
     used = [value for value in (*node.reads, *node.keeps) if value in makers]
     return [value for value in used if regions[makers[value][1].chunk] == region]

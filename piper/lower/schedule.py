@@ -174,12 +174,10 @@ def simulate(graph: PrecedenceGraph, costs: list[float], priority: list[Priority
 
 
 def received_as_read(graph: PrecedenceGraph, sequence: list[int]) -> list[int]:
-    """Return the sequence with the transfers to each device in the order in which it reads them.
-
-    A device receives one value after another. One that it reads later, from a peer that is slower than the
-    rough cost says, would hold up the one that it reads next. So a transfer waits for those to the same
-    device that are read before it; each still comes before its own reader.
-    """
+    """Return the sequence with the transfers to each device in the order in which it reads them."""
+    # A device receives one value after another. One that it reads later, from a peer that is slower than the
+    # rough cost says, would hold up the one that it reads next. So a transfer waits for those to the same
+    # device that are read before it; each still comes before its own reader.
     position = {i: place for place, i in enumerate(sequence)}
     read_at = {
         i: min((position[j] for j in graph.followers[i]), default=len(sequence))

@@ -111,10 +111,8 @@ def add_losses(state: LoweringState) -> LoweringState:
 
 
 def every_value_is_where_it_is_read(state: LoweringState) -> Iterator[str]:
-    """Yield each value that some device reads before it is written on that device.
-
-    Only an accumulation may read a value that is not there yet.
-    """
+    """Yield each value that some device reads before it is written on that device."""
+    # Only an accumulation may read a value that is not there yet.
     where: dict[SlotId, Devices] = {}
     for node in state.sequence:
         source, target = (

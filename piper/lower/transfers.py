@@ -131,10 +131,8 @@ def incoming(flow: Flow, chunk: Chunk, position: int) -> SlotId:
 
 
 def outgoing(flow: Flow, chunk: Chunk, index: int) -> SlotId:
-    """Return the gradient of a chunk's output on its devices.
-
-    Gradients are summed on each set of readers, and each sum is sent once.
-    """
+    """Return the gradient of a chunk's output on its devices."""
+    # Gradients are summed on each set of readers, and each sum is sent once.
     placement = flow.placements[chunk.name]
     given = flow.gradients.get((chunk.name, index))
     assert given, f"no reader of {output_slot(chunk.name, index)} gives a gradient"

@@ -55,10 +55,8 @@ def drop_idle_nodes(state: LoweringState) -> LoweringState:
 
 
 def every_node_has_a_place_and_a_phase(state: LoweringState) -> Iterator[str]:
-    """Yield each node that is not placed with the rest of its microbatch, or has nothing to do.
-
-    The backward of a route or a collective is done in its BI half; it has no BW half.
-    """
+    """Yield each node that is not placed with the rest of its microbatch, or has nothing to do."""
+    # The backward of a route or a collective is done in its BI half; it has no BW half.
     chunks = state.graph.chunks
     placements: dict[tuple[str, Tags], Devices] = {}
     for node in state.graph.nodes.values():

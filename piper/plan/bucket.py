@@ -79,10 +79,8 @@ class Bucket(FlatShards):
 
     @property
     def reductions(self) -> tuple[ShardCollective, ...]:
-        """Return how gradients become what each device applies: a first sum after each run of backwards.
-
-        The others follow the last run of a step.
-        """
+        """Return how gradients become what each device applies: a first sum after each run of backwards."""
+        # The others follow the last run of a step.
         if self.group_size == 1 and not self.clones:
             return ()
         if not self.zero:

@@ -103,10 +103,8 @@ def of_first_group(plans: Plans, averaging: Averaging) -> Plans:
 
 
 def kinds_of_step(plans: Plans) -> list[tuple[int, Plans]]:
-    """Return the different steps from one average to the next, with how many of each there are.
-
-    In each, the averages and merges that are not due are instructions that do nothing.
-    """
+    """Return the different steps from one average to the next, with how many of each there are."""
+    # In each, the averages and merges that are not due are instructions that do nothing.
     averaging = plans.averaging
     if averaging is None:
         return [(1, plans)]

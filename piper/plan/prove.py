@@ -147,10 +147,8 @@ def in_order(followers: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
 
 
 def events_of(plans: Plans) -> tuple[list[str], list[list[int]]]:
-    """Return the names of all events, and the order of events in each plan.
-
-    A communication is one event for all its members.
-    """
+    """Return the names of all events, and the order of events in each plan."""
+    # A communication is one event for all its members.
     vertex: dict[tuple[object, ...], int] = {}
     names: list[str] = []
     rows: list[list[int]] = []
@@ -341,10 +339,8 @@ class SlotProof:
 
 
 def receives_after(plan: Plan) -> dict[int, int]:
-    """Return, for each receive, the computation that is over when it begins.
-
-    It is the last one issued before it, but for the one right before the first reader, which it overlaps.
-    """
+    """Return, for each receive, the computation that is over when it begins."""
+    # It is the last one issued before it, but for the one right before the first reader, which it overlaps.
     computes = [place for place, ins in enumerate(plan.instrs) if ins.op == "compute"]
     first_read: dict[SlotId, int] = {}
     after: dict[int, int] = {}
