@@ -41,14 +41,9 @@ class Offload(ChunkDirective):
         copies = HostCopies(
             stream=self.stream or STREAM, least=int(self.least_mb * 2**20), ahead=self.ahead, by=number
         )
-        return graph.with_options(
-            names,
-            lambda _, options: (
-                replace(options, offload=copies)
-                if self.what == "activations"
-                else replace(options, offload_state=copies)
-            ),
-        )
+        if self.what == "activations":
+            return graph.with_options(names, lambda _, options: replace(options, offload=copies))
+        return graph.with_options(names, lambda _, options: replace(options, offload_state=copies))
 
 
 offload = Offload

@@ -11,7 +11,8 @@ from piper.ir.node import SlotNode, Update
 from piper.lower.state import LoweringState, SequenceEdit
 from piper.plan.bucket import Bucket
 from piper.plan.groups import ChangedDevices, fragments_of
-from piper.plan.plan import Comm, Plan
+from piper.plan.instr import Instr
+from piper.plan.plan import Comm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,27 +142,20 @@ def repeat_in_groups(state: LoweringState) -> LoweringState:
     plans = ChangedDevices(averaging.everywhere, averaging.copies).all(
         plans, plans.cells * len(averaging.groups)
     )
+    size = len(averaging.groups)
+
+    def joined(ins: Instr) -> Instr:
+        """Return an average over the communicator, with memory for what a device gives and gets."""
+        if ins.op != "average":
+            return ins
+        return replace(ins, comm=comm.name, workspace=ins.nbytes * size // (size - 1))
+
     plans = replace(
-        plans,
-        plans=tuple(joined_by(plan, comm) for plan in plans),
+        plans.with_instrs(joined),
         comms={**plans.comms, comm.name: comm} if state.settings.trains else plans.comms,
         averaging=averaging,
     )
     return replace(state, plans=plans)
-
-
-def joined_by(plan: Plan, comm: Comm) -> Plan:
-    """Return a plan whose averages go over a communicator. Each takes memory for what it gives and gets."""
-    size = len(comm.groups[0])
-    return replace(
-        plan,
-        instrs=tuple(
-            replace(ins, comm=comm.name, workspace=ins.nbytes * size // (size - 1))
-            if ins.op == "average"
-            else ins
-            for ins in plan.instrs
-        ),
-    )
 
 
 def trained_bytes(bucket: Bucket) -> int:
