@@ -320,9 +320,10 @@ def add_state_offloads(state: LoweringState) -> LoweringState:
         buckets = [state.buckets[slot.owner] for slot in away]
         for on_host in (state_slot(bucket.name) for bucket in buckets):
             edit.values[fetched(on_host, 0)] = Slot(nbytes=state.residents[on_host].host)
-        turns = [streamed(state, node, bucket, how_of(bucket, asked)) for bucket in buckets]
+        hows = [next(asked[chunk] for chunk in bucket.chunks if chunk in asked) for bucket in buckets]
+        turns = [streamed(state, node, *each) for each in zip(buckets, hows, strict=True)]
         mine = computes[node.devices]
-        edit.before(mine[max(0, len(mine) - how_of(buckets[0], asked).ahead)], turns[0][0])
+        edit.before(mine[max(0, len(mine) - hows[0].ahead)], turns[0][0])
         nodes: list[Node] = [part_of(node, rest)] if rest else []
         for number, (_, updated, out) in enumerate(turns):  # each copy to the device one update ahead
             nodes += [turns[number + 1][0]] if number + 1 < len(turns) else []
@@ -376,11 +377,6 @@ def part_of(node: Update, params: tuple[SlotId, ...]) -> Update:
     return replace(
         node, reads=(*(given[slot] for slot in params), *node.reads[len(node.writes) :]), writes=params
     )
-
-
-def how_of(bucket: Bucket, asked: Mapping[str, HostCopies]) -> HostCopies:
-    """Return how the state of a bucket is offloaded."""
-    return next(asked[chunk] for chunk in bucket.chunks if chunk in asked)
 
 
 def check_state(state: LoweringState, asked: Mapping[str, HostCopies]) -> None:

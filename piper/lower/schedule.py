@@ -199,31 +199,24 @@ def received_as_read(graph: PrecedenceGraph, sequence: list[int]) -> list[int]:
     # rough cost says, would hold up the one that it reads next. So a transfer waits for those to the same
     # device that are read before it; each still comes before its own reader.
     position = {i: place for place, i in enumerate(sequence)}
-    read_at = {
-        i: min((position[j] for j in graph.followers[i]), default=len(sequence))
-        for i in sequence
-        if isinstance(graph.nodes[i], Transfer)
+    receiver = {  # of each transfer: its first device there, and the stream that it takes
+        i: (node.target[0], node.stream) for i, node in enumerate(graph.nodes) if isinstance(node, Transfer)
     }
-    due: dict[tuple[int, str], list[int]] = {}  # by device and stream: its transfers, the next one last
-    for i in sorted(read_at, key=lambda i: (-read_at[i], -position[i])):
-        due.setdefault(receiver_of(graph.nodes[i]), []).append(i)
+    read_at = {i: min((position[j] for j in graph.followers[i]), default=len(sequence)) for i in receiver}
+    due: dict[tuple[int, str], list[int]] = {}  # by receiver: its transfers, the next one last
+    for i in sorted(receiver, key=lambda i: (-read_at[i], -position[i])):
+        due.setdefault(receiver[i], []).append(i)
     issued: set[int] = set()
     result: list[int] = []
     for i in sequence:
-        if i not in read_at:
+        if i not in receiver:
             result.append(i)
             continue
         issued.add(i)
-        waiting = due[receiver_of(graph.nodes[i])]
+        waiting = due[receiver[i]]
         while waiting and waiting[-1] in issued:
             result.append(waiting.pop())
     return result
-
-
-def receiver_of(node: Node) -> tuple[int, str]:
-    """Return the first device that receives a transfer, and the stream that it takes there."""
-    assert isinstance(node, Transfer)
-    return node.target[0], node.stream
 
 
 def cost_of(node: Node, chunks: Mapping[str, Chunk], values: Mapping[SlotId, Slot]) -> float:
