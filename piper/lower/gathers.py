@@ -4,8 +4,15 @@ from collections.abc import Iterator, Sequence
 
 from piper.ir.ids import Pass, SlotId, param_slot
 from piper.ir.node import Compute, Gather
-from piper.lower.sequence import UseRun, computes_by_set, joint_runs, pass_at, use_runs
-from piper.lower.state import LoweringState, SequenceEdit
+from piper.lower.state import (
+    LoweringState,
+    SequenceEdit,
+    UseRun,
+    computes_by_set,
+    joint_runs,
+    pass_at,
+    use_runs,
+)
 from piper.plan.bucket import Bucket, gathered_nbytes
 from piper.plan.ops import OfBucket
 from piper.plan.plan import Slot

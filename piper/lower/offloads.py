@@ -13,8 +13,7 @@ from piper.ir.chunk_options import HostCopies
 from piper.ir.devices import Devices, show
 from piper.ir.ids import SlotId, SlotKind, Tags, param_slot, state_slot
 from piper.ir.node import Compute, Node, SlotNode, Transfer, Update
-from piper.lower.sequence import computes_by_set
-from piper.lower.state import LoweringState, SequenceEdit
+from piper.lower.state import LoweringState, SequenceEdit, computes_by_set
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
 

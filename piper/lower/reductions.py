@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from piper.ir.devices import Devices, columns
 from piper.ir.ids import SlotId, Tags
 from piper.ir.node import Accumulate, Compute, Reduce
-from piper.lower.sequence import computes_by_set, joint_runs, pass_at, use_runs
-from piper.lower.state import LoweringState, SequenceEdit
+from piper.lower.state import LoweringState, SequenceEdit, computes_by_set, joint_runs, pass_at, use_runs
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
 
