@@ -27,9 +27,7 @@ class Offload(ChunkDirective):
     """
 
     what: str = argument(
-        one_of("activations", "optimizer"),
-        default="activations",
-        hint='"optimizer" means its state',
+        one_of("activations", "optimizer"), default="activations", hint='"optimizer" means its state'
     )
     to: str = argument(one_of("host"), default="host", hint="there is no other memory to offload to")
     stream: str | None = None

@@ -120,13 +120,8 @@ def axis_through(devices: Devices, group: Devices) -> Axis:
 @lru_cache(maxsize=256)  # every bucket of a stage asks for the same
 def groups_along(devices: Devices, axes: tuple[Axis, ...]) -> tuple[Devices, ...]:
     """Return the groups of devices that differ only in where they lie along some axes, in order."""
-    return _grouped(
-        devices,
-        (
-            position - sum(axis.coordinate(position) * axis.stride for axis in axes)
-            for position in range(len(devices))
-        ),
-    )
+    keys = (i - sum(axis.coordinate(i) * axis.stride for axis in axes) for i in range(len(devices)))
+    return _grouped(devices, keys)
 
 
 @lru_cache(maxsize=256)

@@ -253,11 +253,7 @@ class StateCopy:
 def sent(plan: Plan, ins: Instr, own: list[StateSection]) -> list[StateSection]:
     """Return the sections of a device that an instruction sends: those whose copies it reads."""
     copied = [other for other in plan.instrs if other.op == "protect"]
-    return [
-        section
-        for other, section in zip(copied, own, strict=True)
-        if not set(other.writes).isdisjoint(ins.reads)
-    ]
+    return [s for other, s in zip(copied, own, strict=True) if not set(other.writes).isdisjoint(ins.reads)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,15 +139,10 @@ class BucketUpdate(FlatShards):
         having = {device: group for group in slices for device in group}
         first = [group for group in self.groups if having[group[0]][0] == group[0]]
         joint = tuple(tuple(each for device in group for each in having[device]) for group in first)
-        pieces = [
-            replace(
-                piece,
-                shape=whole_sizes(piece.shape, piece.shardings),
-                offset=piece.offset * count,
-                shardings=(),
-            )
-            for piece in self.pieces
-        ]
+        pieces = (
+            replace(p, shape=whole_sizes(p.shape, p.shardings), offset=p.offset * count, shardings=())
+            for p in self.pieces
+        )
         return replace(
             self,
             groups=joint if self.zero else slices,
