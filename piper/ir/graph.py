@@ -70,8 +70,6 @@ class Index:
         several = [(tag, frozenset(index)) for tag, index in at.tags if isinstance(index, tuple)]
         if several:
             cells = [cell for cell in cells if all(cell.tags.get(tag) in wanted for tag, wanted in several)]
-        if not loose:
-            return cells
         return [cell for cell in cells if all((tag in cell.tags) == present for tag, present in loose)]
 
 

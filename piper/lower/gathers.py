@@ -28,8 +28,6 @@ def add_gathers(state: LoweringState) -> LoweringState:
     gather PP=0, F[PP=0], gather PP=1, B[PP=1], gather PP=0, B[PP=0]      (each one node earlier, to overlap)
     """
     sharded = {param_slot(bucket.name): bucket for bucket in state.buckets.values() if bucket.gather_for_use}
-    if not sharded:
-        return state
     sequence = state.sequence
     readers: dict[SlotId, list[int]] = {slot: [] for slot in sharded}
     for place, node in enumerate(sequence):

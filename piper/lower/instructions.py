@@ -255,7 +255,7 @@ def emit_transfer(emission: Emission, node: Transfer) -> None:
     name = node.name
     prefix = f"{node.stream}." if node.stream else ""
     whole = emission.size(node.reads[0])
-    arriving: dict[int, dict[int, SlotId]] = {}
+    in_pieces: dict[int, int] = {}  # by class: how many a value arrives in
     for channel in channels(node.source, node.target, node.stream, node.sliced, node.degrees):
         start, stop, of = channel.rows
         nbytes = whole * (stop - start) // of
@@ -292,9 +292,8 @@ def emit_transfer(emission: Emission, node: Transfer) -> None:
             for at in receivers:
                 emission.programs[at].append(recv)
         if pieces > 1:
-            for at in receivers:
-                arriving.setdefault(at, {})[number] = arrived[0]
-    for at, numbered in arriving.items():
-        reads = tuple(numbered[number] for number in sorted(numbered))  # channels come in no particular order
+            in_pieces |= dict.fromkeys(receivers, pieces)
+    for at, pieces in in_pieces.items():
+        reads = tuple(node.writes[0].of_piece(number) for number in range(pieces))
         join = PendingInstr(op="concat", node=name, stream=COMPUTE_STREAM, reads=reads, writes=node.writes)
         emission.programs[at].append(join)

@@ -1,6 +1,7 @@
 """Temporal edges: those that `order` directives ask for, or a pipeline order where there are none."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -42,15 +43,12 @@ def edges_join_nodes_that_exist(state: LoweringState) -> Iterator[str]:
 
 
 def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[Pass, ...], ...]]:
-    """Yield the groups as given, or once per microbatch where a later split divided all of them alike."""
+    """Yield the groups once, or once per microbatch where a later split divided all of them alike."""
     steps = [step for group in ordering.groups for step in group]
     later = {graph.parts[step.chunk][len(step.part) :] for step in steps}
-    if later == {()}:
-        yield ordering.groups
-        return
     apart = [[copies(graph, step) for step in group] for group in ordering.groups]
     if len(later) == 1:  # every member was split alike: each microbatch keeps the order
-        for number in range(len(apart[0][0])):
+        for number in range(math.prod(size for _, size in next(iter(later)))):
             yield tuple(tuple(steps[number] for steps in group) for group in apart)
         return
     yield tuple(tuple(itertools.chain(*group)) for group in apart)
