@@ -9,7 +9,6 @@ from piper.ir.devices import show
 from piper.ir.ids import SlotId, state_slot
 from piper.ir.node import SlotNode, Update
 from piper.lower.state import LoweringState, SequenceEdit
-from piper.plan.bucket import Bucket
 from piper.plan.groups import ChangedDevices, fragments_of
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm
@@ -50,11 +49,12 @@ def add_averages(state: LoweringState) -> LoweringState:
                 continue
             bucket, of_optimizer = state.buckets[slot.owner], state_slot(slot.owner)
             before = state.residents[of_optimizer]
-            nbytes = before.nbytes + averaging.outer_values * trained_bytes(bucket)
+            trained = bucket.update.elements * bucket.precision.sum_itemsize  # in the type of the optimizer
+            nbytes = before.nbytes + averaging.outer_values * trained
             residents[of_optimizer] = replace(before, nbytes=nbytes)
             slots = (slot, of_optimizer) if averaging.outer_values else (slot,)
             travels = (of_optimizer,) if averaging.overlap else slots
-            part, peers = -(-trained_bytes(bucket) // max(1, averaging.overlap)), len(averaging.groups) - 1
+            part, peers = -(-trained // max(1, averaging.overlap)), len(averaging.groups) - 1
             average = AverageParameters(
                 about=slot.owner, devices=node.devices, reads=travels, writes=travels,
                 stream=averaging.stream, origin=(by,), nbytes=2 * part * peers // len(averaging.groups),
@@ -156,8 +156,3 @@ def repeat_in_groups(state: LoweringState) -> LoweringState:
         averaging=averaging,
     )
     return replace(state, plans=plans)
-
-
-def trained_bytes(bucket: Bucket) -> int:
-    """Return the bytes that a device trains of a bucket, in the type of the optimizer."""
-    return bucket.update.elements * bucket.precision.sum_itemsize

@@ -15,7 +15,7 @@ from piper.ir.ids import SlotId
 from piper.ir.node import COMPUTE_STREAM, Collect, Compute, Exchange, Node, Transfer
 from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
-from piper.plan.prove import in_order, shortest_path
+from piper.plan.prove import in_order, number_before, shortest_path
 
 SEARCHED = 256  # orders tried to find the shortest cycle; one cycle is enough to correct the strategy
 SHOWN = 6  # nodes of a cycle that an error names at each end
@@ -36,7 +36,6 @@ class PrecedenceGraph:
 
     nodes: tuple[Node, ...]
     followers: list[list[int]]
-    waiting: list[int]  # by node: the number of nodes it waits for
     asked_by: dict[tuple[int, int], int]  # temporal edges: the directive that asked
 
 
@@ -84,19 +83,16 @@ def connect(state: LoweringState) -> PrecedenceGraph:
             if value not in state.residents:
                 producer[value] = i
     followers: list[list[int]] = [[] for _ in state.nodes]
-    waiting = [0] * len(state.nodes)
     for i, node in enumerate(state.nodes):
         for before in {producer[value] for value in node.reads if value in producer}:
             followers[before].append(i)
-            waiting[i] += 1
     asked_by: dict[tuple[int, int], int] = {}
     for first, then, by in state.temporal:
         pair = (number[first], number[then])
         if pair not in asked_by:
             asked_by[pair] = by
             followers[pair[0]].append(pair[1])
-            waiting[pair[1]] += 1
-    return PrecedenceGraph(state.nodes, followers, waiting, asked_by)
+    return PrecedenceGraph(state.nodes, followers, asked_by)
 
 
 def cycle_error(graph: PrecedenceGraph, stuck: set[int], state: LoweringState) -> ScheduleError:
@@ -162,7 +158,7 @@ def simulate(graph: PrecedenceGraph, costs: list[float], priority: list[Priority
     turn = [(stream == COMPUTE_STREAM, number) for (_, stream), number in resources.items()]  # sends go early
     ready: list[list[tuple[Priority, int]]] = [[] for _ in resources]
     busy = [False] * len(resources)
-    waiting = list(graph.waiting)
+    waiting = number_before(graph.followers)
     events: list[tuple[float, int]] = []
     sequence: list[int] = []
     touched: set[int] = set()

@@ -192,7 +192,12 @@ def send(
     sliced = True
     slices = (there.mesh.slices, placement.mesh.slices)
     if slices[0] != slices[1]:
-        sliced = is_sliced(left, spec, *slices)
+        # The first axis follows the samples if its total length is the same on both sides.
+        sliced = (
+            len(left.shape) > 0
+            and left.shape[1:] == spec.shape[1:]
+            and left.shape[0] * slices[0] == spec.shape[0] * slices[1]
+        )
         # A value without a samples axis that depends on samples, such as a mean, is only valid for its slice.
         if routed or not (sliced or fixed):
             raise ScheduleError(
@@ -218,12 +223,3 @@ def send(
         origin=placement.origin,
     )
     flow.templates.append((node, chunk.name, None))
-
-
-def is_sliced(left: TensorSpec, right: TensorSpec, devices_left: int, devices_right: int) -> bool:
-    """Return whether a value's first axis follows the samples: its total length is the same on both sides."""
-    return (
-        len(left.shape) > 0
-        and left.shape[1:] == right.shape[1:]
-        and left.shape[0] * devices_left == right.shape[0] * devices_right
-    )

@@ -14,6 +14,7 @@ circle among the plans they share.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
@@ -131,12 +132,15 @@ def circle_problems(plans: Plans) -> Iterator[str]:
         yield "these wait for each other in a circle:\n" + "\n".join(f"  {names[i]}" for i in circle)
 
 
+def number_before(followers: Sequence[Sequence[int]]) -> list[int]:
+    """Return how many vertices each one waits for."""
+    counts = Counter(vertex for vertices in followers for vertex in vertices)
+    return [counts[vertex] for vertex in range(len(followers))]
+
+
 def in_order(followers: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
     """Return the vertices in topological order, and those that wait for a cycle."""
-    waiting = [0] * len(followers)
-    for vertices in followers:
-        for vertex in vertices:
-            waiting[vertex] += 1
+    waiting = number_before(followers)
     order = [vertex for vertex, count in enumerate(waiting) if not count]
     for vertex in order:  # the loop appends to it
         for after in followers[vertex]:
