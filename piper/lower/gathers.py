@@ -47,7 +47,7 @@ def add_gathers(state: LoweringState) -> LoweringState:
         arriving = gathered_nbytes(bucket) if bucket.gathered_as else 0  # held until it is made wide
         edit.values[whole(bucket)] = Slot(nbytes=bucket.nbytes + arriving)
         runs = use_runs(readers[shard], sequence, computes, regions, whole_step=bucket.keep)
-        for joint in joint_runs(runs, lambda run: run.computes[run.first]):
+        for joint in joint_runs(runs, lambda run: run.computes[run.users[0]]):
             first = pass_at(sequence, joint[0].places[0])
             slot = whole(bucket).of_run(first)
             ahead = min(ahead_of(run, reads_shards[run.devices]) for run in joint)
@@ -92,7 +92,7 @@ def ahead_of(run: UseRun, reads_shards: Sequence[bool]) -> int:
     It is two before where the one before reads no gathered parameters. So at most two chunks are gathered at
     a time: one in use, and one prefetched.
     """
-    before = max(0, run.first - 1)
+    before = max(0, run.users[0] - 1)
     return run.computes[before if reads_shards[before] else max(0, before - 1)]
 
 

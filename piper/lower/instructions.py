@@ -1,6 +1,6 @@
 """The instructions of each node on each program that runs it, with their communicators and byte counts."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 from piper.ir.chunk import Chunk, Collective
@@ -172,12 +172,12 @@ def fill_exchange(emission: Emission, node: Counts | Exchange, instr: PendingIns
     marker, capacity = emission.chunks[node.run.chunk], emission.state.graph.policy(node.run.chunk).capacity
     rows = (marker.outputs if marker.kind == "unroute" else marker.input_specs)[0].shape[0]
     block = block_rows(rows, degree, capacity)
-    instr.payload = Routing(run=node.run, rows=rows if block else 0, block=block)
+    outward = isinstance(node, Counts) or node.outward
+    instr.payload = Routing(run=node.run, rows=rows if block else 0, block=block, outward=outward)
     if isinstance(node, Counts):
         instr.op, instr.nbytes = "counts", emission.size(node.writes[1]) * (degree - 1) // degree
         return
-    instr.op, instr.payload = "exchange", replace(instr.payload, outward=node.outward)
-    instr.nbytes = emission.size(node.writes[0]) * (degree - 1) // degree
+    instr.op, instr.nbytes = "exchange", emission.size(node.writes[0]) * (degree - 1) // degree
     if block:  # as many rows travel in both directions, filled up before they leave and put in order behind
         travels = max(emission.size(slot) for slot in (node.reads[0], node.writes[0]))
         instr.nbytes, instr.workspace = travels * (degree - 1) // degree, 2 * travels

@@ -178,7 +178,7 @@ def reduce_each_run(
     # The reduction is issued behind one more compute node, which it may overlap: it starts when the run has
     # ended, and the gradient counts as live until that node has ended too.
     runs = use_runs(given, edit.sequence, computes, regions, whole_step=bucket.keep)
-    joints = [*joint_runs(runs, lambda run: run.computes[run.last])]
+    joints = [*joint_runs(runs, lambda run: run.computes[run.users[-1]])]
     for count, joint in enumerate(joints):
         places = [place for run in joint for place in run.places]
         value = given[places[0]]
@@ -194,7 +194,7 @@ def reduce_each_run(
                     continue
                 for place in run.places:
                     accumulate(edit, place, given[place], value, begun)
-        behind = max(run.computes[min(run.last + 1, len(run.computes) - 1)] for run in joint)
+        behind = max(run.computes[min(run.users[-1] + 1, len(run.computes) - 1)] for run in joint)
         last = count == len(joints) - 1
         reduce_gradient(edit, bucket, max(places), value, again=count > 0, last=last, behind=behind)
 

@@ -156,14 +156,6 @@ class UseRun:
     users: Sequence[int]  # the numbers among them of the nodes of the run
 
     @property
-    def first(self) -> int:
-        return self.users[0]
-
-    @property
-    def last(self) -> int:
-        return self.users[-1]
-
-    @property
     def places(self) -> Sequence[int]:
         """Return the places of the nodes of the run."""
         return [self.computes[number] for number in self.users]

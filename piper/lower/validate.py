@@ -8,7 +8,7 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import ROUTED, Chunk, Tags
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, inputs_from_chunks
-from piper.ir.mesh import REPLICAS
+from piper.ir.mesh import REPLICAS, groups_apart
 from piper.ir.node import Compute
 from piper.lower.placements import layouts_of, placements_of, spread
 from piper.lower.state import LoweringState
@@ -183,7 +183,8 @@ def check_sets(graph: Graph) -> None:
         first, *others = nodes = [next(node for node in mine if node.devices == devices) for devices in sets]
         groups: set[Devices] = set()  # that share samples or shard experts together: they are no replicas
         for mesh in map(graph.mesh, nodes):
-            groups.update(mesh.distinct_along(*(axis.name for axis in mesh.axes if axis.name in REPLICAS)))
+            replicas = tuple(axis for axis in mesh.axes if axis.name in REPLICAS)
+            groups.update(groups_apart(mesh.devices, replicas))
         for node in others:
             facts = {each.name: f"on {show(each.devices)}" for each in (first, node)}
             if len(node.devices) != len(first.devices):
