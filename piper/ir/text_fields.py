@@ -10,8 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-from piper.errors import ConfigError
-
 GAP = "  "  # between fields
 AND = " | "  # between the members of a list
 FIELD = re.compile(r"([a-z_]+)=(.*)", re.DOTALL)
@@ -22,7 +20,7 @@ T = TypeVar("T")
 
 
 class BadLineError(Exception):
-    """A line that is not of the text form; `each_line` says which."""
+    """A line that is not of the text form."""
 
 
 def quoted(name: str) -> str:
@@ -102,24 +100,6 @@ def misfit(record: type, values: Mapping[str, object]) -> str | None:
     if other := values.keys() - {f.name for f in fields}:
         return f"it has no {', '.join(sorted(other))}"
     return None
-
-
-def each_line(text: str, take: Callable[[str, str, list[str]], None], *, source: str, hint: str) -> None:
-    """Hand each line to `take` as its kind, its name as written and its fields.
-
-    If `take` raises `BadLineError`, raise an error that names the line.
-    """
-    for number, line in enumerate(text.splitlines(), 1):
-        kind, *rest = line.split(GAP)
-        try:
-            take(kind, rest[0] if rest else "", rest[1:])
-        except (BadLineError, ValueError) as error:
-            raise ConfigError(
-                "this line cannot be read",
-                by=f"{source}:{number}",
-                facts={"line": line[:120], "why": str(error)},
-                hint=hint,
-            ) from None
 
 
 def line(kind: str, name: str, fields: Iterable[str]) -> str:

@@ -28,7 +28,6 @@ from piper.ir.text_fields import (
     Reader,
     Readers,
     build,
-    each_line,
     flag,
     line,
     name,
@@ -361,7 +360,17 @@ def payload_of(op: Op, about: dict[str, object]) -> Payload:
 def read_plans(text: str, source: str = "plans") -> Plans:
     """Read plans back from their text form."""
     reading = Reading()
-    each_line(text, reading.take, source=source, hint="use the text as `piper plan --text` writes it")
+    for number, written in enumerate(text.splitlines(), 1):
+        kind, *rest = written.split(GAP)
+        try:
+            reading.take(kind, rest[0] if rest else "", rest[1:])
+        except (BadLineError, ValueError) as error:
+            raise ConfigError(
+                "this line cannot be read",
+                by=f"{source}:{number}",
+                facts={"line": written[:120], "why": str(error)},
+                hint="use the text as `piper plan --text` writes it",
+            ) from None
     try:
         return reading.done()
     except BadLineError as error:
