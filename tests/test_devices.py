@@ -6,7 +6,8 @@ import pytest
 
 from piper.errors import ConfigError
 from piper.ir.devices import Devices, columns, interned, parse, show
-from piper.ir.text_fields import BadLineError, each_line, flag, numbers, pairs, read_fields
+from piper.ir.text_fields import BadLineError, flag, numbers, pairs, read_fields
+from piper.plan.text import read_plans
 from tests.chain import UNIT, chain
 
 
@@ -45,11 +46,8 @@ def test_a_field_may_be_given_once() -> None:
 
 
 def test_a_line_that_cannot_be_read_is_named() -> None:
-    def take(kind: str, name: str, words: list[str]) -> None:
-        read_fields(words, {"x": int})
-
     with pytest.raises(ConfigError, match=r"plan\.txt:2"):
-        each_line("a  b  x=1\na  b  x=1  x=1", take, source="plan.txt", hint="mend it")
+        read_plans("plans  seed=1.0\nplans  seed=1.0  seed=1.0", source="plan.txt")
 
 
 def test_the_phases_of_a_chain_cost_what_is_asked() -> None:

@@ -25,7 +25,7 @@ PACKAGES = (
     "cli",
     "view",
 )
-TEXT_FORMS = {"plan/text.py", "plan/sharding_text.py", "ir/devices.py", "ir/ids.py", "ir/text_fields.py"}
+TEXT_FORMS = {"plan/text.py", "ir/sharding.py", "ir/devices.py", "ir/ids.py", "ir/text_fields.py"}
 CUTS = {
     "split",
     "rsplit",

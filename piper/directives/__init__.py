@@ -3,19 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from piper.directives.average import Average as Average
 from piper.directives.average import average, first_group
 from piper.directives.base import Directive
-from piper.directives.offload import Offload as Offload
 from piper.directives.offload import offload
 from piper.directives.order import Order as Order
 from piper.directives.order import order
 from piper.directives.place import Place as Place
 from piper.directives.place import place
 from piper.directives.policies import with_common_policies
-from piper.directives.precision import Precision as Precision
 from piper.directives.precision import precision
-from piper.directives.protect import Protect as Protect
 from piper.directives.protect import protect
 from piper.directives.remat import Remat as Remat
 from piper.directives.remat import remat

@@ -4,6 +4,7 @@ import difflib
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from piper.ir.select import At, show_index
 Given = Callable[[str, str, object], object]  # of the directive and the argument by name, and a value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Domain:
     """The values that an argument may have, in words and as a test."""
 
@@ -38,24 +39,12 @@ def one_of(*values: object) -> Domain:
 
 def whole(least: int) -> Domain:
     """Return the whole numbers from `least`."""
-    return Domain(
-        words=f"a whole number from {least}",
-        has=lambda given: is_whole(given, least),
-    )
+    return Domain(f"a whole number from {least}", lambda given: is_whole(given, least))
 
 
-FRACTION = Domain(
-    words="a number from 0 to 1",
-    has=lambda given: is_number(given) and 0 <= given <= 1,
-)
-SIZE = Domain(
-    words="a size in MiB from 0",
-    has=lambda given: is_number(given) and 0 <= given < float("inf"),
-)
-POSITIVE_SIZE = Domain(
-    words="a size in MiB above 0",
-    has=lambda given: is_number(given) and given > 0,
-)
+FRACTION = Domain("a number from 0 to 1", lambda given: is_number(given) and 0 <= given <= 1)
+SIZE = Domain("a size in MiB from 0", lambda given: is_number(given) and 0 <= given < float("inf"))
+POSITIVE_SIZE = Domain("a size in MiB above 0", lambda given: is_number(given) and given > 0)
 
 
 def argument(
@@ -158,7 +147,7 @@ class Directive:
     @property
     def verb(self) -> str:
         """Return the name by which users call this directive: `place`."""
-        return verb_of(type(self))
+        return type(self).__name__.lower()
 
     def __repr__(self) -> str:
         """Return the call that makes this directive, without arguments that have their default value."""
@@ -185,36 +174,32 @@ class Directive:
         """Return the graph after this directive. Raise ScheduleError when it cannot be applied."""
         raise AssertionError(f"{self.verb} does not say what it does")
 
-
-@dataclass(frozen=True, slots=True, repr=False)
-class SelectingDirective(Directive):
-    """A directive that decides options of the chunks of the nodes that it selects."""
-
-    at: At
-
     def decide(self, graph: Graph, nodes: list[Compute], number: int) -> Graph:
         """Return the graph with the options of the chunks of selected nodes changed."""
         raise AssertionError(f"{self.verb} does not say what it decides")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ChunkDirective(SelectingDirective):
-    """A directive that decides an option of whole chunks, and places nothing."""
+class ChunkDirective(Directive):
+    """A directive that decides an option of the whole chunks that it selects, and places nothing."""
 
     places: ClassVar[bool] = False
+
+    at: At
 
     def apply(self, graph: Graph, number: int) -> Graph:
         by = self.title(number)
         nodes = selected(graph, self.at, by)
         check_whole(graph, nodes, by)
         graph = self.decide(graph, nodes, number)
-        return graph.update(node.changed(origin=touched(node, number)) for node in nodes)
+        return graph.update(replace(node, origin=touched(node, number)) for node in nodes)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class PlacingDirective(SelectingDirective):
+class PlacingDirective(Directive):
     """A directive that places the selected nodes on devices, and may decide how their chunks live there."""
 
+    at: At
     devices: Sequence[int]
 
     def apply(self, graph: Graph, number: int) -> Graph:
@@ -223,11 +208,6 @@ class PlacingDirective(SelectingDirective):
         nodes = selected(graph, self.at, by)
         graph = self.decide(graph, nodes, number)
         return graph.update(replace(node, devices=devices, origin=touched(node, number)) for node in nodes)
-
-
-def verb_of(kind: type[Directive]) -> str:
-    """Return the name by which users call a kind of directive."""
-    return kind.__name__.lower()
 
 
 def show_argument(value: object) -> str:
@@ -244,8 +224,7 @@ def show_argument(value: object) -> str:
     return "[" + ", ".join(map(show_argument, members)) + "]"
 
 
-_KNOWN: dict[type[Directive], int] = {}  # filled where directives are defined, and never changed after
-_FORMS: dict[tuple[int, str], type[Directive]] = {}  # other forms of the one at a rank, by the key they need
+_KNOWN: dict[tuple[int, str], type[Directive]] = {}  # filled where directives are defined, and never changed
 
 
 def registered(rank: int, key: str = "") -> Callable[[type[D]], type[D]]:
@@ -258,10 +237,7 @@ def registered(rank: int, key: str = "") -> Callable[[type[D]], type[D]]:
         made = inspect.signature(kind)
         shown = [parameter for name, parameter in made.parameters.items() if name != "source"]
         kind.__signature__ = made.replace(parameters=shown, return_annotation=kind)  # type: ignore[attr-defined]
-        if key:
-            _FORMS[rank, key] = kind
-        else:
-            _KNOWN[kind] = rank
+        _KNOWN[rank, key] = kind
         return kind
 
     return register
@@ -269,14 +245,14 @@ def registered(rank: int, key: str = "") -> Callable[[type[D]], type[D]]:
 
 def known_directives() -> dict[str, type[Directive]]:
     """Return every kind of directive, by its name for users, in the order of their ranks."""
-    return {verb_of(kind): kind for kind in sorted(_KNOWN, key=_KNOWN.__getitem__)}
+    return {_KNOWN[at].__name__.lower(): _KNOWN[at] for at in sorted(_KNOWN) if not at[1]}
 
 
 def form_of(verb: str, keys: Iterable[str]) -> type[Directive]:
     """Return the kind of directive that an entry with these keys is."""
-    kind = known_directives()[verb]
-    found = [_FORMS[_KNOWN[kind], key] for key in keys if (_KNOWN[kind], key) in _FORMS]
-    return found[0] if found else kind
+    usual = known_directives()[verb]
+    rank = next(rank for (rank, _), kind in _KNOWN.items() if kind is usual)
+    return next((_KNOWN[rank, key] for key in keys if (rank, key) in _KNOWN), usual)
 
 
 def group_size(ways: int | None, devices: Sequence[int], by: str, kind: str = "group") -> int:
@@ -317,11 +293,9 @@ def selected(graph: Graph, at: At, by: str) -> list[Compute]:
 
 
 def check_whole(graph: Graph, nodes: list[Compute], by: str) -> None:
-    """Refuse a filter that selects only some nodes of a chunk.
-
-    The code of a chunk is the same for all its microbatches, and its forward and backward agree on what
-    is saved.
-    """
+    """Refuse a filter that selects only some nodes of a chunk."""
+    # The code of a chunk is the same for all its microbatches, and its forward and backward agree on what
+    # is saved.
     names = {node.name for node in nodes}
     chunks = {node.chunk for node in nodes}
     outside = next((n for n in graph.nodes.values() if n.chunk in chunks and n.name not in names), None)
@@ -378,16 +352,14 @@ def checked_devices(devices: Sequence[int], by: str) -> Devices:
             facts={"asked": f"devices={list(devices)}"},
             hint="devices are whole numbers from 0, at least one",
         )
-    seen: set[int] = set()
-    for device in devices:
-        if device in seen:
+    for device, times in Counter(devices).items():
+        if times > 1:
             raise ScheduleError(
                 f"device {device} is given twice",
                 by=by,
                 facts={"asked": f"devices={list(devices)}"},
                 hint="name each device once: the i-th takes the i-th slice of the samples",
             )
-        seen.add(device)
     return interned(tuple(devices))
 
 

@@ -27,9 +27,7 @@ class Offload(ChunkDirective):
     """
 
     what: str = argument(
-        one_of("activations", "optimizer"),
-        default="activations",
-        hint='"optimizer" means its state',
+        one_of("activations", "optimizer"), default="activations", hint='"optimizer" means its state'
     )
     to: str = argument(one_of("host"), default="host", hint="there is no other memory to offload to")
     stream: str | None = None
@@ -41,14 +39,9 @@ class Offload(ChunkDirective):
         copies = HostCopies(
             stream=self.stream or STREAM, least=int(self.least_mb * 2**20), ahead=self.ahead, by=number
         )
-        return graph.with_options(
-            names,
-            lambda _, options: (
-                replace(options, offload=copies)
-                if self.what == "activations"
-                else replace(options, offload_state=copies)
-            ),
-        )
+        if self.what == "activations":
+            return graph.with_options(names, lambda _, options: replace(options, offload=copies))
+        return graph.with_options(names, lambda _, options: replace(options, offload_state=copies))
 
 
 offload = Offload

@@ -1,7 +1,7 @@
 """`order`: which nodes run before which on a device."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from piper.directives.base import (
@@ -15,7 +15,8 @@ from piper.directives.base import (
     touched,
 )
 from piper.errors import ScheduleError
-from piper.ir.graph import Graph, GroupMember, Ordering, has_backward
+from piper.ir.graph import Graph, Ordering, has_backward
+from piper.ir.ids import Pass
 from piper.ir.node import Compute, compute_name
 from piper.ir.select import At
 
@@ -46,11 +47,11 @@ class Order(Directive):
                 hint=USAGE,
             )
         graph = self._split_backwards(graph, number, by)
-        groups: list[tuple[GroupMember, ...]] = []
+        groups: list[tuple[Pass, ...]] = []
         position: dict[str, int] = {}
         members: list[Compute] = []
         for place, ats in enumerate(self.groups):
-            group: list[GroupMember] = []
+            group: list[Pass] = []
             for at in ats:
                 for node in ordered(graph, at, by):
                     if position.setdefault(node.name, place) != place:
@@ -60,11 +61,12 @@ class Order(Directive):
                             facts={"node": node.name, "groups": f"{position[node.name]} and {place}"},
                             hint="name each node once: it runs once a step",
                         )
-                    group.append(GroupMember(chunk=node.chunk, phase=node.phase, part=node.part))
+                    group.append(node.run)
                     members.append(node)
             groups.append(tuple(dict.fromkeys(group)))
-        marked = (node.changed(origin=touched(node, number)) for node in members)
-        return graph.update(marked).link(Ordering(by=number, groups=tuple(groups)))
+        marked = (replace(node, origin=touched(node, number)) for node in members)
+        ordering = Ordering(by=number, groups=tuple(groups))
+        return replace(graph.update(marked), orderings=(*graph.orderings, ordering))
 
     def _split_backwards(self, graph: Graph, number: int, by: str) -> Graph:
         """Split each backward that this order names by its halves."""
@@ -77,11 +79,8 @@ class Order(Directive):
                 for cell in graph.index.find(at):
                     node = graph.nodes.get(compute_name(cell.chunk, "B", cell.part))
                     if node is not None:
-                        origin = touched(node, number)
-                        halves[node.name] = (
-                            node.changed(phase="BI", origin=origin),
-                            node.changed(phase="BW", origin=origin),
-                        )
+                        node = replace(node, origin=touched(node, number))
+                        halves[node.name] = (replace(node, phase="BI"), replace(node, phase="BW"))
         return graph.splice(halves) if halves else graph
 
 

@@ -43,26 +43,21 @@ class Split(Directive):
                 hint="choose a word that no annotation and no earlier split uses",
             )
         self._check_whole(graph, nodes, by)
-        copies: dict[str, tuple[Compute, ...]] = {
-            node.name: tuple(
-                node.changed(part=(*node.part, (self.axis, i)), origin=touched(node, number))
-                for i in range(self.parts)
-            )
-            for node in nodes
-        }
+        copies: dict[str, tuple[Compute, ...]] = {}
+        for node in nodes:
+            parts = [(*node.part, (self.axis, i)) for i in range(self.parts)]
+            origin = touched(node, number)
+            copies[node.name] = tuple(replace(node, part=part, origin=origin) for part in parts)
         chunks = {node.chunk for node in nodes}
         cells: list[ChunkRun] = []
         for cell in graph.index.cells:
-            if cell.chunk not in chunks:
-                cells.append(cell)
-                continue
-            for i in range(self.parts):
+            for i in range(self.parts) if cell.chunk in chunks else ():
                 part = (*cell.part, (self.axis, i))
                 cells.append(ChunkRun(chunk=cell.chunk, part=part, tags={**cell.tags, self.axis: i}))
-        parts = dict(graph.parts)
-        for chunk in chunks:
-            parts[chunk] = (*parts[chunk], (self.axis, self.parts))
-        return replace(graph.splice(copies), index=Index(cells), parts=parts)
+            if cell.chunk not in chunks:
+                cells.append(cell)
+        axes = {**graph.parts, **{c: (*graph.parts[c], (self.axis, self.parts)) for c in chunks}}
+        return replace(graph.splice(copies), index=Index(cells), parts=axes)
 
     def _check_whole(self, graph: Graph, nodes: list[Compute], by: str) -> None:
         """Refuse a filter that mixes split and unsplit values: their samples would not line up."""

@@ -1,7 +1,7 @@
 """What directives decide for a chunk: one record, which each of them replaces and everything later reads."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -194,14 +194,3 @@ class ChunkOptions:
     protect: StateCopies | None = None
     offload: HostCopies | None = None  # of its activations
     offload_state: HostCopies | None = None  # of the optimizer's state for its parameters
-
-    def with_policy(
-        self, parts: Iterable[Tags], change: Callable[[Policy], Policy], *, everywhere: bool
-    ) -> "ChunkOptions":
-        """Return the options with the policy of some microbatches changed. everywhere: these are all."""
-        known = self.part_policies
-        if everywhere:
-            apart = {part: change(policy) for part, policy in known.items()}
-            return replace(self, policy=change(self.policy), part_policies=apart)
-        apart = {part: change(known.get(part, self.policy)) for part in parts}
-        return replace(self, part_policies={**known, **apart})

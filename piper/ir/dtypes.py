@@ -27,10 +27,8 @@ class MixedPrecision:
 
     @property
     def sum_dtype(self) -> str:
-        """Return the type that gradients are summed in: long sums in half precision lose digits.
-
-        The optimizer sees parameters in this type, too.
-        """
+        """Return the type that gradients are summed in: long sums in half precision lose digits."""
+        # The optimizer sees parameters in this type, too.
         return "float32" if self.dtype in HALF else self.dtype
 
     @property

@@ -7,13 +7,13 @@ of data parallelism. Data edges are not stored but derived from the chunks, so n
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TypeVar
 
 from piper.ir.averaging import Averaging
 from piper.ir.chunk import CapturedModel, Chunk, Output, Phase, Tags
 from piper.ir.chunk_options import ChunkOptions, Policy, Protection
 from piper.ir.devices import Devices
+from piper.ir.ids import Pass
 from piper.ir.mesh import Mesh
 from piper.ir.node import Compute, compute_name
 from piper.ir.select import At
@@ -39,20 +39,11 @@ class ChunkRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupMember:
-    """A member of an ordered group, named by its content, so that later rewrites can find its successors."""
-
-    chunk: str
-    phase: Phase
-    part: Tags
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ordering:
-    """Groups that one `order` directive puts in sequence."""
+    """Groups of passes that one `order` directive puts in sequence. A later split may have divided them."""
 
     by: int  # the directive's number
-    groups: tuple[tuple[GroupMember, ...], ...]
+    groups: tuple[tuple[Pass, ...], ...]
 
 
 class Index:
@@ -79,8 +70,6 @@ class Index:
         several = [(tag, frozenset(index)) for tag, index in at.tags if isinstance(index, tuple)]
         if several:
             cells = [cell for cell in cells if all(cell.tags.get(tag) in wanted for tag, wanted in several)]
-        if not loose:
-            return cells
         return [cell for cell in cells if all((tag in cell.tags) == present for tag, present in loose)]
 
 
@@ -150,21 +139,19 @@ class Graph:
             selected.setdefault(node.chunk, {})[node.part] = None
 
         def changed(chunk: str, options: ChunkOptions) -> ChunkOptions:
-            everywhere = len(selected[chunk]) == math.prod(size for _, size in self.parts[chunk])
-            return options.with_policy(selected[chunk], partial(change, chunk), everywhere=everywhere)
+            policy, known, parts = options.policy, options.part_policies, [*selected[chunk]]
+            if len(parts) == math.prod(size for _, size in self.parts[chunk]):
+                policy, parts = change(chunk, policy), [*known]
+            apart = {part: change(chunk, known.get(part, policy)) for part in parts}
+            return replace(options, policy=policy, part_policies={**known, **apart})
 
         return self.with_options(selected, changed)
 
     def select(self, at: At) -> list[Compute]:
         """Return the nodes that `at` selects. PASS="B" also selects both halves of a split backward."""
-        nodes = []
-        phases = SELECTED[at.phase]
-        for cell in self.index.find(at):
-            for phase in phases:
-                node = self.nodes.get(compute_name(cell.chunk, phase, cell.part))
-                if node is not None:
-                    nodes.append(node)
-        return nodes
+        cells, phases = self.index.find(at), SELECTED[at.phase]
+        names = (compute_name(cell.chunk, phase, cell.part) for cell in cells for phase in phases)
+        return [self.nodes[name] for name in names if name in self.nodes]
 
     def update(self, nodes: Iterable[Compute]) -> "Graph":
         """Return the graph with some nodes replaced by others of the same name."""
@@ -177,15 +164,6 @@ class Graph:
             for successor in successors.get(name, (node,)):
                 nodes[successor.name] = successor
         return replace(self, nodes=nodes)
-
-    def link(self, ordering: Ordering) -> "Graph":
-        """Return the graph with one more ordering."""
-        return replace(self, orderings=(*self.orderings, ordering))
-
-    def drop(self, names: Iterable[str]) -> "Graph":
-        """Return the graph without some nodes."""
-        gone = set(names)
-        return replace(self, nodes={name: node for name, node in self.nodes.items() if name not in gone})
 
     def devices(self) -> Devices:
         """Return every device that some node is placed on."""
@@ -202,20 +180,13 @@ class Graph:
 
 def start(outline: CapturedModel) -> Graph:
     """Return the graph of one step on one device: a forward per chunk, and a backward where there is one."""
-    nodes: dict[str, Compute] = {}
-    for chunk in outline.chunks:
-        node = Compute(chunk=chunk.name, phase="F")
-        nodes[node.name] = node
-    for chunk in reversed(outline.chunks):
-        if has_backward(chunk):
-            node = Compute(chunk=chunk.name, phase="B")
-            nodes[node.name] = node
-    index = Index(ChunkRun(chunk=c.name, part=(), tags=dict(c.tags)) for c in outline.chunks)
+    nodes = [Compute(chunk=chunk.name, phase="F") for chunk in outline.chunks]
+    nodes += [Compute(chunk=c.name, phase="B") for c in reversed(outline.chunks) if has_backward(c)]
     names = [chunk.name for chunk in outline.chunks]
     return Graph(
         outline=outline,
-        nodes=nodes,
-        index=index,
+        nodes={node.name: node for node in nodes},
+        index=Index(ChunkRun(chunk=c.name, part=(), tags=dict(c.tags)) for c in outline.chunks),
         parts=dict.fromkeys(names, ()),
         options=dict.fromkeys(names, ChunkOptions()),
     )

@@ -70,18 +70,9 @@ class Mesh:
         """Return an axis by its name."""
         return {axis.name: axis for axis in self.axes}[name]
 
-    def coordinate(self, device: int) -> dict[str, int]:
-        """Return where a device lies along each axis."""
-        position = self.devices.index(device)
-        return {axis.name: axis.coordinate(position) for axis in self.axes}
-
     def groups(self, *names: str) -> tuple[Devices, ...]:
         """Return the groups of devices that differ only in where they lie along some axes, in order."""
         return groups_along(self.devices, tuple(map(self.axis, names)))
-
-    def distinct_along(self, *names: str) -> tuple[Devices, ...]:
-        """Return the groups that hold one part each of what is distinct along some axes, in order."""
-        return groups_apart(self.devices, tuple(map(self.axis, names)))
 
 
 def mesh_of(
@@ -120,13 +111,8 @@ def axis_through(devices: Devices, group: Devices) -> Axis:
 @lru_cache(maxsize=256)  # every bucket of a stage asks for the same
 def groups_along(devices: Devices, axes: tuple[Axis, ...]) -> tuple[Devices, ...]:
     """Return the groups of devices that differ only in where they lie along some axes, in order."""
-    return _grouped(
-        devices,
-        (
-            position - sum(axis.coordinate(position) * axis.stride for axis in axes)
-            for position in range(len(devices))
-        ),
-    )
+    keys = (i - sum(axis.coordinate(i) * axis.stride for axis in axes) for i in range(len(devices)))
+    return _grouped(devices, keys)
 
 
 @lru_cache(maxsize=256)

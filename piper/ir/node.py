@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from piper.ir.devices import Devices, show
 from piper.ir.ids import AGAIN, Pass, Phase, SlotId, Tags, show_part
 from piper.ir.mesh import Axis
-from piper.ir.sharding import Collective, Sharding
+from piper.ir.sharding import Collective
 
 COMPUTE_STREAM = "compute"
 
@@ -40,30 +40,6 @@ class Compute:
         """Return the pass of this node."""
         return Pass(phase=self.phase, chunk=self.chunk, part=self.part, again=self.again)
 
-    def changed(
-        self,
-        *,
-        phase: Phase | None = None,
-        part: Tags | None = None,
-        origin: tuple[int, ...] | None = None,
-        reads: tuple[SlotId, ...] | None = None,
-        writes: tuple[SlotId, ...] | None = None,
-        keeps: tuple[SlotId, ...] | None = None,
-    ) -> "Compute":
-        """Return the node with some fields changed. A graph has thousands: `replace` takes twice as long."""
-        return Compute(
-            chunk=self.chunk,
-            phase=self.phase if phase is None else phase,
-            part=self.part if part is None else part,
-            devices=self.devices,
-            stream=self.stream,
-            origin=self.origin if origin is None else origin,
-            reads=self.reads if reads is None else reads,
-            writes=self.writes if writes is None else writes,
-            keeps=self.keeps if keeps is None else keeps,
-            again=self.again,
-        )
-
 
 def compute_name(chunk: str, phase: Phase | Literal["R"], part: Tags) -> str:
     """Return the name of a compute node. A recomputed forward has an R in place of its F."""
@@ -79,26 +55,6 @@ class StepNode:
     writes: tuple[SlotId, ...] = ()
     stream: str = COMPUTE_STREAM
     origin: tuple[int, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Return the name of the node, by its content."""
-        raise AssertionError(f"{type(self).__name__} nodes have no name")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load(StepNode):
-    """Load one field of the batch, for one microbatch, on the devices that read it."""
-
-    batch_field: str
-    part: Tags
-    degree: int = 1  # how many neighbours share their samples
-    slices: tuple[Sharding, ...] = ()  # of the field, where its other dimensions are sharded
-    stream: str = "load"
-
-    @property
-    def name(self) -> str:
-        return f"load[{self.batch_field}{show_part(self.part)} @{show(self.devices)}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +99,15 @@ class SlotNode(StepNode):
     @property
     def name(self) -> str:
         return f"{self.op}[{self.about}{self.about and ' '}@{show(self.devices)}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(SlotNode):
+    """Load one field of the batch, for one microbatch, on the devices that read it."""
+
+    op = "load"
+
+    stream: str = "load"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,16 +160,14 @@ class Collect(RegionNode):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gather(StepNode):
+class Gather(SlotNode):
     """All-gather a bucket's sharded parameters, for a run of uses or after an update."""
 
-    bucket: str
-    run: Pass | None  # the first of the passes that use it; None: all of them, after an update
-    stream: str
+    op = "gather"
 
     @property
     def name(self) -> str:
-        return f"gather[{self.bucket} for {self.run or 'update'}]"
+        return f"gather[{self.about}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +253,4 @@ class Mirror(StepNode):
         return f"mirror[@{show(self.devices)}]"
 
 
-Node = (
-    Compute | Load | Transfer | SlotNode | Counts | Exchange | Collect | Gather | Accumulate | Reduce | Mirror
-)
+Node = Compute | Transfer | SlotNode | Counts | Exchange | Collect | Accumulate | Reduce | Mirror

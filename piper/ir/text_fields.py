@@ -4,13 +4,11 @@ A line is `kind  name  key=value  key=value`, two blanks between fields. A name 
 written as a JSON string.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
-
-from piper.errors import ConfigError
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar, cast
 
 GAP = "  "  # between fields
 AND = " | "  # between the members of a list
@@ -22,7 +20,7 @@ T = TypeVar("T")
 
 
 class BadLineError(Exception):
-    """A line that is not of the text form; `each_line` says which."""
+    """A line that is not of the text form."""
 
 
 def quoted(name: str) -> str:
@@ -83,43 +81,14 @@ def read_fields(words: Iterable[str], readers: Readers) -> dict[str, object]:
 
 
 def build(record: type[T], /, **values: object) -> T:
-    """Make a record from a line's fields. Raise `BadLineError` if one is missing or is not of the record."""
+    """Make a record from a line's fields. Raise `BadLineError` if one is missing."""
     try:
         return record(**values)
     except TypeError:
-        if problem := misfit(record, values):
-            raise BadLineError(problem) from None
+        needed = {f.name for f in fields(cast(Any, record)) if f.default is f.default_factory is MISSING}
+        if lacks := needed - values.keys():
+            raise BadLineError(f"it lacks {', '.join(sorted(lacks))}") from None
         raise
-
-
-def misfit(record: type, values: Mapping[str, object]) -> str | None:
-    """Return which fields of a record are missing, or else which values are of no field. None: they fit."""
-    fields = dataclasses.fields(record)
-    missing = dataclasses.MISSING
-    needed = {f.name for f in fields if f.init and f.default is f.default_factory is missing}
-    if lacks := needed - values.keys():
-        return f"it lacks {', '.join(sorted(lacks))}"
-    if other := values.keys() - {f.name for f in fields}:
-        return f"it has no {', '.join(sorted(other))}"
-    return None
-
-
-def each_line(text: str, take: Callable[[str, str, list[str]], None], *, source: str, hint: str) -> None:
-    """Hand each line to `take` as its kind, its name as written and its fields.
-
-    If `take` raises `BadLineError`, raise an error that names the line.
-    """
-    for number, line in enumerate(text.splitlines(), 1):
-        kind, *rest = line.split(GAP)
-        try:
-            take(kind, rest[0] if rest else "", rest[1:])
-        except (BadLineError, ValueError) as error:
-            raise ConfigError(
-                "this line cannot be read",
-                by=f"{source}:{number}",
-                facts={"line": line[:120], "why": str(error)},
-                hint=hint,
-            ) from None
 
 
 def line(kind: str, name: str, fields: Iterable[str]) -> str:

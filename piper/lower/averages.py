@@ -9,9 +9,9 @@ from piper.ir.devices import show
 from piper.ir.ids import SlotId, state_slot
 from piper.ir.node import SlotNode, Update
 from piper.lower.state import LoweringState, SequenceEdit
-from piper.plan.bucket import Bucket
 from piper.plan.groups import ChangedDevices, fragments_of
-from piper.plan.plan import Comm, Plan
+from piper.plan.instr import Instr
+from piper.plan.plan import Comm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,12 @@ def add_averages(state: LoweringState) -> LoweringState:
                 continue
             bucket, of_optimizer = state.buckets[slot.owner], state_slot(slot.owner)
             before = state.residents[of_optimizer]
-            nbytes = before.nbytes + averaging.outer_values * trained_bytes(bucket)
+            trained = bucket.update.elements * bucket.precision.sum_itemsize  # in the type of the optimizer
+            nbytes = before.nbytes + averaging.outer_values * trained
             residents[of_optimizer] = replace(before, nbytes=nbytes)
             slots = (slot, of_optimizer) if averaging.outer_values else (slot,)
             travels = (of_optimizer,) if averaging.overlap else slots
-            part, peers = -(-trained_bytes(bucket) // max(1, averaging.overlap)), len(averaging.groups) - 1
+            part, peers = -(-trained // max(1, averaging.overlap)), len(averaging.groups) - 1
             average = AverageParameters(
                 about=slot.owner, devices=node.devices, reads=travels, writes=travels,
                 stream=averaging.stream, origin=(by,), nbytes=2 * part * peers // len(averaging.groups),
@@ -101,9 +102,8 @@ def check_composition(state: LoweringState, averaging: Averaging, by: str) -> No
         return
     first, *others = ([protection.domain(d) for d in group] for group in averaging.groups)
     for group, domains in zip(averaging.groups[1:], others, strict=True):
-        if len(set(zip(first, domains, strict=True))) != len(set(first)) or len(set(domains)) != len(
-            set(first)
-        ):
+        pairs = set(zip(first, domains, strict=True))
+        if not len(pairs) == len(set(first)) == len(set(domains)):
             raise ScheduleError(
                 f"groups lie differently on their {protection.apart}s",
                 by=by,
@@ -142,29 +142,17 @@ def repeat_in_groups(state: LoweringState) -> LoweringState:
     plans = ChangedDevices(averaging.everywhere, averaging.copies).all(
         plans, plans.cells * len(averaging.groups)
     )
+    size = len(averaging.groups)
+
+    def joined(ins: Instr) -> Instr:
+        """Return an average over the communicator, with memory for what a device gives and gets."""
+        if ins.op != "average":
+            return ins
+        return replace(ins, comm=comm.name, workspace=ins.nbytes * size // (size - 1))
+
     plans = replace(
-        plans,
-        plans=tuple(joined_by(plan, comm) for plan in plans),
+        plans.with_instrs(joined),
         comms={**plans.comms, comm.name: comm} if state.settings.trains else plans.comms,
         averaging=averaging,
     )
     return replace(state, plans=plans)
-
-
-def joined_by(plan: Plan, comm: Comm) -> Plan:
-    """Return a plan whose averages go over a communicator. Each takes memory for what it gives and gets."""
-    size = len(comm.groups[0])
-    return replace(
-        plan,
-        instrs=tuple(
-            replace(ins, comm=comm.name, workspace=ins.nbytes * size // (size - 1))
-            if ins.op == "average"
-            else ins
-            for ins in plan.instrs
-        ),
-    )
-
-
-def trained_bytes(bucket: Bucket) -> int:
-    """Return the bytes that a device trains of a bucket, in the type of the optimizer."""
-    return bucket.update.elements * bucket.precision.sum_itemsize

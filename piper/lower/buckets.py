@@ -202,18 +202,17 @@ def chunk_buckets(
     limit = placement.policy.bucket_mb
     number = 0
     for members in kinds.values():
-        dtype, trainable = members[0][0].dtype, members[0][0].trainable
+        dtype, filled = members[0][0].dtype, 0
         pieces: list[Piece] = []
-        filled = 0
         for param, held in members:
             piece = Piece(name=param.name, shape=held.shape, offset=filled, shardings=held.shardings)
             if pieces and limit is not None and (filled + piece.numel) * itemsize(dtype) > limit * MEGABYTE:
-                yield bucket_for(f"{chunk.name}/{number}", pieces, (placement,), dtype, trainable, held)
+                yield bucket_for(f"{chunk.name}/{number}", pieces, (placement,), *members[0])
                 number, pieces, filled = number + 1, [], 0
                 piece = replace(piece, offset=0)
             pieces.append(piece)
             filled += piece.numel
-        yield bucket_for(f"{chunk.name}/{number}", pieces, (placement,), dtype, trainable, members[0][1])
+        yield bucket_for(f"{chunk.name}/{number}", pieces, (placement,), *members[0])
         number += 1
 
 
@@ -221,15 +220,17 @@ def bucket_for(
     name: str,
     pieces: list[Piece],
     placements: tuple[ChunkPlacement, ...],
-    dtype: str,
-    trainable: bool,
+    param: Parameter,
     held: HeldParameter,
 ) -> Bucket:
-    """Return a bucket that lives on the devices of `placements`, which all have the same devices."""
+    """Return a bucket that lives on the devices of `placements`, which all have the same devices.
+
+    param: one of its parameters, held as all of them.
+    """
     placement = placements[0]
     groups = groups_apart(placement.devices, held.distinct, held.owners)
     # float64 is never rounded.
-    short = dtype != "float64" and all(each.policy.reduce == "bf16" for each in placements)
+    short = param.dtype != "float64" and all(each.policy.reduce == "bf16" for each in placements)
     zero = min(h.policy.zero for h in placements) if held.inside > 1 else 0
     inside: tuple[Devices, ...] = ()
     if clones := clones_of(placements):  # what chunks read exists for a step only, as under ZeRO-3
@@ -244,12 +245,12 @@ def bucket_for(
         inside=inside,
         across=groups_along(placement.devices, held.across) if held.across else (),
         chunks=tuple(h.chunk for h in placements),
-        dtype=dtype,
-        itemsize=itemsize(dtype),
+        dtype=param.dtype,
+        itemsize=itemsize(param.dtype),
         zero=zero,
-        trainable=trainable,
+        trainable=param.trainable,
         copies=(1 if zero else len(groups[0])) * held.replicas,
-        reduced_as="bfloat16" if short and trainable else "",
+        reduced_as="bfloat16" if short and param.trainable else "",
         keep=bool(clones) or all(h.policy.keep for h in placements),
         clones=clones,
         reduce_stream=placement.policy.reduce_stream,
@@ -282,8 +283,7 @@ def tied_buckets(
         named += "'"  # another bucket has that name
 
     def bucket(name: str, members: list[ChunkPlacement]) -> Bucket:
-        held_alike = held_by(param, members[0])
-        return bucket_for(name, [piece], tuple(members), param.dtype, param.trainable, held_alike)
+        return bucket_for(name, [piece], tuple(members), param, held_by(param, members[0]))
 
     if len(by_set) == 1:
         return [bucket(named, placements)], why
@@ -292,8 +292,17 @@ def tied_buckets(
     everyone = tuple(sorted({d for devices in by_set for d in devices}))
     if len(sizes) == 1 and total == len(everyone):  # same size and disjoint: shards line up, one by one
         copies = [bucket(f"{named}@{members[0].chunk}", members) for members in by_set.values()]
-        replicas = held_by(param, placements[0]).replicas
-        return as_siblings(copies, min(b.zero for b in copies), replicas), why
+        zero, replicas = min(b.zero for b in copies), held_by(param, placements[0]).replicas
+        names = [b.name for b in copies]
+        return [
+            replace(
+                b,
+                zero=zero,
+                copies=len(copies) * (1 if zero else b.group_size) * replicas,
+                siblings=tuple(name for name in names if name != b.name),
+            )
+            for b in copies
+        ], why
     if held.distinct:
         raise ScheduleError(
             f"the tied parameter {param.name} is sharded on sets of devices that differ in size or overlap",
@@ -333,22 +342,6 @@ def check_sharded_alike(param: Parameter, placements: list[ChunkPlacement], *, s
         if by_expert
         else "shard all regions that share it along the same axes",
     )
-
-
-def as_siblings(buckets: list[Bucket], zero: int, replicas: int) -> list[Bucket]:
-    """Return the buckets of one tied parameter, each with the others as its siblings.
-
-    replicas: how many devices of a bucket hold the same slice of the parameter.
-    """
-    return [
-        replace(
-            b,
-            zero=zero,
-            copies=len(buckets) * (1 if zero else b.group_size) * replicas,
-            siblings=tuple(other.name for other in buckets if other.name != b.name),
-        )
-        for b in buckets
-    ]
 
 
 def residents_of(buckets: Iterable[Bucket], state: LoweringState) -> dict[SlotId, Slot]:

@@ -10,8 +10,7 @@ from piper.ir.node import Transfer
 from piper.ir.step_sums import step_sums
 from piper.lower.events import PendingInstr, synchronised
 from piper.lower.instructions import Emission, emit_transfer, instr_for
-from piper.lower.placements import layouts_of
-from piper.lower.programs import channels, classes_of
+from piper.lower.placements import channels, classes_of, layouts_of
 from piper.lower.state import LoweringState
 from piper.lower.validate import cells_per_device, parts_of
 from piper.plan.plan import PlacedChunk, Plan, Plans, Slot
@@ -93,19 +92,12 @@ def plans_can_run(state: LoweringState) -> Iterator[str]:
 
 def device_sets(state: LoweringState) -> Iterator[Devices]:
     """Yield the devices of every node, and the sender and receiver sets of every transfer."""
-    seen: set[object] = set()
-    for node in state.sequence:
-        if not isinstance(node, Transfer):
-            if node.devices not in seen:
-                seen.add(node.devices)
-                yield node.devices
-            continue
-        key = (node.source, node.target, node.stream, node.sliced, node.degrees)
-        if key not in seen:
-            seen.add(key)
-            for channel in channels(*key):
-                yield channel.senders
-                yield channel.receivers
+    yield from dict.fromkeys(node.devices for node in state.sequence if not isinstance(node, Transfer))
+    transfers = (node for node in state.sequence if isinstance(node, Transfer))
+    for pair in dict.fromkeys((n.source, n.target, n.stream, n.sliced, n.degrees) for n in transfers):
+        for channel in channels(*pair):
+            yield channel.senders
+            yield channel.receivers
 
 
 def plan_of(state: LoweringState, devices: Devices, pending: list[PendingInstr]) -> Plan:

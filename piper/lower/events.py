@@ -40,15 +40,10 @@ class Accesses:
 
     def needed(self, place: int, instr: PendingInstr, ending: Sequence[SlotId]) -> set[int]:
         """Return the places on other streams that must be over before this instruction runs and frees."""
-        places: set[int] = set()
-        for slot in (*instr.reads, *instr.keeps):
-            if slot in self._writer:
-                places.add(self._writer[slot])
+        used = (*instr.reads, *instr.keeps, *instr.writes, *ending)
+        places = {self._writer[slot] for slot in used if slot in self._writer}
         for slot in (*instr.writes, *ending):
-            if slot in self._writer:
-                places.add(self._writer[slot])
-            if slot in self._readers:
-                places.update(self._readers[slot].values())
+            places.update(self._readers.get(slot, {}).values())
         me = self._stream_of[place]
         return {other for other in places if self._stream_of[other] != me}
 

@@ -15,8 +15,15 @@ from piper.ir.node import Add, Collect, Compute, Counts, Exchange, Node, Transfe
 from piper.ir.sharding import UNSHARDED, shardings_on
 from piper.lower.placements import ChunkPlacement, layouts_of, placements_of
 from piper.lower.state import LoweringState
-from piper.lower.transfers import incoming, outgoing
-from piper.lower.value_table import Flow, Template, input_gradient, output_slot, slot_of, splits_slot
+from piper.lower.transfers import (
+    Flow,
+    incoming,
+    input_gradient,
+    outgoing,
+    output_slot,
+    slot_of,
+    splits_slot,
+)
 from piper.plan.plan import Slot
 
 BACKWARD: tuple[Phase, ...] = ("B", "BI", "BW")
@@ -94,7 +101,7 @@ def forward(flow: Flow, chunk: Chunk) -> None:
         reads=reads,
         writes=tuple(writes),
     )
-    flow.templates.append(Template(node=node, chunk=chunk.name, phase="F"))
+    flow.templates.append((node, chunk.name, "F"))
 
 
 def state_reads(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
@@ -175,7 +182,7 @@ def compute_backward(flow: Flow, chunk: Chunk, phase: Phase, tangents: dict[int,
         writes=tuple(writes),
         keeps=tuple(names[i] for i in chunk.kept_inputs.get(phase, ())),
     )
-    flow.templates.append(Template(node=node, chunk=chunk.name, phase=phase))
+    flow.templates.append((node, chunk.name, phase))
 
 
 def weight_gradients(flow: Flow, chunk: Chunk, spec: PhaseSpec) -> Iterator[SlotId]:
@@ -215,17 +222,16 @@ def instances(flow: Flow, among: Collection[Tags], residents: dict[SlotId, Slot]
             parts[cell.chunk].append((cell.part, known[cell.part]))
 
     nodes = flow.graph.nodes
-    for template in flow.templates:
-        node = template.node
-        for part, of_part in parts[template.chunk]:
-            placed = nodes.get(compute_name(template.chunk, template.phase, part)) if template.phase else None
-            if placed is None and template.phase:
+    for node, chunk, phase in flow.templates:
+        for part, of_part in parts[chunk]:
+            placed = nodes.get(compute_name(chunk, phase, part)) if phase else None
+            if placed is None and phase:
                 continue
             reads, writes = of_part(node.reads), of_part(node.writes)
             match node:
                 case Compute():
                     assert placed is not None
-                    yield placed.changed(reads=reads, writes=writes, keeps=of_part(node.keeps))
+                    yield replace(placed, reads=reads, writes=writes, keeps=of_part(node.keeps))
                 case Exchange() | Collect():
                     assert placed is not None
                     run = replace(node.run, part=part)
@@ -261,7 +267,7 @@ def exchange_forward(flow: Flow, chunk: Chunk, inputs: list[SlotId]) -> None:
             writes=tuple(written),
             origin=placement.origin,
         )
-        flow.templates.append(Template(node=counts, chunk=chunk.name))
+        flow.templates.append((counts, chunk.name, None))
     outward = chunk.kind == "route"
     exchange(flow, chunk, "F", outward, (inputs[0], splits), output_slot(chunk.name, 0))
 
@@ -280,7 +286,7 @@ def exchange(
         writes=(written,),
         stream=placement.policy.exchange_stream,
     )
-    flow.templates.append(Template(node=node, chunk=chunk.name, phase=phase))
+    flow.templates.append((node, chunk.name, phase))
 
 
 def experts_of(placement: ChunkPlacement) -> Axis:
@@ -302,4 +308,4 @@ def collect(flow: Flow, chunk: Chunk, phase: Phase, how: Collective, read: SlotI
         writes=(written,),
         stream=next(axis.stream for axis in placement.policy.axes if axis.axis == how.axis),
     )
-    flow.templates.append(Template(node=node, chunk=chunk.name, phase=phase))
+    flow.templates.append((node, chunk.name, phase))

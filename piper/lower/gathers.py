@@ -2,13 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 
-from piper.ir.ids import SlotId, param_slot
+from piper.ir.ids import Pass, SlotId, param_slot
 from piper.ir.node import Compute, Gather
-from piper.lower.sequence import UseRun, computes_by_set, joint_runs, pass_at, use_runs
-from piper.lower.state import LoweringState, SequenceEdit
-from piper.plan.bucket import Bucket
+from piper.lower.state import (
+    LoweringState,
+    SequenceEdit,
+    UseRun,
+    computes_by_set,
+    joint_runs,
+    pass_at,
+    use_runs,
+)
+from piper.plan.bucket import Bucket, gathered_nbytes
+from piper.plan.ops import OfBucket
 from piper.plan.plan import Slot
-from piper.plan.weight_rows import gathered_nbytes
 
 
 def add_gathers(state: LoweringState) -> LoweringState:
@@ -21,8 +28,6 @@ def add_gathers(state: LoweringState) -> LoweringState:
     gather PP=0, F[PP=0], gather PP=1, B[PP=1], gather PP=0, B[PP=0]      (each one node earlier, to overlap)
     """
     sharded = {param_slot(bucket.name): bucket for bucket in state.buckets.values() if bucket.gather_for_use}
-    if not sharded:
-        return state
     sequence = state.sequence
     readers: dict[SlotId, list[int]] = {slot: [] for slot in sharded}
     for place, node in enumerate(sequence):
@@ -42,22 +47,33 @@ def add_gathers(state: LoweringState) -> LoweringState:
         arriving = gathered_nbytes(bucket) if bucket.gathered_as else 0  # held until it is made wide
         edit.values[whole(bucket)] = Slot(nbytes=bucket.nbytes + arriving)
         runs = use_runs(readers[shard], sequence, computes, regions, whole_step=bucket.keep)
-        for joint in joint_runs(runs, lambda run: run.computes[run.first]):
+        for joint in joint_runs(runs, lambda run: run.computes[run.users[0]]):
             first = pass_at(sequence, joint[0].places[0])
             slot = whole(bucket).of_run(first)
-            gather = Gather(
-                bucket=bucket.name,
-                run=first,
-                devices=bucket.devices,
-                reads=(shard,),
-                writes=(slot,),
-                stream=bucket.gather_stream,
-                origin=bucket.origin,
-            )
-            edit.before(min(ahead_of(run, reads_shards[run.devices]) for run in joint), gather)
+            ahead = min(ahead_of(run, reads_shards[run.devices]) for run in joint)
+            edit.before(ahead, gather_of(bucket, first, slot))
             for place in (place for run in joint for place in run.places):
                 edit.rename(place, shard, slot)
     return edit.apply()
+
+
+def gather_of(bucket: Bucket, run: Pass | None, slot: SlotId) -> Gather:
+    """Return the gather of a bucket's shards into a slot: for the uses from a pass on, or after an update."""
+    how = bucket.gather_for_use if run else bucket.gather_updated
+    assert how is not None, "every device has all of it"
+    size = len(how.groups[0])
+    gathered = gathered_nbytes(bucket) if how.gets == "whole" else bucket.elements(how.gets) * bucket.itemsize
+    return Gather(
+        about=f"{bucket.name} for {run or 'update'}",
+        devices=bucket.devices,
+        groups=how.groups,
+        reads=(param_slot(bucket.name),),
+        writes=(slot,),
+        payload=OfBucket(bucket=bucket.name, run=run),
+        nbytes=bucket.cloned(how) * bucket.itemsize or gathered * (size - 1) // size,
+        stream=bucket.gather_stream,
+        origin=bucket.origin,
+    )
 
 
 def sharded_parameters_are_gathered(state: LoweringState) -> Iterator[str]:
@@ -76,7 +92,7 @@ def ahead_of(run: UseRun, reads_shards: Sequence[bool]) -> int:
     It is two before where the one before reads no gathered parameters. So at most two chunks are gathered at
     a time: one in use, and one prefetched.
     """
-    before = max(0, run.first - 1)
+    before = max(0, run.users[0] - 1)
     return run.computes[before if reads_shards[before] else max(0, before - 1)]
 
 

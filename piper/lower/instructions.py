@@ -1,8 +1,7 @@
 """The instructions of each node on each program that runs it, with their communicators and byte counts."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import assert_never, cast
+from dataclasses import dataclass, field
+from typing import cast
 
 from piper.ir.chunk import Chunk, Collective
 from piper.ir.chunk_options import block_rows
@@ -16,25 +15,19 @@ from piper.ir.node import (
     Compute,
     Counts,
     Exchange,
-    Gather,
-    Load,
     Mirror,
     Node,
     Reduce,
-    RegionNode,
     SlotNode,
     Transfer,
 )
 from piper.lower.events import PendingInstr
-from piper.lower.programs import channels
+from piper.lower.placements import channels
 from piper.lower.state import LoweringState
 from piper.plan.bucket import Bucket
-from piper.plan.ops import Adding, Collecting, Field, OfBucket, Op, Payload, Routing, Rows
+from piper.plan.ops import Adding, Collecting, OfBucket, Op, Payload, Routing, Rows
 from piper.plan.plan import Comm
 from piper.plan.protected import MIRRORED
-from piper.plan.weight_rows import gathered_nbytes
-
-Communication = Counts | Exchange | Collect | Gather | Reduce | Mirror
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +43,8 @@ class Emission:
     pairs: dict[str, Comm] = field(default_factory=dict)
     classes_in: dict[int, tuple[Devices, list[int]]] = field(default_factory=dict)
     # ^ by identity, the set kept alive: nodes share their sets, and hashing hundreds of devices takes long
-    comm_cache: dict[tuple[str, ...], tuple[str | None, int]] = field(default_factory=dict)
+    comm_names: dict[tuple[int, str], tuple[tuple[Devices, ...], str]] = field(default_factory=dict)
+    # ^ by identity, too
     begun: set[tuple[int, SlotId]] = field(default_factory=set)  # (class, total): it has something to reduce
     given: set[tuple[int, SlotId]] = field(default_factory=set)  # (class, gradient): a backward wrote it
     flat: set[tuple[int, SlotId]] = field(default_factory=set)  # and those it wrote as one flat tensor
@@ -68,26 +62,20 @@ class Emission:
         slot = self.state.values.get(value.base) or self.state.residents[value]
         return slot.nbytes + sum(nbytes for _, nbytes in slot.shares)
 
-    def comm(
-        self, key: tuple[str, ...], groups: Callable[[], tuple[Devices, ...]], stream: str
-    ) -> tuple[str | None, int]:
-        """Return the name of the communicator of these groups on this stream, and the size of a group.
-
-        The name is None for groups of one device.
-        """
-        if key not in self.comm_cache:
-            members = groups()
-            if len(members[0]) == 1:
-                self.comm_cache[key] = (None, 1)
-            else:
-                label = f"{show(members[0])}{f'x{len(members)}' if len(members) > 1 else ''}:{stream}"
+    def comm(self, groups: tuple[Devices, ...], stream: str) -> str | None:
+        """Return the name of the communicator of these groups on this stream. None: of one device each."""
+        if len(groups[0]) == 1:
+            return None
+        key = id(groups), stream
+        if key not in self.comm_names:
+            if (groups, stream) not in self.comms:
+                label = f"{show(groups[0])}{f'x{len(groups)}' if len(groups) > 1 else ''}:{stream}"
                 taken = {comm.name for comm in self.comms.values()}
-                if (members, stream) not in self.comms:
-                    while label in taken:
-                        label += "'"
-                    self.comms[members, stream] = Comm(name=label, kind="groups", groups=members)
-                self.comm_cache[key] = (self.comms[members, stream].name, len(members[0]))
-        return self.comm_cache[key]
+                while label in taken:
+                    label += "'"
+                self.comms[groups, stream] = Comm(name=label, kind="groups", groups=groups)
+            self.comm_names[key] = groups, self.comms[groups, stream].name
+        return self.comm_names[key][1]
 
 
 def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
@@ -100,16 +88,6 @@ def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
             instr.payload, instr.keeps = node.run, node.keeps
             instr.workspace = emission.chunks[node.chunk].phases[node.phase].workspace
             note_gradients(emission, node, instr, number)
-        case Load():
-            instr.op = "load"
-            instr.payload = Field(
-                name=node.batch_field,
-                part=node.part,
-                devices=node.devices,
-                degree=node.degree,
-                slices=node.slices,
-            )
-            instr.nbytes = emission.size(node.writes[0])
         case Accumulate():
             instr.op, instr.payload = "accumulate", Adding(run=node.run)
             if len(node.reads) == 1 and (number, node.reads[0]) in emission.flat:
@@ -120,20 +98,23 @@ def instr_for(emission: Emission, node: Node, number: int) -> PendingInstr:
             instr.op, instr.nbytes = cast(Op, node.op), node.nbytes
             instr.payload, instr.workspace = cast(Payload, node.payload), node.workspace
             if node.groups:
-                key = (node.op, node.about, node.stream)
-                instr.comm, _ = emission.comm(key, lambda: node.groups, node.stream)
-        case Transfer():
-            raise AssertionError("transfers have two sides")
+                instr.comm = emission.comm(node.groups, node.stream)
+        case Counts() | Exchange():
+            fill_exchange(emission, node, instr)
+        case Collect():
+            fill_collective(emission, node, instr)
+        case Reduce():
+            fill_reduction(emission, node, instr, number)
+        case Mirror():
+            fill_mirror(emission, node, instr, number)
         case _:
-            fill_communication(emission, node, instr, number)
+            raise AssertionError("transfers have two sides")
     return instr
 
 
 def note_gradients(emission: Emission, node: Compute, instr: PendingInstr, number: int) -> None:
-    """Note the gradients that a node writes, and which of them compiled code writes as flat tensors.
-
-    A gradient in the same bucket that is made elsewhere is copied there: both are in memory at the end.
-    """
+    """Note the gradients that a node writes, and which of them compiled code writes as flat tensors."""
+    # A gradient in the same bucket that is made elsewhere is copied there: both are in memory at the end.
     spec = emission.chunks[node.chunk].phases[node.phase]
     for slot in node.writes:
         if slot.kind in ("gradient", "grad"):
@@ -148,37 +129,13 @@ def note_gradients(emission: Emission, node: Compute, instr: PendingInstr, numbe
                 instr.workspace += sum(piece.numel for piece in apart) * itemsize
 
 
-def fill_communication(emission: Emission, node: Communication, instr: PendingInstr, number: int) -> None:
-    """Add the communicator and the number of bytes moved to the instruction of a communication node."""
-    match node:
-        case Counts() | Exchange():
-            fill_exchange(emission, node, instr)
-        case Collect():
-            fill_collective(emission, node, instr)
-        case Gather():
-            bucket = emission.state.buckets[node.bucket]
-            instr.op, instr.payload = "gather", OfBucket(bucket=node.bucket, run=node.run)
-            how = bucket.gather_for_use if node.run else bucket.gather_updated
-            assert how is not None, "every device has all of it"
-            key: tuple[str, ...] = (how.among, node.bucket, node.stream)
-            instr.comm, size = emission.comm(key, lambda: how.groups, node.stream)
-            held = bucket.elements(how.gets) * bucket.itemsize
-            instr.nbytes = (gathered_nbytes(bucket) if how.gets == "whole" else held) * (size - 1) // size
-            if cloned := bucket.cloned(how):
-                instr.nbytes = cloned * bucket.itemsize
-        case Reduce():
-            fill_reduction(emission, node, instr, number)
-        case Mirror():
-            instr.op = "mirror"
-            instr.comm, _ = emission.comm(("mirror", node.stream), lambda: node.groups, node.stream)
-            copied = {
-                slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes
-            }
-            instr.reads = tuple(slot for slot in node.reads if slot in copied)
-            instr.nbytes = sum(copied[slot] for slot in instr.reads)
-            instr.workspace = 2 * min(instr.nbytes, MIRRORED)  # about as much arrives
-        case _:
-            assert_never(node)
+def fill_mirror(emission: Emission, node: Mirror, instr: PendingInstr, number: int) -> None:
+    """Fill in the instruction that gives a device's copies of its state to the next device of its group."""
+    instr.op, instr.comm = "mirror", emission.comm(node.groups, node.stream)
+    copied = {slot: d.nbytes for d in emission.programs[number] if d.op == "protect" for slot in d.writes}
+    instr.reads = tuple(slot for slot in node.reads if slot in copied)
+    instr.nbytes = sum(copied[slot] for slot in instr.reads)
+    instr.workspace = 2 * min(instr.nbytes, MIRRORED)  # about as much arrives
 
 
 def fill_collective(emission: Emission, node: Collect, instr: PendingInstr) -> None:
@@ -187,17 +144,9 @@ def fill_collective(emission: Emission, node: Collect, instr: PendingInstr) -> N
         instr.op, instr.stream = "slice", COMPUTE_STREAM
         instr.payload = Collecting(run=node.run, how=node.how, devices=node.devices, stride=node.axis.stride)
         return
-    instr.comm = comm_along(emission, node)
+    instr.comm = emission.comm(groups_along(node.devices, (node.axis,)), node.stream)
     instr.op, instr.payload = "collect", Collecting(run=node.run, how=node.how)
     instr.nbytes = moved(node.how, emission.size(node.reads[0]), emission.size(node.writes[0]))
-
-
-def comm_along(emission: Emission, node: RegionNode) -> str | None:
-    """Return the communicator of the groups along the axis of a node."""
-    axis = node.axis
-    key = ("axis", show(node.devices), str(axis.degree), str(axis.stride), node.stream)
-    name, _ = emission.comm(key, lambda: groups_along(node.devices, (axis,)), node.stream)
-    return name
 
 
 def moved(how: Collective, read: int, written: int) -> int:
@@ -218,17 +167,17 @@ def moved(how: Collective, read: int, written: int) -> int:
 
 def fill_exchange(emission: Emission, node: Counts | Exchange, instr: PendingInstr) -> None:
     """Fill in the instruction of an all-to-all within each expert group: of row counts, or of rows."""
-    instr.comm = comm_along(emission, node)
+    instr.comm = emission.comm(groups_along(node.devices, (node.axis,)), node.stream)
     degree = node.axis.degree
     marker, capacity = emission.chunks[node.run.chunk], emission.state.graph.policy(node.run.chunk).capacity
     rows = (marker.outputs if marker.kind == "unroute" else marker.input_specs)[0].shape[0]
     block = block_rows(rows, degree, capacity)
-    instr.payload = Routing(run=node.run, rows=rows if block else 0, block=block)
+    outward = isinstance(node, Counts) or node.outward
+    instr.payload = Routing(run=node.run, rows=rows if block else 0, block=block, outward=outward)
     if isinstance(node, Counts):
         instr.op, instr.nbytes = "counts", emission.size(node.writes[1]) * (degree - 1) // degree
         return
-    instr.op, instr.payload = "exchange", replace(instr.payload, outward=node.outward)
-    instr.nbytes = emission.size(node.writes[0]) * (degree - 1) // degree
+    instr.op, instr.nbytes = "exchange", emission.size(node.writes[0]) * (degree - 1) // degree
     if block:  # as many rows travel in both directions, filled up before they leave and put in order behind
         travels = max(emission.size(slot) for slot in (node.reads[0], node.writes[0]))
         instr.nbytes, instr.workspace = travels * (degree - 1) // degree, 2 * travels
@@ -244,8 +193,7 @@ def fill_reduction(emission: Emission, node: Reduce, instr: PendingInstr, number
     how = next(each for each in bucket.reductions if each.among == node.among)
     scatters = how.gives != how.gets
     instr.op = "reduce_scatter" if scatters else "all_reduce"
-    key = (node.among, node.bucket, node.stream)
-    instr.comm, size = emission.comm(key, lambda: how.groups, node.stream)
+    instr.comm, size = emission.comm(how.groups, node.stream), len(how.groups[0])
     given = bucket.elements(how.gives)
     moved = given * bucket.precision.travel_itemsize * (size - 1) // size
     if cloned := bucket.cloned(how):
@@ -272,7 +220,7 @@ def fill_tied_sum(emission: Emission, node: Reduce, instr: PendingInstr, number:
     mine = next(member for member in family if device in member.devices)
     copies = columns([member.devices for member in family])
     instr.op = "all_reduce"
-    instr.comm, size = emission.comm(("tied", node.bucket), lambda: copies, node.stream)
+    instr.comm, size = emission.comm(copies, node.stream), len(copies[0])
     slot = mine.gradient()
     instr.reads, instr.writes = tuple(s for s in node.reads if s == slot), (slot,)
     elements = emission.size(slot) // mine.precision.sum_itemsize
@@ -307,7 +255,7 @@ def emit_transfer(emission: Emission, node: Transfer) -> None:
     name = node.name
     prefix = f"{node.stream}." if node.stream else ""
     whole = emission.size(node.reads[0])
-    arriving: dict[int, dict[int, SlotId]] = {}
+    in_pieces: dict[int, int] = {}  # by class: how many a value arrives in
     for channel in channels(node.source, node.target, node.stream, node.sliced, node.degrees):
         start, stop, of = channel.rows
         nbytes = whole * (stop - start) // of
@@ -344,9 +292,8 @@ def emit_transfer(emission: Emission, node: Transfer) -> None:
             for at in receivers:
                 emission.programs[at].append(recv)
         if pieces > 1:
-            for at in receivers:
-                arriving.setdefault(at, {})[number] = arrived[0]
-    for at, numbered in arriving.items():
-        reads = tuple(numbered[number] for number in sorted(numbered))  # channels come in no particular order
+            in_pieces |= dict.fromkeys(receivers, pieces)
+    for at, pieces in in_pieces.items():
+        reads = tuple(node.writes[0].of_piece(number) for number in range(pieces))
         join = PendingInstr(op="concat", node=name, stream=COMPUTE_STREAM, reads=reads, writes=node.writes)
         emission.programs[at].append(join)

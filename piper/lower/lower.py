@@ -6,7 +6,12 @@ from piper.lower.buckets import ProgramBuckets, every_parameter_has_a_bucket, ho
 from piper.lower.emit import emit, every_device_has_a_plan, plans_can_run
 from piper.lower.flow import bind_values, no_value_crosses_devices
 from piper.lower.gathers import add_gathers, sharded_parameters_are_gathered
-from piper.lower.offloads import add_offloads, offloaded_values_come_back
+from piper.lower.offloads import (
+    add_offloads,
+    add_state_offloads,
+    offloaded_state_comes_back,
+    offloaded_values_come_back,
+)
 from piper.lower.orders import add_orders, edges_join_nodes_that_exist
 from piper.lower.protections import add_protections, everything_written_is_copied
 from piper.lower.reductions import (
@@ -18,7 +23,6 @@ from piper.lower.reductions import (
 from piper.lower.reruns import add_reruns, backwards_read_what_ran_last
 from piper.lower.schedule import schedule, sequence_respects_every_edge
 from piper.lower.state import LoweringState, Property, Rewrite, Settings
-from piper.lower.state_offloads import add_state_offloads, offloaded_state_comes_back
 from piper.lower.step_end import (
     add_loads,
     add_losses,

@@ -1,20 +1,18 @@
 """Temporal edges: those that `order` directives ask for, or a pipeline order where there are none."""
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from piper.errors import ScheduleError
-from piper.ir.chunk import Output, Phase, Tags
+from piper.ir.chunk import Output, Tags
 from piper.ir.devices import Devices, show
-from piper.ir.graph import Graph, GroupMember, Ordering
-from piper.ir.ids import SlotId
+from piper.ir.graph import SELECTED, Graph, Ordering
+from piper.ir.ids import Pass, SlotId
 from piper.ir.node import Collect, Compute, Exchange, Node, compute_name
-from piper.lower.placements import first_nodes, layouts_of
-from piper.lower.programs import classes_of
+from piper.lower.placements import classes_of, first_nodes, layouts_of
 from piper.lower.state import LoweringState, Temporal
-
-HALVES: dict[Phase, tuple[Phase, ...]] = {"B": ("B", "BI", "BW"), "F": ("F",), "BI": ("BI",), "BW": ("BW",)}
 
 
 def add_orders(state: LoweringState) -> LoweringState:
@@ -44,22 +42,19 @@ def edges_join_nodes_that_exist(state: LoweringState) -> Iterator[str]:
             yield f"{first} ..> {then} leads nowhere"
 
 
-def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[GroupMember, ...], ...]]:
-    """Yield the groups as given, or once per microbatch where a later split divided all of them alike."""
+def variants(graph: Graph, ordering: Ordering) -> Iterator[tuple[tuple[Pass, ...], ...]]:
+    """Yield the groups once, or once per microbatch where a later split divided all of them alike."""
     steps = [step for group in ordering.groups for step in group]
     later = {graph.parts[step.chunk][len(step.part) :] for step in steps}
-    if later == {()}:
-        yield ordering.groups
-        return
     apart = [[copies(graph, step) for step in group] for group in ordering.groups]
     if len(later) == 1:  # every member was split alike: each microbatch keeps the order
-        for number in range(len(apart[0][0])):
+        for number in range(math.prod(size for _, size in next(iter(later)))):
             yield tuple(tuple(steps[number] for steps in group) for group in apart)
         return
     yield tuple(tuple(itertools.chain(*group)) for group in apart)
 
 
-def copies(graph: Graph, step: GroupMember) -> list[GroupMember]:
+def copies(graph: Graph, step: Pass) -> list[Pass]:
     """Return the copies of a step, one for each microbatch that a later split made of it."""
     axes = graph.parts[step.chunk][len(step.part) :]
     ranges = [[(axis, index) for index in range(size)] for axis, size in axes]
@@ -67,7 +62,7 @@ def copies(graph: Graph, step: GroupMember) -> list[GroupMember]:
 
 
 def chain_groups(
-    graph: Graph, by: int, groups: tuple[tuple[GroupMember, ...], ...], nodes: dict[str, Node]
+    graph: Graph, by: int, groups: tuple[tuple[Pass, ...], ...], nodes: dict[str, Node]
 ) -> Iterator[Temporal]:
     """Yield edges from each group to the next one on every device they share."""
     present = [members for group in groups if (members := list(existing(group, nodes)))]
@@ -82,10 +77,10 @@ def chain_groups(
         yield from chain_on_device(by, [members for members in here if members])
 
 
-def existing(group: Iterable[GroupMember], nodes: dict[str, Node]) -> Iterator[Compute | Exchange | Collect]:
+def existing(group: Iterable[Pass], nodes: dict[str, Node]) -> Iterator[Compute | Exchange | Collect]:
     """Yield the nodes of a group. A backward that was split later stands for its two halves."""
     for step in group:
-        for phase in HALVES[step.phase]:
+        for phase in SELECTED[step.phase]:
             node = nodes.get(compute_name(step.chunk, phase, step.part))
             if isinstance(node, Compute | Exchange | Collect):
                 yield node

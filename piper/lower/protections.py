@@ -11,7 +11,7 @@ from piper.ir.node import Mirror, Norm, SlotNode
 from piper.lower.placements import placements_of
 from piper.lower.state import LoweringState, SequenceEdit
 from piper.plan.plan import Slot
-from piper.plan.updates import Ownership, Share, held_by_all
+from piper.plan.updates import Ownership, Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,21 +111,20 @@ def buffer_copies(state: LoweringState, written: set[SlotId]) -> Iterator[Copyin
         seen.update(names)
         slots = tuple(map(buffer_slot, names))
         if names:
+            devices = placements[chunk.name].devices
             yield Copying(
                 what=f"buffers of {chunk.name}",
                 chunks=(chunk.name,),
                 slots=slots,
                 named=names[0],
-                owned_as=held_by_all(placements[chunk.name].devices),
+                owned_as=Ownership(devices=devices, groups=(devices,)),
                 nbytes=sum(state.residents[slot].nbytes for slot in slots),
             )
 
 
 def holders(owned: Mapping[Share, list[int]], asked: Protection) -> tuple[Devices, Devices]:
-    """Return the devices that copy their elements, and those that send the copy on as well.
-
-    Where another owner is far enough away, it copies the same elements, and none has to be sent.
-    """
+    """Return the devices that copy their elements, and those that send the copy on as well."""
+    # Where another owner is far enough away, it copies the same elements, and none has to be sent.
     keep, send = set[int](), set[int]()
     for devices in owned.values():
         first = devices[0]

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from piper.ir.devices import Devices, columns
 from piper.ir.ids import SlotId, Tags
 from piper.ir.node import Accumulate, Compute, Reduce
-from piper.lower.sequence import computes_by_set, joint_runs, pass_at, use_runs
-from piper.lower.state import LoweringState, SequenceEdit
+from piper.lower.state import LoweringState, SequenceEdit, computes_by_set, joint_runs, pass_at, use_runs
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Slot
 
@@ -175,13 +174,11 @@ def reduce_each_run(
     computes: Mapping[Devices, list[int]],
     regions: Mapping[str, Tags],
 ) -> None:
-    """Reduce after each run of backwards, so that no whole gradient outlives its reduction.
-
-    The reduction is issued behind one more compute node, which it may overlap: it starts when the run has
-    ended, and the gradient counts as live until that node has ended too.
-    """
+    """Reduce after each run of backwards, so that no whole gradient outlives its reduction."""
+    # The reduction is issued behind one more compute node, which it may overlap: it starts when the run has
+    # ended, and the gradient counts as live until that node has ended too.
     runs = use_runs(given, edit.sequence, computes, regions, whole_step=bucket.keep)
-    joints = [*joint_runs(runs, lambda run: run.computes[run.last])]
+    joints = [*joint_runs(runs, lambda run: run.computes[run.users[-1]])]
     for count, joint in enumerate(joints):
         places = [place for run in joint for place in run.places]
         value = given[places[0]]
@@ -197,7 +194,7 @@ def reduce_each_run(
                     continue
                 for place in run.places:
                     accumulate(edit, place, given[place], value, begun)
-        behind = max(run.computes[min(run.last + 1, len(run.computes) - 1)] for run in joint)
+        behind = max(run.computes[min(run.users[-1] + 1, len(run.computes) - 1)] for run in joint)
         last = count == len(joints) - 1
         reduce_gradient(edit, bucket, max(places), value, again=count > 0, last=last, behind=behind)
 

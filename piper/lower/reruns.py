@@ -6,7 +6,6 @@ from dataclasses import replace
 from piper.ir.ids import SlotId
 from piper.ir.node import Compute
 from piper.lower.state import LoweringState, SequenceEdit
-from piper.plan.plan import Slot
 
 
 def add_reruns(state: LoweringState) -> LoweringState:
@@ -27,7 +26,10 @@ def add_reruns(state: LoweringState) -> LoweringState:
             edit.before(place, *forwards_before(node, makers, regions, placed))
             for value in inner(node, makers, regions):
                 edit.rename(place, value, value.made_again())
-    edit.values |= sizes_again(makers, state.values)
+    for value in dict.fromkeys(value.base for value in makers):
+        if value in state.values:  # a buffer outlives the step. Others get storages of their own
+            shares = tuple((storage.made_again(), size) for storage, size in state.values[value].shares)
+            edit.values[value.made_again()] = replace(state.values[value], shares=shares)
     edit.why += [
         f"{region}: keeps what comes into it; its forwards run again before its backwards"
         for region in dict.fromkeys(regions.values())
@@ -60,10 +62,8 @@ def makers_of(state: LoweringState) -> Makers:
 
 
 def inner(node: Compute, makers: Makers, regions: Mapping[str, str]) -> list[SlotId]:
-    """Return the values a node uses that forwards of its own region computed.
-
-    The inputs of the region are not among them: they are saved.
-    """
+    """Return the values a node uses that forwards of its own region computed."""
+    # The inputs of the region are not among them: they are saved.
     region = regions.get(node.chunk)
     used = [value for value in (*node.reads, *node.keeps) if value in makers]
     return [value for value in used if regions[makers[value][1].chunk] == region]
@@ -95,11 +95,3 @@ def run_again(maker: Compute, makers: Makers, regions: Mapping[str, str]) -> Com
         keeps=tuple(again.get(value, value) for value in maker.keeps),
         writes=tuple(value.made_again() for value in maker.writes),
     )
-
-
-def sizes_again(makers: Makers, values: Mapping[SlotId, Slot]) -> Iterator[tuple[SlotId, Slot]]:
-    """Yield the slots that recomputed forwards write, with sizes and storages of their own."""
-    for value in dict.fromkeys(value.base for value in makers):
-        if value in values:  # a buffer outlives the step
-            shares = tuple((storage.made_again(), nbytes) for storage, nbytes in values[value].shares)
-            yield value.made_again(), replace(values[value], shares=shares)

@@ -15,7 +15,7 @@ from piper.ir.ids import SlotId
 from piper.ir.node import COMPUTE_STREAM, Collect, Compute, Exchange, Node, Transfer
 from piper.lower.state import LoweringState
 from piper.plan.plan import Slot
-from piper.plan.prove import in_order, shortest_path
+from piper.plan.prove import in_order, number_before, shortest_path
 
 SEARCHED = 256  # orders tried to find the shortest cycle; one cycle is enough to correct the strategy
 SHOWN = 6  # nodes of a cycle that an error names at each end
@@ -26,13 +26,16 @@ LINK = 5e10
 LATENCY = 5e-6
 
 
+Priority = tuple[int, tuple[int, ...], float, int]
+# ^ the lowest goes first: by urgency, then earlier microbatches, then the longest remaining path, then number
+
+
 @dataclass(slots=True)
 class PrecedenceGraph:
     """The dependency graph: nodes by number, with the nodes that wait for each."""
 
     nodes: tuple[Node, ...]
     followers: list[list[int]]
-    waiting: list[int]  # by node: the number of nodes it waits for
     asked_by: dict[tuple[int, int], int]  # temporal edges: the directive that asked
 
 
@@ -50,7 +53,7 @@ def schedule(state: LoweringState) -> LoweringState:
     tails = [0.0] * len(order)  # of each node: the longest path from its start to the end of the step
     for i in reversed(order):
         tails[i] = costs[i] + max((tails[j] for j in graph.followers[i]), default=0.0)
-    priority = priorities(graph, tails)
+    priority = [priority_of(node, tails[i], i) for i, node in enumerate(graph.nodes)]
     sequence = received_as_read(graph, simulate(graph, costs, priority))
     return replace(state, sequence=tuple(graph.nodes[i] for i in sequence))
 
@@ -80,19 +83,16 @@ def connect(state: LoweringState) -> PrecedenceGraph:
             if value not in state.residents:
                 producer[value] = i
     followers: list[list[int]] = [[] for _ in state.nodes]
-    waiting = [0] * len(state.nodes)
     for i, node in enumerate(state.nodes):
         for before in {producer[value] for value in node.reads if value in producer}:
             followers[before].append(i)
-            waiting[i] += 1
     asked_by: dict[tuple[int, int], int] = {}
     for first, then, by in state.temporal:
         pair = (number[first], number[then])
         if pair not in asked_by:
             asked_by[pair] = by
             followers[pair[0]].append(pair[1])
-            waiting[pair[1]] += 1
-    return PrecedenceGraph(state.nodes, followers, waiting, asked_by)
+    return PrecedenceGraph(state.nodes, followers, asked_by)
 
 
 def cycle_error(graph: PrecedenceGraph, stuck: set[int], state: LoweringState) -> ScheduleError:
@@ -131,43 +131,23 @@ def cycle_error(graph: PrecedenceGraph, stuck: set[int], state: LoweringState) -
 
 def on_cycles(graph: PrecedenceGraph, stuck: set[int]) -> set[int]:
     """Return those of the stuck nodes that lie on a cycle, or on a path between cycles."""
-    left = {i: sum(j in stuck for j in graph.followers[i]) for i in stuck}
-    before: dict[int, list[int]] = {i: [] for i in stuck}
+    before: list[list[int]] = [[] for _ in graph.nodes]
     for i in stuck:
         for j in graph.followers[i]:
             if j in stuck:
                 before[j].append(i)
-    dead = [i for i, count in left.items() if not count]
-    remaining = set(stuck)
-    while dead:
-        j = dead.pop()
-        remaining.discard(j)
-        for i in before[j]:
-            left[i] -= 1
-            if not left[i]:
-                dead.append(i)
+    _, remaining = in_order(before)
     return remaining
 
 
-def priorities(graph: PrecedenceGraph, tails: list[float]) -> list[tuple[int, tuple[int, ...], float, int]]:
-    """Return the sort key of each node.
-
-    Nodes with the lowest key go first: by urgency, then earlier microbatches, then the longest remaining
-    path.
-    """
-    result = []
-    for i, node in enumerate(graph.nodes):
-        if isinstance(node, Compute):
-            key = (URGENCY[node.phase], tuple([index for _, index in node.part]), -tails[i], i)
-        else:
-            key = (0, (), -tails[i], i)
-        result.append(key)
-    return result
+def priority_of(node: Node, tail: float, i: int) -> Priority:
+    """Return the priority of a node. tail: the longest path from its start to the end of the step."""
+    if isinstance(node, Compute):
+        return URGENCY[node.phase], tuple([index for _, index in node.part]), -tail, i
+    return 0, (), -tail, i
 
 
-def simulate(
-    graph: PrecedenceGraph, costs: list[float], priority: list[tuple[int, tuple[int, ...], float, int]]
-) -> list[int]:
+def simulate(graph: PrecedenceGraph, costs: list[float], priority: list[Priority]) -> list[int]:
     """Return the nodes in the order they start if each stream always takes its most urgent ready node."""
     resources: dict[tuple[int, str], int] = {}
     occupied = [  # by each node: a stream of its first device
@@ -176,9 +156,9 @@ def simulate(
     ]
     resource = [resources.setdefault(stream, len(resources)) for stream in occupied]
     turn = [(stream == COMPUTE_STREAM, number) for (_, stream), number in resources.items()]  # sends go early
-    ready: list[list[tuple[tuple[int, tuple[int, ...], float, int], int]]] = [[] for _ in resources]
+    ready: list[list[tuple[Priority, int]]] = [[] for _ in resources]
     busy = [False] * len(resources)
-    waiting = list(graph.waiting)
+    waiting = number_before(graph.followers)
     events: list[tuple[float, int]] = []
     sequence: list[int] = []
     touched: set[int] = set()
@@ -210,38 +190,29 @@ def simulate(
 
 
 def received_as_read(graph: PrecedenceGraph, sequence: list[int]) -> list[int]:
-    """Return the sequence with the transfers to each device in the order in which it reads them.
-
-    A device receives one value after another. One that it reads later, from a peer that is slower than the
-    rough cost says, would hold up the one that it reads next. So a transfer waits for those to the same
-    device that are read before it; each still comes before its own reader.
-    """
+    """Return the sequence with the transfers to each device in the order in which it reads them."""
+    # A device receives one value after another. One that it reads later, from a peer that is slower than the
+    # rough cost says, would hold up the one that it reads next. So a transfer waits for those to the same
+    # device that are read before it; each still comes before its own reader.
     position = {i: place for place, i in enumerate(sequence)}
-    read_at = {
-        i: min((position[j] for j in graph.followers[i]), default=len(sequence))
-        for i in sequence
-        if isinstance(graph.nodes[i], Transfer)
+    receiver = {  # of each transfer: its first device there, and the stream that it takes
+        i: (node.target[0], node.stream) for i, node in enumerate(graph.nodes) if isinstance(node, Transfer)
     }
-    due: dict[tuple[int, str], list[int]] = {}  # by device and stream: its transfers, the next one last
-    for i in sorted(read_at, key=lambda i: (-read_at[i], -position[i])):
-        due.setdefault(receiver_of(graph.nodes[i]), []).append(i)
+    read_at = {i: min((position[j] for j in graph.followers[i]), default=len(sequence)) for i in receiver}
+    due: dict[tuple[int, str], list[int]] = {}  # by receiver: its transfers, the next one last
+    for i in sorted(receiver, key=lambda i: (-read_at[i], -position[i])):
+        due.setdefault(receiver[i], []).append(i)
     issued: set[int] = set()
     result: list[int] = []
     for i in sequence:
-        if i not in read_at:
+        if i not in receiver:
             result.append(i)
             continue
         issued.add(i)
-        waiting = due[receiver_of(graph.nodes[i])]
+        waiting = due[receiver[i]]
         while waiting and waiting[-1] in issued:
             result.append(waiting.pop())
     return result
-
-
-def receiver_of(node: Node) -> tuple[int, str]:
-    """Return the first device that receives a transfer, and the stream that it takes there."""
-    assert isinstance(node, Transfer)
-    return node.target[0], node.stream
 
 
 def cost_of(node: Node, chunks: Mapping[str, Chunk], values: Mapping[SlotId, Slot]) -> float:

@@ -61,10 +61,8 @@ def used_as(bucket: Bucket, own: ProgramBuckets) -> Bucket:
 def held_otherwise(
     own: Mapping[str, Bucket], held: Mapping[str, Bucket]
 ) -> Iterator[tuple[str, Bucket | None, Bucket | None]]:
-    """Yield each parameter that does not lie alike in two sets of buckets, with its bucket in each.
-
-    Which other parameters are in its bucket does not matter.
-    """
+    """Yield each parameter that does not lie alike in two sets of buckets, with its bucket in each."""
+    # Which other parameters are in its bucket does not matter.
     mine, others = (by_parameter(buckets) for buckets in (own, held))
     for name in dict.fromkeys((*mine, *others)):
         ours, theirs = mine.get(name, []), others.get(name, [])

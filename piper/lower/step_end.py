@@ -4,17 +4,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from piper.ir.devices import Devices, show
-from piper.ir.ids import NORM, TOTAL, SlotId, buffer_slot, param_slot
-from piper.ir.node import Broadcast, Compute, Gather, Load, Norm, Reduce, SlotNode, Total, Transfer, Update
+from piper.ir.ids import NORM, TOTAL, SlotId, buffer_slot, param_slot, show_part
+from piper.ir.node import Broadcast, Compute, Load, Norm, Reduce, SlotNode, Total, Transfer, Update
 from piper.ir.sharding import shardings_on
 from piper.ir.step_sums import StepSum, step_sums
-from piper.lower.placements import placements_of
-from piper.lower.programs import classes_of
+from piper.lower.gathers import gather_of
+from piper.lower.placements import classes_of, placements_of
 from piper.lower.reductions import accumulate
 from piper.lower.state import LoweringState, SequenceEdit
-from piper.lower.value_table import output_slot
+from piper.lower.transfers import output_slot
 from piper.plan.bucket import Bucket
-from piper.plan.ops import OfBucket, OfChunk
+from piper.plan.ops import Field, OfBucket, OfChunk
 from piper.plan.plan import Slot
 
 
@@ -60,15 +60,18 @@ def add_loads(state: LoweringState) -> LoweringState:
             if value.kind == "batch" and value not in loaded:
                 loaded.add(value)
                 mesh = state.graph.mesh(node)
-                load = Load(
-                    batch_field=value.owner,
+                placements = state.graph.policy(node.chunk).field_placements(value.owner)
+                field = Field(
+                    name=value.owner,
                     part=node.part,
                     devices=node.devices,
                     degree=mesh.degree,
-                    slices=shardings_on(mesh, state.graph.policy(node.chunk).field_placements(value.owner)),
-                    writes=(value,),
-                    origin=node.origin,
+                    slices=shardings_on(mesh, placements),
                 )
+                load = Load(
+                    about=f"{value.owner}{show_part(node.part)}", devices=node.devices, writes=(value,),
+                    payload=field, nbytes=state.values[value.base].nbytes, origin=node.origin,
+                )  # fmt: skip
                 edit.before(place, load)
     return edit.apply()
 
@@ -108,10 +111,8 @@ def add_losses(state: LoweringState) -> LoweringState:
 
 
 def every_value_is_where_it_is_read(state: LoweringState) -> Iterator[str]:
-    """Yield each value that some device reads before it is written on that device.
-
-    Only an accumulation may read a value that is not there yet.
-    """
+    """Yield each value that some device reads before it is written on that device."""
+    # Only an accumulation may read a value that is not there yet.
     where: dict[SlotId, Devices] = {}
     for node in state.sequence:
         source, target = (
@@ -172,7 +173,7 @@ def add_updates(state: LoweringState) -> LoweringState:
                 )
             )
     edit.append(*(Reshard.of(b, param_slot(b.name), param_slot(b.name)) for b in sliced))
-    edit.append(*(gather_updated(bucket) for bucket in trained if bucket.gather_updated))
+    edit.append(*(gather_of(b, None, param_slot(b.name)) for b in trained if b.gather_updated))
     edit.append(*broadcasts(state))
     edit.values[NORM] = Slot(nbytes=size)
     residents = {**state.residents, TOTAL: Slot(nbytes=size)}  # the step's result: the runtime reads it
@@ -213,19 +214,6 @@ def device_groups(state: LoweringState, trained: list[Bucket]) -> dict[Devices, 
         sets.setdefault(bucket.devices)
     members = {devices: frozenset(devices) for devices in sets}
     return {devices: [b for b in trained if devices[0] in members[b.devices]] for devices in classes_of(sets)}
-
-
-def gather_updated(bucket: Bucket) -> Gather:
-    """Return the gather that brings a bucket's updated shards together on every replica."""
-    return Gather(
-        bucket=bucket.name,
-        run=None,
-        devices=bucket.devices,
-        reads=(param_slot(bucket.name),),
-        writes=(param_slot(bucket.name),),
-        stream=bucket.gather_stream,
-        origin=bucket.origin,
-    )
 
 
 def broadcasts(state: LoweringState) -> Iterator[Broadcast]:

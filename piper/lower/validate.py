@@ -8,7 +8,7 @@ from piper.errors import ScheduleError
 from piper.ir.chunk import ROUTED, Chunk, Tags
 from piper.ir.devices import Devices, show
 from piper.ir.graph import Graph, inputs_from_chunks
-from piper.ir.mesh import REPLICAS
+from piper.ir.mesh import REPLICAS, groups_apart
 from piper.ir.node import Compute
 from piper.lower.placements import layouts_of, placements_of, spread
 from piper.lower.state import LoweringState
@@ -48,16 +48,15 @@ def drop_idle_nodes(state: LoweringState) -> LoweringState:
     F[PP=0]  BW[PP=0 MB=1]
     """
     graph, chunks = state.graph, state.graph.chunks
-    graph = graph.drop(node.name for node in graph.nodes.values() if is_idle(chunks[node.chunk], node))
+    nodes = {name: node for name, node in graph.nodes.items() if not is_idle(chunks[node.chunk], node)}
+    graph = replace(graph, nodes=nodes)
     check_expert_buffers(graph)
     return replace(state, graph=graph)
 
 
 def every_node_has_a_place_and_a_phase(state: LoweringState) -> Iterator[str]:
-    """Yield each node that is not placed with the rest of its microbatch, or has nothing to do.
-
-    The backward of a route or a collective is done in its BI half; it has no BW half.
-    """
+    """Yield each node that is not placed with the rest of its microbatch, or has nothing to do."""
+    # The backward of a route or a collective is done in its BI half; it has no BW half.
     chunks = state.graph.chunks
     placements: dict[tuple[str, Tags], Devices] = {}
     for node in state.graph.nodes.values():
@@ -184,7 +183,8 @@ def check_sets(graph: Graph) -> None:
         first, *others = nodes = [next(node for node in mine if node.devices == devices) for devices in sets]
         groups: set[Devices] = set()  # that share samples or shard experts together: they are no replicas
         for mesh in map(graph.mesh, nodes):
-            groups.update(mesh.distinct_along(*(axis.name for axis in mesh.axes if axis.name in REPLICAS)))
+            replicas = tuple(axis for axis in mesh.axes if axis.name in REPLICAS)
+            groups.update(groups_apart(mesh.devices, replicas))
         for node in others:
             facts = {each.name: f"on {show(each.devices)}" for each in (first, node)}
             if len(node.devices) != len(first.devices):

@@ -1,6 +1,6 @@
 """Buckets: parameters that live, travel and are updated together, and which devices have which shard."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -79,10 +79,8 @@ class Bucket(FlatShards):
 
     @property
     def reductions(self) -> tuple[ShardCollective, ...]:
-        """Return how gradients become what each device applies: a first sum after each run of backwards.
-
-        The others follow the last run of a step.
-        """
+        """Return how gradients become what each device applies: a first sum after each run of backwards."""
+        # The others follow the last run of a step.
         if self.group_size == 1 and not self.clones:
             return ()
         if not self.zero:
@@ -263,3 +261,46 @@ class Bucket(FlatShards):
     def has_master(self) -> bool:
         """Return whether the optimizer trains a copy of its parameters: in a longer type, or in full."""
         return self.trainable and not self.splits and (self.precision.has_master or bool(self.slices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRun:
+    """Neighbouring elements of a bucket: some whole rows, or a part of one, which other shards hold too."""
+
+    start: int
+    stop: int
+    row: int  # the first one, counted over all matrices of the bucket
+    count: int
+
+
+def runs_of_rows(bucket: Bucket, start: int, stop: int) -> Iterator[RowRun]:
+    """Yield the rows between two elements of a flat bucket. What pads its end belongs to no row."""
+    before = 0
+    for piece in bucket.pieces:
+        rows, width = piece.shape
+        low, high = max(piece.offset, start), min(piece.offset + piece.numel, stop)
+        while low < high:
+            row, column = divmod(low - piece.offset, width)
+            count = 1 if column else max(1, (high - low) // width)
+            end = min(high, low - column + count * width)
+            yield RowRun(start=low, stop=end, row=before + row, count=count)
+            low = end
+        before += rows
+
+
+def rows_of_shards(bucket: Bucket) -> list[tuple[int, int]]:
+    """Return the first row of each shard that is gathered and the one after its last."""
+    rows = []
+    for rank in range(bucket.group_size // bucket.parts):
+        runs = list(runs_of_rows(bucket, *bucket.gathered(rank)))
+        rows.append((runs[0].row, runs[-1].row + runs[-1].count) if runs else (0, 0))
+    return rows
+
+
+def gathered_nbytes(bucket: Bucket) -> int:
+    """Return the bytes of a whole bucket as it is gathered: in fp8 its elements, and a scale for each row."""
+    if not bucket.gathered_as:
+        return bucket.nbytes
+    rows = rows_of_shards(bucket)
+    most = max(last - first for first, last in rows)
+    return bucket.padded + len(rows) * most * max(4, bucket.itemsize)

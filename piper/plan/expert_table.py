@@ -61,22 +61,14 @@ def first_table(devices: int, own: int, clones: int) -> ExpertTable:
 
     Each copy of an expert has the same share, so routing that is even stays so.
     """
-    total = devices * own
-    return ExpertTable(
-        experts=tuple(
-            tuple((place * own + slot) % total for slot in range(own + clones)) for place in range(devices)
-        ),
-        shares=((1,) * (own + clones),) * devices,
-    )
+    following = [[(i * own + slot) % (devices * own) for slot in range(own + clones)] for i in range(devices)]
+    return table_of([dict.fromkeys(experts, 1) for experts in following], own, clones)
 
 
 def without_clones(devices: int, own: int, clones: int) -> ExpertTable:
     """Return the table in which each device computes its own experts, and no others."""
-    owned = [range(place * own, (place + 1) * own) for place in range(devices)]
-    return ExpertTable(
-        experts=tuple((*experts, *[NOTHING] * clones) for experts in owned),
-        shares=((*[1] * own, *[0] * clones),) * devices,
-    )
+    owned = (range(place * own, (place + 1) * own) for place in range(devices))
+    return table_of([dict.fromkeys(experts, 1) for experts in owned], own, clones)
 
 
 def fits(table: ExpertTable, devices: int, own: int, clones: int) -> bool:

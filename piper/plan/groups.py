@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from piper.ir.averaging import Averaging
 from piper.ir.devices import Devices
@@ -94,19 +95,13 @@ def of_first_group(plans: Plans, averaging: Averaging) -> Plans:
         return tuple(devices for devices in sets if averaging.first(devices) == devices)
 
     plans = ChangedDevices(averaging.first, sets_of_first).all(plans, plans.cells // len(averaging.groups))
-    alone = (
-        replace(plan, instrs=tuple(replace(i, comm=None) if i.op == "average" else i for i in plan.instrs))
-        for plan in plans
-    )
-    comms = {name: comm for name, comm in plans.comms.items() if comm.groups}
-    return replace(plans, plans=tuple(alone), comms=comms)
+    plans = plans.with_instrs(lambda ins: replace(ins, comm=None) if ins.op == "average" else ins)
+    return replace(plans, comms={name: comm for name, comm in plans.comms.items() if comm.groups})
 
 
 def kinds_of_step(plans: Plans) -> list[tuple[int, Plans]]:
-    """Return the different steps from one average to the next, with how many of each there are.
-
-    In each, the averages and merges that are not due are instructions that do nothing.
-    """
+    """Return the different steps from one average to the next, with how many of each there are."""
+    # In each, the averages and merges that are not due are instructions that do nothing.
     averaging = plans.averaging
     if averaging is None:
         return [(1, plans)]
@@ -116,22 +111,15 @@ def kinds_of_step(plans: Plans) -> list[tuple[int, Plans]]:
         done: set[tuple[Op, str]] = set()
         for name, fragment in fragments.items():
             due, sent = averaging.due(step, fragment), averaging.part_sent(step, fragment) is not None
-            done |= {("average", name)} if (sent if averaging.overlap else due) else set()
-            done |= (
-                {("merge", name)}
-                if averaging.overlap and (due or averaging.merges(step, fragment))
-                else set()
-            )
+            if sent if averaging.overlap else due:
+                done.add(("average", name))
+            if averaging.overlap and (due or averaging.merges(step, fragment)):
+                done.add(("merge", name))
         counts[frozenset(done)] = counts.get(frozenset(done), 0) + 1
 
-    def quiet(ins: Instr, kind: frozenset[tuple[Op, str]]) -> Instr:
+    def quiet(kind: frozenset[tuple[Op, str]], ins: Instr) -> Instr:
         if ins.op not in ("average", "merge") or (ins.op, ins.writes[0].owner) in kind:
             return ins
         return replace(ins, op="merge", comm=None, reads=(), writes=(), nbytes=0, workspace=0)
 
-    return [
-        (count, replace(plans, plans=tuple(
-            replace(plan, instrs=tuple(quiet(ins, kind) for ins in plan.instrs)) for plan in plans
-        )))
-        for kind, count in counts.items()
-    ]  # fmt: skip
+    return [(count, plans.with_instrs(partial(quiet, kind))) for kind, count in counts.items()]

@@ -37,13 +37,10 @@ class Instr:
     def part(self) -> Tags:
         """Return the microbatch of a load, pass, exchange or collective. Empty: it has no microbatch."""
         match self.payload:
-            case (
-                Pass(part=part)
-                | Field(part=part)
-                | Routing(run=Pass(part=part))
-                | Collecting(run=Pass(part=part))
-            ):
+            case Pass(part=part) | Field(part=part):
                 return part
+            case Routing(run=run) | Collecting(run=run):
+                return run.part
         return ()
 
     @property

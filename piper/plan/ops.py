@@ -1,7 +1,7 @@
 """The operations of plans, a record each, for the compiler, the proof, runtimes, the simulator and pages."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal, get_args
 
 from piper.ir.devices import Devices
@@ -115,31 +115,42 @@ class OfChunk:
 Payload = Pass | Field | Rows | Routing | Collecting | OfBucket | Adding | OfChunk | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """The properties that all instructions of one operation share."""
 
     op: Op
     label: str  # in words
+    pattern: Pattern = "alone"  # direct: every pair by itself; neighbour: each with the next
+    _: KW_ONLY
     short: str = ""  # in a narrow bar; default: the label
     payload: type | None = None  # what it needs beyond its slots. None: nothing
-    pattern: Pattern = "alone"  # direct: every pair by itself; neighbour: each with the next
     may_be_alone: bool = False  # it communicates, but may have no peers
     agrees_on_size: bool = False  # members move equally many bytes
     sends: bool = True  # it communicates, and bytes leave the device
     receives: bool = True
-    takes: Literal["device", "copy engine", "network"] = "device"  # what it keeps busy
     unchanged: bool = False  # it writes the value that it reads, or some rows of it: the proof needs no rule
     hands_on: bool = False  # it only passes values on, as far as the passes of a pipeline are concerned
     outward: bool = False  # it keeps the way out of a device busy, rather than the way in
     host: bool = False  # it copies between the device and memory of the host
-    takes_time: bool = False  # a stream that begins it has work to do meanwhile
     needs_nothing: bool = False  # nothing of its own device comes before it
 
     @property
     def communicates(self) -> bool:
         """Return whether several devices take part."""
         return self.pattern != "alone"
+
+    @property
+    def takes(self) -> Literal["device", "copy engine", "network"]:
+        """Return what it keeps busy."""
+        if self.communicates:
+            return "network"
+        return "copy engine" if self.host or self.op == "load" else "device"
+
+    @property
+    def takes_time(self) -> bool:
+        """Return whether a stream that begins it has work to do meanwhile."""
+        return self.takes != "device" or self.op == "compute"
 
     @property
     def direct(self) -> bool:
@@ -157,63 +168,40 @@ class Operation:
         return self.short or self.label
 
 
-def _communication(
-    op: Op,
-    label: str,
-    pattern: Pattern,
-    *,
-    short: str = "",
-    payload: type | None = None,
-    sized: bool = False,
-    **more: bool,
-) -> Operation:
-    network: Literal["network"] = "network"
-    return Operation(
-        op=op, label=label, short=short, payload=payload, pattern=pattern, agrees_on_size=sized,
-        takes=network, takes_time=True, **more,
-    )  # fmt: skip
-
-
-def _host_copy(op: Op, **more: bool) -> Operation:
-    return Operation(
-        op=op, label=op, short="", payload=None, pattern="alone", takes="copy engine", takes_time=True,
-        host=True, **more,
-    )  # fmt: skip
-
-
 _ALL = (
+    Operation("load", "load", payload=Field, needs_nothing=True),
+    Operation("compute", "compute", payload=Pass),
+    Operation("send", "send", "pair", payload=Rows, agrees_on_size=True, receives=False, outward=True),
+    Operation("recv", "receive", "pair", agrees_on_size=True, sends=False, needs_nothing=True),
+    Operation("copy", "copy", payload=Rows, unchanged=True, hands_on=True),
+    Operation("concat", "join", hands_on=True),
+    Operation("add", "add", hands_on=True),
+    Operation("counts", "counts", "direct", payload=Routing, hands_on=True),
+    Operation("exchange", "all-to-all", "direct", payload=Routing, hands_on=True),
+    Operation("collect", "collective", "ring", payload=Collecting, agrees_on_size=True, hands_on=True),
+    Operation("shift", "shift", "neighbour", agrees_on_size=True, hands_on=True, outward=True),
+    Operation("slice", "slice", payload=Collecting, hands_on=True),
+    Operation("gather", "gather", "ring", payload=OfBucket, agrees_on_size=True, needs_nothing=True),
+    Operation("accumulate", "accumulate", short="sum", payload=Adding),
     Operation(
-        op="load", label="load", payload=Field, takes="copy engine", takes_time=True, needs_nothing=True
+        "all_reduce", "all-reduce", "ring twice", short="reduce", payload=OfBucket, agrees_on_size=True
     ),
-    Operation(op="compute", label="compute", payload=Pass, takes_time=True),
-    _communication("send", "send", "pair", payload=Rows, sized=True, receives=False, outward=True),
-    _communication("recv", "receive", "pair", sized=True, sends=False, needs_nothing=True),
-    Operation(op="copy", label="copy", payload=Rows, unchanged=True, hands_on=True),
-    Operation(op="concat", label="join", hands_on=True),
-    Operation(op="add", label="add", hands_on=True),
-    _communication("counts", "counts", "direct", payload=Routing, hands_on=True),
-    _communication("exchange", "all-to-all", "direct", payload=Routing, hands_on=True),
-    _communication("collect", "collective", "ring", payload=Collecting, sized=True, hands_on=True),
-    _communication("shift", "shift", "neighbour", sized=True, hands_on=True, outward=True),
-    Operation(op="slice", label="slice", payload=Collecting, hands_on=True),
-    _communication("gather", "gather", "ring", payload=OfBucket, sized=True, needs_nothing=True),
-    Operation(op="accumulate", label="accumulate", short="sum", payload=Adding),
-    _communication("all_reduce", "all-reduce", "ring twice", short="reduce", payload=OfBucket, sized=True),
-    _communication(
-        "reduce_scatter", "reduce-scatter", "ring", short="reduce", payload=OfBucket, sized=True, outward=True
+    Operation(
+        "reduce_scatter", "reduce-scatter", "ring",
+        short="reduce", payload=OfBucket, agrees_on_size=True, outward=True,
     ),
-    _communication("reshard", "reshard", "direct", payload=OfBucket, sized=True),
-    Operation(op="norm", label="norm"),
-    _communication("total", "total", "ring twice", may_be_alone=True),
-    Operation(op="update", label="update"),
-    _communication("average", "average", "ring twice", sized=True),
-    Operation(op="merge", label="merge"),
-    _communication("broadcast", "broadcast", "ring", payload=OfChunk, may_be_alone=True),
-    _host_copy("protect", needs_nothing=True, outward=True),
-    _communication("mirror", "mirror", "neighbour", outward=True),
-    _host_copy("offload", hands_on=True, outward=True),
-    _host_copy("fetch", hands_on=True),
-)
+    Operation("reshard", "reshard", "direct", payload=OfBucket, agrees_on_size=True),
+    Operation("norm", "norm"),
+    Operation("total", "total", "ring twice", may_be_alone=True),
+    Operation("update", "update"),
+    Operation("average", "average", "ring twice", agrees_on_size=True),
+    Operation("merge", "merge"),
+    Operation("broadcast", "broadcast", "ring", payload=OfChunk, may_be_alone=True),
+    Operation("protect", "protect", host=True, needs_nothing=True, outward=True),
+    Operation("mirror", "mirror", "neighbour", outward=True),
+    Operation("offload", "offload", host=True, hands_on=True, outward=True),
+    Operation("fetch", "fetch", host=True, hands_on=True),
+)  # fmt: skip
 TRAVELS: Mapping[CollectiveOp, Op] = {  # as which operation each collective travels
     "all_gather": "gather",
     "reduce_scatter": "reduce_scatter",

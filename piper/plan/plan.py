@@ -1,7 +1,7 @@
 """Plans: when each device does what, on which stream, in which slot. Pure data that a runtime executes."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from piper.ir.averaging import Averaging
@@ -148,6 +148,11 @@ class Plans:
             for chunk in bucket.chunks if bucket.clones else ():
                 cloned.setdefault(chunk, bucket)
         return cloned
+
+    def with_instrs(self, change: Callable[[Instr], Instr]) -> "Plans":
+        """Return the plans with each instruction changed."""
+        plans = (replace(plan, instrs=tuple(map(change, plan.instrs))) for plan in self.plans)
+        return replace(self, plans=tuple(plans))
 
     def buckets_on(self, device: int) -> list[Bucket]:
         """Return the buckets that a device holds."""

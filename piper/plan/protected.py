@@ -16,7 +16,7 @@ from piper.ir.ids import SlotId, param_slot, state_slot
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
-from piper.plan.updates import BucketUpdate, Ownership, Share
+from piper.plan.updates import BucketUpdate
 
 MIRRORED = 2**24  # bytes of copies that a device sends at a time
 GENERATIONS = 2  # versions that are held: one that is complete, and one that is written
@@ -44,9 +44,16 @@ class ProtectedState:
         for bucket in plans.buckets.values():
             for piece in bucket.pieces:
                 self.first.setdefault(piece.name, bucket.name)
-        self._ownership: dict[str, Ownership] = {}  # by bucket
-        self._shares: dict[Ownership, Mapping[int, Share]] = {}
-        self._next: dict[str, Mapping[int, tuple[int]]] = {}  # by the node that sends
+        self._plan_of = {device: plan for plan in plans for device in plan.devices}
+        self._ownership = {name: bucket.update.ownership for name, bucket in plans.buckets.items()}
+        shares = {each: each.shares() for each in set(self._ownership.values())}
+        self._shares = {name: shares[each] for name, each in self._ownership.items()}
+        self._receivers: dict[str, Mapping[int, tuple[int]]] = {"": {}}  # by the node that sends
+        for ins in (ins for plan in plans for ins in plan.instrs if ins.op == "mirror"):
+            if ins.node not in self._receivers:
+                comm = plans.comms.get(ins.comm or "")
+                rings = (zip(g, (*g[1:], g[0]), strict=True) for g in (comm.groups if comm else ()))
+                self._receivers[ins.node] = {a: (b,) for ring in rings for a, b in ring}
         self._sizes: dict[str, tuple[BucketUpdate, int]] = {}  # and the bytes of an element with its state
 
     @cached_property
@@ -62,7 +69,7 @@ class ProtectedState:
             for ins in plan.instrs:
                 if ins.op != "mirror":
                     continue
-                receivers = self._receivers(ins)
+                receivers = self._receivers[ins.node]
                 for device in plan.devices:
                     (holder,) = receivers.get(device, (device,))
                     for section in sent(plan, ins, own[device]):
@@ -70,18 +77,6 @@ class ProtectedState:
                         copy = replace(section, holder=holder, number=number, by=ins.node)
                         by_holder[holder].append(copy)
         return tuple(section for device in sorted(by_holder) for section in by_holder[device])
-
-    def _receivers(self, ins: Instr | None) -> Mapping[int, tuple[int]]:
-        """Return the device that each device gives its copies to, if an instruction gives any."""
-        if ins is None:
-            return {}
-        if ins.node not in self._next:
-            comm = None if ins.comm is None else self.plans.comms.get(ins.comm)
-            groups = () if comm is None else comm.groups
-            self._next[ins.node] = {
-                a: (b,) for group in groups for a, b in zip(group, (*group[1:], group[0]), strict=True)
-            }
-        return self._next[ins.node]
 
     def _section(self, plan: Plan, ins: Instr, device: int, number: int) -> StateSection:
         slots = [slot for slot in ins.reads if slot.kind in ("param", "buffer")]
@@ -106,40 +101,26 @@ class ProtectedState:
             if resident is None or not resident.shardings:
                 return group, 0
             return group, resident.sharding.index(resident.position(device))
-        bucket = self.plans.buckets.get(slot.owner)
-        share = None if bucket is None else self._shares_of(bucket).get(device)
+        share = self._shares.get(slot.owner, {}).get(device)
         return None if share is None else (group, share)
 
-    @cached_property
-    def _plan_of(self) -> dict[int, Plan]:
-        return {device: plan for plan in self.plans for device in plan.devices}
-
-    def _owned(self, bucket: Bucket) -> Ownership:
-        """Return who updates which elements of a bucket."""
-        if bucket.name not in self._ownership:
-            self._ownership[bucket.name] = bucket.update.ownership
-        return self._ownership[bucket.name]
-
-    def _shares_of(self, bucket: Bucket) -> Mapping[int, Share]:
-        """Return the slice and the shard of a bucket that each device owns."""
-        ownership = self._owned(bucket)
-        if ownership not in self._shares:
-            self._shares[ownership] = ownership.shares()
-        return self._shares[ownership]
+    def _bucket(self, slot: SlotId) -> Bucket | None:
+        """Return the bucket that a slot holds. None: it holds a buffer."""
+        return self.plans.buckets.get(slot.owner) if slot.kind == "param" else None
 
     def _nbytes(self, plan: Plan, slot: SlotId, device: int) -> int:
         """Return the bytes of a device's own elements, without padding, and of their optimizer state."""
         if slot.kind == "buffer":
             return plan.residents[slot].nbytes if slot in plan.residents else 0
-        bucket = self.plans.buckets.get(slot.owner)
-        if bucket is None or device not in self._shares_of(bucket):
+        bucket = self._bucket(slot)
+        if bucket is None or device not in self._shares[bucket.name]:
             return 0
         if bucket.name not in self._sizes:
             update, state = bucket.update, plan.residents.get(state_slot(bucket.name))
             each = 0 if bucket.has_master else bucket.itemsize
             self._sizes[bucket.name] = update, each + (state.everywhere // update.elements if state else 0)
         update, each = self._sizes[bucket.name]
-        numel, (_, shard) = update.own_numel, self._shares_of(bucket)[device]
+        numel, (_, shard) = update.own_numel, self._shares[bucket.name][device]
         start, stop = update.shard(shard) if update.zero else (0, numel)
         return max(0, min(stop, numel) - start) * each
 
@@ -172,7 +153,7 @@ class ProtectedState:
             mirrors = [ins for ins in plan.instrs if ins.op == "mirror"]
             for ins in plan.instrs:
                 if ins.op == "protect":
-                    mirror = next((m for m in mirrors if not set(ins.writes).isdisjoint(m.reads)), None)
+                    mirror = next((m.node for m in mirrors if not set(ins.writes).isdisjoint(m.reads)), "")
                     copies += [
                         StateCopy(plan=plan, number=number, slot=slot, mirror=mirror)
                         for slot in ins.reads
@@ -182,17 +163,17 @@ class ProtectedState:
 
     def _name(self, slot: SlotId) -> str:
         """Return the name of a bucket or buffer; buckets of a tied parameter share that of the first."""
-        bucket = self.plans.buckets.get(slot.owner) if slot.kind == "param" else None
+        bucket = self._bucket(slot)
         return str(slot if bucket is None else param_slot(self.first[bucket.pieces[0].name]))
 
     def _alike(self, slot: SlotId) -> object:
         """Return what decides which devices own which elements of a slot: equal layers have equal ones."""
-        bucket = self.plans.buckets.get(slot.owner) if slot.kind == "param" else None
-        return slot if bucket is None else self._owned(bucket)
+        bucket = self._bucket(slot)
+        return slot if bucket is None else self._ownership[bucket.name]
 
     def named(self, slot: SlotId) -> str:
         """Return a parameter of a bucket, or a buffer, for messages."""
-        bucket = self.plans.buckets.get(slot.owner) if slot.kind == "param" else None
+        bucket = self._bucket(slot)
         return slot.owner if bucket is None else bucket.pieces[0].name
 
     @cached_property
@@ -203,10 +184,10 @@ class ProtectedState:
         sizes = {machine(device): 0 for device in self.plans.devices}
         alike: dict[tuple[object, ...], list[StateCopy]] = {}
         for copy in self._copies:
-            key = (copy.number, None if copy.mirror is None else copy.mirror.node, self._alike(copy.slot))
+            key = (copy.number, copy.mirror, self._alike(copy.slot))
             alike.setdefault(key, []).append(copy)
         for copies in alike.values():
-            plan, receivers = copies[0].plan, self._receivers(copies[0].mirror)
+            plan, receivers = copies[0].plan, self._receivers[copies[0].mirror]
             by_part: dict[object, int] = {}
             for device in plan.devices:
                 part = self._part(copies[0].slot, device)
@@ -231,7 +212,7 @@ class ProtectedState:
             copies = copies_of.get(name, [])
             key = (
                 tuple((plan.devices, self._alike(slot)) for plan, slot in placed),
-                tuple((c.number, c.mirror and c.mirror.node, self._alike(c.slot)) for c in copies),
+                tuple((copy.number, copy.mirror, self._alike(copy.slot)) for copy in copies),
             )
             if key not in seen:
                 seen.add(key)
@@ -248,7 +229,7 @@ class ProtectedState:
         """Add what is lost of one bucket or buffer to `lost`."""
         domains: dict[object, set[int]] = {}
         for copy in copies:
-            receivers = self._receivers(copy.mirror)
+            receivers = self._receivers[copy.mirror]
             for device in copy.plan.devices:
                 where = domains.setdefault(self._part(copy.slot, device), set())
                 where.update(map(domain, (device, *receivers.get(device, ()))))
@@ -266,17 +247,13 @@ class StateCopy:
     plan: Plan
     number: int  # of the program
     slot: SlotId
-    mirror: Instr | None  # that gives it to another device. None: it stays
+    mirror: str  # the node that gives it to another device. Empty: it stays
 
 
 def sent(plan: Plan, ins: Instr, own: list[StateSection]) -> list[StateSection]:
     """Return the sections of a device that an instruction sends: those whose copies it reads."""
     copied = [other for other in plan.instrs if other.op == "protect"]
-    return [
-        section
-        for other, section in zip(copied, own, strict=True)
-        if not set(other.writes).isdisjoint(ins.reads)
-    ]
+    return [s for other, s in zip(copied, own, strict=True) if not set(other.writes).isdisjoint(ins.reads)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ circle among the plans they share.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
@@ -131,12 +132,15 @@ def circle_problems(plans: Plans) -> Iterator[str]:
         yield "these wait for each other in a circle:\n" + "\n".join(f"  {names[i]}" for i in circle)
 
 
+def number_before(followers: Sequence[Sequence[int]]) -> list[int]:
+    """Return how many vertices each one waits for."""
+    counts = Counter(vertex for vertices in followers for vertex in vertices)
+    return [counts[vertex] for vertex in range(len(followers))]
+
+
 def in_order(followers: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
     """Return the vertices in topological order, and those that wait for a cycle."""
-    waiting = [0] * len(followers)
-    for vertices in followers:
-        for vertex in vertices:
-            waiting[vertex] += 1
+    waiting = number_before(followers)
     order = [vertex for vertex, count in enumerate(waiting) if not count]
     for vertex in order:  # the loop appends to it
         for after in followers[vertex]:
@@ -147,10 +151,8 @@ def in_order(followers: Sequence[Sequence[int]]) -> tuple[list[int], set[int]]:
 
 
 def events_of(plans: Plans) -> tuple[list[str], list[list[int]]]:
-    """Return the names of all events, and the order of events in each plan.
-
-    A communication is one event for all its members.
-    """
+    """Return the names of all events, and the order of events in each plan."""
+    # A communication is one event for all its members.
     vertex: dict[tuple[object, ...], int] = {}
     names: list[str] = []
     rows: list[list[int]] = []
@@ -309,9 +311,8 @@ class SlotProof:
         elif slot not in self.plan.slots and slot not in self.plan.residents:
             self._complain(place, f"writes {slot}, which has no size")
         self._check_done(place, ins, slot, mine, f"writes {slot}")
-        if slot in self._shares and slot not in self._written:
-            for storage in self._shares[slot]:
-                self._sharers[storage] = self._sharers.get(storage, 0) + 1
+        for storage in self._shares.get(slot, ()) if slot not in self._written else ():
+            self._sharers[storage] = self._sharers.get(storage, 0) + 1
         self._written[slot] = place
         self._touch(place, ins, slot)
 
@@ -331,10 +332,8 @@ class SlotProof:
             self._freed[slot] = place
 
     def _touch(self, place: int, ins: Instr, slot: SlotId) -> None:
-        self._touched.setdefault(slot, {})[ins.stream] = place
-        if slot in self._shares:
-            for storage in self._shares[slot]:
-                self._touched.setdefault(storage, {})[ins.stream] = place
+        for touched in (slot, *self._shares.get(slot, ())):
+            self._touched.setdefault(touched, {})[ins.stream] = place
 
     def _check_done(self, place: int, ins: Instr, slot: SlotId, mine: Reach, what: str) -> None:
         """Complain about every other stream that used a slot and is not known to be done with it."""
@@ -344,10 +343,8 @@ class SlotProof:
 
 
 def receives_after(plan: Plan) -> dict[int, int]:
-    """Return, for each receive, the computation that is over when it begins.
-
-    It is the last one issued before it, but for the one right before the first reader, which it overlaps.
-    """
+    """Return, for each receive, the computation that is over when it begins."""
+    # It is the last one issued before it, but for the one right before the first reader, which it overlaps.
     computes = [place for place, ins in enumerate(plan.instrs) if ins.op == "compute"]
     first_read: dict[SlotId, int] = {}
     after: dict[int, int] = {}

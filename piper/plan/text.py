@@ -12,7 +12,15 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 from piper.errors import ConfigError
 from piper.ir.devices import Devices, parse, show
 from piper.ir.ids import Pass, SlotId, Tags, read_pass, read_slot
-from piper.ir.sharding import Collective, Sharding
+from piper.ir.sharding import (
+    Collective,
+    Sharding,
+    read_collective,
+    read_sharding,
+    read_shardings,
+    show_collective,
+    show_shardings,
+)
 from piper.ir.text_fields import (
     AND,
     GAP,
@@ -20,7 +28,6 @@ from piper.ir.text_fields import (
     Reader,
     Readers,
     build,
-    each_line,
     flag,
     line,
     name,
@@ -35,19 +42,13 @@ from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS, PAYLOADS, Collecting, Op, Payload, Routing, Rows
 from piper.plan.plan import Comm, PlacedChunk, Plan, Plans, Slot
-from piper.plan.sharding_text import (
-    read_collective,
-    read_sharding,
-    read_shardings,
-    show_collective,
-    show_shardings,
-)
 from piper.plan.updates import Piece
 
 T = TypeVar("T")
 Shares = tuple[tuple[SlotId, int], ...]
 SETS = tuple[Devices, ...]
 ALONE: Mapping[object, str] = {Pass: "run", Rows: "rows"}  # payloads that are one field of a line
+RECORDS: Mapping[str, type] = {"chunk": PlacedChunk, "comm": Comm, "bucket": Bucket}  # of `Plans`, by name
 ELSEWHERE: Mapping[type, Collection[str]] = {  # fields that begin a line, or have lines of their own
     Instr: ("op", "node"),
     Comm: ("name",),
@@ -71,13 +72,8 @@ def lines_of(plans: Plans) -> Iterator[str]:
     yield GAP.join(["plans", *show_fields(plans)])
     for reason in plans.why:
         yield line("why", shown(reason), [])
-    records: Mapping[str, Mapping[str, object]] = {
-        "chunk": plans.chunks,
-        "comm": plans.comms,
-        "bucket": plans.buckets,
-    }
-    for kind, by_name in records.items():
-        for called, record in by_name.items():
+    for kind in RECORDS:
+        for called, record in getattr(plans, f"{kind}s").items():
             yield line(kind, shown(called), show_fields(record))
     for plan in plans:
         yield line("plan", show(plan.devices), [])
@@ -260,7 +256,7 @@ class Reading:
         self.slot_ids: dict[str, SlotId] = {}
         self.shared: dict[str, object] = {}
         self.why: list[str] = []
-        self.records: dict[str, dict[str, Any]] = {"chunk": {}, "comm": {}, "bucket": {}}
+        self.records: dict[str, dict[str, Any]] = {kind: {} for kind in RECORDS}
         self.plans: list[tuple[Devices, list[Instr], dict[SlotId, Slot], dict[SlotId, Slot]]] = []
         self.forms: dict[object, Reader] = {kind: read for kind, (_, read) in FORMS.items()}
         self.forms |= {Pass: self.run, Pass | None: self.run, tuple[SlotId, ...]: self.slots}
@@ -269,6 +265,8 @@ class Reading:
 
     def readers(self, record: type) -> Readers:
         """Return the readers of a record's fields, by their keys."""
+        if record in ALONE:
+            return {ALONE[record]: self.forms[record]}
         if record not in self.known:
             said = (each for each in field_texts(record) if each.show is not None)
             self.known[record] = {
@@ -288,12 +286,9 @@ class Reading:
                 self.axes = cast(Mapping[str, int], self.shared.get("axes", {}))
             case "why":
                 self.why.append(GAP.join([name(first), *words]))
-            case "chunk":
-                self.records[kind][name(first)] = self.record(PlacedChunk, words)
-            case "comm":
-                self.records[kind][name(first)] = self.record(Comm, words, name=name(first))
-            case "bucket":
-                self.records[kind][name(first)] = self.record(Bucket, words, name=name(first))
+            case "chunk" | "comm" | "bucket":
+                named = {"name": name(first)} if "name" in ELSEWHERE.get(RECORDS[kind], ()) else {}
+                self.records[kind][name(first)] = self.record(RECORDS[kind], words, **named)
             case "plan":
                 self.plans.append((parse(first), [], {}, {}))
             case "slot" | "resident" if self.plans:
@@ -327,9 +322,7 @@ class Reading:
         """Return an instruction, with the payload that its op has."""
         kind = PAYLOADS.get(op)
         if op not in self.known:
-            alone = {ALONE[kind]: self.forms[kind]} if kind in ALONE else None
-            own = alone or ({} if kind is None else self.readers(kind))
-            self.known[op] = {**self.readers(Instr), **own}
+            self.known[op] = {**self.readers(Instr), **({} if kind is None else self.readers(kind))}
         found = read_fields(words, self.known[op])
         about = {key: found.pop(key) for key in list(found) if key not in Instr.__slots__}
         return build(Instr, op=op, node=name(node), payload=payload_of(op, about), **found)
@@ -360,7 +353,17 @@ def payload_of(op: Op, about: dict[str, object]) -> Payload:
 def read_plans(text: str, source: str = "plans") -> Plans:
     """Read plans back from their text form."""
     reading = Reading()
-    each_line(text, reading.take, source=source, hint="use the text as `piper plan --text` writes it")
+    for number, written in enumerate(text.splitlines(), 1):
+        kind, *rest = written.split(GAP)
+        try:
+            reading.take(kind, rest[0] if rest else "", rest[1:])
+        except (BadLineError, ValueError) as error:
+            raise ConfigError(
+                "this line cannot be read",
+                by=f"{source}:{number}",
+                facts={"line": written[:120], "why": str(error)},
+                hint="use the text as `piper plan --text` writes it",
+            ) from None
     try:
         return reading.done()
     except BadLineError as error:

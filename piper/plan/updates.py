@@ -97,8 +97,8 @@ class Ownership:
 
     devices: Devices
     groups: tuple[Devices, ...]
-    sharded: bool
-    shardings: tuple[Sharding, ...]
+    sharded: bool = False
+    shardings: tuple[Sharding, ...] = ()
 
     def shares(self) -> dict[int, Share]:
         """Return what each device updates: its slices of the parameters, and the number of its shard."""
@@ -112,11 +112,6 @@ class Ownership:
     def owners(self) -> dict[Share, list[int]]:
         """Return the devices that update the same elements, by these."""
         return sharers(self.shares())
-
-
-def held_by_all(devices: Devices) -> Ownership:
-    """Return that all of these devices have the same elements, as they have of a buffer."""
-    return Ownership(devices=devices, groups=(devices,), sharded=False, shardings=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,15 +139,10 @@ class BucketUpdate(FlatShards):
         having = {device: group for group in slices for device in group}
         first = [group for group in self.groups if having[group[0]][0] == group[0]]
         joint = tuple(tuple(each for device in group for each in having[device]) for group in first)
-        pieces = [
-            replace(
-                piece,
-                shape=whole_sizes(piece.shape, piece.shardings),
-                offset=piece.offset * count,
-                shardings=(),
-            )
-            for piece in self.pieces
-        ]
+        pieces = (
+            replace(p, shape=whole_sizes(p.shape, p.shardings), offset=p.offset * count, shardings=())
+            for p in self.pieces
+        )
         return replace(
             self,
             groups=joint if self.zero else slices,

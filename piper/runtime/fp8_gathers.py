@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from piper.plan.bucket import ShardCollective
-from piper.plan.weight_rows import RowRun, rows_of_shards, runs_of_rows
+from piper.plan.bucket import RowRun, ShardCollective, rows_of_shards, runs_of_rows
 from piper.runtime.accelerator import runs_triton
 from piper.runtime.bucket_layout import Layout
 from piper.runtime.comm.base import Group

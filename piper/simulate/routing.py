@@ -76,8 +76,7 @@ def routed_step(
                 return replace(ins, nbytes=ins.nbytes * table.moved // bucket.clones)
         return ins
 
-    priced = [replace(plan, instrs=tuple(map(changed, plan.instrs))) for plan in plans]
-    step = simulate(replace(plans, plans=tuple(priced)), outline, RoutedCosts(costs, factors)).step
+    step = simulate(plans.with_instrs(changed), outline, RoutedCosts(costs, factors)).step
     return RoutedStep(tables=tables, seconds=step)
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from piper.directives import Directive, apply, order, place, replicate, shard, split
 from piper.ir.chunk_options import Policy
-from piper.ir.graph import Graph, GroupMember, start
+from piper.ir.graph import Graph, start
+from piper.ir.ids import Pass
 from piper.ir.mesh import EXPERTS
 from piper.ir.select import at
 from piper.ir.sharding import AxisPlacement, Shard
@@ -87,8 +88,8 @@ def test_order_splits_a_backward_that_it_names_by_halves() -> None:
     ]  # fmt: skip
     part = (("MB", 0),)
     assert graph.orderings[0].groups == (
-        (GroupMember(chunk="PP=0", phase="F", part=part),),
-        (GroupMember(chunk="PP=0", phase="BI", part=part),),
+        (Pass(chunk="PP=0", phase="F", part=part),),
+        (Pass(chunk="PP=0", phase="BI", part=part),),
     )
 
 

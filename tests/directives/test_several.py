@@ -6,7 +6,8 @@ import pytest
 
 from piper import ScheduleError, at, order, place, remat, replicate, schedules, shard, split
 from piper.directives import Directive, apply
-from piper.ir.graph import Graph, GroupMember, start
+from piper.ir.graph import Graph, start
+from piper.ir.ids import Pass
 from piper.schedules.grid import Stage
 from tests.chain import chain
 
@@ -54,8 +55,8 @@ def test_an_order_has_all_of_them_in_one_group() -> None:
     graph = after(order([[at(PP=range(0, 2), PASS="F")], [at(PP=[2, 3], PASS="F")]]))
     (ordering,) = graph.orderings
     assert ordering.groups == (
-        (GroupMember(chunk="PP=0", phase="F", part=()), GroupMember(chunk="PP=1", phase="F", part=())),
-        (GroupMember(chunk="PP=2", phase="F", part=()), GroupMember(chunk="PP=3", phase="F", part=())),
+        (Pass(chunk="PP=0", phase="F", part=()), Pass(chunk="PP=1", phase="F", part=())),
+        (Pass(chunk="PP=2", phase="F", part=()), Pass(chunk="PP=3", phase="F", part=())),
     )
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from piper.capture.precision.fp8 import CAPABLE, fp8_linear
 from piper.compiler import compile
+from piper.plan.bucket import runs_of_rows
 from piper.plan.updates import Piece
-from piper.plan.weight_rows import runs_of_rows
 from piper.run.launch import launch_inline
 from piper.runtime.fp8_gathers import E4M3, LARGEST, LEAST, RowsByOperations
 from piper.runtime.worker import Options

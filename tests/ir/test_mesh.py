@@ -3,7 +3,7 @@
 import pytest
 
 from piper.ir.chunk_options import AxisPolicy, Policy
-from piper.ir.mesh import DATA, EXPERTS, Axis, Mesh, mesh_of
+from piper.ir.mesh import DATA, EXPERTS, Axis, Mesh, groups_apart, mesh_of
 
 EIGHT = tuple(range(8, 16))
 
@@ -12,10 +12,19 @@ def axes(**degrees: int) -> tuple[AxisPolicy, ...]:
     return tuple(AxisPolicy(axis=axis, degree=n, stream="s", origin=0) for axis, n in degrees.items())
 
 
+def coordinates(mesh: Mesh, device: int) -> dict[str, int]:
+    return {axis.name: axis.coordinate(mesh.devices.index(device)) for axis in mesh.axes}
+
+
+def distinct_along(mesh: Mesh, *names: str) -> tuple[tuple[int, ...], ...]:
+    """The groups that hold one part each of what is distinct along some axes."""
+    return groups_apart(mesh.devices, tuple(map(mesh.axis, names)))
+
+
 def test_devices_lie_along_axes_the_innermost_first() -> None:
     mesh = Policy(axes=axes(TP=2, CP=2)).mesh(EIGHT)
-    assert mesh.coordinate(8) == {"TP": 0, "CP": 0, DATA: 0}
-    assert mesh.coordinate(13) == {"TP": 1, "CP": 0, DATA: 1}
+    assert coordinates(mesh, 8) == {"TP": 0, "CP": 0, DATA: 0}
+    assert coordinates(mesh, 13) == {"TP": 1, "CP": 0, DATA: 1}
     assert (mesh.degree, mesh.slices) == (4, 2)
     assert mesh.groups("TP") == ((8, 9), (10, 11), (12, 13), (14, 15))
     assert mesh.groups("CP") == ((8, 10), (9, 11), (12, 14), (13, 15))
@@ -25,17 +34,17 @@ def test_devices_lie_along_axes_the_innermost_first() -> None:
 
 def test_what_is_distinct_along_an_axis_is_held_by_one_group_for_each_part() -> None:
     mesh = Policy(axes=axes(TP=2, CP=2)).mesh(EIGHT)
-    assert mesh.distinct_along("TP") == ((8, 10, 12, 14), (9, 11, 13, 15))
-    assert mesh.distinct_along() == (EIGHT,)
+    assert distinct_along(mesh, "TP") == ((8, 10, 12, 14), (9, 11, 13, 15))
+    assert distinct_along(mesh) == (EIGHT,)
     for some, others in ((("TP",), ("CP", DATA)), (("TP", "CP"), (DATA,)), ((DATA,), ("TP", "CP"))):
-        assert mesh.distinct_along(*some) == mesh.groups(*others)
+        assert distinct_along(mesh, *some) == mesh.groups(*others)
 
 
 def test_experts_lie_between_axes_and_samples() -> None:
     mesh = Policy(axes=axes(TP=2), ways=2).mesh(EIGHT)
     assert (mesh.degree, mesh.slices) == (2, 4)
     assert mesh.groups(EXPERTS) == ((8, 10), (9, 11), (12, 14), (13, 15))
-    assert mesh.distinct_along("TP", EXPERTS) == ((8, 12), (9, 13), (10, 14), (11, 15))
+    assert distinct_along(mesh, "TP", EXPERTS) == ((8, 12), (9, 13), (10, 14), (11, 15))
 
 
 def test_replicas_of_groups_that_shard_their_state() -> None:
@@ -49,10 +58,10 @@ def test_replicas_of_groups_that_shard_their_state() -> None:
     assert mesh.groups("replicas") == ((8, 12), (9, 13), (10, 14), (11, 15))
     # all devices that hold a slice of a weight, whose gradients are summed over both axes
     assert (
-        mesh.distinct_along("TP") == mesh.groups("shards", "replicas") == ((8, 10, 12, 14), (9, 11, 13, 15))
+        distinct_along(mesh, "TP") == mesh.groups("shards", "replicas") == ((8, 10, 12, 14), (9, 11, 13, 15))
     )
     # after the sums of each group, those that hold the same shard
-    assert mesh.distinct_along("TP", "shards") == mesh.groups("replicas")
+    assert distinct_along(mesh, "TP", "shards") == mesh.groups("replicas")
 
 
 def test_an_axis_that_only_one_stage_has() -> None:
@@ -67,4 +76,4 @@ def test_an_axis_that_only_one_stage_has() -> None:
 def test_devices_keep_the_order_in_which_they_are_given() -> None:
     mesh = Mesh(devices=(3, 1, 2, 0), axes=(Axis(name="TP", degree=2), Axis(name="CP", degree=2, stride=2)))
     assert mesh.groups("TP") == ((3, 1), (2, 0))
-    assert mesh.coordinate(0) == {"TP": 1, "CP": 1}
+    assert coordinates(mesh, 0) == {"TP": 1, "CP": 1}

@@ -111,6 +111,15 @@ def test_an_order_before_a_split_holds_for_each_part() -> None:
     assert computes(before) == "F0 F1 B0 B1"
 
 
+def test_an_order_that_begins_with_backwards_holds_for_each_part_where_nothing_trains() -> None:
+    outline = chain(1)
+    forwards = (replace(chunk, phases={"F": chunk.phases["F"]}) for chunk in outline.chunks)
+    untrained = replace(outline, chunks=tuple(forwards))
+    backward_first = order([[at(PP=0, PASS="B")], [at(PP=0, PASS="F")]])
+    plans, _ = lowered(untrained, backward_first, split(at(), parts=2), trains=False)
+    assert computes(plans) == "F0 F1"
+
+
 def test_of_two_that_could_run_the_one_with_more_behind_it_goes_first() -> None:
     """What follows PP=1 also runs on another device; PP=0 is only needed at the end."""
     d = Drawing()

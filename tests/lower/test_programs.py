@@ -2,7 +2,7 @@
 
 import pytest
 
-from piper.lower.programs import TransferPairs, channels, classes_of
+from piper.lower.placements import TransferPairs, channels, classes_of
 from tests.slots import slot
 
 

@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from piper.plan.bucket import Bucket
+from piper.plan.bucket import Bucket, gathered_nbytes, rows_of_shards, runs_of_rows
 from piper.plan.updates import Piece
-from piper.plan.weight_rows import gathered_nbytes, rows_of_shards, runs_of_rows
 
 TWO = Bucket(
     name="PP=0/0",

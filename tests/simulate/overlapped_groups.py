@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from piper.ir.graph import Graph, GroupMember, inputs_from_chunks
+from piper.ir.graph import Graph, inputs_from_chunks
+from piper.ir.ids import Pass
 from piper.ir.node import compute_name
 
 
@@ -25,7 +26,7 @@ def overlapped(graph: Graph) -> list[tuple[str, ...]]:
     return found
 
 
-def starts(group: Sequence[GroupMember], before: Mapping[str, set[str]]) -> Iterator[GroupMember]:
+def starts(group: Sequence[Pass], before: Mapping[str, set[str]]) -> Iterator[Pass]:
     """Yield the members of a group that read no result of another member."""
     members = {(step.chunk, step.phase, step.part) for step in group}
     for step in group:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from piper.plan.weight_rows import RowRun
+from piper.plan.bucket import RowRun
 
 BLOCK = 2048  # elements
 ALIGNED = 16  # elements: where all rows begin and end at a multiple, kernels read many at a time
