@@ -71,7 +71,9 @@ def repeated(block: BuildingBlock, ranks: int, microbatches: int, limit: int) ->
     problem = problem_of(StageCosts.even(stages), Placement.v(ranks), microbatches, memory)
     schedule = in_sequence(problem, squeezed(problem, times_of(problem, block), limit))
     assert schedule is not None, "a building block that does not fit its own limit"
-    return Grid(rows=tuple(tuple((problem.action(operation),) for operation in row) for row in schedule.rows))
+    return Grid(
+        rows=tuple(tuple((problem.actions[operation],) for operation in row) for row in schedule.rows)
+    )
 
 
 class SlotRow:

@@ -202,7 +202,7 @@ def grid_of(problem: Problem, schedule: Schedule) -> Grid:
     for operations in schedule.rows:
         row: list[Group] = []
         for operation, following in zip(operations, (*operations[1:], -1), strict=True):
-            action = problem.action(operation)
+            action = problem.actions[operation]
             weights = problem.after[operation][-1][0] if action.phase == "BI" else -1
             if row and row[-1] == (replace(action, phase="B"),):
                 continue  # the second half of a backward that is whole
