@@ -15,24 +15,15 @@ TRIALS = 400
 ROUNDING = 1e-9  # of a share of memory: 0.1 of 30 forwards are 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Synthesis:
-    """A schedule that a search found, and how good it is."""
-
-    grid: Grid
-    costs: StageCosts
-    makespan: float
-    bound: float  # no schedule of these stages is shorter
-
-
 class Synthesised(list[Order]):
     """The `order` directives of a synthesised schedule, one for each rank, with its makespan and bound."""
 
-    def __init__(self, directives: Iterable[Order], found: Synthesis) -> None:
+    def __init__(
+        self, directives: Iterable[Order], grid: Grid, costs: StageCosts, makespan: float, bound: float
+    ) -> None:
         super().__init__(directives)
-        self.makespan = found.makespan
-        self.bound = found.bound
-        self.grid = found.grid
+        self.grid, self.costs, self.makespan = grid, costs, makespan
+        self.bound = bound  # no schedule of these stages is shorter
 
 
 def synthesise(
@@ -55,19 +46,6 @@ def synthesise(
     placement: which rank runs each stage: `Placement.v(ranks)`, `Placement.loop(ranks)`, or any other.
     memory: what a microbatch of each stage holds, and how much each rank may hold. None: no limit.
     """
-    found = synthesis(costs, placement, microbatches, memory, trials=trials)
-    return Synthesised(orders(found.grid, stage=stage, part=part), found)
-
-
-def synthesis(
-    costs: StageCosts,
-    placement: Placement,
-    microbatches: int,
-    memory: Memory | None = None,
-    *,
-    trials: int = TRIALS,
-) -> Synthesis:
-    """Return the shortest schedule that the search finds, as a grid."""
     need_whole("synthesise", microbatches=microbatches, trials=trials)
     check_types(costs, placement, memory)
     check_sizes(costs, placement, memory)
@@ -85,9 +63,9 @@ def synthesis(
     if found is not None:
         candidates.insert(0, grid_of(problem, found))
     ends = [makespan(grid, costs) for grid in candidates]
-    end = min(ends)
+    end, grid = min(ends), candidates[ends.index(min(ends))]
     assert least <= end * (1 + CLOSE), f"a schedule of {end} beats the bound of {least}"
-    return Synthesis(grid=candidates[ends.index(end)], costs=costs, makespan=end, bound=min(least, end))
+    return Synthesised(orders(grid, stage=stage, part=part), grid, costs, end, min(least, end))
 
 
 def check_types(costs: object, placement: object, memory: object) -> None:
@@ -262,17 +240,19 @@ class Alike:
         return int(self.memory * self.most + ROUNDING)
 
 
-def synthesised(pipeline: Alike) -> Synthesis:
+def synthesised(pipeline: Alike) -> Synthesised:
     """Synthesise a schedule over a V and over a loop, and return the shorter; of equal ones the V."""
     stages = pipeline.ranks * pipeline.stages_per_rank
     forward, inputs, weights = ([cost] * (stages - 1) + [cost * pipeline.last] for cost in pipeline.costs)
     costs = StageCosts(forward=forward, inputs=inputs, weights=weights)
     memory = held_by(pipeline)
-    v = synthesis(costs, Placement.v(pipeline.ranks, pipeline.stages_per_rank), pipeline.microbatches, memory)
+    v = synthesise(
+        costs, Placement.v(pipeline.ranks, pipeline.stages_per_rank), pipeline.microbatches, memory
+    )
     loop = Placement.loop(pipeline.ranks, pipeline.stages_per_rank)
     if bound(costs, loop, pipeline.microbatches, memory) >= v.makespan:
         return v
-    other = synthesis(costs, loop, pipeline.microbatches, memory)
+    other = synthesise(costs, loop, pipeline.microbatches, memory)
     return other if other.makespan < v.makespan else v
 
 
@@ -282,7 +262,7 @@ def held_by(pipeline: Alike) -> Memory:
     return Memory(saved=[1] * stages, carried=[1] * stages, limit=pipeline.limit)
 
 
-def summary(pipeline: Alike, result: Synthesis) -> str:
+def summary(pipeline: Alike, result: Synthesised) -> str:
     """Say how long a synthesised schedule takes, what no schedule can beat, and what it holds."""
     peak = max(peak_bytes(result.grid, held_by(pipeline)))
     where = (
