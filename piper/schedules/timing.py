@@ -135,26 +135,18 @@ class Memory:
         """Return the bytes that a rank may hold."""
         return self.limit if isinstance(self.limit, int) else self.limit[rank]
 
-    def taken_by(self, action: Action) -> int:
-        """Return the bytes that an action adds when it starts, before it frees anything."""
-        if action.phase == "F":
-            return self.saved[action.stage]
-        if action.phase == "BI":
-            return max(0, self.carried[action.stage] - self.saved[action.stage])
-        return 0
-
-    def freed_by(self, action: Action) -> int:
-        """Return the bytes that an action frees at its end."""
+    def changes(self, action: Action) -> tuple[int, int]:
+        """Return the bytes that an action adds when it starts, and those that it frees at its end."""
         saved, carried = self.saved[action.stage], self.carried[action.stage]
         match action.phase:
             case "F":
-                return 0
+                return saved, 0
             case "BI":
-                return max(0, saved - carried)
+                return max(0, carried - saved), max(0, saved - carried)
             case "BW":
-                return carried
+                return 0, carried
             case "B":
-                return saved
+                return 0, saved
 
 
 def need_numbers(name: str, given: object, count: int | None, *, by: str) -> tuple[float, ...]:
@@ -314,8 +306,8 @@ def peak_bytes(grid: Grid, memory: Memory) -> tuple[int, ...]:
     for row in grid.rows:
         held = peak = 0
         for action in (action for group in row for action in group):
-            held += memory.taken_by(action)
-            peak = max(peak, held)
-            held -= memory.freed_by(action)
+            taken, freed = memory.changes(action)
+            peak = max(peak, held + taken)
+            held += taken - freed
         peaks.append(peak)
     return tuple(peaks)

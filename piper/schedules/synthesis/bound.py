@@ -72,9 +72,8 @@ class Paths:
 def one_rank(paths: Paths, stages: Sequence[int], microbatches: int) -> float:
     """Return the shortest makespan of one rank's passes with their heads and tails, interruptions allowed."""
     costs = paths.costs
-    jobs: list[
-        tuple[float, float, float]
-    ] = []  # head, tail, time; microbatches are alike, so one job for all
+    # Head, tail and time of each pass. Microbatches are alike, so it is one job for all of them.
+    jobs: list[tuple[float, float, float]] = []
     for stage in stages:
         gradient = paths.gradient[stage]
         jobs += [

@@ -82,6 +82,7 @@ def problem_of(
             delay = 0.0 if same else float(costs.hop_between(value[1], action.stage))
             before[number].append((maker[value], delay))
             after[maker[value]].append((number, delay))
+    changes = [memory.changes(action) if memory else (0, 0) for action in actions]
     return Problem(
         costs=costs,
         ranks=placement.count,
@@ -94,8 +95,8 @@ def problem_of(
         microbatch=tuple(action.microbatch for action in actions),
         rank=tuple(placement.ranks[action.stage] for action in actions),
         duration=tuple(costs.of(action.stage, action.phase) for action in actions),
-        takes=tuple(memory.taken_by(action) if memory else 0 for action in actions),
-        frees=tuple(memory.freed_by(action) if memory else 0 for action in actions),
+        takes=tuple(taken for taken, _ in changes),
+        frees=tuple(freed for _, freed in changes),
         before=tuple(map(tuple, before)),
         after=tuple(map(tuple, after)),
     )
