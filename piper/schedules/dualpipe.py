@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
-from piper.schedules.grid import Grid, Group, Row, Stage, fixed, need_whole, orders
+from piper.schedules.grid import Grid, Group, Row, Stage, need_whole, orders, registered
 from piper.schedules.row_builder import RowWriter
 
 
@@ -21,7 +21,7 @@ def dualpipe_v(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str 
     return orders(dualpipe_v_grid(ranks, microbatches), stage=stage, part=part)
 
 
-@fixed("dualpipe-v", 8, stages_per_rank=2, instead="interleaved-zero-bubble")
+@registered("dualpipe-v", 8, stages_per_rank=2, instead="interleaved-zero-bubble")
 def dualpipe_v_grid(ranks: int, microbatches: int) -> Grid:
     """Return the grid of `dualpipe_v`."""
     need_whole("dualpipe_v", ranks=ranks, microbatches=microbatches)
@@ -51,7 +51,7 @@ def dualpipe(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = 
     return orders(dualpipe_grid(ranks, microbatches), stage=stage, part=part)
 
 
-@fixed("dualpipe", 9, stages_per_rank=1, instead="dualpipe-v")
+@registered("dualpipe", 9, stages_per_rank=1, instead="dualpipe-v")
 def dualpipe_grid(ranks: int, microbatches: int) -> Grid:
     """Return the grid of `dualpipe`: a DualPipe-V over half of the ranks, and its mirror image over the rest.
 

@@ -160,54 +160,40 @@ def need_whole(by: str, **numbers: int) -> None:
         check_value(by, name, number, whole(1), f"{name}=1 is the least")
 
 
-FixedBuild = TypeVar("FixedBuild", bound=Callable[[int, int], Grid])
-InterleavedBuild = TypeVar("InterleavedBuild", bound=Callable[[int, int, int], Grid])
+Build = TypeVar("Build", bound=Callable[..., Grid])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSchedule:
     """A schedule that the command line knows."""
 
-    build: Callable[[int, int, int], Grid]  # ranks, microbatches, stages per rank
+    build: Callable[..., Grid]  # of ranks and microbatches, and of stages per rank where it takes any number
+    rank: int  # its place in lists: the order of imports must not show
     stages_per_rank: int  # unless asked otherwise
-    instead: str = (
-        ""  # where it has no other number of stages: a schedule that takes one. Empty: it takes any
-    )
+    instead: str  # where it has no other number of stages: a schedule that takes one. Empty: it takes any
 
 
 _KNOWN: dict[str, NamedSchedule] = {}  # filled where schedules are defined, and never changed after
-_RANKS: dict[str, int] = {}
 NAMES: Mapping[str, NamedSchedule] = MappingProxyType(_KNOWN)  # in the order of their ranks
 SYNTHESISED = "synthesised"  # has no grid of its own: the command line searches for one
 
 
-def fixed(name: str, rank: int, *, stages_per_rank: int, instead: str) -> Callable[[FixedBuild], FixedBuild]:
-    """Register the grid of a schedule with a fixed number of stages per rank, at `rank` in every list."""
+def registered(
+    name: str, rank: int, *, stages_per_rank: int = 2, instead: str = ""
+) -> Callable[[Build], Build]:
+    """Register the grid of a schedule by its name, at `rank` in every list.
 
-    def register(build: FixedBuild) -> FixedBuild:
-        def of_ranks(ranks: int, microbatches: int, _: int) -> Grid:
-            return build(ranks, microbatches)
+    instead: of a schedule with this number of stages per rank alone, another one that takes any.
+    """
 
-        _register(name, rank, NamedSchedule(build=of_ranks, stages_per_rank=stages_per_rank, instead=instead))
+    def register(build: Build) -> Build:
+        entry = NamedSchedule(build=build, rank=rank, stages_per_rank=stages_per_rank, instead=instead)
+        entries = sorted({**_KNOWN, name: entry}.items(), key=lambda named: named[1].rank)
+        _KNOWN.clear()
+        _KNOWN.update(entries)
         return build
 
     return register
-
-
-def interleaved(name: str, rank: int) -> Callable[[InterleavedBuild], InterleavedBuild]:
-    """Register the grid of a schedule with any number of stages per rank, at `rank` in every list."""
-
-    def register(build: InterleavedBuild) -> InterleavedBuild:
-        _register(name, rank, NamedSchedule(build=build, stages_per_rank=2))
-        return build
-
-    return register
-
-
-def _register(name: str, rank: int, entry: NamedSchedule) -> None:
-    _RANKS[name], _KNOWN[name] = rank, entry
-    for other in sorted(_KNOWN, key=_RANKS.__getitem__):  # the order of imports must not show
-        _KNOWN[other] = _KNOWN.pop(other)
 
 
 def known() -> tuple[str, ...]:
@@ -236,4 +222,4 @@ def grid_for(name: str, ranks: int, microbatches: int, stages_per_rank: int | No
             facts={"needs": f"stages_per_rank={entry.stages_per_rank}"},
             hint=f"leave stages_per_rank out, or use {entry.instead}",
         )
-    return entry.build(ranks, microbatches, stages_per_rank)
+    return entry.build(ranks, microbatches, *(() if entry.instead else (stages_per_rank,)))

@@ -10,7 +10,7 @@ are closed slot by slot (`squeezed`). All stages are alike, F = BI = BW = 1, so 
 from collections.abc import Sequence
 
 from piper.directives.order import Order
-from piper.schedules.grid import SYNTHESISED, Grid, fixed, need_whole, orders
+from piper.schedules.grid import SYNTHESISED, Grid, need_whole, orders, registered
 from piper.schedules.synthesis.blocks import BuildingBlock, times_of
 from piper.schedules.synthesis.list_schedulers import F, I, Problem, in_sequence, problem_of
 from piper.schedules.timing import Memory, Placement, StageCosts
@@ -44,7 +44,7 @@ def v_min(ranks: int, microbatches: int, *, stage: str = "PP", part: str = "MB")
     return orders(v_min_grid(ranks, microbatches), stage=stage, part=part)
 
 
-@fixed("v-half", 6, stages_per_rank=2, instead=SYNTHESISED)
+@registered("v-half", 6, stages_per_rank=2, instead=SYNTHESISED)
 def v_half_grid(ranks: int, microbatches: int) -> Grid:
     """Return the grid of `v_half`."""
     need_whole("v_half", ranks=ranks, microbatches=microbatches)
@@ -54,7 +54,7 @@ def v_half_grid(ranks: int, microbatches: int) -> Grid:
     return repeated(block, ranks, microbatches, ranks + 2)
 
 
-@fixed("v-min", 7, stages_per_rank=2, instead=SYNTHESISED)
+@registered("v-min", 7, stages_per_rank=2, instead=SYNTHESISED)
 def v_min_grid(ranks: int, microbatches: int) -> Grid:
     """Return the grid of `v_min`."""
     need_whole("v_min", ranks=ranks, microbatches=microbatches)

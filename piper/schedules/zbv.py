@@ -1,7 +1,7 @@
 """ZB-V: stages go down the ranks and come back up, so that backwards start where forwards did."""
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, Row, Stage, fixed, need_whole, orders
+from piper.schedules.grid import Grid, Row, Stage, need_whole, orders, registered
 from piper.schedules.row_builder import RowWriter
 
 
@@ -17,7 +17,7 @@ def zbv(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB")
     return orders(zbv_grid(ranks, microbatches), stage=stage, part=part)
 
 
-@fixed("zbv", 5, stages_per_rank=2, instead="interleaved-zero-bubble")
+@registered("zbv", 5, stages_per_rank=2, instead="interleaved-zero-bubble")
 def zbv_grid(ranks: int, microbatches: int) -> Grid:
     """Return the grid of `zbv`."""
     need_whole("zbv", ranks=ranks, microbatches=microbatches)
