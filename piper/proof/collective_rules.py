@@ -221,7 +221,7 @@ class CollectiveRules:
                 self.state.complain(member, f"sums {read} into {written} for {bucket_named(ins)}")
                 return
             buckets.append(bucket.name)
-            wanted: Value = (self.state.expected.weights(bucket), HELD[ins.writes[0].kind], ())
+            wanted: Value = (self.state.expected.weights(bucket.name), HELD[ins.writes[0].kind], ())
             abouts[member.program] = wanted
             terms = self._terms_read(member, ins.reads, wanted)
             if terms is None:
@@ -283,7 +283,7 @@ class CollectiveRules:
                 return
             self._check_members(member, comm, bucket, step)
             returned = bool(bucket.cloned(step))
-            wanted: Value = (self.state.expected.weights(bucket), step.gives, ())
+            wanted: Value = (self.state.expected.weights(bucket.name), step.gives, ())
             terms = self._terms_read(member, read, wanted)
             if terms is None:
                 return
@@ -292,7 +292,7 @@ class CollectiveRules:
         for member, terms in zip(members, sums, strict=True):
             slots, ins = self.state.slots[member.program], member.ins
             bucket = self.state.plans.buckets[bucket_named(ins)]
-            wanted = (self.state.expected.weights(bucket), HELD[ins.writes[0].kind], ())
+            wanted = (self.state.expected.weights(bucket.name), HELD[ins.writes[0].kind], ())
             if ins.reads[-1:] == ins.writes:
                 before = self._terms_read(member, ins.writes, wanted)
                 if before is None:

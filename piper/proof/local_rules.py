@@ -151,7 +151,7 @@ class LocalRules:
     def follow(self, at: ProgramInstr, expected: Expected) -> None:
         """Check an instruction on a chunk against its expectation, and write its results."""
         part = at.ins.part
-        if part not in self.spec.known_microbatches[expected.chunk]:
+        if part not in self.spec.part_devices[expected.chunk]:
             self.state.complain(at, f"runs on a microbatch that does not exist, {part}")
         self.check_reads(at, expected)
         values: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.writes]
@@ -291,7 +291,7 @@ class LocalRules:
         symbol = self.symbols.symbol(value)
         bucket = self.state.gradient_bucket(slot)
         if bucket is not None:
-            wanted = (self.state.expected.weights(bucket), "whole")
+            wanted = (self.state.expected.weights(bucket.name), "whole")
             return value if value[:2] == wanted else None
         source = self.spec.microbatch_sums.get(slot)
         of = (symbol.kind, symbol.name, symbol.index)
@@ -330,9 +330,9 @@ class LocalRules:
 
         Return that gradient.
         """
-        terms = self.state.expected.final_gradient(at.program, bucket)
+        terms = self.state.expected.final_gradient(at.program, bucket.name)
         about = IN_FULL if full else "owned" if bucket.zero else "whole"
-        final = (self.state.expected.weights(bucket), about, terms)
+        final = (self.state.expected.weights(bucket.name), about, terms)
         self._check_sum(at, slot, final)
         return final
 

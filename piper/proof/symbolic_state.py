@@ -12,9 +12,8 @@ from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plans
 from piper.proof.amounts import NOTHING, Amount, Amounts
-from piper.proof.covers import Cells, Cover, Covers, Segment
+from piper.proof.covers import Cells, Cover, Covers, Segment, once
 from piper.proof.expected import Expectations
-from piper.proof.once import once
 from piper.proof.specification import Specification
 from piper.proof.symbolic_values import IN_FULL, SymbolicValue, SymbolTable, Terms, Value, places_along
 

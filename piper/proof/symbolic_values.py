@@ -11,7 +11,7 @@ from piper.ir.ids import show_part
 from piper.ir.mesh import Axis
 from piper.ir.sharding import Sharding
 from piper.proof.amounts import Amount, Amounts
-from piper.proof.covers import Cover
+from piper.proof.covers import Cover, once
 
 Kind = Literal[
     "output",  # of a chunk
@@ -63,7 +63,6 @@ class SymbolTable:
         self.amounts = amounts
         self._symbols: list[SymbolicValue] = []
         self._numbers: dict[SymbolicValue, int] = {}
-        self._moved: dict[tuple[int, Cover], int] = {}
 
     def number(self, symbol: SymbolicValue) -> int:
         """Return the number of a symbol. Equal symbols have the same number."""
@@ -77,12 +76,10 @@ class SymbolTable:
         """Return the identity of a value."""
         return self._symbols[value[0]]
 
+    @once
     def moved(self, number: int, cover: Cover) -> int:
         """Return the number of the same symbol with another cover."""
-        key = (number, cover)
-        if key not in self._moved:
-            self._moved[key] = self.number(replace(self._symbols[number], cover=cover))
-        return self._moved[key]
+        return self.number(replace(self._symbols[number], cover=cover))
 
     def without_samples(self, value: Value) -> Value:
         """Return a value without the samples that it belongs to."""

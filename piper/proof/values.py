@@ -30,8 +30,8 @@ from piper.plan.plan import Comm, Plans
 from piper.plan.prove import MOST_PROBLEMS, ProofError
 from piper.process.gc_pause import no_collection
 from piper.proof.collective_rules import CollectiveRules
+from piper.proof.covers import once
 from piper.proof.local_rules import LocalRules
-from piper.proof.once import once
 from piper.proof.specification import Specification
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
 from piper.proof.symbolic_values import SymbolicValue, Value
