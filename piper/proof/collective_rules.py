@@ -10,12 +10,11 @@ from piper.ir.sharding import Collective
 from piper.plan.bucket import Bucket, Extent, ShardCollective
 from piper.plan.ops import Collecting, Op
 from piper.plan.plan import Comm
-from piper.proof.amounts import Amount
 from piper.proof.covers import Contributor
 from piper.proof.decode import bucket_named, collected, described, routed, shown_collective, subject
 from piper.proof.local_rules import LocalRules
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, resharded_version
-from piper.proof.symbolic_values import IN_FULL, NO_COVER, SymbolicValue, Terms, Value
+from piper.proof.symbolic_values import IN_FULL, NO_COVER, Amount, SymbolicValue, Terms, Value
 
 FOR_USE = {"old shard": "old", "new shard": "new"}  # versions of parameters, and of what is gathered of them
 AFTER_UPDATE = {version: version for version in ("old", "new", "old shard", "new shard")} | {

@@ -8,10 +8,19 @@ from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, Output, Phase, 
 from piper.ir.ids import show_part
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans
-from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cover, Covers, once
 from piper.proof.specification import PartMeshes, Specification, numbering
-from piper.proof.symbolic_values import Kind, SymbolicValue, SymbolTable, Terms, places_along, shown_cuts
+from piper.proof.symbolic_values import (
+    NOTHING,
+    Amount,
+    Amounts,
+    Kind,
+    SymbolicValue,
+    SymbolTable,
+    Terms,
+    places_along,
+    shown_cuts,
+)
 
 Entry = tuple[int, str | None, int]  # a symbol, its state or None for the microbatch, its amount
 

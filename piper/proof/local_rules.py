@@ -5,12 +5,11 @@ from collections.abc import Callable
 from piper.ir.ids import TOTAL, Pass, SlotId, param_slot, show_part, state_slot
 from piper.plan.bucket import Bucket
 from piper.plan.ops import OPS, Adding, Field, Op
-from piper.proof.amounts import NOTHING
 from piper.proof.decode import described, rows_of
 from piper.proof.expected import Expected
 from piper.proof.specification import in_any_order
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
-from piper.proof.symbolic_values import IN_FULL, NO_COVER, SymbolicValue, Value, shown_cuts
+from piper.proof.symbolic_values import IN_FULL, NO_COVER, NOTHING, SymbolicValue, Value, shown_cuts
 
 
 class LocalRules:

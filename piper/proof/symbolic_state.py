@@ -11,11 +11,20 @@ from piper.ir.mesh import axis_through
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plans
-from piper.proof.amounts import NOTHING, Amount, Amounts
 from piper.proof.covers import Cells, Cover, Covers, Segment, once
 from piper.proof.expected import Expectations
 from piper.proof.specification import Specification
-from piper.proof.symbolic_values import IN_FULL, SymbolicValue, SymbolTable, Terms, Value, places_along
+from piper.proof.symbolic_values import (
+    IN_FULL,
+    NOTHING,
+    Amount,
+    Amounts,
+    SymbolicValue,
+    SymbolTable,
+    Terms,
+    Value,
+    places_along,
+)
 
 Slots = dict[SlotId, Value]
 

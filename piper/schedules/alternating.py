@@ -8,8 +8,7 @@ from functools import partial
 from itertools import zip_longest
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, Row, Stage, need_whole, orders, registered
-from piper.schedules.row_builder import RowWriter
+from piper.schedules.grid import Grid, Row, RowWriter, Stage, need_whole, orders, registered
 
 
 def one_f_one_b(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:

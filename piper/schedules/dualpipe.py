@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
-from piper.schedules.grid import Grid, Group, Row, Stage, need_whole, orders, registered
-from piper.schedules.row_builder import RowWriter
+from piper.schedules.grid import Grid, Group, Row, RowWriter, Stage, need_whole, orders, registered
 
 
 def dualpipe_v(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:

@@ -1,8 +1,7 @@
 """GPipe: fill the pipeline with every forward, then drain it with every backward."""
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, Stage, need_whole, orders, registered
-from piper.schedules.row_builder import RowWriter
+from piper.schedules.grid import Grid, RowWriter, Stage, need_whole, orders, registered
 
 
 def gpipe(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:

@@ -1,12 +1,13 @@
 """A pipeline schedule as a value: its name, and the actions of each rank in order, as torch writes them."""
 
 import re
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from piper.directives.base import check_value, whole
 from piper.directives.order import Order, order
@@ -99,6 +100,57 @@ class Grid:
     @property
     def microbatches(self) -> int:
         return max((action.microbatch for action in self.actions()), default=-1) + 1
+
+
+class RowWriter:
+    """Writes one rank's row the way the papers draw it: which stage moves next, without naming microbatches.
+
+    It numbers each move with its stage's next microbatch, and remembers the weight gradients that are left.
+    In every schedule here a stage takes microbatches in turn. Moves past the last microbatch write nothing,
+    so one description serves any number of them.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self._microbatches = microbatches
+        self._taken: Counter[tuple[str, int]] = Counter()  # microbatches so far, by phase and stage
+        self.owed: deque[Action] = deque()  # weight gradients that can run now
+        self._groups: list[Group] = []
+
+    def forward(self, stage: int) -> None:
+        """Run the stage's next forward."""
+        self._groups.append(self._next(stage, "F"))
+
+    def backward(self, stage: int) -> None:
+        """Run the stage's next backward whole."""
+        self._groups.append(self._next(stage, "B"))
+
+    def inputs(self, stage: int) -> None:
+        """Run the input half of the stage's next backward, and leave the weight half for later."""
+        for action in self._next(stage, "B"):
+            self._groups.append((replace(action, phase="BI"),))
+            self.owed.append(replace(action, phase="BW"))
+
+    def weights(self) -> None:
+        """Run the weight half that has waited longest, if there is one."""
+        if self.owed:
+            self._groups.append((self.owed.popleft(),))
+
+    def overlap(self, forward: int, backward: int) -> None:
+        """Run one stage's next forward and another's next backward as a pair that may interleave."""
+        self._groups.append(self._next(forward, "F") + self._next(backward, "B"))
+
+    def finish(self) -> Row:
+        """Write the weight gradients that are still owed, and return the row."""
+        while self.owed:
+            self.weights()
+        return tuple(group for group in self._groups if group)
+
+    def _next(self, stage: int, phase: Literal["F", "B"]) -> Group:
+        microbatch = self._taken[phase, stage]
+        self._taken[phase, stage] += 1
+        if microbatch >= self._microbatches:
+            return ()
+        return (Action(stage=stage, phase=phase, microbatch=microbatch),)
 
 
 def orders(grid: Grid, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:

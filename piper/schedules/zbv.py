@@ -1,8 +1,7 @@
 """ZB-V: stages go down the ranks and come back up, so that backwards start where forwards did."""
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, Row, Stage, need_whole, orders, registered
-from piper.schedules.row_builder import RowWriter
+from piper.schedules.grid import Grid, Row, RowWriter, Stage, need_whole, orders, registered
 
 
 def zbv(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
