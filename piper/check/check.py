@@ -263,7 +263,9 @@ class _Check:
                 f"{apart:.2g}, the same slices to {max(self.tol, *self.sliced.largest.values()):.2g}"
             )
             return None
-        if not reasons.mixing and any(plain.unsure for plain in self.replays):
+        if not reasons.mixing and any(
+            p and p.unsure for plain in self.replays for p in plain.products.values()
+        ):
             self.only_sliced = "gradients are rounded to fp8"
             self.notes.append(
                 "rows of a product in fp8 have two axes as long as the batch, and the first is taken for the "

@@ -47,7 +47,7 @@ class Reference:
     def __init__(self, program: ProgramLike, *, sliced: bool = False, exact: bool = False) -> None:
         self.program, self.sliced = program, sliced
         self.job = job = program.job
-        self.asked_exact = exact
+        self.exact = exact
         self.device = device_of(program.device)
         self.dtype: torch.dtype = getattr(torch, DTYPES[job.precision])
         with seeded_draws(job.seed, drawing_device(program)):
@@ -77,19 +77,9 @@ class Reference:
         return self.replay.program
 
     @property
-    def exact(self) -> bool:
-        """Return whether nothing is cast to float32."""
-        return self.job.precision == "fp64" and (self.asked_exact or bool(self.running.outline.degrees))
-
-    @property
     def fp8(self) -> Fp8Products | None:
         """Return how products run whose regions the program for the last batch has in fp8. None: none are."""
         return self.products[id(self.running)]
-
-    @property
-    def unsure(self) -> bool:
-        """Return whether the samples of some product in fp8 were not known for sure."""
-        return any(products is not None and products.unsure for products in self.products.values())
 
     @property
     def slicing(self) -> BatchSlicing:
@@ -170,9 +160,9 @@ class Reference:
         What torch refuses there becomes one message, such as for two types.
         """
         products = nullcontext() if self.fp8 is None else self.fp8.on(samples or range(samples_in(batch)))
-        exact = Exact() if self.exact else nullcontext()
+        exact = self.job.precision == "fp64" and (self.exact or self.running.outline.degrees)
         try:
-            with exact, products, nothing_recomputed(), plain_flex_attention():
+            with Exact() if exact else nullcontext(), products, nothing_recomputed(), plain_flex_attention():
                 result = self.job.loss(self.model, batch)
         except ReplayError:
             raise

@@ -113,9 +113,10 @@ class Program:
 
     def simulate(self, cluster: Path | str | None = None) -> "Simulation":
         """Simulate a step on a cluster: a100, h100, h200, b200, cpu, or a TOML file. None: h100."""
-        from piper.compiler.notebook import simulated
+        from piper.simulate.prices import prices_of
+        from piper.simulate.simulate import simulate
 
-        return simulated(self, cluster)
+        return simulate(self.plans, self.outline, prices_of(cluster, None).costs)
 
     def view(self, cluster: Path | str | None = None) -> "Page":
         """Return the page of this program, timed on a cluster: a notebook shows it, and `save` writes it."""

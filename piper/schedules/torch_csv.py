@@ -88,14 +88,10 @@ def to_csv(grid: Grid) -> str:
 
 COMPLETE: tuple[frozenset[Phase], ...] = (frozenset({"F", "B"}), frozenset({"F", "BI", "BW"}))
 Where = Callable[[int, int], str]  # (rank, position in its row) -> how the user finds it
+NO_FILE: Where = "rank {}, position {}".format
 
 
-def rank_and_position(rank: int, position: int) -> str:
-    """Name a place in a grid that has no file."""
-    return f"rank {rank}, position {position}"
-
-
-def validate(grid: Grid, *, by: str = "schedule", where: Where = rank_and_position) -> None:
+def validate(grid: Grid, *, by: str = "schedule", where: Where = NO_FILE) -> None:
     """Refuse a grid that leaves work out, does it twice, spreads a microbatch, or can never run."""
     if not grid.rows or not all(grid.rows):
         idle = [f"rank {rank} runs nothing" for rank, row in enumerate(grid.rows) if not row]
@@ -104,8 +100,7 @@ def validate(grid: Grid, *, by: str = "schedule", where: Where = rank_and_positi
             by=by,
             hint="give every rank at least one stage, or leave the rank out",
         )
-    found = places(grid, by, where)
-    nothing_missing(grid, found, by)
+    nothing_missing(grid, places(grid, by, where), by)
     timeline(grid, by=by)
 
 

@@ -7,6 +7,7 @@ of every six are left for weight gradients. Fewer blocks interlock at the two en
 are closed slot by slot (`squeezed`). All stages are alike, F = BI = BW = 1, so a slot is one unit of time.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from piper.directives.order import Order
@@ -159,13 +160,12 @@ def first_that_fits(row: SlotRow, now: int, choices: Sequence[int], limit: int) 
 
     An earlier F holds memory longer, so whatever does not fit in one slot fits in none before it.
     """
-    low, high = 0, len(choices)  # choices from `high` on fit
-    while low < high:
-        middle = (low + high) // 2
-        peak = row.swap(now, choices[middle])
-        row.swap(choices[middle], now)
-        low, high = (low, middle) if peak <= limit else (middle + 1, high)
-    if high == len(choices):
-        return now
-    row.swap(now, choices[high])
-    return choices[high]
+
+    def fits(slot: int) -> bool:
+        peak = row.swap(now, slot)
+        row.swap(slot, now)
+        return peak <= limit
+
+    chosen = [*choices, now][bisect_left(choices, True, key=fits)]
+    row.swap(now, chosen)
+    return chosen

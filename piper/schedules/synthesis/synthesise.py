@@ -47,8 +47,7 @@ def synthesise(
     memory: what a microbatch of each stage holds, and how much each rank may hold. None: no limit.
     """
     need_whole("synthesise", microbatches=microbatches, trials=trials)
-    check_types(costs, placement, memory)
-    check_sizes(costs, placement, memory)
+    check_inputs(costs, placement, memory)
     problem = problem_of(costs, placement, microbatches, memory)
     least = bound(costs, placement, microbatches, memory)
     named = [  # without pairs: their members in the order in which a rank starts them
@@ -68,8 +67,8 @@ def synthesise(
     return Synthesised(orders(grid, stage=stage, part=part), grid, costs, end, min(least, end))
 
 
-def check_types(costs: object, placement: object, memory: object) -> None:
-    """Refuse inputs that are not what `synthesise` takes."""
+def check_inputs(costs: StageCosts, placement: Placement, memory: Memory | None) -> None:
+    """Refuse inputs of other types, of different sizes, and a limit that not even one microbatch fits."""
     for name, given, wanted in (
         ("costs", costs, StageCosts),
         ("placement", placement, Placement),
@@ -81,10 +80,6 @@ def check_types(costs: object, placement: object, memory: object) -> None:
                 by="synthesise",
                 hint=f"give a piper.schedules.{wanted.__name__}",
             )
-
-
-def check_sizes(costs: StageCosts, placement: Placement, memory: Memory | None) -> None:
-    """Refuse inputs of different sizes, and a limit that not even one microbatch fits."""
     sizes = {"costs": costs.stages, "placement": len(placement.ranks)}
     if memory is not None:
         sizes["memory"] = len(memory.saved)
