@@ -72,7 +72,6 @@ class ChunkwiseReference(Reference):
         self.walks: list[tuple[Slice, Walk]] = []
         self.dice = Dice(setup.device)
         self.constants = {name: value.to(setup.device) for name, value in setup.constants.items()}
-        self.ways: dict[str, int] = {}
         self.shardings: dict[str, Sharding] = {
             slot.owner: held.sharding
             for plan in setup.plans
@@ -81,8 +80,6 @@ class ChunkwiseReference(Reference):
         }
         for bucket in setup.plans.buckets.values():
             self.shardings |= {p.name: p.shardings[0] if p.shardings else UNSHARDED for p in bucket.pieces}
-            for chunk in bucket.chunks:
-                self.ways[chunk] = max(bucket.ways, self.ways.get(chunk, 1))
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """Train on one global batch, and return the loss."""
@@ -141,8 +138,8 @@ class ChunkwiseReference(Reference):
             inputs.append(value)
         params = [self.params[name] for name in spec.params]
         buffers = [walk.buffers[name] for name in spec.buffers]
-        ways = self.ways.get(chunk.name, 1)
-        if chunk.kind == "expert" and ways > 1:
+        ways = self.replay.ways(chunk.name) if chunk.kind == "expert" else 1
+        if ways > 1:
             out = self._experts(chunk, ways, inputs, params, buffers)
         else:
             out = self.setup.code(chunk, "F")(*inputs, *params, *buffers)
@@ -158,9 +155,8 @@ class ChunkwiseReference(Reference):
         """Run an expert chunk whose code is for some of the experts: each part on its rows, then joined."""
         positions = chunk.phases["F"].inputs
         sources = [chunk.inputs[i] for i in positions]
-        counted = next(
-            i for i, source in enumerate(sources) if isinstance(source, Output) and source.index == 1
-        )
+        indices = [source.index if isinstance(source, Output) else 0 for source in sources]
+        counted = indices.index(1)
         rows = inputs[counted].view(ways, -1).sum(1).tolist()
         parts: list[list[Tensor]] = [
             list(value.chunk(ways) if i == counted else value.split(rows)) for i, value in enumerate(inputs)

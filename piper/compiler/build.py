@@ -24,7 +24,6 @@ from piper.compiler.slices import (
     capture_slices,
     check_sums,
     likely_rows,
-    outline_by_slice,
     requests_of,
     samples_of_group,
     uneven_slices,
@@ -219,8 +218,8 @@ def build(
             graph = graph.with_options(graph.options, lambda _, o: replace(o, budget=None, rerun=None))
         else:
             check_sums(graph, samples, capturing)
-        codes = capture_slices(graph, samples, capturing, requests)
-        graph = replace(graph, outline=outline_by_slice(graph, samples, codes))
+        codes, outline = capture_slices(graph, samples, capturing, requests)
+        graph = replace(graph, outline=outline)
         if trained is not None:
             graph = reads_state_of(trained, graph)
             buckets = share_buckets(graph, trained.work.buckets)

@@ -1,5 +1,6 @@
 """What each phase of each chunk must read and gives on each program, once for all microbatches."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import assert_never
@@ -13,7 +14,6 @@ from piper.proof.specification import PartMeshes, Specification, numbering
 from piper.proof.symbolic_values import (
     NOTHING,
     Amount,
-    Amounts,
     Kind,
     SymbolicValue,
     SymbolTable,
@@ -51,22 +51,16 @@ class Expectations:
     """Derives what instructions on the microbatches of a layout must read and write, by the specification."""
 
     def __init__(
-        self,
-        plans: Plans,
-        spec: Specification,
-        layout: PartMeshes,
-        covers: Covers,
-        amounts: Amounts,
-        symbols: SymbolTable,
+        self, plans: Plans, spec: Specification, layout: PartMeshes, covers: Covers, symbols: SymbolTable
     ) -> None:
-        self.plans, self.spec, self.covers, self.amounts = plans, spec, covers, amounts
+        self.plans, self.spec, self.covers, self.amounts = plans, spec, covers, symbols.amounts
         self._number = symbols.number
         self.parts, self.meshes = layout.parts, layout.meshes
         self._parameters = {param.name: param for param in spec.outline.parameters}
-        self._buckets: dict[str, list[Bucket]] = {name: [] for name in spec.chunks}
+        self._buckets = defaultdict[str, list[Bucket]](list)
         for bucket in plans.buckets.values():
             for name in bucket.chunks:
-                self._buckets.setdefault(name, []).append(bucket)
+                self._buckets[name].append(bucket)
 
     @once
     def of_phase(self, program: int, name: str, phase: Phase) -> Expected | None:
@@ -79,11 +73,8 @@ class Expectations:
             return None
         spec = chunk.phases[phase]
         reads = [self._input(program, chunk, position) for position in spec.inputs]
-        independent = [
-            i
-            for i, position in enumerate(spec.inputs)
-            if self.spec.is_sample_independent(chunk.name, position)
-        ]
+        inputs = enumerate(spec.inputs)
+        independent = [i for i, place in inputs if self.spec.is_sample_independent(chunk.name, place)]
         for bucket in self._buckets[chunk.name]:
             if any(piece.name in spec.params for piece in bucket.pieces):
                 reads.append((self._number(SymbolicValue("param", bucket.name)), "old", NOTHING))
@@ -240,8 +231,8 @@ class Expectations:
         """Return the contribution of a chunk on one microbatch."""
         return self.amounts.single(f"{chunk}{show_part(microbatch)}{suffix}")
 
-    def _of_chunk(self, kind: str, name: str, index: int, cover: Cover) -> Entry:
-        return self._number(SymbolicValue(kind, name, index, cover)), None, NOTHING  # type: ignore[arg-type]
+    def _of_chunk(self, kind: Kind, name: str, index: int, cover: Cover) -> Entry:
+        return self._number(SymbolicValue(kind, name, index, cover)), None, NOTHING
 
     def _output(self, program: int, producer: str, index: int, reader: str) -> Entry:
         """Return an output as a reader's devices hold it, or the devices of its own chunk."""

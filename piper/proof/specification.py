@@ -103,8 +103,7 @@ class Specification:
         self.chunks: Mapping[str, Chunk] = graph.chunks
         self.part_devices = devices_by_part(graph)
         self.placement = {name: union_of(sets.values()) for name, sets in self.part_devices.items()}
-        sets = set(self.placement.values())
-        self.devices = tuple(sorted({device for devices in sets for device in devices}))
+        self.devices = graph.devices()
         self.microbatches = {name: microbatches_of(axes) for name, axes in graph.parts.items()}
         self.axes = dict(axis for axes in graph.parts.values() for axis in axes)
         first = {name: next(iter(self.part_devices[name].values())) for name in self.chunks}

@@ -46,10 +46,7 @@ class SymbolicState:
         self.amounts = Amounts()
         self.covers = Covers(plans, spec.cells, spec.shares)
         self.symbols = SymbolTable(self.amounts)
-        self._layouts = [
-            Expectations(plans, spec, layout, self.covers, self.amounts, self.symbols)
-            for layout in spec.layouts
-        ]
+        self._layouts = [Expectations(plans, spec, each, self.covers, self.symbols) for each in spec.layouts]
         self._by_part = {part: each for each in self._layouts for part in each.parts}
         self.expected = self._layouts[0]  # for what is the same in all layouts
         self.problems: list[str] = []
