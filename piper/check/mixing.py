@@ -134,7 +134,9 @@ class _Record(TorchDispatchMode):
 def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
     """Compare the whole batch with its slices, operation by operation; the reference stays as it is."""
     given = reference.as_run(batch)
-    slices = [*reference.slicing.slices(reference.running.outline.loss.chunk, samples_in(given))]
+    slices = [
+        *reference.replay.slicing.slices(reference.replay.program.outline.loss.chunk, samples_in(given))
+    ]
     try:
         whole, loss = _record(reference, given, None)
     except ReplayError:  # the draws differ, so only what does not depend on them is compared
@@ -158,7 +160,7 @@ def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
             uneven[f"{call.where} divides by {listed}{', ...' if len(divisors) > SHOWN else ''}"] = None
         elif mixes(call):
             mixing[call.where] = None
-    weighted = reference.running.outline.weight is not None
+    weighted = reference.replay.program.outline.weight is not None
     total = torch.stack(losses).sum(0)
     return Reasons(
         uneven=[*uneven],

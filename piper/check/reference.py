@@ -72,19 +72,9 @@ class Reference:
         self.grad_norm = 0.0
 
     @property
-    def running(self) -> ProgramLike:
-        """Return the program that runs on batches like the last one."""
-        return self.replay.program
-
-    @property
     def fp8(self) -> Fp8Products | None:
         """Return how products run whose regions the program for the last batch has in fp8. None: none are."""
-        return self.products[id(self.running)]
-
-    @property
-    def slicing(self) -> BatchSlicing:
-        """Return how the plans for the last batch cut it."""
-        return self.replay.slicing
+        return self.products[id(self.replay.program)]
 
     def _replay(self, program: ProgramLike) -> Replay:
         """Return the random numbers of the program for a shape of batches."""
@@ -160,7 +150,7 @@ class Reference:
         What torch refuses there becomes one message, such as for two types.
         """
         products = nullcontext() if self.fp8 is None else self.fp8.on(samples or range(samples_in(batch)))
-        exact = self.job.precision == "fp64" and (self.exact or self.running.outline.degrees)
+        exact = self.job.precision == "fp64" and (self.exact or self.replay.program.outline.degrees)
         try:
             with Exact() if exact else nullcontext(), products, nothing_recomputed(), plain_flex_attention():
                 result = self.job.loss(self.model, batch)
@@ -200,7 +190,7 @@ class Reference:
 
     def _sliced(self, batch: Mapping[str, Tensor]) -> float:
         """Run the job's loss and its backward on each slice; the first replica's buffers are kept."""
-        slices = [*self.slicing.slices(self.running.outline.loss.chunk, samples_in(batch))]
+        slices = [*self.replay.slicing.slices(self.replay.program.outline.loss.chunk, samples_in(batch))]
         slices.sort(key=lambda part: part.part)  # the order in which a device writes its buffers
         total, weights = 0.0, 0.0
         buffers = BufferHistories(self)
@@ -277,14 +267,14 @@ class BufferHistories:
     """Gives each slice of the batch the buffers that the slices before it on the same device have written."""
 
     def __init__(self, reference: Reference) -> None:
-        chunks = reference.running.outline.chunks
+        chunks = reference.replay.program.outline.chunks
         self._writers = {name: chunk.name for chunk in chunks for name in chunk.mutated}
         self._reference, self._before = reference, reference.buffers()
         self._held: dict[tuple[str, int], Tensor] = {}  # by buffer, and the device that holds it
 
     def _key(self, name: str, part: Tags, replica: int) -> tuple[str, int]:
         writer = self._writers.get(name)
-        return name, 0 if writer is None else self._reference.slicing.placed[writer][part][replica]
+        return name, 0 if writer is None else self._reference.replay.slicing.placed[writer][part][replica]
 
     def begin(self, part: Tags, replica: int) -> None:
         """Set the buffers to what a slice reads."""
@@ -293,9 +283,8 @@ class BufferHistories:
 
     def end(self, part: Tags, replica: int) -> None:
         """Take over what a slice has written."""
-        self._held.update(
-            {self._key(name, part, replica): value for name, value in self._reference.buffers().items()}
-        )
+        for name, value in self._reference.buffers().items():
+            self._held[self._key(name, part, replica)] = value
 
 
 class Exact(TorchFunctionMode):

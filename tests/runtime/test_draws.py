@@ -84,7 +84,7 @@ def test_the_plain_model_gives_the_same_for_the_same_draws(made: Callable[[], Jo
     reference = ChunkwiseReference(program)
     outline, seen = program.outline, set()
     batch = reference.as_run(batches(Cell(case="dropout", schedule="1f1b", dp=2), 1)[0])
-    for part in reference.slicing.slices(outline.loss.chunk, samples_in(batch)):
+    for part in reference.replay.slicing.slices(outline.loss.chunk, samples_in(batch)):
         rows = take(batch, part.samples)
         with Drawn() as drawn:
             walk = reference.walk(rows, part)
