@@ -108,12 +108,9 @@ def check(
     batches: Sequence[Mapping[str, Tensor]],
     tol: float = 1e-9,
     options: Options | None = None,
-    wanted: Iterable[ComparedNumbers] | None = None,
+    wanted: Iterable[ComparedNumbers] | None = None,  # of one device on the whole batch, if they are known
 ) -> Report:
-    """Run a program and plain PyTorch on one device, step by step, and compare all numbers.
-
-    wanted: the numbers of one device on the whole batch, if they are known already.
-    """
+    """Run a program and plain PyTorch on one device, step by step, and compare all numbers."""
     options = options or Options()
     return _Check(program, launch, batches, tol, options).report(wanted)
 

@@ -61,10 +61,7 @@ class Walk:
 
 
 class ChunkwiseReference(Reference):
-    """Trains on one device chunk by chunk, and records what each chunk returned.
-
-    Gradients come from autograd, not from captured backwards.
-    """
+    """Trains on one device chunk by chunk, by autograd, and records what each chunk returned."""
 
     def __init__(self, program: ProgramLike) -> None:
         super().__init__(program, sliced=True)

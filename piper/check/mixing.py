@@ -88,13 +88,11 @@ class _Record(TorchDispatchMode):
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         module = self.stack[-1] if self.stack else ""
-        place = str(op), module
+        place, name = (str(op), module), op._schema.name.removeprefix("aten::")
         self.counts[place] = self.counts.get(place, -1) + 1
         call = Call(
             op=op,
-            where=f"{op._schema.name.removeprefix('aten::')} of {module or 'the loss'} ({model_line()})"
-            if self.lines
-            else "",
+            where=f"{name} of {module or 'the loss'} ({model_line()})" if self.lines else "",
             sources=[self.source(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
             scalars=[float(leaf) for leaf in leaves if isinstance(leaf, int | float)],
             reduction=args[3] if op in NLL else 0,

@@ -53,10 +53,7 @@ def rows_of(graph: Graph, samples: int) -> dict[str, int]:
 def capture_slices(
     graph: Graph, samples: int, capturing: Capturing, requests: Sequence[Request]
 ) -> tuple[dict[int, Captured], CapturedModel]:
-    """Differentiate the model for every slice size that its chunks get, and return the code by size.
-
-    Return also one outline, with each chunk as captured for its own slice size.
-    """
+    """Return the code for every slice size that chunks get, and an outline: each chunk as for its own."""
     rows = rows_of(graph, samples)
     compiled = capturing.recordings.compiled
     # Gradients that are reduced after each run of backwards are written where they are reduced from, and

@@ -11,6 +11,8 @@ from piper.proof.specification import in_any_order
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
 from piper.proof.symbolic_values import IN_FULL, NO_COVER, NOTHING, SymbolicValue, Value, shown_cuts
 
+Kernel = Callable[[ProgramInstr], None]
+
 
 class LocalRules:
     """Runs the instructions of one program that need no other program."""
@@ -20,7 +22,7 @@ class LocalRules:
         self.spec, self.symbols, self.covers = state.spec, state.symbols, state.covers
         self.on_host: dict[tuple[int, SlotId], Value] = {}  # the values of copies, by program and slot
         self.terms: dict[int, set[tuple[str, Value | None]]] = {}  # that programs add to sums by name
-        self.kernels: dict[Op, Callable[[ProgramInstr], None]] = {
+        self.kernels: dict[Op, Kernel] = {
             **{op: self.copy for op, operation in OPS.items() if operation.unchanged},
             "load": self.load,
             "compute": self.compute,
@@ -309,10 +311,7 @@ class LocalRules:
         self._write(at, (state.value(SymbolicValue("norm")),))
 
     def check_final(self, at: ProgramInstr, slot: SlotId, bucket: Bucket, *, full: bool = False) -> Value:
-        """Complain unless a slot holds the complete gradient of a bucket, of its shard, or in full of some.
-
-        Return that gradient.
-        """
+        """Return a bucket's complete gradient, of its shard, or in full; complain unless a slot holds it."""
         terms = self.state.expected.final_gradient(at.program, bucket.name)
         about = IN_FULL if full else "owned" if bucket.zero else "whole"
         final = (self.state.expected.weights(bucket.name), about, terms)

@@ -173,18 +173,15 @@ class SymbolTable:
             "weights": f"{extent.get(str(about), '')}gradients of {shown}",
             "sum": f"the sum of the {symbol.name}",
             "param": f"the {about} parameters of {symbol.name}",
-            "buffer": f"the buffer {symbol.name}",
-            "constant": f"the constant {symbol.name}",
             "seed": "the gradient of the loss",
             "norm": "the norm and the loss of this device",
             "total": f"the {about} sums over all devices",
             "spent": "a gradient that an update has used up",
-            "resident": f"the resident {symbol.name}",
             "copy": f"a copy of {symbol.name}",
             "host": f"{f'{about} ' if about else ''}{symbol.name}, on the host",
             "state": f"the {about} state of the optimizer for {symbol.name}",
         }
-        return words[symbol.kind] + microbatch
+        return words.get(symbol.kind, f"the {symbol.kind} {symbol.name}") + microbatch
 
 
 @lru_cache(maxsize=256)  # every bucket of a stage asks for the same

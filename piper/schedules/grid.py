@@ -89,17 +89,17 @@ class Grid:
 
     rows: tuple[Row, ...]
 
-    def actions(self) -> Iterator[Action]:
-        """Yield every action, rank by rank, in order."""
-        return (action for row in self.rows for group in row for action in group)
+    def actions(self) -> Iterator[tuple[int, Action]]:
+        """Yield every action with its rank, rank by rank, in order."""
+        return ((rank, action) for rank, row in enumerate(self.rows) for group in row for action in group)
 
     @property
     def stages(self) -> int:
-        return max((action.stage for action in self.actions()), default=-1) + 1
+        return max((action.stage for _, action in self.actions()), default=-1) + 1
 
     @property
     def microbatches(self) -> int:
-        return max((action.microbatch for action in self.actions()), default=-1) + 1
+        return max((action.microbatch for _, action in self.actions()), default=-1) + 1
 
 
 class RowWriter:

@@ -202,12 +202,7 @@ def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Schedu
     one, and no time of any rank.
     """
     last = grid.stages - 1
-    ranks = {
-        (action.stage, action.microbatch): rank
-        for rank, row in enumerate(grid.rows)
-        for group in row
-        for action in group
-    }
+    ranks = {(action.stage, action.microbatch): rank for rank, action in grid.actions()}
     starts: list[list[float]] = [[] for _ in grid.rows]
     free: list[float] = [0.0] * len(grid.rows)
     ready: dict[Value, float] = {}
@@ -276,13 +271,7 @@ def group_needs(group: Group, last: int) -> tuple[Value, ...]:
 
 def deadlock(grid: Grid, waiting: Mapping[Value, list[int]], begun: Sequence[int], by: str) -> ScheduleError:
     """Return the error that shows the ranks that wait for each other in a cycle."""
-    maker = {
-        value: (rank, action)
-        for rank, row in enumerate(grid.rows)
-        for group in row
-        for action in group
-        if (value := gives(action))
-    }
+    maker = {gives(action): (rank, action) for rank, action in grid.actions()}
     stopped = {rank: maker[value] for value, ranks in waiting.items() for rank in ranks}
     rank, seen = min(stopped), list[int]()
     while rank not in seen:
@@ -302,12 +291,9 @@ def deadlock(grid: Grid, waiting: Mapping[Value, list[int]], begun: Sequence[int
 
 def peak_bytes(grid: Grid, memory: Memory) -> tuple[int, ...]:
     """Return the most bytes that each rank holds at once."""
-    peaks = []
-    for row in grid.rows:
-        held = peak = 0
-        for action in (action for group in row for action in group):
-            taken, freed = memory.changes(action)
-            peak = max(peak, held + taken)
-            held += taken - freed
-        peaks.append(peak)
+    held, peaks = [0] * len(grid.rows), [0] * len(grid.rows)
+    for rank, action in grid.actions():
+        taken, freed = memory.changes(action)
+        peaks[rank] = max(peaks[rank], held[rank] + taken)
+        held[rank] += taken - freed
     return tuple(peaks)

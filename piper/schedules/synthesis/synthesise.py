@@ -7,7 +7,7 @@ from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.schedules.grid import NAMES, SYNTHESISED, Action, Grid, Group, Row, grid_for, need_whole, orders
 from piper.schedules.synthesis.bound import bound
-from piper.schedules.synthesis.list_schedulers import PHASES, Problem, Schedule, problem_of
+from piper.schedules.synthesis.list_schedulers import Problem, Schedule, problem_of
 from piper.schedules.synthesis.search import CLOSE, search
 from piper.schedules.timing import Memory, Placement, StageCosts, makespan, peak_bytes, timeline
 
@@ -119,7 +119,7 @@ def named_grids(placement: Placement, microbatches: int) -> Iterator[Grid]:
             grid = grid_for(name, ranks, microbatches, stages // ranks)
         except ScheduleError:
             continue  # this schedule does not exist with so many stages, or so few microbatches
-        if all(placement.ranks[a.stage] == r for r, row in enumerate(grid.rows) for g in row for a in g):
+        if all(placement.ranks[action.stage] == rank for rank, action in grid.actions()):
             yield grid
 
 
@@ -142,12 +142,8 @@ def schedule_of(problem: Problem, grid: Grid, memory: Memory | None) -> Schedule
     split = Grid(rows=tuple(tuple(half for group in row for half in halves(*group)) for row in grid.rows))
     if memory is not None and not within(split, memory):
         return None
-    rows = tuple(
-        tuple(
-            problem.number(PHASES.index(action.phase), action.stage, action.microbatch) for (action,) in row
-        )
-        for row in split.rows
-    )
+    number = {action: operation for operation, action in enumerate(problem.actions)}
+    rows = tuple(tuple(number[action] for (action,) in row) for row in split.rows)
     times = timeline(split, problem.costs)
     start = [0.0] * problem.size
     for row, starts in zip(rows, times.starts, strict=True):
