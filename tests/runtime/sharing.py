@@ -23,7 +23,7 @@ from piper.capture.trace.trace import Traced, trace
 from piper.check.check import ComparedNumbers, Report, check, numbers
 from piper.check.localise import Launch
 from piper.check.reference import Reference
-from piper.compiler import Program, optimizer_facts
+from piper.compiler import Program, optimizer_probe
 from piper.compiler.optimizer_probe import Probe, probe_optimizer
 from piper.ir.chunk_options import CodeOptions
 from piper.plan.updates import BucketUpdate
@@ -92,7 +92,7 @@ class Shared:
             return self.codes[key]
 
         with (
-            patch.object(optimizer_facts, "probe_optimizer", self.probed),
+            patch.object(optimizer_probe, "probe_optimizer", self.probed),
             patch.object(recordings, "trace", traced),
             patch.object(recordings, "sharded", cut),
             patch.object(recordings, "differentiate", captured),
