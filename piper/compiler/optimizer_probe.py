@@ -8,7 +8,7 @@ optimizer on the whole model in miniature, then on what each device holds of it,
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,12 +53,13 @@ Groups = Mapping[str, Options | None]  # by parameter; None: in no group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class OptimizerFacts:
     """The facts about an optimizer that the compiler needs."""
 
-    name: str
-    state_bytes: int  # of state for one parameter element
+    state_bytes: int  # of state for one element of a parameter, with what a step needs beside it
+    name: str = "no optimizer"
     ours: bool = True  # it is one of torch's own, whose state is by parameter: its step may come in parts
+    whole: bool = False  # it needs whole parameters: under ZeRO each has one owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +87,14 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate]) -> Probe:
+def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate]) -> OptimizerFacts:
     """Step an optimizer on small parameters; refuse one that would train in another way on the job's devices.
 
     sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
     """
     trained = [bucket for bucket in buckets if bucket.trainable]
     if not trained:
-        return Probe(name="no optimizer", state_bytes=0)
+        return OptimizerFacts(state_bytes=0)
     whole = whole_view(sizes)
     groups = true_groups(make, whole, sizes)
     small, probe = measured(make, whole, groups, sizes, trained)
@@ -169,7 +170,7 @@ def groups_of(optimizer: Optimizer, view: View, tensors: Sequence[Tensor]) -> Gr
 
 def measured(
     make: MakeOptimizer, whole: View, groups: Groups | None, sizes: Sizes, buckets: Sequence[BucketUpdate]
-) -> tuple[Sizes, Probe]:
+) -> tuple[Sizes, OptimizerFacts]:
     """Return the sizes at which the optimizer can be tried, and what it is like there."""
     small: Sizes = small_sizes(sizes, buckets)
     double = any(bucket.dtype == "float64" for bucket in buckets)
@@ -191,8 +192,8 @@ def measured(
         for value in state.values()
         if isinstance(value, Tensor) and value.dim()  # counters of steps have no axes
     )
-    name, state_bytes = type(optimizer).__name__, kept // max(1, count)
-    return small, Probe(name=name, state_bytes=state_bytes, ours=is_ours(optimizer))
+    name, ours = type(optimizer).__name__, is_ours(optimizer)
+    return small, OptimizerFacts(state_bytes=kept // max(1, count), name=name, ours=ours)
 
 
 def trial_of(
@@ -335,14 +336,6 @@ def refusing(who: str) -> Iterator[None]:
         raise UnlikeError(f"it refuses what {who} holds: {why}") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerFacts:
-    """What lowering has to know about an optimizer."""
-
-    state_bytes: int  # of state for one element of a parameter, with what a step needs beside it
-    whole: bool = False  # it needs whole parameters: under ZeRO each has one owner
-
-
 def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> OptimizerFacts:
     """Try a job's optimizer and scheduler on what each device holds of a model."""
     trained = trained_in(buckets)
@@ -364,7 +357,7 @@ def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> Optim
     types = job_precision(job.precision)
     # Of an optimizer that steps all parameters at once, those that are split are joined all at once.
     joined = types.sum_itemsize if types.splits and not probe.ours else 0
-    return OptimizerFacts(state_bytes=probe.state_bytes + joined, whole=whole)
+    return replace(probe, state_bytes=probe.state_bytes + joined, whole=whole)
 
 
 def trained_in(buckets: ProgramBuckets) -> tuple[BucketUpdate, ...]:
@@ -372,7 +365,7 @@ def trained_in(buckets: ProgramBuckets) -> tuple[BucketUpdate, ...]:
     return tuple(bucket.update for bucket in buckets.read.values() if bucket.trainable)
 
 
-def check_offloaded(probe: Probe, graph: Graph, sliced: Mapping[str, str]) -> None:
+def check_offloaded(probe: OptimizerFacts, graph: Graph, sliced: Mapping[str, str]) -> None:
     """Refuse to offload the state of an optimizer that may not be stepped bucket by bucket.
 
     Nor that of parameters that are updated in full. sliced: one of them, by chunk.
