@@ -155,11 +155,9 @@ class _Check:
             return self._answer(judge, next(problems, None) or self._judged())
         unmatched = [text for replay in self._all_replays() for text in replay.unmatched]
         number, text = bad
-        named = None
+        named, batches = None, self.batches[: number + 1]
         if self.program.plans.averaging is None:  # else each group has values of its own
-            named = first_difference(
-                self.program, self.launch, self.batches[: number + 1], self.tol, self.options
-            )
+            named = first_difference(self.program, self.launch, batches, self.tol, self.options)
         rounded = self._may_be_rounding() if named is None else []
         compiled = compiled_otherwise(reference_of(self.program), self.batches[number], self.tol)
         return self._answer(judge, "; ".join([named or text, *unmatched[:1], *rounded, *compiled]))

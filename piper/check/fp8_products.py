@@ -85,6 +85,9 @@ def shards_of(param: Parameter, strategy: Iterable[Directive]) -> ProductShards:
 
 
 Cut = tuple[Tensor | slice, Tensor | slice]  # the outputs and inputs of a slice of a weight
+Groups = (
+    list[Tensor] | None
+)  # rows whose terms of a weight's gradient are rounded by a scale each; None: none
 WHOLE: Sequence[Cut] = ((slice(None), slice(None)),)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MATMULS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
@@ -198,20 +201,10 @@ def factors(func: object, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tenso
 
 
 class _Rounded(torch.autograd.Function):
-    """A linear layer whose operands are rounded to fp8 and back.
-
-    groups: the rows that give terms of the weight's gradient, each rounded by its own scale. None: it is not
-    rounded, as that of an expert.
-    """
+    """A linear layer whose operands are rounded to fp8 and back."""
 
     @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        x: Tensor,
-        weight: Tensor,
-        groups: list[Tensor] | None,
-        cuts: Sequence[Cut],
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, cuts: Sequence[Cut]) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x, weight)
         ctx.groups, ctx.cuts = groups, cuts
         wide = widened(x)

@@ -20,7 +20,7 @@ import numpy as np
 from piper.ir.chunk import Phase
 from piper.plan.ops import Op
 from piper.schedules.grid import Grid, Row
-from piper.schedules.synthesis.bound import bound as least_makespan
+from piper.schedules.synthesis.synthesise import bound as least_makespan
 from piper.schedules.synthesis.synthesise import one_by_one
 from piper.schedules.timing import Memory, StageCosts, makespan
 from piper.simulate.costs import Costs
