@@ -232,9 +232,8 @@ def over_ranks(
     tag: of the regions whose numbers the stages are.
     """
     parts_of: dict[int, dict[int, dict[int, None]]] = {}  # stage -> rank -> its microbatches
-    for rank, row in enumerate(grid.rows):
-        for action in (action for group in row for action in group):
-            parts_of.setdefault(action.stage, {}).setdefault(rank, {})[action.microbatch] = None
+    for rank, action in grid.actions():
+        parts_of.setdefault(action.stage, {}).setdefault(rank, {})[action.microbatch] = None
     both_ways = any(len(ranks) > 1 for ranks in parts_of.values())
     directives = [
         kind(

@@ -108,12 +108,9 @@ def check(
     batches: Sequence[Mapping[str, Tensor]],
     tol: float = 1e-9,
     options: Options | None = None,
-    wanted: Iterable[ComparedNumbers] | None = None,
+    wanted: Iterable[ComparedNumbers] | None = None,  # of one device on the whole batch, if they are known
 ) -> Report:
-    """Run a program and plain PyTorch on one device, step by step, and compare all numbers.
-
-    wanted: the numbers of one device on the whole batch, if they are known already.
-    """
+    """Run a program and plain PyTorch on one device, step by step, and compare all numbers."""
     options = options or Options()
     return _Check(program, launch, batches, tol, options).report(wanted)
 
@@ -158,11 +155,9 @@ class _Check:
             return self._answer(judge, next(problems, None) or self._judged())
         unmatched = [text for replay in self._all_replays() for text in replay.unmatched]
         number, text = bad
-        named = None
+        named, batches = None, self.batches[: number + 1]
         if self.program.plans.averaging is None:  # else each group has values of its own
-            named = first_difference(
-                self.program, self.launch, self.batches[: number + 1], self.tol, self.options
-            )
+            named = first_difference(self.program, self.launch, batches, self.tol, self.options)
         rounded = self._may_be_rounding() if named is None else []
         compiled = compiled_otherwise(reference_of(self.program), self.batches[number], self.tol)
         return self._answer(judge, "; ".join([named or text, *unmatched[:1], *rounded, *compiled]))
@@ -263,7 +258,9 @@ class _Check:
                 f"{apart:.2g}, the same slices to {max(self.tol, *self.sliced.largest.values()):.2g}"
             )
             return None
-        if not reasons.mixing and any(plain.unsure for plain in self.replays):
+        if not reasons.mixing and any(
+            p and p.unsure for plain in self.replays for p in plain.products.values()
+        ):
             self.only_sliced = "gradients are rounded to fp8"
             self.notes.append(
                 "rows of a product in fp8 have two axes as long as the batch, and the first is taken for the "

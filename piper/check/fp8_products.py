@@ -24,35 +24,36 @@ Indices = list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DimensionCut:
+    """How an axis cuts a dimension of a weight, or of its rows, over devices."""
+
+    dim: int
+    degree: int
+    blocks: int = 1
+    zigzag: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProductShards:
     """How the products of a weight are cut over devices, from the documented rules alone.
 
     A product takes its scales from the rows and slices that a device has, and so does the reference.
     """
 
-    slices: tuple[tuple[int, int, int], ...] = ()  # of the weight: dimension, blocks and degree along an axis
-    rows: tuple[tuple[int, bool, int], ...] = ()  # of the rows: dimension, zigzag and degree; innermost first
+    slices: Sequence[DimensionCut] = ()  # of the weight
+    rows: Sequence[DimensionCut] = ()  # an inner axis cuts what those before it leave
 
-    def of_dimension(self, dim: int, size: int) -> list[Indices]:
-        """Return which indices of a dimension of the weight lie in each of its slices."""
-        pieces = [list(range(size))]
-        for along, blocks, degree in self.slices:
-            if along == dim:
-                pieces = [cut for piece in pieces for cut in dealt(piece, blocks, degree)]
-        return pieces
 
-    def of_sequence(self, dim: int, length: int) -> list[Indices]:
-        """Return which places of the sequence, the dimension `dim` of rows, each device has."""
-        pieces = [list(range(length))]
-        for along, zigzag, degree in reversed(self.rows):  # an inner axis cuts what an outer one leaves
-            if along != dim:
-                continue
-            if zigzag:
-                halves = [dealt(piece, 1, 2 * degree) for piece in pieces]
-                pieces = [each[i] + each[-1 - i] for each in halves for i in range(degree)]
-            else:
-                pieces = [cut for piece in pieces for cut in dealt(piece, 1, degree)]
-        return pieces
+def pieces_of(cuts: Sequence[DimensionCut], dim: int, size: int) -> list[Indices]:
+    """Return which indices of a dimension each device has."""
+    pieces = [list(range(size))]
+    for cut in cuts:
+        if cut.dim == dim and cut.zigzag:
+            halves = [dealt(piece, 1, 2 * cut.degree) for piece in pieces]
+            pieces = [each[i] + each[-1 - i] for each in halves for i in range(cut.degree)]
+        elif cut.dim == dim:
+            pieces = [part for piece in pieces for part in dealt(piece, cut.blocks, cut.degree)]
+    return pieces
 
 
 def dealt(indices: Indices, blocks: int, degree: int) -> list[Indices]:
@@ -68,21 +69,26 @@ def shards_of(param: Parameter, strategy: Iterable[Directive]) -> ProductShards:
     A weight that is whole, and whose gradient is a sum along an axis, meets the rows of each device alone.
     """
     held = {each.axis: each for each in param.placements}
-    slices, rows = [], []
+    slices, rows = list[DimensionCut](), list[DimensionCut]()
     for axis in {each.axis: each for each in strategy if isinstance(each, ShardAxis)}.values():
         own = held.get(axis.axis)
         if own is None:
             continue
         cuts_rows = own.partial and (axis.batch or axis.between is not None)
         if isinstance(own.placement, Shard):
-            slices.append((own.placement.dim, own.placement.blocks, own.degree))
+            held_as = own.placement
+            slices.append(DimensionCut(dim=held_as.dim, blocks=held_as.blocks, degree=own.degree))
         elif cuts_rows:
-            dim = axis.batch[0][1] if axis.batch else axis.between
-            rows.append((dim or 0, axis.balance == "zigzag", own.degree))
-    return ProductShards(slices=tuple(slices), rows=tuple(rows))
+            dim = (axis.batch[0][1] if axis.batch else axis.between) or 0
+            rows.append(DimensionCut(dim=dim, zigzag=axis.balance == "zigzag", degree=own.degree))
+    return ProductShards(slices=slices, rows=rows[::-1])
 
 
-Cut = tuple[Tensor, Tensor]  # the outputs and inputs of a slice of a weight
+Cut = tuple[Tensor | slice, Tensor | slice]  # the outputs and inputs of a slice of a weight
+Groups = (
+    list[Tensor] | None
+)  # rows whose terms of a weight's gradient are rounded by a scale each; None: none
+WHOLE: Sequence[Cut] = ((slice(None), slice(None)),)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MATMULS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 
@@ -125,7 +131,8 @@ class Fp8Products(TorchFunctionMode):
             rows, weight, counts, transpose = args
             matrices = weight if transpose else weight.transpose(1, 2)
             parts = rows.split(counts.tolist())
-            return torch.cat([_RoundedRows.apply(*pair) for pair in zip(parts, matrices, strict=True)])  # type: ignore[no-untyped-call]
+            pairs = zip(parts, matrices, strict=True)
+            return torch.cat([_Rounded.apply(*pair, None, WHOLE) for pair in pairs])  # type: ignore[no-untyped-call]
         operands = factors(func, args, kwargs or {})
         if operands is not None:
             x, weight, bias = operands
@@ -141,9 +148,9 @@ class Fp8Products(TorchFunctionMode):
 
     def cuts(self, name: str, weight: Tensor) -> list[Cut]:
         """Return the outputs and inputs of each slice of a weight, which is given as [out, in]."""
-        swapped = weight.stride() != self.stored[name]
+        swapped, slices = weight.stride() != self.stored[name], self.shards[name].slices
         both = [
-            [torch.tensor(piece, device=weight.device) for piece in self.shards[name].of_dimension(dim, size)]
+            [torch.tensor(piece, device=weight.device) for piece in pieces_of(slices, dim, size)]
             for dim, size in zip((1, 0) if swapped else (0, 1), weight.shape, strict=True)
         ]
         return [(outputs, inputs) for outputs in both[0] for inputs in both[1]]
@@ -171,12 +178,12 @@ class Fp8Products(TorchFunctionMode):
         self, shape: torch.Size, shards: ProductShards, device: torch.device
     ) -> Iterator[list[Tensor]]:
         """Yield which rows each device of the axes that cut the sequence has."""
-        for dim in {dim for dim, _, _ in shards.rows}:
+        for dim in {cut.dim for cut in shards.rows}:
             flat = len(shape) <= dim  # samples and places in one dimension
             length = shape.numel() // len(self.samples) if flat else shape[dim]
             inner = 1 if flat else shape[dim + 1 :].numel()
             place = torch.arange(shape.numel(), device=device) // inner % length
-            slices = (torch.tensor(own, device=device) for own in shards.of_sequence(dim, length))
+            slices = (torch.tensor(own, device=device) for own in pieces_of(shards.rows, dim, length))
             yield [torch.isin(place, own) for own in slices]
 
 
@@ -197,7 +204,7 @@ class _Rounded(torch.autograd.Function):
     """A linear layer whose operands are rounded to fp8 and back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: list[Tensor], cuts: list[Cut]) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, cuts: Sequence[Cut]) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(x, weight)
         ctx.groups, ctx.cuts = groups, cuts
         wide = widened(x)
@@ -217,30 +224,14 @@ class _Rounded(torch.autograd.Function):
             matrix, rows = nearest(widened(weight)[outputs][:, inputs], E4M3, dim=-1)
             values, scale = nearest(widened(grad)[..., outputs] * rows.squeeze(-1), E4M3, dim=-1)
             of_x[..., inputs] += (values * scale) @ matrix
-            for group in ctx.groups:
+            for group in ctx.groups or ():
                 left, left_scale = nearest(given[group][:, outputs], E5M2)
                 right, right_scale = nearest(flat[group][:, inputs], E4M3)
                 cut = (left * left_scale).T @ (right * right_scale)
                 of_weight[outputs[:, None], inputs] += cut
+        if ctx.groups is None:
+            of_weight = grad.T @ x
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None, None
-
-
-class _RoundedRows(torch.autograd.Function):
-    """The rows of one expert times its weight [out, in]; the gradient of the weight is not rounded."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(x, weight)
-        values, scale = nearest(widened(x), E4M3, dim=-1)
-        matrix, rows = nearest(widened(weight), E4M3, dim=-1)
-        return ((values * scale) @ (matrix * rows).T).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-        x, weight = ctx.saved_tensors
-        matrix, rows = nearest(widened(weight), E4M3, dim=-1)
-        values, scale = nearest(widened(grad) * rows.squeeze(-1), E4M3, dim=-1)
-        return ((values * scale) @ matrix).to(x.dtype), grad.T @ x
 
 
 def widened(values: Tensor) -> Tensor:

@@ -15,18 +15,17 @@ from torch import Tensor
 from piper.check.distance import distance
 from piper.check.reference import Reference
 from piper.check.slicing import Slice, take
-from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, Output, Source, Tags
+from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, Output, Source
 from piper.ir.ids import Pass, Phase, SlotId
 from piper.ir.sharding import UNSHARDED, Sharding
 from piper.runtime.batch import as_run, wanted_batch
 from piper.runtime.compute import draw_place, parts_of
 from piper.runtime.context import Dice, draw_seed
 from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.setup import ProgramLike, Setup, setup_of
+from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 
 BACKWARD: tuple[Phase, ...] = ("B", "BI")  # either gives the gradients of inputs
-Trails = Mapping[int, Mapping[OutputKey, Tensor]]  # the values that each device kept
 
 
 class CheckedResult(Protocol):
@@ -55,20 +54,21 @@ class Walk:
     """The values that the chunks returned for one slice of the samples."""
 
     batch: Mapping[str, Tensor]
+    buffers: dict[str, Tensor]
     outputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    inputs: dict[tuple[str, int], Tensor] = field(
-        default_factory=dict
-    )  # by chunk and position, each with own gradient
+    # By chunk and position, each with a gradient of its own:
+    inputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
 
 
-class Chunkwise:
-    """Runs a captured model chunk by chunk; gradients come from autograd, not from captured backwards."""
+class ChunkwiseReference(Reference):
+    """Trains on one device chunk by chunk, by autograd, and records what each chunk returned."""
 
-    def __init__(self, setup: Setup, params: Mapping[str, Tensor], buffers: dict[str, Tensor]) -> None:
-        self.setup, self.params, self.buffers = setup, params, buffers
+    def __init__(self, program: ProgramLike) -> None:
+        super().__init__(program, sliced=True)
+        self.setup = setup = setup_of(program)
+        self.walks: list[tuple[Slice, Walk]] = []
         self.dice = Dice(setup.device)
         self.constants = {name: value.to(setup.device) for name, value in setup.constants.items()}
-        self.ways: dict[str, int] = {}
         self.shardings: dict[str, Sharding] = {
             slot.owner: held.sharding
             for plan in setup.plans
@@ -77,12 +77,24 @@ class Chunkwise:
         }
         for bucket in setup.plans.buckets.values():
             self.shardings |= {p.name: p.shardings[0] if p.shardings else UNSHARDED for p in bucket.pieces}
-            for chunk in bucket.chunks:
-                self.ways[chunk] = max(bucket.ways, self.ways.get(chunk, 1))
 
-    def run(self, batch: Mapping[str, Tensor], step: int, part: Tags, replica: int) -> Walk:
+    def step(self, batch: Mapping[str, Tensor]) -> float:
+        """Train on one global batch, and return the loss."""
+        self.walks = []
+        return super().step(batch)
+
+    def _slice_loss(self, batch: Mapping[str, Tensor], part: Slice) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the chunks on one slice of a batch."""
+        walk = self.walk(take(batch, part.samples), part)
+        self.walks.append((part, walk))
+        self.set_buffers(walk.buffers)
+        loss, weight = self.setup.outline.loss, self.setup.outline.weight
+        value = walk.outputs[loss.chunk, loss.index]
+        return value if weight is None else (value, walk.outputs[weight.chunk, weight.index])
+
+    def walk(self, batch: Mapping[str, Tensor], part: Slice) -> Walk:
         """Run one slice of the batch forward and return its values."""
-        walk = Walk(batch)
+        walk = Walk(batch, self.buffers())  # copies: a chunk replaces some
         drawn: dict[str, Tensor] = {}  # where the generator of each region stands
         for chunk in self.setup.outline.chunks:
             if chunk.kind in ("route", "unroute"):
@@ -90,7 +102,8 @@ class Chunkwise:
                     walk.outputs[chunk.name, index] = self._value(walk, chunk.inputs[index])
                 continue
             if chunk.random:
-                seed = draw_seed(self.setup.seed, step, draw_place(chunk.drawer, part, replica))
+                place = draw_place(chunk.drawer, part.part, part.replica)
+                seed = draw_seed(self.setup.seed, self.steps, place)
                 with self.dice.seeded(drawn.get(chunk.drawer, seed)):
                     self._forward(walk, chunk)
                     drawn[chunk.drawer] = self.dice.generator.get_state()
@@ -121,9 +134,9 @@ class Chunkwise:
                 walk.inputs[chunk.name, position] = value
             inputs.append(value)
         params = [self.params[name] for name in spec.params]
-        buffers = [self.buffers[name] for name in spec.buffers]
-        ways = self.ways.get(chunk.name, 1)
-        if chunk.kind == "expert" and ways > 1:
+        buffers = [walk.buffers[name] for name in spec.buffers]
+        ways = self.replay.ways(chunk.name) if chunk.kind == "expert" else 1
+        if ways > 1:
             out = self._experts(chunk, ways, inputs, params, buffers)
         else:
             out = self.setup.code(chunk, "F")(*inputs, *params, *buffers)
@@ -131,7 +144,7 @@ class Chunkwise:
             walk.outputs[chunk.name, index] = out[index]
         first = len(chunk.outputs) + len(chunk.saved)
         for name, value in zip(chunk.mutated, out[first:], strict=True):
-            self.buffers[name] = value.detach()
+            walk.buffers[name] = value.detach()
 
     def _experts(
         self, chunk: Chunk, ways: int, inputs: list[Tensor], params: list[Tensor], buffers: list[Tensor]
@@ -139,9 +152,8 @@ class Chunkwise:
         """Run an expert chunk whose code is for some of the experts: each part on its rows, then joined."""
         positions = chunk.phases["F"].inputs
         sources = [chunk.inputs[i] for i in positions]
-        counted = next(
-            i for i, source in enumerate(sources) if isinstance(source, Output) and source.index == 1
-        )
+        indices = [source.index if isinstance(source, Output) else 0 for source in sources]
+        counted = indices.index(1)
         rows = inputs[counted].view(ways, -1).sum(1).tolist()
         parts: list[list[Tensor]] = [
             list(value.chunk(ways) if i == counted else value.split(rows)) for i, value in enumerate(inputs)
@@ -156,32 +168,6 @@ class Chunkwise:
         return (*joined, *results[0][count:])
 
 
-class ChunkwiseReference(Reference):
-    """Trains on one device chunk by chunk, and records what each chunk returned."""
-
-    def __init__(self, program: ProgramLike) -> None:
-        super().__init__(program, sliced=True)
-        self.setup = setup_of(program)
-        self.walks: list[tuple[Slice, Walk]] = []
-
-    def step(self, batch: Mapping[str, Tensor]) -> float:
-        """Train on one global batch, and return the loss."""
-        self.walks = []
-        return super().step(batch)
-
-    def _slice_loss(self, batch: Mapping[str, Tensor], part: Slice) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the chunks on one slice of a batch."""
-        outline, buffers = self.setup.outline, self.buffers()  # copies: a chunk replaces some
-        rows = take(batch, part.samples)
-        walk = Chunkwise(self.setup, self.params, buffers).run(rows, self.steps, part.part, part.replica)
-        self.walks.append((part, walk))
-        self.set_buffers(buffers)
-        loss = walk.outputs[outline.loss.chunk, outline.loss.index]
-        if outline.weight is None:
-            return loss
-        return loss, walk.outputs[outline.weight.chunk, outline.weight.index]
-
-
 def first_difference(
     program: ProgramLike,
     launch: Launch,
@@ -193,12 +179,13 @@ def first_difference(
 
     None: all are right, or the chunks cannot be run one by one.
     """
-    first, outline = wanted_batch(setup_of(program)), program.outline
+    first, outline, plans = wanted_batch(setup_of(program)), program.outline, program.plans
     if outline.degrees:
         return None  # a chunk of a sharded region computes with what other devices give: it cannot run alone
     if not all(as_run(program, batch, first)[1] for batch in batches):
         return None  # the chunks of other shapes are those of other programs
-    if not one_slicing(program):
+    names = [chunk.name for chunk in outline.chunks if chunk.has_code]
+    if len({(len(plans.chunks[name].devices), *sorted(parts_of(plans, name))) for name in names}) > 1:
         return None  # the chunks of other device sets were captured for slices of another size
     if any(chunk.precision for chunk in outline.chunks):
         return None  # autograd cannot repeat chunks with products in fp8: rounding has no derivative
@@ -215,26 +202,21 @@ def first_difference(
     return None
 
 
-def one_slicing(program: ProgramLike) -> bool:
-    """Return whether every chunk runs on as many devices, on the same microbatches."""
-    plans = program.plans
-    names = [chunk.name for chunk in program.outline.chunks if chunk.has_code]
-    return len({(len(plans.chunks[name].devices), *sorted(parts_of(plans, name))) for name in names}) == 1
-
-
 def expected(program: ProgramLike, reference: ChunkwiseReference) -> Iterator[tuple[int, OutputKey, Tensor]]:
     """Yield what each chunk should return on each device: forwards in order, then backwards in reverse.
 
     Rows between route and unroute are grouped by device in a plan, so only what surrounds them is compared.
     """
     chunks = [chunk for chunk in program.outline.chunks if chunk.kind == "compute"]
-    placed = program.plans.chunks
+
+    def device(chunk: Chunk, piece: Slice) -> int:
+        return program.plans.chunks[chunk.name].devices_for(piece.part)[piece.replica]
+
     for piece, walk in reference.walks:
         for chunk in chunks:
             for index in range(len(chunk.outputs)):
                 mark = Pass(phase="F", chunk=chunk.name, part=piece.part), SlotId("output", chunk.name, index)
-                device = placed[chunk.name].devices_for(piece.part)[piece.replica]
-                yield device, mark, walk.outputs[chunk.name, index].detach()
+                yield device(chunk, piece), mark, walk.outputs[chunk.name, index].detach()
     for piece, walk in reference.walks:
         for chunk in reversed(chunks):
             for position in range(len(chunk.inputs)):
@@ -244,4 +226,4 @@ def expected(program: ProgramLike, reference: ChunkwiseReference) -> Iterator[tu
                 slot = SlotId("input_gradient", chunk.name, position)
                 for phase in BACKWARD:
                     run = Pass(phase=phase, chunk=chunk.name, part=piece.part)
-                    yield placed[chunk.name].devices_for(piece.part)[piece.replica], (run, slot), given.grad
+                    yield device(chunk, piece), (run, slot), given.grad

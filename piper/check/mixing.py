@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from piper.check.distance import distance
 from piper.check.reference import Reference, samples_in
@@ -80,37 +81,30 @@ class _Record(TorchDispatchMode):
         self.names, self.lines = names, lines
         self.stack: list[str] = []
         self.calls: dict[Key, Call] = {}
-        self.made: dict[
-            int, tuple[Tensor, Value]
-        ] = {}  # by identity; the tensor is kept so that it is unique
+        self.made: dict[int, tuple[Tensor, Value]] = {}  # by identity, with the tensor so that it is unique
         self.counts: dict[tuple[str, str], int] = {}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
-        leaves = [*leaves_of((args, kwargs))]
+        leaves = tree_leaves((args, kwargs))
         module = self.stack[-1] if self.stack else ""
-        place = str(op), module
+        place, name = (str(op), module), op._schema.name.removeprefix("aten::")
         self.counts[place] = self.counts.get(place, -1) + 1
         call = Call(
             op=op,
-            where=self.where(op, module) if self.lines else "",
+            where=f"{name} of {module or 'the loss'} ({model_line()})" if self.lines else "",
             sources=[self.source(leaf) for leaf in leaves if isinstance(leaf, Tensor)],
             scalars=[float(leaf) for leaf in leaves if isinstance(leaf, int | float)],
             reduction=args[3] if op in NLL else 0,
         )
         out = op(*args, **kwargs)
-        for result in leaves_of(out):
+        for result in tree_leaves(out):
             if isinstance(result, Tensor):
                 value = Value(tensor=result.clone())  # nothing records gradients here
                 self.made[id(result)] = result, value
                 call.results.append(value)
         self.calls[*place, self.counts[place]] = call
         return out
-
-    @staticmethod
-    def where(op: Any, module: str) -> str:  # noqa: ANN401
-        """Name an operation by its module and the source line that is running."""
-        return f"{op._schema.name.removeprefix('aten::')} of {module or 'the loss'} ({model_line()})"
 
     def source(self, tensor: Tensor) -> Value | None:
         """Return the recorded value of a tensor."""
@@ -135,21 +129,12 @@ class _Record(TorchDispatchMode):
                 hook.remove()
 
 
-def leaves_of(value: object) -> Iterator[object]:
-    """Yield the values in the arguments or results of an operation, which are at most lists of values."""
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from leaves_of(item)
-    elif isinstance(value, dict):
-        yield from leaves_of([*value.values()])
-    else:
-        yield value
-
-
 def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
     """Compare the whole batch with its slices, operation by operation; the reference stays as it is."""
     given = reference.as_run(batch)
-    slices = [*reference.slicing.slices(reference.running.outline.loss.chunk, samples_in(given))]
+    slices = [
+        *reference.replay.slicing.slices(reference.replay.program.outline.loss.chunk, samples_in(given))
+    ]
     try:
         whole, loss = _record(reference, given, None)
     except ReplayError:  # the draws differ, so only what does not depend on them is compared
@@ -173,7 +158,7 @@ def reasons(reference: Reference, batch: Mapping[str, Tensor]) -> Reasons:
             uneven[f"{call.where} divides by {listed}{', ...' if len(divisors) > SHOWN else ''}"] = None
         elif mixes(call):
             mixing[call.where] = None
-    weighted = reference.running.outline.weight is not None
+    weighted = reference.replay.program.outline.weight is not None
     total = torch.stack(losses).sum(0)
     return Reasons(
         uneven=[*uneven],
@@ -200,11 +185,14 @@ def _record(
     names = {id(module): name for name, module in reference.model.named_modules()}
     record, draws = _Record(names, lines=part is None), reference.replay  # slices need no lines
     steps = reference.steps
-    if not replay:
-        drawing: Any = nullcontext()
-    else:
-        drawing = draws.whole(steps, samples_in(batch)) if part is None else draws.slice(steps, part)
-    with reference.unchanged(), torch.no_grad(), drawing, record, record.modules():
+    drawing = draws.whole(steps, samples_in(batch)) if part is None else draws.slice(steps, part)
+    with (
+        reference.unchanged(),
+        torch.no_grad(),
+        drawing if replay else nullcontext(),
+        record,
+        record.modules(),
+    ):
         result = reference.loss(batch)
     return record.calls, result[0] if isinstance(result, tuple) else result
 
@@ -214,7 +202,14 @@ def kind_of(whole: Tensor, parts: Sequence[Tensor], slices: Sequence[Slice], nea
     if any(part.dim() != whole.dim() for part in parts):
         return "other"
     if all(part.shape == whole.shape for part in parts):
-        return kind_by_value(whole, parts, near)
+        if all(close(part, whole, near) for part in parts):
+            return "same"
+        if whole.is_complex() or whole.dtype is torch.bool:
+            return "other"
+        total = torch.stack([part.double() for part in parts]).sum(0)
+        if close(total / len(parts), whole, near):
+            return "mean"
+        return "sum" if close(total, whole, near) else "other"
     samples = sum(len(part.samples) for part in slices)
     for axis in range(whole.dim()):
         if all(part.shape[axis] == whole.shape[axis] for part in parts):
@@ -228,18 +223,6 @@ def kind_of(whole: Tensor, parts: Sequence[Tensor], slices: Sequence[Slice], nea
         if sum(part.shape[axis] for part in parts) == whole.shape[axis]:
             return "ragged" if close(torch.cat([*parts], axis), whole, near) else "other"
     return "other"
-
-
-def kind_by_value(whole: Tensor, parts: Sequence[Tensor], near: float) -> Kind:
-    """Return how a result comes from results of its shape."""
-    if all(close(part, whole, near) for part in parts):
-        return "same"
-    if whole.is_complex() or whole.dtype is torch.bool:
-        return "other"
-    total = torch.stack([part.double() for part in parts]).sum(0)
-    if close(total / len(parts), whole, near):
-        return "mean"
-    return "sum" if close(total, whole, near) else "other"
 
 
 def rows_of(whole: Tensor, part: Slice, axis: int, samples: int) -> Tensor:

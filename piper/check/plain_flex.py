@@ -6,7 +6,7 @@ on a CPU, and compiles it, which takes longer than a step.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from piper.process.flex_on_host import flex_gradients_on_host
 @contextmanager
 def plain_flex_attention() -> Iterator[None]:
     """Attend inside the block by operations that autograd knows, also where it would be compiled."""
-    with ExitStack() as stack:
-        stack.enter_context(flex_gradients_on_host())
-        stack.enter_context(replaced(flex_attention, "flex_attention_hop", _attend))
-        stack.enter_context(replaced(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with (
+        flex_gradients_on_host(),
+        replaced(flex_attention, "flex_attention_hop", _attend),
+        replaced(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
+        torch.compiler.set_stance("force_eager"),
+    ):
         yield
 
 

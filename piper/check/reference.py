@@ -21,9 +21,9 @@ from piper.check.fp8_products import Fp8Products, shards_of
 from piper.check.plain_flex import plain_flex_attention
 from piper.check.replay import Replay, ReplayError
 from piper.check.slicing import BatchSlicing, Slice, slicing_of, take
-from piper.ir.chunk import CapturedModel, Tags
+from piper.ir.chunk import Tags
 from piper.ir.dtypes import DTYPES
-from piper.job import Mean, Metrics, strategy_of
+from piper.job import strategy_of
 from piper.process.attributes import replaced
 from piper.process.usercode import raised
 from piper.runtime.accelerator import device_of
@@ -47,7 +47,7 @@ class Reference:
     def __init__(self, program: ProgramLike, *, sliced: bool = False, exact: bool = False) -> None:
         self.program, self.sliced = program, sliced
         self.job = job = program.job
-        self.asked_exact = exact
+        self.exact = exact
         self.device = device_of(program.device)
         self.dtype: torch.dtype = getattr(torch, DTYPES[job.precision])
         with seeded_draws(job.seed, drawing_device(program)):
@@ -64,39 +64,17 @@ class Reference:
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
         self.wanted = wanted_batch(setup_of(program))
         self.replays: dict[int, Replay] = {}  # of the programs for each shape of batches
-        self.replay = self._replay(program)
         self.products: dict[int, Fp8Products | None] = {}  # likewise
+        self.replay = self._replay(program)
         self.counts: Tensor | None = None  # where samples are repeated: how many each row's slice holds
         self.steps = 0
         self.gradients: dict[str, Tensor] = {}
         self.grad_norm = 0.0
 
     @property
-    def running(self) -> ProgramLike:
-        """Return the program that runs on batches like the last one."""
-        return self.replay.program
-
-    @property
-    def exact(self) -> bool:
-        """Return whether nothing is cast to float32."""
-        return self.job.precision == "fp64" and (self.asked_exact or bool(self.running.outline.degrees))
-
-    @property
     def fp8(self) -> Fp8Products | None:
         """Return how products run whose regions the program for the last batch has in fp8. None: none are."""
-        if id(self.running) not in self.products:
-            self.products[id(self.running)] = self._fp8_products()
-        return self.products[id(self.running)]
-
-    @property
-    def unsure(self) -> bool:
-        """Return whether the samples of some product in fp8 were not known for sure."""
-        return any(products is not None and products.unsure for products in self.products.values())
-
-    @property
-    def slicing(self) -> BatchSlicing:
-        """Return how the plans for the last batch cut it."""
-        return self.replay.slicing
+        return self.products[id(self.replay.program)]
 
     def _replay(self, program: ProgramLike) -> Replay:
         """Return the random numbers of the program for a shape of batches."""
@@ -104,6 +82,7 @@ class Reference:
             slicing = slicing_of(program.plans, program.outline)
             buffers = dict(self.model.named_buffers())
             self.replays[id(program)] = Replay(program, slicing, self.params, buffers)
+            self.products[id(program)] = self._fp8_products(program, slicing)
         return self.replays[id(program)]
 
     def as_run(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -149,40 +128,32 @@ class Reference:
             for name, value in batch.items()
         }
 
-    def _fp8_products(self) -> Fp8Products | None:
-        """Return how products run whose regions the strategy for the last batch puts in fp8, if any."""
+    def _fp8_products(self, program: ProgramLike, slicing: BatchSlicing) -> Fp8Products | None:
+        """Return how products run whose regions the strategy of a program puts in fp8, if any."""
         chunks: dict[str, list[str]] = {}
-        outline = self.running.outline
-        for chunk in outline.chunks:
+        for chunk in program.outline.chunks:
             for name in chunk.products if chunk.precision else ():
                 chunks.setdefault(name, []).append(chunk.name)
         if not chunks:
             return None
         weights = {name: self.params[name] for name in chunks}
-        captured = {parameter.name: parameter for parameter in outline.parameters}
-        strategy = strategy_of(self.running.job)
+        captured = {parameter.name: parameter for parameter in program.outline.parameters}
+        strategy = strategy_of(program.job)
         shards = {name: shards_of(captured[name], strategy) for name in chunks}
-        return Fp8Products(weights, chunks, shards, self.slicing)
+        return Fp8Products(weights, chunks, shards, slicing)
 
     def loss(
         self, batch: Mapping[str, Tensor], samples: Sequence[int] | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the job's loss.
+        """Run the job's loss on samples of these numbers in the global batch. None: on the global batch.
 
-        samples: the numbers of these samples in the global batch. None: it is the global batch.
+        What torch refuses there becomes one message, such as for two types.
         """
         products = nullcontext() if self.fp8 is None else self.fp8.on(samples or range(samples_in(batch)))
-        exact = Exact() if self.exact else nullcontext()
-        with exact, products, nothing_recomputed(), plain_flex_attention():
-            result = self._run_loss(batch)
-        if isinstance(result, tuple) and isinstance(result[1], Mapping):  # metrics are not trained on
-            return result[0]
-        return result
-
-    def _run_loss(self, batch: Mapping[str, Tensor]) -> Mean | tuple[Mean, Metrics]:
-        """Run the user's loss. What torch refuses there becomes one message, such as for two types."""
+        exact = self.job.precision == "fp64" and (self.exact or self.replay.program.outline.degrees)
         try:
-            return self.job.loss(self.model, batch)
+            with Exact() if exact else nullcontext(), products, nothing_recomputed(), plain_flex_attention():
+                result = self.job.loss(self.model, batch)
         except ReplayError:
             raise
         except RuntimeError as error:
@@ -200,6 +171,9 @@ class Reference:
                 facts={"type": f"the model computes in {self.job.precision}"},
                 hint=hint,
             ) from error
+        if isinstance(result, tuple) and isinstance(result[1], Mapping):  # metrics are not trained on
+            return result[0]
+        return result
 
     def _whole(self, batch: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> float:
         """Run the job's loss on all samples at once, and its backward. given: the batch as workers get it."""
@@ -216,10 +190,10 @@ class Reference:
 
     def _sliced(self, batch: Mapping[str, Tensor]) -> float:
         """Run the job's loss and its backward on each slice; the first replica's buffers are kept."""
-        slices = [*self.slicing.slices(self.running.outline.loss.chunk, samples_in(batch))]
+        slices = [*self.replay.slicing.slices(self.replay.program.outline.loss.chunk, samples_in(batch))]
         slices.sort(key=lambda part: part.part)  # the order in which a device writes its buffers
         total, weights = 0.0, 0.0
-        buffers = BufferHistories(self.running.outline, self.slicing, self.buffers, self.set_buffers)
+        buffers = BufferHistories(self)
         of_weight: dict[str, Tensor] = {}  # the gradient of the weights, where they depend on parameters
         for part in slices:
             buffers.begin(part.part, part.replica)
@@ -292,29 +266,25 @@ class Reference:
 class BufferHistories:
     """Gives each slice of the batch the buffers that the slices before it on the same device have written."""
 
-    def __init__(
-        self,
-        outline: CapturedModel,
-        slicing: BatchSlicing,
-        get: Callable[[], dict[str, Tensor]],
-        put: Callable[[Mapping[str, Tensor]], None],
-    ) -> None:
-        self._writers = {name: chunk.name for chunk in outline.chunks for name in chunk.mutated}
-        self._slicing, self._get, self._put = slicing, get, put
-        self._before = get()
+    def __init__(self, reference: Reference) -> None:
+        chunks = reference.replay.program.outline.chunks
+        self._writers = {name: chunk.name for chunk in chunks for name in chunk.mutated}
+        self._reference, self._before = reference, reference.buffers()
         self._held: dict[tuple[str, int], Tensor] = {}  # by buffer, and the device that holds it
 
     def _key(self, name: str, part: Tags, replica: int) -> tuple[str, int]:
         writer = self._writers.get(name)
-        return name, 0 if writer is None else self._slicing.placed[writer].by_part[part][replica]
+        return name, 0 if writer is None else self._reference.replay.slicing.placed[writer][part][replica]
 
     def begin(self, part: Tags, replica: int) -> None:
         """Set the buffers to what a slice reads."""
-        self._put({n: self._held.get(self._key(n, part, replica), v) for n, v in self._before.items()})
+        values = {n: self._held.get(self._key(n, part, replica), v) for n, v in self._before.items()}
+        self._reference.set_buffers(values)
 
     def end(self, part: Tags, replica: int) -> None:
         """Take over what a slice has written."""
-        self._held.update({self._key(name, part, replica): value for name, value in self._get().items()})
+        for name, value in self._reference.buffers().items():
+            self._held[self._key(name, part, replica)] = value
 
 
 class Exact(TorchFunctionMode):

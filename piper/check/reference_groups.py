@@ -44,14 +44,10 @@ class GroupsReference(Reference):
         dealt = fragments_of(buckets, averaging).items()
         fragments = {piece.name: number for bucket, number in dealt for piece in buckets[bucket].pieces}
         names = [name for name, parameter in self.params.items() if parameter.requires_grad]
-        self.averaged = [
-            {
-                place: self.trained[place].detach().clone()
-                for place, name in enumerate(names)
-                if fragments.get(name) == number
-            }
-            for number in range(averaging.fragments)
-        ]
+        self.averaged: list[dict[int, Tensor]] = [{} for _ in range(averaging.fragments)]
+        for place, name in enumerate(names):
+            if name in fragments:
+                self.averaged[fragments[name]][place] = self.trained[place].detach().clone()
         self.sent: list[dict[int, Tensor]] = [{} for _ in self.averaged]  # means that travel, by place
         how = averaging.outer
         self.outer = [

@@ -16,6 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -74,8 +75,8 @@ class Replay:
         self.program, self.slicing, self.params, self.buffers = program, slicing, params, buffers
         self.chunks = {chunk.name: chunk for chunk in program.outline.chunks}
         self.local = {held.name: held.local_shape for held in program.outline.parameters}
-        self.generator = generator(self.device())
-        self.layout: dict[str, list[Shape]] | None = None
+        self.device = device_of(program.device)  # of the plain model
+        self.generator = generator(self.device)
         self.unmatched: list[str] = []  # draws that one side makes and the other does not
         self.kept: dict[float, list[int]] = {}  # by the probability to keep: elements kept, elements
         self.seen: dict[tuple[int, str, int], dict[bytes, str]] = {}  # which slice drew what
@@ -91,32 +92,27 @@ class Replay:
     def slice(self, step: int, part: Slice) -> Iterator[None]:
         """Draw for one slice inside the block."""
         slices = {
-            chunk: [part] if (part.replica < len(placed.devices) and part.part in placed.parts) else []
+            chunk: [part] if part.replica < len(placed.get(part.part, ())) else []
             for chunk, placed in self.slicing.placed.items()
         }
         yield from self._drawing(step, len(part.samples), slices)
 
     def _drawing(self, step: int, samples: int, slices: Mapping[str, Sequence[Slice]]) -> Iterator[None]:
         before = self.generator.get_state()
-        draws = _Draws(self, step, samples, slices)
         try:
-            with draws:
+            with _Draws(self, step, samples, slices) as draws:
                 yield
         finally:
             self.generator.set_state(before)
-        expected = draws.left or any(chunk.random for chunk in self.chunks.values())
-        if expected:
+        if draws.left or any(chunk.random for chunk in self.chunks.values()):
             for chunk, shapes in draws.pending().items():
                 if shapes:
                     self.unmatched.append(f"{chunk} draws random numbers that plain PyTorch does not draw")
 
-    def draws_of(self) -> dict[str, list[Shape]]:
+    @cached_property
+    def layout(self) -> dict[str, list[Shape]]:
         """Return the shapes of each chunk's draws in order, by running it once on zeros, or on no values."""
-        if self.layout is None:
-            self.layout = {
-                chunk.name: self._count(chunk) for chunk in self.program.outline.chunks if chunk.has_code
-            }
-        return self.layout
+        return {name: self._count(chunk) for name, chunk in self.chunks.items() if chunk.has_code}
 
     def _count(self, chunk: Chunk) -> list[Shape]:
         spec = chunk.phases["F"]
@@ -128,7 +124,7 @@ class Replay:
         given = []
         for position in spec.inputs:
             like = chunk.input_specs[position]
-            given.append(torch.zeros(like.shape, dtype=getattr(torch, like.dtype), device=self.device()))
+            given.append(torch.zeros(like.shape, dtype=getattr(torch, like.dtype), device=self.device))
         if chunk.kind == "expert":  # all rows go to the first expert
             rows = next(value.shape[0] for value in given if value.is_floating_point())
             for value in given:
@@ -143,21 +139,17 @@ class Replay:
         params = [value.requires_grad_(value.is_floating_point()) for value in params]
         buffers = [share(self.buffers[name]).clone() for name in spec.buffers]
         values = [*given, *params, *buffers]
+
+        def shapes(values: Sequence[Tensor]) -> list[Shape]:
+            with torch.enable_grad(), _DrawShapes() as count:  # with gradients: compiled code runs uncompiled
+                self.program.code(chunk, "F")(*values)
+            return count.shapes
+
         try:
-            return self._shapes(chunk, values)
+            return shapes(values)
         except (IndexError, RuntimeError):  # an index of zeros, such as of the last token that is no padding
             with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                return self._shapes(chunk, [mode.from_tensor(value) for value in values])
-
-    def _shapes(self, chunk: Chunk, values: Sequence[Tensor]) -> list[Shape]:
-        count = _DrawShapes()
-        with torch.enable_grad(), count:  # with gradients: compiled code then runs uncompiled
-            self.program.code(chunk, "F")(*values)
-        return count.shapes
-
-    def device(self) -> torch.device:
-        """Return the device of the plain model."""
-        return device_of(self.program.device)
+                return shapes([mode.from_tensor(value) for value in values])
 
     def ways(self, chunk: str) -> int:
         """Return over how many devices the experts of a chunk are sharded."""
@@ -223,8 +215,8 @@ class _Draws(TorchDispatchMode):
     def pending(self) -> dict[str, deque[tuple[int, Shape]]]:
         """Return the draws of each chunk that are yet to come, each with its number in the chunk."""
         if not self.left:
-            layout = self.replay.draws_of()
-            self.left = {chunk: deque(enumerate(shapes)) for chunk, shapes in layout.items()}
+            layout = self.replay.layout.items()
+            self.left = {chunk: deque(enumerate(shapes)) for chunk, shapes in layout}
         return self.left
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
@@ -246,16 +238,13 @@ class _Draws(TorchDispatchMode):
 
     def _axis(self, chunk: str, shape: Shape, slice_shape: Shape) -> int | None:
         """Return the axis of the samples in a draw of a chunk, -1 if there is none, None for another draw."""
-        expert = self.replay.chunks[chunk].kind == "expert"
         if len(shape) != len(slice_shape):
             return None
         differing = [a for a, (n, m) in enumerate(zip(shape, slice_shape, strict=True)) if n != m]
-        if expert:
+        if self.replay.chunks[chunk].kind == "expert":
             return -1 if differing in ([], [0]) else None
-        if not differing:
-            return -1
-        if len(self.slices[chunk]) <= 1 or len(differing) > 1:
-            return None
+        if len(self.slices[chunk]) <= 1 or len(differing) != 1:
+            return None if differing else -1
         axis = differing[0]
         rows = len(self.slices[chunk][0].samples)
         return axis if shape[axis] * rows == slice_shape[axis] * self.samples else None
@@ -275,7 +264,7 @@ class _Draws(TorchDispatchMode):
         results: list[Tensor] = []
         for part in slices:
             each = shape[axis] // self.samples
-            rows = torch.tensor(part.rows(each), device=self.replay.device())
+            rows = torch.tensor(part.rows(each), device=self.replay.device)
             given = [rows_of(value, shape, axis, rows) for value in args]
             named = {key: rows_of(value, shape, axis, rows) for key, value in kwargs.items()}
             out = self._seeded(op, given, named, chunk, place, part)
@@ -288,8 +277,7 @@ class _Draws(TorchDispatchMode):
 
     def _seeded(self, op: Any, args: Any, kwargs: Any, chunk: str, place: int, part: Slice) -> Any:  # noqa: ANN401
         """Call a random operation where the generator of its region and slice stands."""
-        tags = self.replay.chunks[chunk].tags
-        region = " ".join(f"{tag}={i}" for tag, i in tags) or "all"
+        region = " ".join(f"{tag}={i}" for tag, i in self.replay.chunks[chunk].tags) or "all"
         if self.replay.chunks[chunk].kind == "expert":
             region = f"{chunk} expert"
         generator, key = self.replay.generator, (region, part)
@@ -310,11 +298,10 @@ def draws_random(op: Any, args: Sequence[object], kwargs: Mapping[str, object]) 
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     names = [argument.name for argument in op._schema.arguments]
-    for name, without in (("dropout_p", 0.0), ("p", 0.0), ("dropout", 0.0)):
-        if name in names and op is not aten.bernoulli_.float and op is not aten.bernoulli.p:
+    for name in ("dropout_p", "p", "dropout"):
+        if name in names and op not in (aten.bernoulli_.float, aten.bernoulli.p):
             position = names.index(name)
-            given = args[position] if position < len(args) else kwargs.get(name, without)
-            return given != without
+            return (args[position] if position < len(args) else kwargs.get(name, 0.0)) != 0.0
     return True
 
 

@@ -7,11 +7,12 @@ The reference of `piper check` uses this module. The workers slice a batch with 
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from piper.ir.chunk import CapturedModel, Tags
+from piper.ir.devices import Devices
 from piper.plan.plan import Plans
 
 
@@ -29,41 +30,31 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardPlacement:
-    """Where the forward of a chunk runs: the devices of its first microbatch, and all microbatches.
-
-    Where microbatches run on different devices, they do on as many.
-    """
-
-    devices: tuple[int, ...]  # of each group that shares its samples, the first
-    parts: tuple[Tags, ...]
-    by_part: Mapping[Tags, tuple[int, ...]] = field(default_factory=dict)  # the devices of each microbatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSlicing:
     """How the plans cut a global batch."""
 
-    placed: Mapping[str, ForwardPlacement]  # by chunk
+    # The devices of each chunk's forward, by microbatch: of a group that shares its samples, the first. Where
+    # microbatches run on different devices, they do on as many.
+    placed: Mapping[str, Mapping[Tags, Devices]]
     cells: int  # the least number of cells that every set of devices divides
     counts: Mapping[str, int]  # how many microbatches there are along each axis
 
     def slices(self, chunk: str, samples: int) -> Iterator[Slice]:
         """Yield the slices of a chunk's samples, replica by replica."""
-        placed = self.placed[chunk]
-        for replica in range(len(placed.devices)):
-            for part in placed.parts:
-                rows = self._rows(len(placed.devices), samples, replica, part)
+        replicas = len(next(iter(self.placed[chunk].values())))
+        for replica in range(replicas):
+            for part in self.placed[chunk]:
+                rows = self._rows(replicas, samples, replica, part)
                 yield Slice(replica=replica, part=part, samples=tuple(rows))
 
-    def _rows(self, devices: int, samples: int, replica: int, part: Tags) -> Iterator[int]:
+    def _rows(self, replicas: int, samples: int, replica: int, part: Tags) -> Iterator[int]:
         """Yield the samples of part k of p: the k-th of p equal pieces of each cell of the device."""
         size = samples // self.cells
         pieces, number = 1, 0
         for axis, index in part:  # the first axis is the slowest
             pieces, number = pieces * self.counts[axis], number * self.counts[axis] + index
         piece = size // pieces
-        per_device = self.cells // devices
+        per_device = self.cells // replicas
         for cell in range(replica * per_device, (replica + 1) * per_device):
             first = cell * size + number * piece
             yield from range(first, first + piece)
@@ -74,6 +65,10 @@ def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> BatchSlici
 
     outline: the captured model, which says how many neighbouring devices share their samples.
     """
+
+    def in_order(chunk: str, part: Tags, devices: set[int]) -> Devices:
+        return tuple(device for device in plans.chunks[chunk].devices_for(part) if device in devices)
+
     degrees = {} if outline is None else {chunk.name: outline.degree(chunk) for chunk in outline.chunks}
     devices: dict[str, dict[Tags, set[int]]] = {}
     counts: dict[str, int] = {}
@@ -85,14 +80,10 @@ def slicing_of(plans: Plans, outline: CapturedModel | None = None) -> BatchSlici
                 for axis, index in part:
                     counts[axis] = max(counts.get(axis, 0), index + 1)
     placed = {
-        chunk: ForwardPlacement(
-            devices=tuple(sorted(next(iter(parts.values()))))[:: degrees.get(chunk, 1)],
-            parts=tuple(sorted(parts)),
-            by_part={part: plans.chunks[chunk].devices_for(part)[:: degrees.get(chunk, 1)] for part in parts},
-        )
+        chunk: {part: in_order(chunk, part, parts[part])[:: degrees.get(chunk, 1)] for part in sorted(parts)}
         for chunk, parts in devices.items()
     }
-    cells = math.lcm(*(len(each.devices) for each in placed.values()))
+    cells = math.lcm(*(len(each) for parts in placed.values() for each in parts.values()))
     return BatchSlicing(placed=placed, cells=cells, counts=counts)
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import isfunction
 from pathlib import Path
@@ -17,21 +18,19 @@ from piper.capture.shard.request import Request
 from piper.capture.trace.record import LossFn
 from piper.capture.trace.returned import Prediction
 from piper.capture.trace.trace import Traced
-from piper.compiler.locate_errors import locate_errors
-from piper.compiler.optimizer_facts import OptimizerFacts, facts_of_optimizer
+from piper.compiler.optimizer_probe import OptimizerFacts, facts_of_optimizer
 from piper.compiler.shared_state import check_same_state, holder_of, reads_state_of
 from piper.compiler.slices import (
     capture_slices,
     check_sums,
     likely_rows,
-    outline_by_slice,
     requests_of,
     samples_of_group,
     uneven_slices,
 )
 from piper.data.taking import begin, call_data, reads_the_same, take
-from piper.directives import Directive, Remat, ShardAxis, apply
-from piper.errors import ConfigError
+from piper.directives import Directive, Order, Remat, ShardAxis, apply
+from piper.errors import CaptureError, CompilerError, ConfigError, LossError, ScheduleError
 from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.graph import Graph, start
 from piper.job import Batch, Job, job_for, strategy_of
@@ -42,7 +41,8 @@ from piper.lower.shared_buckets import share_buckets
 from piper.lower.state import LoweringState, Settings
 from piper.lower.validate import check_axes, validate
 from piper.plan.plan import Plans
-from piper.process.usercode import named
+from piper.plan.prove import ProofError
+from piper.process.usercode import defined_at, named
 from piper.runtime.accelerator import device_kind
 from piper.runtime.batch import as_run, bucket_batches, padded, read_shapes, wanted_batch
 from piper.runtime.setup import Forward, Shapes, setup_of
@@ -112,9 +112,10 @@ class Program:
 
     def simulate(self, cluster: Path | str | None = None) -> "Simulation":
         """Simulate a step on a cluster: a100, h100, h200, b200, cpu, or a TOML file. None: h100."""
-        from piper.compiler.notebook import simulated
+        from piper.simulate.prices import prices_of
+        from piper.simulate.simulate import simulate
 
-        return simulated(self, cluster)
+        return simulate(self.plans, self.outline, prices_of(cluster, None).costs)
 
     def view(self, cluster: Path | str | None = None) -> "Page":
         """Return the page of this program, timed on a cluster: a notebook shows it, and `save` writes it."""
@@ -144,18 +145,15 @@ class Program:
         wanted = wanted_batch(setup_of(self))
         rows, first = as_run(self, batch, wanted)
         key = read_shapes(rows, wanted)
-        if not first and key not in self.shapes:
-            self.shapes[key] = self._compile_shape(rows)
-        return self if first else self.shapes[key]
-
-    def _compile_shape(self, batch: Batch) -> "Program":
-        """Compile the job for batches like `batch`, over the parameters that this program holds."""
-        loss = counted_loss(self.job.loss) if COUNTS in batch else self.job.loss
-        fresh = new_recordings(self.job, self.device, batch, loss, compiled=self.cache is not None)
+        if first or key in self.shapes:
+            return self if first else self.shapes[key]
+        loss = counted_loss(self.job.loss) if COUNTS in rows else self.job.loss
+        fresh = new_recordings(self.job, self.device, rows, loss, compiled=self.cache is not None)
         known = (program.recordings for program in (self, *self.shapes.values()))
         recordings = next((one for one in known if one.fields == fresh.fields), fresh)
-        program = build(job_for(self.job, batch), capturing_with(batch, recordings, self.cache), first=self)
-        check_same_state(self, program, batch)
+        program = build(job_for(self.job, rows), capturing_with(rows, recordings, self.cache), first=self)
+        check_same_state(self, program, rows)
+        self.shapes[key] = program
         return program
 
 
@@ -220,8 +218,8 @@ def build(
             graph = graph.with_options(graph.options, lambda _, o: replace(o, budget=None, rerun=None))
         else:
             check_sums(graph, samples, capturing)
-        codes = capture_slices(graph, samples, capturing, requests)
-        graph = replace(graph, outline=outline_by_slice(graph, samples, codes))
+        codes, outline = capture_slices(graph, samples, capturing, requests)
+        graph = replace(graph, outline=outline)
         if trained is not None:
             graph = reads_state_of(trained, graph)
             buckets = share_buckets(graph, trained.work.buckets)
@@ -245,6 +243,8 @@ def build(
         log.debug("Lowering and proving the plans")
         plans, work = lower(graph, settings, buckets)
     reasons = [] if trained is not None else [reason for code in codes.values() for reason in code.reasons()]
+    recomputes = trained is not None or any(isinstance(directive, Remat) for directive in strategy)
+    unheeded = () if recomputes else traced.recording.unheeded()
     return Program(
         job=job,
         graph=work.graph,
@@ -253,7 +253,7 @@ def build(
         codes=codes,
         recordings=capturing.recordings,
         device=capturing.recordings.device,
-        warnings=() if trained is not None else warnings_of(traced, work.graph, strategy, samples),
+        warnings=() if trained is not None else (*uneven_slices(traced, work.graph, samples), *unheeded),
         cache=capturing.folder,
     )
 
@@ -313,13 +313,6 @@ def capturing_with(batch: Batch, recordings: Recordings, folder: Path | None) ->
     return Capturing(batch=batch, recordings=recordings, cache=cache, folder=folder)
 
 
-def warnings_of(traced: Traced, graph: Graph, strategy: Sequence[Directive], samples: int) -> tuple[str, ...]:
-    """Return what the user may not have meant."""
-    recomputes = any(isinstance(directive, Remat) for directive in strategy)
-    unheeded = () if recomputes else traced.recording.unheeded()
-    return (*uneven_slices(traced, graph, samples), *unheeded)
-
-
 def first_batch(job: Job) -> Batch:
     """Return the first batch of a job's data, padded as all are: its types stand for all."""
     data = call_data(job.data)
@@ -335,3 +328,30 @@ def first_batch(job: Job) -> Batch:
             hint="let each call make the batches: `def data(): yield from ...`, or return a list or a loader",
         )
     return padded(batch, job.buckets)
+
+
+@contextmanager
+def locate_errors(job: Job, strategy: Sequence[Directive], batch: Batch) -> Iterator[None]:
+    """Name the user's line in errors about the model, the loss and the strategy that have none yet."""
+    try:
+        yield
+    except CaptureError as error:
+        blamed = job.model if error.by == "model" or "cannot be built" in error.what else job.loss
+        where = defined_at(blamed) if error.by in ("capture", "loss", "model") else None
+        fields = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
+        facts = {"batch": fields} if isinstance(error, LossError) else {}
+        raise error.located(f"{error.by} ({where})" if where else error.by, facts) from error.__cause__
+    except ScheduleError as error:
+        if error.by != "strategy" or not strategy:
+            raise
+        raise error.located(f"strategy ({strategy[0].source})") from error.__cause__
+    except ProofError as error:
+        raise CompilerError(
+            "this is a bug in Piper: the plans of this strategy fail their proof",
+            by=f"strategy ({strategy[0].source})" if strategy else "strategy",
+            facts={
+                "strategy": "\n".join(d.title(i) for i, d in enumerate(strategy) if not isinstance(d, Order)),
+                "proof": str(error),
+            },
+            hint="please report it with this message; meanwhile, leave out one of these directives",
+        ) from error

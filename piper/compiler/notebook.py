@@ -12,7 +12,6 @@ from piper.plan.memory_timeline import timeline
 from piper.plan.ops import OPS
 from piper.process.files import write_output
 from piper.simulate.prices import prices_of
-from piper.simulate.simulate import Simulation, simulate
 from piper.view.cells import of_plans, stage_tags
 from piper.view.provenance import Provenance, StrategyLine, subject_from
 from piper.view.report import MARK, page
@@ -68,11 +67,6 @@ def table_of(program: "Program") -> str:
     drawn = grid(of_plans(program.plans, stage_tags(program.outline, orderings), "Pipeline", orderings))
     title = escape(line_of(program))
     return f"<div><p>{title}</p><table><tr>{head}</tr>{''.join(rows)}</table>{drawn}</div>"
-
-
-def simulated(program: "Program", cluster: str | Path | None = None) -> Simulation:
-    """Simulate a step of a program on a cluster: a known name, or a TOML file."""
-    return simulate(program.plans, program.outline, prices_of(cluster, None).costs)
 
 
 def page_of(program: "Program", cluster: str | Path | None = None) -> Page:

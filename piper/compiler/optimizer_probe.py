@@ -6,16 +6,20 @@ optimizer on the whole model in miniature, then on what each device holds of it,
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from piper.errors import ConfigError
+from piper.errors import ConfigError, ScheduleError
 from piper.ir.devices import show
+from piper.ir.dtypes import job_precision
+from piper.ir.graph import Graph
+from piper.job import Job
+from piper.lower.buckets import ProgramBuckets, with_whole_parameters
 from piper.plan.updates import BucketUpdate
 from piper.process.usercode import named, raised, said
 from piper.runtime.standins import (
@@ -29,7 +33,14 @@ from piper.runtime.standins import (
     view_of,
     whole_view,
 )
-from piper.runtime.trainers import MakeOptimizer, build_optimizer, is_ours, make_optimizer
+from piper.runtime.trainers import (
+    MakeOptimizer,
+    build_optimizer,
+    empty_optimizer,
+    is_ours,
+    make_optimizer,
+    try_scheduler,
+)
 
 STEPS = 4
 CLOSE = 1e-5  # of how far an element moved
@@ -42,12 +53,13 @@ Groups = Mapping[str, Options | None]  # by parameter; None: in no group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class OptimizerFacts:
     """The facts about an optimizer that the compiler needs."""
 
-    name: str
-    state_bytes: int  # of state for one parameter element
+    state_bytes: int  # of state for one element of a parameter, with what a step needs beside it
+    name: str = "no optimizer"
     ours: bool = True  # it is one of torch's own, whose state is by parameter: its step may come in parts
+    whole: bool = False  # it needs whole parameters: under ZeRO each has one owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +75,6 @@ class UnlikeError(Exception):
     """An optimizer that computes another update on a device than on the whole model."""
 
 
-def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate]) -> Probe:
-    """Step an optimizer on small parameters; refuse one that would train in another way on the job's devices.
-
-    sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
-    """
-    trained = [bucket for bucket in buckets if bucket.trainable]
-    if not trained:
-        return Probe(name="no optimizer", state_bytes=0)
-    with one_thread():
-        return probe_trained(make, sizes, trained)
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Compute on one thread. To begin and end many for each of many small tensors takes seconds."""
@@ -86,8 +86,15 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def probe_trained(make: MakeOptimizer, sizes: Sizes, trained: Sequence[BucketUpdate]) -> Probe:
-    """Step an optimizer on small parameters, of which these buckets are trained."""
+@one_thread()
+def probe_optimizer(make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate]) -> OptimizerFacts:
+    """Step an optimizer on small parameters; refuse one that would train in another way on the job's devices.
+
+    sizes: of the parameters that plain PyTorch gives to the optimizer, in the model's order.
+    """
+    trained = [bucket for bucket in buckets if bucket.trainable]
+    if not trained:
+        return OptimizerFacts(state_bytes=0)
     whole = whole_view(sizes)
     groups = true_groups(make, whole, sizes)
     small, probe = measured(make, whole, groups, sizes, trained)
@@ -114,7 +121,10 @@ def probe_trained(make: MakeOptimizer, sizes: Sizes, trained: Sequence[BucketUpd
         try:
             for device in dict.fromkeys((devices[0], devices[-1])) if direct else ():
                 check_groups(make, view_of(device, mine, sizes), sizes, groups)
-            for view in tried(devices, mine, sizes, small):
+            views = small_views(devices[0], mine, small)
+            if small is sizes:  # it is tried at true sizes
+                views = [view_of(device, mine, sizes) for device in devices[:MOST]]
+            for view in views:
                 if view.parts:  # a device that holds padding only has no optimizer
                     check_steps(trial, view, groups, expected)
         except UnlikeError as error:
@@ -127,15 +137,6 @@ def probe_trained(make: MakeOptimizer, sizes: Sizes, trained: Sequence[BucketUpd
                 "is: by its shape, not by its place in the list",
             ) from error
     return probe
-
-
-def tried(
-    devices: Sequence[int], buckets: Sequence[BucketUpdate], sizes: Sizes, small: Sizes
-) -> Iterable[View]:
-    """Return what devices hold of parameters of the sizes at which they are tried."""
-    if small is sizes:
-        return [view_of(device, buckets, sizes) for device in devices[:MOST]]
-    return small_views(devices[0], buckets, small)
 
 
 def made_of_parts(make: MakeOptimizer, sizes: Sizes) -> bool:
@@ -169,7 +170,7 @@ def groups_of(optimizer: Optimizer, view: View, tensors: Sequence[Tensor]) -> Gr
 
 def measured(
     make: MakeOptimizer, whole: View, groups: Groups | None, sizes: Sizes, buckets: Sequence[BucketUpdate]
-) -> tuple[Sizes, Probe]:
+) -> tuple[Sizes, OptimizerFacts]:
     """Return the sizes at which the optimizer can be tried, and what it is like there."""
     small: Sizes = small_sizes(sizes, buckets)
     double = any(bucket.dtype == "float64" for bucket in buckets)
@@ -191,8 +192,8 @@ def measured(
         for value in state.values()
         if isinstance(value, Tensor) and value.dim()  # counters of steps have no axes
     )
-    name, state_bytes = type(optimizer).__name__, kept // max(1, count)
-    return small, Probe(name=name, state_bytes=state_bytes, ours=is_ours(optimizer))
+    name, ours = type(optimizer).__name__, is_ours(optimizer)
+    return small, OptimizerFacts(state_bytes=kept // max(1, count), name=name, ours=ours)
 
 
 def trial_of(
@@ -229,14 +230,10 @@ def set_up(trial: Trial, view: View, groups: Groups | None) -> tuple[Optimizer, 
     if groups is not None and not all(same(each, groups.get(name)) for name, each in here.items()):
         regroup(optimizer, view, tensors, groups)
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], float | int) and not group["lr"]:
-            group["lr"] = RATE
-        if (
-            group.get("foreach", False) is None
-            and is_ours(optimizer)
-            and isinstance(group["lr"], float | int)
-        ):
-            group["foreach"] = True  # one call for all tensors, which torch prefers only on accelerators
+        if isinstance(group["lr"], float | int):
+            group["lr"] = group["lr"] or RATE
+            if group.get("foreach", False) is None and is_ours(optimizer):
+                group["foreach"] = True  # one call for all tensors, which torch prefers only on accelerators
     return optimizer, tensors
 
 
@@ -268,9 +265,8 @@ def step(trial: Trial, view: View, optimizer: Optimizer, tensors: Sequence[Tenso
 def stepped(trial: Trial, view: View, groups: Groups | None, seed: int) -> list[Tensor]:
     """Return how far an optimizer moves each part of a view."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            seed
-        )  # `torch.manual_seed` also notes a stack for each accelerator
+        # `torch.manual_seed` also notes a stack for each accelerator.
+        torch.default_generator.manual_seed(seed)
         optimizer, tensors = set_up(trial, view, groups)
         step(trial, view, optimizer, tensors)
     starts = [part.of(trial.start[part.name]) for part in view.parts]
@@ -338,3 +334,59 @@ def refusing(who: str) -> Iterator[None]:
         cause = error.__cause__
         why = said(cause) if cause is not None else str(error).splitlines()[0]
         raise UnlikeError(f"it refuses what {who} holds: {why}") from error
+
+
+def facts_of_optimizer(job: Job, graph: Graph, buckets: ProgramBuckets) -> OptimizerFacts:
+    """Try a job's optimizer and scheduler on what each device holds of a model."""
+    trained = trained_in(buckets)
+    sizes = {p.name: p.shape for p in graph.outline.parameters if p.trainable}
+    whole, sliced = False, dict[str, str]()
+    try:
+        probe = probe_optimizer(job.optimizer, sizes, trained)
+    except ConfigError:
+        if not any(bucket.zero or piece.shardings for bucket in trained for piece in bucket.pieces):
+            raise
+        whole = True
+        cut = with_whole_parameters(buckets)
+        probe = probe_optimizer(job.optimizer, sizes, trained_in(cut))
+        sliced = {chunk: b.pieces[0].name for b in cut.read.values() if b.slices for chunk in b.chunks}
+    check_offloaded(probe, graph, sliced)
+    optimizer = empty_optimizer(job.optimizer, trained, sizes) if job.scheduler is not None else None
+    if optimizer is not None and job.scheduler is not None:
+        try_scheduler(job.scheduler, optimizer, job.steps)
+    types = job_precision(job.precision)
+    # Of an optimizer that steps all parameters at once, those that are split are joined all at once.
+    joined = types.sum_itemsize if types.splits and not probe.ours else 0
+    return replace(probe, state_bytes=probe.state_bytes + joined, whole=whole)
+
+
+def trained_in(buckets: ProgramBuckets) -> tuple[BucketUpdate, ...]:
+    """Return the buckets of parameters that a backward reaches, as their optimizer sees them."""
+    return tuple(bucket.update for bucket in buckets.read.values() if bucket.trainable)
+
+
+def check_offloaded(probe: OptimizerFacts, graph: Graph, sliced: Mapping[str, str]) -> None:
+    """Refuse to offload the state of an optimizer that may not be stepped bucket by bucket.
+
+    Nor that of parameters that are updated in full. sliced: one of them, by chunk.
+    """
+    offloaded = graph.chosen(lambda options: options.offload_state)
+    for chunk, offload in offloaded.items():
+        if chunk in sliced:
+            raise ScheduleError(
+                f"the state of {probe.name} for sharded parameters cannot be offloaded",
+                by=graph.directives[offload.by].title,
+                facts={
+                    "parameter": sliced[chunk],
+                    "why": "one device updates it in full, and gives the others their slices",
+                },
+                hint="use an elementwise optimizer such as AdamW, or leave this directive out",
+            )
+    if offloaded and not probe.ours:
+        by = next(iter(offloaded.values())).by
+        raise ScheduleError(
+            f"the state of {probe.name} cannot be offloaded",
+            by=graph.directives[by].title,
+            facts={"why": "it would be stepped once for each bucket, and it may count its steps"},
+            hint="use an optimizer of torch.optim, or leave this directive out",
+        )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from piper.checkpoint.moves import moves_between
 from piper.errors import CaptureError, ScheduleError
-from piper.ir.chunk import CapturedModel, Parameter
+from piper.ir.chunk import Parameter
 from piper.ir.devices import show
 from piper.ir.graph import Graph
 from piper.job import Batch, Job, limit_of
@@ -20,18 +20,30 @@ if TYPE_CHECKING:
 
 
 def reads_state_of(program: "Program", graph: Graph) -> Graph:
-    """Return a forward that reads the parameters and buffers where a program that trains them has them."""
-    check_same_devices(program, graph)
-    return replace(graph, outline=with_parameters_of(program, graph.outline))
+    """Return a forward that reads the parameters and buffers where a program that trains them has them.
 
-
-def with_parameters_of(program: "Program", outline: CapturedModel) -> CapturedModel:
-    """Return an outline with the parameters of the trained program, sharded as that program shards them.
-
-    Raise a CaptureError where a forward in eval mode reads a parameter that training does not hold.
+    Raise a CaptureError where a forward in eval mode reads a parameter that training does not hold, or uses a
+    buffer on other devices: it would have two values.
     """
+    before, placed = (devices_of_chunks(each) for each in (program.graph, graph))
+    buffers: dict[str, set[int]] = {}
+    for chunk in program.outline.chunks:
+        for name in chunk.buffers:
+            buffers.setdefault(name, set()).update(before[chunk.name])
+    for chunk in graph.outline.chunks:
+        for name in chunk.buffers:
+            if name in buffers and not buffers[name].issuperset(placed[chunk.name]):
+                raise CaptureError(
+                    f"the buffer {name} is on other devices in eval mode",
+                    by="model",
+                    facts={
+                        "training": f"uses it on {show(tuple(sorted(buffers[name])))}",
+                        chunk.name: f"uses it on {show(tuple(sorted(placed[chunk.name])))}",
+                    },
+                    hint="place the regions that share the buffer on the same devices",
+                )
     trained_names = {piece.name for bucket in program.plans.buckets.values() for piece in bucket.pieces}
-    used = {name for chunk in outline.chunks for name in chunk.params}
+    used = {name for chunk in graph.outline.chunks for name in chunk.params}
     if unknown := used - trained_names:
         raise CaptureError(
             f"the model uses {min(unknown)} in eval mode only",
@@ -39,35 +51,13 @@ def with_parameters_of(program: "Program", outline: CapturedModel) -> CapturedMo
             facts={"but": "evaluation reads the parameters of the training program"},
             hint="make it a buffer, or let the forward use it in both modes",
         )
-    parameters = {parameter.name: parameter for parameter in outline.parameters}
+    parameters = {parameter.name: parameter for parameter in graph.outline.parameters}
     trained = program.outline.parameters
     for parameter in trained:
-        if (
-            parameter.name in used
-        ):  # a forward may use fewer than training does; those lie nowhere in its program
+        if parameter.name in used:  # others lie nowhere in the program of the forward
             assert layout_of(parameter) == layout_of(parameters[parameter.name]), parameter.name
-    return replace(outline, parameters=tuple(replace(p, trainable=False) for p in trained))
-
-
-def check_same_devices(program: "Program", graph: Graph) -> None:
-    """Refuse a buffer that training and evaluation use on different devices: it would have two values."""
-    before, placed = (devices_of_chunks(each) for each in (program.graph, graph))
-    trained: dict[str, set[int]] = {}
-    for chunk in program.outline.chunks:
-        for name in chunk.buffers:
-            trained.setdefault(name, set()).update(before[chunk.name])
-    for chunk in graph.outline.chunks:
-        for name in chunk.buffers:
-            if name in trained and not trained[name].issuperset(placed[chunk.name]):
-                raise CaptureError(
-                    f"the buffer {name} is on other devices in eval mode",
-                    by="model",
-                    facts={
-                        "training": f"uses it on {show(tuple(sorted(trained[name])))}",
-                        chunk.name: f"uses it on {show(tuple(sorted(placed[chunk.name])))}",
-                    },
-                    hint="place the regions that share the buffer on the same devices",
-                )
+    frozen = tuple(replace(parameter, trainable=False) for parameter in trained)
+    return replace(graph, outline=replace(graph.outline, parameters=frozen))
 
 
 def devices_of_chunks(graph: Graph) -> dict[str, set[int]]:
@@ -104,15 +94,10 @@ def holder_of(
         if same_strategy or ours is None or its is None:
             which = "lies otherwise" if ours and its else "is used only"
             raise another_model(batch, "parameters", f"{name} {which} for one of them")
-        if not movable(ours, its):
+        kinds = {(bucket.dtype, bucket.trainable, bucket.clones) for bucket in (ours, its)}
+        if len(kinds) > 1 or ours.clones:  # it cannot move
             raise other_layout(program.job, job, name, (described(ours), described(its)))
     return None
-
-
-def movable(before: Bucket, after: Bucket) -> bool:
-    """Return whether a parameter can move between two buckets: it has the same types, and no clones."""
-    kinds = [(bucket.dtype, bucket.trainable, bucket.clones) for bucket in (before, after)]
-    return kinds[0] == kinds[1] and not before.clones
 
 
 def check_same_state(program: "Program", other: "Program", batch: Batch) -> None:

@@ -1,7 +1,7 @@
 """The samples that a chunk gets at a time, the code for each such slice, and what is sharded along axes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from piper.capture.autodiff.differentiate import Captured
@@ -52,35 +52,29 @@ def rows_of(graph: Graph, samples: int) -> dict[str, int]:
 
 def capture_slices(
     graph: Graph, samples: int, capturing: Capturing, requests: Sequence[Request]
-) -> dict[int, Captured]:
-    """Differentiate the model for every slice size that its chunks get, and return the code by size."""
-    needed = sorted(set(rows_of(graph, samples).values()))
+) -> tuple[dict[int, Captured], CapturedModel]:
+    """Return the code for every slice size that chunks get, and an outline: each chunk as for its own."""
+    rows = rows_of(graph, samples)
     compiled = capturing.recordings.compiled
     # Gradients that are reduced after each run of backwards are written where they are reduced from, and
     # those of several microbatches are added to the sum by the backward that computes them.
     options = {}
     for chunk in graph.outline.chunks:
-        asked = graph.options[chunk.name]
+        asked, expert = graph.options[chunk.name], chunk.kind == "expert"
         options[chunk.name] = CodeOptions(
             budget=asked.budget,
             products=asked.products,
-            ways=asked.policy.ways if chunk.kind == "expert" else 1,
-            clones=asked.policy.clones if chunk.kind == "expert" else 0,
-            capacity=asked.policy.capacity if chunk.kind == "expert" else None,
+            ways=asked.policy.ways if expert else 1,
+            clones=asked.policy.clones if expert else 0,
+            capacity=asked.policy.capacity if expert else None,
             flat=compiled and (asked.policy.zero >= 2 or parts_of(graph, chunk.name) > 1),
         )
-    return {rows: capturing.differentiated(rows, requests, options) for rows in needed}
-
-
-def outline_by_slice(graph: Graph, samples: int, codes: Mapping[int, Captured]) -> CapturedModel:
-    """Return one outline, with each chunk as captured for its own slice size."""
-    rows = rows_of(graph, samples)
-    by_rows = {size: {chunk.name: chunk for chunk in code.outline.chunks} for size, code in codes.items()}
+    codes = {n: capturing.differentiated(n, requests, options) for n in sorted(set(rows.values()))}
+    chunks = {size: {chunk.name: chunk for chunk in code.outline.chunks} for size, code in codes.items()}
+    for size, by_name in chunks.items():
+        assert [*by_name] == [*graph.chunks], f"the model has other chunks for slices of {size} samples"
     first = next(iter(codes.values())).outline
-    names = [chunk.name for chunk in graph.outline.chunks]
-    for size, chunks in by_rows.items():
-        assert list(chunks) == names, f"the model has other chunks for slices of {size} samples"
-    return replace(first, chunks=tuple(by_rows[rows[name]][name] for name in names))
+    return codes, replace(first, chunks=tuple(chunks[rows[name]][name] for name in graph.chunks))
 
 
 def check_sums(graph: Graph, samples: int, capturing: Capturing) -> None:

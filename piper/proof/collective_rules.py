@@ -10,18 +10,15 @@ from piper.ir.sharding import Collective
 from piper.plan.bucket import Bucket, Extent, ShardCollective
 from piper.plan.ops import Collecting, Op
 from piper.plan.plan import Comm
-from piper.proof.amounts import Amount
 from piper.proof.covers import Contributor
 from piper.proof.decode import bucket_named, collected, described, routed, shown_collective, subject
 from piper.proof.local_rules import LocalRules
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, resharded_version
-from piper.proof.symbolic_values import IN_FULL, NO_COVER, SymbolicValue, Terms, Value
+from piper.proof.symbolic_values import IN_FULL, NO_COVER, Amount, SymbolicValue, Terms, Value
 
 FOR_USE = {"old shard": "old", "new shard": "new"}  # versions of parameters, and of what is gathered of them
-AFTER_UPDATE = {version: version for version in ("old", "new", "old shard", "new shard")} | {
-    "partly new": "new",
-    "partly new shard": "new shard",
-}
+VERSIONS = ("old", "new", "old shard", "new shard", "partly new", "partly new shard")
+AFTER_UPDATE = {version: version.removeprefix("partly ") for version in VERSIONS}
 HELD: Mapping[str, Extent] = {"grad": "whole", "grad_inside": "held", "grad_shard": "owned"}
 # ^ of a gradient, by the kind of its slot
 
@@ -58,14 +55,11 @@ class CollectiveRules:
             given = ", ".join(sorted(map(self.symbols.describe, values.values())))
             self.state.complain(at, f"receives different values from different devices: {given}")
             return
-        first = next(iter(values.values()))
+        number, *others = next(iter(values.values()))
         covers = tuple((sender, self.symbols.symbol(value).cover) for sender, value in sorted(values.items()))
         if NO_COVER not in dict(covers).values():
-            first = (
-                self.symbols.moved(first[0], self.covers.received(comm.name, at.program, covers)),
-                *first[1:],
-            )
-        self.state.slots[at.program][at.ins.writes[0]] = first
+            number = self.symbols.moved(number, self.covers.received(comm.name, at.program, covers))
+        self.state.slots[at.program][at.ins.writes[0]] = (number, *others)
 
     def meet(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Run a collective, now that all its members have reached it."""
@@ -123,8 +117,7 @@ class CollectiveRules:
 
     def collect(self, comm: Comm | None, at: ProgramInstr) -> None:
         """Run a member of a collective: values of its group, or gradients, become one in another layout."""
-        collecting = collected(at.ins)
-        wanted = self._wanted(at, collecting)
+        collecting, wanted = self._wanted(at)
         if collecting is None or wanted is None:
             return
         if wanted.op == "slice":
@@ -132,38 +125,33 @@ class CollectiveRules:
         elif comm is None and wanted.degree > 1:
             self.state.complain(at, f"has no communicator; it should go over {wanted.degree} devices")
         elif comm is not None:
-            mesh = self.state.expected_at(at.ins.part).meshes[collecting.run.chunk]
-            groups = partial(mesh.groups, wanted.axis)
-            whose = f"{wanted.axis} of {collecting.run.chunk}"
-            self.state.check_groups(at, comm, whose, groups)
+            chunk = collecting.run.chunk
+            groups = partial(self.state.expected_at(at.ins.part).meshes[chunk].groups, wanted.axis)
+            self.state.check_groups(at, comm, f"{wanted.axis} of {chunk}", groups)
 
     def take(self, at: ProgramInstr) -> None:
         """Take a device's own slice of a value that all devices of its group hold."""
-        collecting = collected(at.ins)
-        wanted = self._wanted(at, collecting)
+        collecting, wanted = self._wanted(at)
         if collecting is None or wanted is None:
             return
         mesh = self.state.expected_at(at.ins.part).meshes[collecting.run.chunk]
-        stride = mesh.axis(wanted.axis).stride
+        given, right = (collecting.devices, collecting.stride), (mesh.devices, mesh.axis(wanted.axis).stride)
         if wanted.op != "slice":
             self.state.complain(at, f"takes a part by itself; it should be {shown_collective(wanted)}")
-        elif (collecting.devices, collecting.stride) != (mesh.devices, stride):
-            takes, should = (
-                f"{show(devices)}, {apart} apart"
-                for devices, apart in ((collecting.devices, collecting.stride), (mesh.devices, stride))
-            )
+        elif given != right:
+            takes, should = (f"{show(devices)}, {apart} apart" for devices, apart in (given, right))
             self.state.complain(at, f"takes the parts of devices {takes}; it should be {should}")
 
-    def _wanted(self, at: ProgramInstr, collecting: Collecting | None) -> Collective | None:
-        """Check a collective against the specification, and return the right one. None: it must not run."""
+    def _wanted(self, at: ProgramInstr) -> tuple[Collecting, Collective] | tuple[None, None]:
+        """Check a collective by the specification. Return it, and the right one. None: it must not run."""
+        collecting, expected = collected(at.ins), None
         backward = collecting is not None and collecting.run.phase != "F"
-        expected = None
         if collecting is not None:
             of_collective = self.state.expected_at(at.ins.part).of_collective
             expected = of_collective(at.program, collecting.run.chunk, backward)
         if collecting is None or expected is None:
             self.state.complain(at, f"does {described(at.ins.payload)}, which must not happen here")
-            return None
+            return None, None
         how = self.spec.chunks[collecting.run.chunk].collective
         assert how is not None, "its chunk is a collective"
         wanted = how.adjoint if backward else how
@@ -171,16 +159,19 @@ class CollectiveRules:
             does, should = shown_collective(collecting.how), shown_collective(wanted)
             self.state.complain(at, f"does {does}; it should do {should}")
         self.local.follow(at, expected)
-        return wanted
+        return collecting, wanted
+
+    def bucket_of(self, member: ProgramInstr) -> Bucket | None:
+        """Return the bucket that a gather or a reduction names. None: its device holds nothing of it."""
+        bucket = self.state.plans.buckets.get(bucket_named(member.ins))
+        return bucket if bucket is not None and self.state.is_on(member.program, bucket) else None
 
     def gather(self, comm: Comm | None, members: Sequence[ProgramInstr]) -> None:
         """Gather the shards of a bucket."""
         for member in members:
-            name = bucket_named(member.ins)
-            bucket = self.state.plans.buckets.get(name)
-            slot = param_slot(name)
-            slots = self.state.slots[member.program]
-            if bucket is None or not self.state.is_on(member.program, bucket):
+            name, bucket = bucket_named(member.ins), self.bucket_of(member)
+            slot, slots = param_slot(name), self.state.slots[member.program]
+            if bucket is None:
                 self.state.complain(member, f"gathers {name!r}, of which this device holds nothing")
                 continue
             in_place = member.ins.writes == (slot,)
@@ -188,12 +179,10 @@ class CollectiveRules:
             value = slots.get(slot)
             known = value is not None and self.symbols.symbol(value) == SymbolicValue("param", name)
             if member.ins.reads != (slot,) or value is None or not known:
-                self.state.complain(
-                    member, f"gathers {name} from {', '.join(member.ins.reads)}, not from {slot}"
-                )
+                read = ", ".join(member.ins.reads)
+                self.state.complain(member, f"gathers {name} from {read}, not from {slot}")
                 continue
-            gathers = AFTER_UPDATE if in_place else FOR_USE
-            version = gathers.get(str(value[1]))
+            version = (AFTER_UPDATE if in_place else FOR_USE).get(str(value[1]))
             if len(member.ins.writes) != 1 or how is None or version is None:
                 where = ", ".join(member.ins.writes)
                 self.state.complain(member, f"gathers {name} (zero={bucket.zero}) into {where}")
@@ -221,16 +210,15 @@ class CollectiveRules:
                 self.state.complain(member, f"sums {read} into {written} for {bucket_named(ins)}")
                 return
             buckets.append(bucket.name)
-            wanted: Value = (self.state.expected.weights(bucket), HELD[ins.writes[0].kind], ())
+            wanted: Value = (self.state.expected.weights(bucket.name), HELD[ins.writes[0].kind], ())
             abouts[member.program] = wanted
             terms = self._terms_read(member, ins.reads, wanted)
             if terms is None:
                 return
             given[member.program] = terms
         if len(set(abouts.values())) > 1:
-            self.state.complain(
-                members[0], "sums gradients of different parameters, or shards with whole ones"
-            )
+            different = "gradients of different parameters, or shards with whole ones"
+            self.state.complain(members[0], f"sums {different}")
             return
         if not self._shards_align(comm, members, buckets, next(iter(abouts.values()))[1] == "owned"):
             self.state.complain(members[0], "sums shards of different elements")
@@ -264,12 +252,10 @@ class CollectiveRules:
         given: dict[int, Terms] = {}
         returned = False
         for member in members:
-            ins = member.ins
-            bucket = self.state.plans.buckets.get(bucket_named(ins))
-            if bucket is None or not self.state.is_on(member.program, bucket) or len(ins.writes) != 1:
-                self.state.complain(
-                    member, f"scatters {bucket_named(ins)!r}, of which this device holds nothing"
-                )
+            ins, bucket = member.ins, self.bucket_of(member)
+            if bucket is None or len(ins.writes) != 1:
+                name = bucket_named(ins)
+                self.state.complain(member, f"scatters {name!r}, of which this device holds nothing")
                 return
             read = ins.reads[:1] if ins.reads[:1] != ins.writes else ()  # nothing: it has nothing to add
             if ins.reads[len(read) :] not in ((), ins.writes):
@@ -283,7 +269,7 @@ class CollectiveRules:
                 return
             self._check_members(member, comm, bucket, step)
             returned = bool(bucket.cloned(step))
-            wanted: Value = (self.state.expected.weights(bucket), step.gives, ())
+            wanted: Value = (self.state.expected.weights(bucket.name), step.gives, ())
             terms = self._terms_read(member, read, wanted)
             if terms is None:
                 return
@@ -292,7 +278,7 @@ class CollectiveRules:
         for member, terms in zip(members, sums, strict=True):
             slots, ins = self.state.slots[member.program], member.ins
             bucket = self.state.plans.buckets[bucket_named(ins)]
-            wanted = (self.state.expected.weights(bucket), HELD[ins.writes[0].kind], ())
+            wanted = (self.state.expected.weights(bucket.name), HELD[ins.writes[0].kind], ())
             if ins.reads[-1:] == ins.writes:
                 before = self._terms_read(member, ins.writes, wanted)
                 if before is None:
@@ -302,9 +288,8 @@ class CollectiveRules:
 
     def reshard(self, comm: Comm | None, member: ProgramInstr) -> None:
         """Bring complete gradients to the devices that update in full, or updated parameters back."""
-        ins, name = member.ins, bucket_named(member.ins)
-        bucket = self.state.plans.buckets.get(name)
-        if bucket is None or not bucket.slices or not self.state.is_on(member.program, bucket):
+        ins, name, bucket = member.ins, bucket_named(member.ins), self.bucket_of(member)
+        if bucket is None or not bucket.slices:
             self.state.complain(member, f"reshards {name!r}, of which this device updates none in full")
             return
         if comm is None:

@@ -10,19 +10,27 @@ microbatches uses the same few. So the devices of a program are walked a few tim
 never for an instruction.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, cached_property, partial
 from itertools import pairwise
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from piper.ir.devices import Devices
 from piper.ir.mesh import Axis
 from piper.plan.plan import Plans
-from piper.proof.once import once
 from piper.proof.specification import Numbering, shard_number
 
 Segment = tuple[int, int, int]  # from cell, to cell, how often
 Cells = tuple[Segment, ...]  # on one device, in order and without overlap
 Cover = int  # the number of an interned cover
 Contributor = tuple[int, Cover]  # a program, and a cover of its devices
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def once(method: Callable[Concatenate[Any, P], R]) -> "cached_property[Callable[P, R]]":
+    """Keep the results of a method by its arguments, as long as its object lives."""
+    return cached_property(lambda owner: cast("Callable[P, R]", cache(partial(method, owner))))
 
 
 class Covers:
@@ -67,12 +75,10 @@ class Covers:
         cells: list[Cells] = []
         for member in members:
             group, share = member // shared // degree, experts.coordinate(member) if experts else 0
-            cells.append(self._slice(shard_number(member, numbered), share, group * each, each))
+            shard = shard_number(member, numbered)
+            start = (shard * self.shares + share) * self.cells + group * each
+            cells.append(((start, start + each, 1),))
         return self._intern(tuple(cells))
-
-    def _slice(self, shard: int, share: int, first: int, count: int) -> Cells:
-        start = (shard * self.shares + share) * self.cells + first
-        return ((start, start + count, 1),)
 
     def everything(self, program: int, shares: int = 1) -> Cover:
         """Return the cover of all cells, at every share of the experts, on each device."""
@@ -98,21 +104,17 @@ class Covers:
         places = [0]
         for axis, worth in summed:
             places = [place + i * worth for place in places for i in range(axis.degree)]
-        known: dict[tuple[int, int], Cells] = {}  # few devices differ in both
-        cells: list[Cells] = []
-        for device in self.plans.plans[program].devices:
-            here = position[device]
-            share = experts.coordinate(here) if experts is not None else 0
-            key = shard_number(here, own), share
-            if key not in known:
-                shares: Sequence[int] = (share,)
-                if every_share and experts is not None:
-                    shares = range(experts.degree)
-                shards = [key[0] + place for place in places]
-                pieces = [self._slice(shard, each, 0, self.cells) for shard in shards for each in shares]
-                known[key] = _overlaid([segment for piece in pieces for segment in piece])
-            cells.append(known[key])
-        return self._intern(tuple(cells))
+
+        @cache  # few devices differ in both
+        def cells(shard: int, share: int) -> Cells:
+            shares = range(experts.degree) if every_share and experts is not None else (share,)
+            starts = ((shard + place) * self.shares + each for place in places for each in shares)
+            return _overlaid([(start * self.cells, (start + 1) * self.cells, 1) for start in starts])
+
+        here = [position[device] for device in self.plans.plans[program].devices]
+        at_experts = [experts.coordinate(place) if experts is not None else 0 for place in here]
+        shards = [shard_number(place, own) for place in here]
+        return self._intern(tuple(map(cells, shards, at_experts)))
 
     @once
     def cut(self, cover: Cover, start: int, stop: int, of: int) -> Cover | None:
@@ -145,9 +147,8 @@ class Covers:
     @once
     def received(self, comm: str, program: int, sent: tuple[Contributor, ...]) -> Cover:
         """Return the cover of what a program receives, given the cover of what each sender sends."""
-        by_program = dict(sent)
-        cells = [self._covers[by_program[p]][place] for p, place in self.senders(comm, program)]
-        return self._intern(tuple(cells))
+        given = dict(sent)
+        return self._intern(tuple(self._covers[given[p]][place] for p, place in self.senders(comm, program)))
 
     @once
     def summed(
@@ -156,16 +157,12 @@ class Covers:
         """Return for each program the cover of a sum over each group, of what its members contribute."""
         groups: dict[int, list[Segment]] = {}
         group_of = self.group_of(comm)
+        devices = [plan.devices for plan in self.plans]
         for program, cover in given:
-            for device, cells in zip(self.plans.plans[program].devices, self._covers[cover], strict=True):
+            for device, cells in zip(devices[program], self._covers[cover], strict=True):
                 groups.setdefault(group_of[device], []).extend(cells)
         sums = {group: _overlaid(segments) for group, segments in groups.items()}
-        return {
-            program: self._intern(
-                tuple(sums.get(group_of[device], ()) for device in self.plans.plans[program].devices)
-            )
-            for program in programs
-        }
+        return {p: self._intern(tuple(sums.get(group_of[d], ()) for d in devices[p])) for p in programs}
 
     @once
     def group_of(self, comm: str) -> dict[int, int]:

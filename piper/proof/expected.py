@@ -1,6 +1,7 @@
 """What each phase of each chunk must read and gives on each program, once for all microbatches."""
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -8,11 +9,18 @@ from piper.ir.chunk import AxisPosition, Batch, Chunk, Constant, Output, Phase, 
 from piper.ir.ids import show_part
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans
-from piper.proof.amounts import NOTHING, Amount, Amounts
-from piper.proof.covers import Cover, Covers
-from piper.proof.once import once
+from piper.proof.covers import Cover, Covers, once
 from piper.proof.specification import PartMeshes, Specification, numbering
-from piper.proof.symbolic_values import Kind, SymbolicValue, SymbolTable, Terms, places_along, shown_cuts
+from piper.proof.symbolic_values import (
+    NOTHING,
+    Amount,
+    Kind,
+    SymbolicValue,
+    SymbolTable,
+    Terms,
+    places_along,
+    shown_cuts,
+)
 
 Entry = tuple[int, str | None, int]  # a symbol, its state or None for the microbatch, its amount
 
@@ -43,25 +51,16 @@ class Expectations:
     """Derives what instructions on the microbatches of a layout must read and write, by the specification."""
 
     def __init__(
-        self,
-        plans: Plans,
-        spec: Specification,
-        layout: PartMeshes,
-        covers: Covers,
-        amounts: Amounts,
-        symbols: SymbolTable,
+        self, plans: Plans, spec: Specification, layout: PartMeshes, covers: Covers, symbols: SymbolTable
     ) -> None:
-        self.plans, self.spec, self.covers, self.amounts = plans, spec, covers, amounts
+        self.plans, self.spec, self.covers, self.amounts = plans, spec, covers, symbols.amounts
         self._number = symbols.number
         self.parts, self.meshes = layout.parts, layout.meshes
-        self._finals: dict[tuple[int, str], Terms] = {}
-        self._sums: dict[tuple[str, int, str], Amount] = {}
-        self._weights: dict[str, int] = {}  # by bucket
         self._parameters = {param.name: param for param in spec.outline.parameters}
-        self._buckets: dict[str, list[Bucket]] = {name: [] for name in spec.chunks}
+        self._buckets = defaultdict[str, list[Bucket]](list)
         for bucket in plans.buckets.values():
             for name in bucket.chunks:
-                self._buckets.setdefault(name, []).append(bucket)
+                self._buckets[name].append(bucket)
 
     @once
     def of_phase(self, program: int, name: str, phase: Phase) -> Expected | None:
@@ -74,11 +73,8 @@ class Expectations:
             return None
         spec = chunk.phases[phase]
         reads = [self._input(program, chunk, position) for position in spec.inputs]
-        independent = [
-            i
-            for i, position in enumerate(spec.inputs)
-            if self.spec.is_sample_independent(chunk.name, position)
-        ]
+        inputs = enumerate(spec.inputs)
+        independent = [i for i, place in inputs if self.spec.is_sample_independent(chunk.name, place)]
         for bucket in self._buckets[chunk.name]:
             if any(piece.name in spec.params for piece in bucket.pieces):
                 reads.append((self._number(SymbolicValue("param", bucket.name)), "old", NOTHING))
@@ -117,9 +113,9 @@ class Expectations:
     def _given_weights(self, chunk: Chunk, phase: Phase, cover: Cover) -> Iterator[BucketGradients]:
         """Yield the gradients of parameters that a backward computes, bucket by bucket."""
         for bucket in self._buckets[chunk.name]:
-            names = given_names(bucket, chunk.phases[phase].grad_params)
-            if names:
-                yield BucketGradients(symbol=self.weights(bucket), cover=cover, suffix=partial(bucket, names))
+            suffix = suffix_of(bucket, chunk.phases[phase].grad_params)
+            if suffix is not None:
+                yield BucketGradients(symbol=self.weights(bucket.name), cover=cover, suffix=suffix)
 
     @once
     def of_exchange(self, program: int, name: str, outward: bool) -> Expected | None:
@@ -169,8 +165,8 @@ class Expectations:
         mesh = self.meshes[chunk]
         if not self.spec.routed(chunk):
             return self.covers.of_set(program, mesh.devices, mesh.degree, numbering(mesh))
-        experts = self.spec.experts(chunk)
-        return self.covers.of_set(program, mesh.devices, mesh.degree, numbering(mesh.by_expert), experts)
+        numbered, experts = numbering(mesh.by_expert), self.spec.experts(chunk)
+        return self.covers.of_set(program, mesh.devices, mesh.degree, numbered, experts)
 
     def output_cover(
         self, program: int, producer: str, index: int, reader: str, *, backward: bool = False
@@ -184,28 +180,24 @@ class Expectations:
         assert cover is not None, f"{producer} and {reader} lie apart"
         return cover
 
-    def weights(self, bucket: Bucket) -> int:
+    @once
+    def weights(self, bucket: str) -> int:
         """Return the symbolic value of a bucket's gradients."""
-        number = self._weights.get(bucket.name)
-        if number is None:
-            symbol = SymbolicValue("weights", names=tuple(piece.name for piece in bucket.pieces))
-            number = self._weights[bucket.name] = self._number(symbol)
-        return number
+        names = tuple(piece.name for piece in self.plans.buckets[bucket].pieces)
+        return self._number(SymbolicValue("weights", names=names))
 
-    def final_gradient(self, program: int, bucket: Bucket) -> Terms:
-        """Return the gradient that an update must apply: each chunk, microbatch and sample once."""
-        key = (program, bucket.name)
-        if key not in self._finals:
-            sums: dict[Cover, Amount] = {}
-            pieces = [piece.name for piece in bucket.pieces]
-            chunks = dict.fromkeys(c for name in pieces for c in self.spec.contributors.get(name, ()))
-            for chunk in chunks:
-                cover = self._complete(program, bucket, chunk)
-                names = given_names(bucket, self.spec.chunks[chunk].phases["B"].grad_params)
-                amount = self._over(chunk, self.spec.microbatches[chunk], partial(bucket, names))
-                sums[cover] = self.amounts.add(sums.get(cover, NOTHING), amount)
-            self._finals[key] = tuple(sorted(sums.items()))
-        return self._finals[key]
+    @once
+    def final_gradient(self, program: int, name: str) -> Terms:
+        """Return the gradient that an update of a bucket must apply: each chunk, part and sample once."""
+        bucket, sums = self.plans.buckets[name], dict[Cover, Amount]()
+        pieces = [piece.name for piece in bucket.pieces]
+        for chunk in dict.fromkeys(c for piece in pieces for c in self.spec.contributors.get(piece, ())):
+            cover = self._complete(program, bucket, chunk)
+            suffix = suffix_of(bucket, self.spec.chunks[chunk].phases["B"].grad_params)
+            assert suffix is not None, f"{chunk} contributes to {name}"
+            amount = self._over(chunk, suffix, everywhere=True)
+            sums[cover] = self.amounts.add(sums.get(cover, NOTHING), amount)
+        return tuple(sorted(sums.items()))
 
     def _complete(self, program: int, bucket: Bucket, chunk: str) -> Cover:
         """Return the samples and the shards over which a chunk's gradients of a bucket must be summed."""
@@ -224,24 +216,23 @@ class Expectations:
         if self.own_cover(program, source.chunk) is None:
             return None
         cover = self.output_cover(program, source.chunk, source.index, source.chunk)
-        mine = tuple(part for part in self.spec.microbatches[source.chunk] if part in self.parts)
-        return ((cover, self._over(source.chunk, mine, "")),)
+        return ((cover, self._over(source.chunk, "", everywhere=False)),)
 
-    def _over(self, chunk: str, microbatches: Sequence[Tags], suffix: str) -> Amount:
-        key = (chunk, len(microbatches), suffix)  # those of this layout, or all of them
-        if key not in self._sums:
-            total = NOTHING
-            for microbatch in microbatches:
+    @once
+    def _over(self, chunk: str, suffix: str, everywhere: bool) -> Amount:
+        """Return the contributions of a chunk on the microbatches of this layout, or on all of them."""
+        total = NOTHING
+        for microbatch in self.spec.microbatches[chunk]:
+            if everywhere or microbatch in self.parts:
                 total = self.amounts.add(total, self.single(chunk, microbatch, suffix))
-            self._sums[key] = total
-        return self._sums[key]
+        return total
 
     def single(self, chunk: str, microbatch: Tags, suffix: str = "") -> Amount:
         """Return the contribution of a chunk on one microbatch."""
         return self.amounts.single(f"{chunk}{show_part(microbatch)}{suffix}")
 
-    def _of_chunk(self, kind: str, name: str, index: int, cover: Cover) -> Entry:
-        return self._number(SymbolicValue(kind, name, index, cover)), None, NOTHING  # type: ignore[arg-type]
+    def _of_chunk(self, kind: Kind, name: str, index: int, cover: Cover) -> Entry:
+        return self._number(SymbolicValue(kind, name, index, cover)), None, NOTHING
 
     def _output(self, program: int, producer: str, index: int, reader: str) -> Entry:
         """Return an output as a reader's devices hold it, or the devices of its own chunk."""
@@ -301,11 +292,12 @@ class Expectations:
         return self._of_chunk("splits", route, 0, cover)
 
 
-def given_names(bucket: Bucket, grad_params: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the parameters of a bucket for which a phase computes gradients."""
-    return tuple(piece.name for piece in bucket.pieces if piece.name in grad_params)
+def suffix_of(bucket: Bucket, grad_params: tuple[str, ...]) -> str | None:
+    """Return what distinguishes contributions to some parameters of a bucket from those to all.
 
-
-def partial(bucket: Bucket, names: tuple[str, ...]) -> str:
-    """Return a label that distinguishes contributions to some parameters of a bucket from those to all."""
+    None: a phase, which computes gradients for `grad_params`, contributes to none of them.
+    """
+    names = [piece.name for piece in bucket.pieces if piece.name in grad_params]
+    if not names:
+        return None
     return "" if len(names) == len(bucket.pieces) else f" for {', '.join(names)}"

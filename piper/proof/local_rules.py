@@ -1,16 +1,17 @@
 """The effect on symbolic values of instructions that need no other device."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from piper.ir.ids import TOTAL, Pass, SlotId, param_slot, show_part, state_slot
 from piper.plan.bucket import Bucket
 from piper.plan.ops import OPS, Adding, Field, Op
-from piper.proof.amounts import NOTHING
 from piper.proof.decode import described, rows_of
 from piper.proof.expected import Expected
 from piper.proof.specification import in_any_order
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
-from piper.proof.symbolic_values import IN_FULL, NO_COVER, SymbolicValue, Value, shown_cuts
+from piper.proof.symbolic_values import IN_FULL, NO_COVER, NOTHING, SymbolicValue, Value, shown_cuts
+
+Kernel = Callable[[ProgramInstr], None]
 
 
 class LocalRules:
@@ -21,7 +22,7 @@ class LocalRules:
         self.spec, self.symbols, self.covers = state.spec, state.symbols, state.covers
         self.on_host: dict[tuple[int, SlotId], Value] = {}  # the values of copies, by program and slot
         self.terms: dict[int, set[tuple[str, Value | None]]] = {}  # that programs add to sums by name
-        self.kernels: dict[Op, Callable[[ProgramInstr], None]] = {
+        self.kernels: dict[Op, Kernel] = {
             **{op: self.copy for op, operation in OPS.items() if operation.unchanged},
             "load": self.load,
             "compute": self.compute,
@@ -47,19 +48,16 @@ class LocalRules:
             return
         if any(self.spec.axes.get(axis, 0) <= index for axis, index in taken.part):
             self.state.complain(at, f"loads a microbatch that does not exist, {taken.part}")
-        cuts = shown_cuts(
-            in_any_order(taken.slices), taken.devices, self.state.plans.plans[at.program].devices
-        )
-        value = (self.symbols.number(SymbolicValue("batch", taken.name, 0, cover, cuts)), taken.part, NOTHING)
-        self._write(at, (value,))
+        here = self.state.plans.plans[at.program].devices
+        cuts = shown_cuts(in_any_order(taken.slices), taken.devices, here)
+        symbol = SymbolicValue("batch", taken.name, 0, cover, cuts)
+        self._write(at, ((self.symbols.number(symbol), taken.part, NOTHING),))
 
     def compute(self, at: ProgramInstr) -> None:
         """Run a phase of a chunk: check everything that it reads, and write its results."""
-        run = at.ins.payload if isinstance(at.ins.payload, Pass) else None
-        expected = (
-            self.state.expected_at(at.ins.part).of_phase(at.program, run.chunk, run.phase) if run else None
-        )
-        if expected is None or run is None:
+        run, of_phase = at.ins.payload, self.state.expected_at(at.ins.part).of_phase
+        expected = of_phase(at.program, run.chunk, run.phase) if isinstance(run, Pass) else None
+        if expected is None or not isinstance(run, Pass):
             self.state.complain(at, f"runs {described(at.ins.payload)}, which this device must not run")
             return
         self.follow(at, expected)
@@ -81,29 +79,19 @@ class LocalRules:
         for slot in at.ins.writes:
             slots[slot] = self.state.value(SymbolicValue("copy", slot.owner))
 
-    def _copied(self, at: ProgramInstr, uneven: str) -> Iterator[tuple[SlotId, SlotId, Value | None]]:
-        """Yield each slot that an instruction copies, the slot of the copy, and the value.
-
-        uneven: the complaint if there are not as many of both.
-        """
-        if len(at.ins.reads) != len(at.ins.writes):
-            self.state.complain(at, uneven)
-        for read, written in zip(at.ins.reads, at.ins.writes, strict=False):
-            yield read, written, self.state.slots[at.program].get(read)
-
     def offload(self, at: ProgramInstr) -> None:
         """Copy values to the host. Only a fetch can read the copies."""
         if any(slot.kind == "state" for slot in at.ins.writes):
             self._state_out(at)
             return
         slots, ins = self.state.slots[at.program], at.ins
-        for read, written, value in self._copied(
-            at, f"makes {len(ins.writes)} copies of {len(ins.reads)} values"
-        ):
-            if value is None:
+        if len(ins.reads) != len(ins.writes):
+            self.state.complain(at, f"makes {len(ins.writes)} copies of {len(ins.reads)} values")
+        for read, written in zip(ins.reads, ins.writes, strict=False):
+            if read not in slots:
                 self.state.complain(at, f"copies {read}, which holds nothing")
                 continue
-            self.on_host[at.program, written] = value
+            self.on_host[at.program, written] = slots[read]
             slots[written] = self.state.value(SymbolicValue("host", written))
 
     def fetch(self, at: ProgramInstr) -> None:
@@ -112,15 +100,20 @@ class LocalRules:
             self._state_back(at)
             return
         slots, ins = self.state.slots[at.program], at.ins
-        for read, written, value in self._copied(at, f"brings {len(ins.reads)} copies as {len(ins.writes)}"):
-            if value != self.state.value(SymbolicValue("host", read)):
-                self._complain_of_host(at, read, value)
-                continue
-            slots[written] = self.on_host[at.program, read]
+        if len(ins.reads) != len(ins.writes):
+            self.state.complain(at, f"brings {len(ins.reads)} copies as {len(ins.writes)}")
+        for read, written in zip(ins.reads, ins.writes, strict=False):
+            if self._on_host(at, read, ""):
+                slots[written] = self.on_host[at.program, read]
 
-    def _complain_of_host(self, at: ProgramInstr, slot: SlotId, value: Value | None) -> None:
-        contents = self.symbols.describe(value)
-        self.state.complain(at, f"brings {slot}, which holds {contents}, from the host")
+    def _on_host(self, at: ProgramInstr, slot: SlotId, about: str) -> bool:
+        """Return whether a slot holds its copy on the host; complain if it does not."""
+        value = self.state.slots[at.program].get(slot)
+        right = value == self.state.value(SymbolicValue("host", slot), about)
+        if not right:
+            contents = self.symbols.describe(value)
+            self.state.complain(at, f"brings {slot}, which holds {contents}, from the host")
+        return right
 
     def _state_back(self, at: ProgramInstr) -> None:
         """Bring the state of a bucket to the device: as the last step left it, and once."""
@@ -128,8 +121,7 @@ class LocalRules:
         if others or len(at.ins.writes) != 2 or at.ins.writes[1] != home:
             self.state.complain(at, "brings the state of other buckets than one")
             return
-        if slots.get(home) != self.state.value(SymbolicValue("host", home), "old"):
-            self._complain_of_host(at, home, slots.get(home))
+        self._on_host(at, home, "old")
         slots[home] = self.state.value(SymbolicValue("host", home), "outdated")
         slots[at.ins.writes[0]] = self.state.value(SymbolicValue("state", home.owner), "old")
 
@@ -145,13 +137,13 @@ class LocalRules:
 
     def plan_host(self, program: int, slot: SlotId) -> int:
         """Return the bytes of a resident slot that are on the host."""
-        resident = self.state.plans.plans[program].residents.get(slot)
-        return 0 if resident is None else resident.host
+        residents = self.state.plans.plans[program].residents
+        return residents[slot].host if slot in residents else 0
 
     def follow(self, at: ProgramInstr, expected: Expected) -> None:
         """Check an instruction on a chunk against its expectation, and write its results."""
         part = at.ins.part
-        if part not in self.spec.known_microbatches[expected.chunk]:
+        if part not in self.spec.part_devices[expected.chunk]:
             self.state.complain(at, f"runs on a microbatch that does not exist, {part}")
         self.check_reads(at, expected)
         values: list[Value] = [(n, part if s is None else s, a) for n, s, a in expected.writes]
@@ -210,9 +202,8 @@ class LocalRules:
         part = self.covers.cut(cover, *rows) if cover != NO_COVER else None
         if part is None:
             what = self.symbols.describe(value)
-            self.state.complain(
-                at, f"takes rows {described(at.ins.payload)} of {what}, which cannot be cut there"
-            )
+            rows_taken = described(at.ins.payload)
+            self.state.complain(at, f"takes rows {rows_taken} of {what}, which cannot be cut there")
             return None
         return (self.symbols.moved(value[0], part), *value[1:])
 
@@ -228,9 +219,8 @@ class LocalRules:
         values = [value for slot in at.ins.reads if (value := slots.get(slot)) is not None]
         pieces = set(map(self.symbols.without_samples, values))
         covers = tuple(self.symbols.symbol(value).cover for value in values)
-        cover = None
-        if len(values) == len(at.ins.reads) and len(pieces) == 1 and NO_COVER not in covers:
-            cover = self.covers.joined(covers)
+        alike = len(values) == len(at.ins.reads) and len(pieces) == 1 and NO_COVER not in covers
+        cover = self.covers.joined(covers) if alike else None
         if cover is None:
             given = ", ".join(map(self.symbols.describe, values))
             self.state.complain(at, f"joins what are not neighbouring pieces of one value: {given}")
@@ -257,12 +247,7 @@ class LocalRules:
         """Start a sum of gradients, losses or weights, or add to it."""
         state, slots = self.state, self.state.slots[at.program]
         again = at.ins.reads[1:]
-        if (
-            len(at.ins.reads) > 2
-            or (again and again != at.ins.writes)
-            or len(at.ins.writes) != 1
-            or not at.ins.reads
-        ):
+        if not at.ins.reads or len(at.ins.writes) != 1 or again not in ((), at.ins.writes):
             state.complain(at, "adds to another slot than it writes")
             return
         value = slots.get(at.ins.reads[0])
@@ -270,8 +255,8 @@ class LocalRules:
         if value is not None and isinstance(at.ins.payload, Adding):
             given = self._accumulated(value, at.ins.writes[0])
         if given is None:
-            contents = state.symbols.describe(value)
-            state.complain(at, f"adds {at.ins.reads[0]}, which holds {contents}, to {at.ins.writes[0]}")
+            contents = f"which holds {state.symbols.describe(value)}"
+            state.complain(at, f"adds {at.ins.reads[0]}, {contents}, to {at.ins.writes[0]}")
             return
         if again:
             given = self._added(at, again[0], given)
@@ -291,7 +276,7 @@ class LocalRules:
         symbol = self.symbols.symbol(value)
         bucket = self.state.gradient_bucket(slot)
         if bucket is not None:
-            wanted = (self.state.expected.weights(bucket), "whole")
+            wanted = (self.state.expected.weights(bucket.name), "whole")
             return value if value[:2] == wanted else None
         source = self.spec.microbatch_sums.get(slot)
         of = (symbol.kind, symbol.name, symbol.index)
@@ -326,13 +311,10 @@ class LocalRules:
         self._write(at, (state.value(SymbolicValue("norm")),))
 
     def check_final(self, at: ProgramInstr, slot: SlotId, bucket: Bucket, *, full: bool = False) -> Value:
-        """Complain unless a slot holds the complete gradient of a bucket, of its shard, or in full of some.
-
-        Return that gradient.
-        """
-        terms = self.state.expected.final_gradient(at.program, bucket)
+        """Return a bucket's complete gradient, of its shard, or in full; complain unless a slot holds it."""
+        terms = self.state.expected.final_gradient(at.program, bucket.name)
         about = IN_FULL if full else "owned" if bucket.zero else "whole"
-        final = (self.state.expected.weights(bucket), about, terms)
+        final = (self.state.expected.weights(bucket.name), about, terms)
         self._check_sum(at, slot, final)
         return final
 

@@ -103,10 +103,8 @@ class Specification:
         self.chunks: Mapping[str, Chunk] = graph.chunks
         self.part_devices = devices_by_part(graph)
         self.placement = {name: union_of(sets.values()) for name, sets in self.part_devices.items()}
-        sets = set(self.placement.values())
-        self.devices = tuple(sorted({device for devices in sets for device in devices}))
+        self.devices = graph.devices()
         self.microbatches = {name: microbatches_of(axes) for name, axes in graph.parts.items()}
-        self.known_microbatches = {name: frozenset(parts) for name, parts in self.microbatches.items()}
         self.axes = dict(axis for axes in graph.parts.values() for axis in axes)
         first = {name: next(iter(self.part_devices[name].values())) for name in self.chunks}
         self.meshes = {name: graph.policy(name).mesh(devices) for name, devices in first.items()}
@@ -114,7 +112,8 @@ class Specification:
         self.cells = math.lcm(*{mesh.slices for mesh in self.meshes.values()})
         self.sharing = max(mesh.degree for mesh in self.meshes.values())
         loss = self.outline.loss.chunk
-        self.slices = self.meshes[loss].slices * len(self.microbatches[loss])
+        slices = self.meshes[loss].slices * len(self.microbatches[loss])
+        self.seed = 1.0 if self.outline.weight is not None else 1.0 / slices  # what backwards start from
         self.copies = self.meshes[loss].degree
         self.shares = max(map(self.degree, self.chunks))
         self.mutated = frozenset(name for chunk in self.outline.chunks for name in chunk.mutated)
@@ -126,12 +125,7 @@ class Specification:
             for name in trainable.intersection(chunk.phases["B"].grad_params):
                 self.contributors.setdefault(name, []).append(chunk.name)
         self.readers = self._readers(backward=True)
-        self._whole = {False: self._whole_axes(backward=False), True: self._whole_axes(backward=True)}
-
-    @property
-    def seed(self) -> float:
-        """Return the gradient that the backward of each slice starts from."""
-        return 1.0 if self.outline.weight is not None else 1.0 / self.slices
+        self._whole = {backward: self._whole_axes(backward=backward) for backward in (False, True)}
 
     def experts(self, chunk: str) -> Axis | None:
         """Return the axis over which the experts of a chunk are sharded. None: it has none."""
@@ -167,20 +161,16 @@ class Specification:
         """Return whether the outputs of a chunk are rows that lie with sharded experts."""
         return self.chunks[chunk].kind in ("route", "expert", "collective") and self.degree(chunk) > 1
 
-    def by_expert(self, chunk: str, name: str) -> tuple[AxisPlacement, ...]:
-        """Return how the directives shard a parameter or a buffer of a chunk by expert."""
-        return self.graph.policy(chunk).placements(name)
-
     def holding(self, chunk: str, param: Parameter) -> Holding:
         """Return how the devices of a chunk hold a parameter between them."""
-        mesh = self.graph.policy(chunk).mesh(self.placement[chunk])
-        return holding(mesh, (*param.placements, *self.by_expert(chunk, param.name)))
+        policy = self.graph.policy(chunk)
+        by_expert = policy.placements(param.name)
+        return holding(policy.mesh(self.placement[chunk]), (*param.placements, *by_expert))
 
     def cuts(self, chunk: str, field: str) -> tuple[Sharding, ...]:
         """Return how the devices of a chunk shard a field of the batch beyond its samples."""
-        return in_any_order(
-            shardings_on(self.meshes[chunk], self.graph.policy(chunk).field_placements(field))
-        )
+        placements = self.graph.policy(chunk).field_placements(field)
+        return in_any_order(shardings_on(self.meshes[chunk], placements))
 
     def numbering_at(self, producer: str, index: int, reader: str, *, backward: bool = False) -> Numbering:
         """Return how the devices of a reader number the shards of an output, or of its gradient.
@@ -199,11 +189,11 @@ class Specification:
         It is where its producer sees slices of another size and yet gives the same shape.
         """
         source = self.resolve(self.chunks[chunk].inputs[position])
-        if not isinstance(source, Output):
-            return False
-        if self.meshes[source.chunk].slices == self.meshes[chunk].slices:
-            return False
-        if self.numbering_at(source.chunk, source.index, chunk):
+        if (
+            not isinstance(source, Output)
+            or self.meshes[source.chunk].slices == self.meshes[chunk].slices
+            or self.numbering_at(source.chunk, source.index, chunk)
+        ):
             return False
         given = self.chunks[source.chunk].outputs[source.index].shape
         return given == self.chunks[chunk].input_specs[position].shape != ()
@@ -217,13 +207,12 @@ class Specification:
 
         That is so without any `order` directive, and where one puts all of them in that order.
         """
-        wanted = list(self.microbatches[chunk])
+        wanted = [[microbatch] for microbatch in self.microbatches[chunk]]
         for ordering in self.graph.orderings:
-            groups = [
-                [step.part for step in group if (step.chunk, step.phase) == (chunk, "F")]
-                for group in ordering.groups
-            ]
-            if [group for group in groups if group] == [[microbatch] for microbatch in wanted]:
+            groups = (
+                [s.part for s in group if (s.chunk, s.phase) == (chunk, "F")] for group in ordering.groups
+            )
+            if [group for group in groups if group] == wanted:
                 return True
         return not self.graph.orderings
 
@@ -249,20 +238,12 @@ class Specification:
         by_devices: dict[tuple[Devices | None, ...], list[Tags]] = {}
         for part in parts:
             by_devices.setdefault(tuple(self.part_devices[name].get(part) for name in apart), []).append(part)
-        return [
-            PartMeshes(
-                parts=frozenset(same),
-                meshes={
-                    **self.meshes,
-                    **{
-                        name: self.graph.policy(name).mesh(devices)
-                        for name, devices in zip(apart, sets, strict=True)
-                        if devices is not None
-                    },
-                },
-            )
-            for sets, same in by_devices.items()
-        ]
+        layouts = []
+        for sets, same in by_devices.items():
+            placed = ((n, devices) for n, devices in zip(apart, sets, strict=True) if devices is not None)
+            own = {name: self.graph.policy(name).mesh(devices) for name, devices in placed}
+            layouts.append(PartMeshes(parts=frozenset(same), meshes=self.meshes | own))
+        return layouts
 
     def _whole_axes(self, *, backward: bool) -> dict[tuple[str, int], frozenset[str]]:
         """Find the axes along which each output, or its gradient, is the same at all places.

@@ -11,12 +11,20 @@ from piper.ir.mesh import axis_through
 from piper.plan.bucket import Bucket
 from piper.plan.instr import Instr
 from piper.plan.plan import Comm, Plans
-from piper.proof.amounts import NOTHING, Amount, Amounts
-from piper.proof.covers import Cells, Cover, Covers, Segment
+from piper.proof.covers import Cells, Cover, Covers, Segment, once
 from piper.proof.expected import Expectations
-from piper.proof.once import once
 from piper.proof.specification import Specification
-from piper.proof.symbolic_values import IN_FULL, SymbolicValue, SymbolTable, Terms, Value, places_along
+from piper.proof.symbolic_values import (
+    IN_FULL,
+    NOTHING,
+    Amount,
+    Amounts,
+    SymbolicValue,
+    SymbolTable,
+    Terms,
+    Value,
+    places_along,
+)
 
 Slots = dict[SlotId, Value]
 
@@ -38,10 +46,7 @@ class SymbolicState:
         self.amounts = Amounts()
         self.covers = Covers(plans, spec.cells, spec.shares)
         self.symbols = SymbolTable(self.amounts)
-        self._layouts = [
-            Expectations(plans, spec, layout, self.covers, self.amounts, self.symbols)
-            for layout in spec.layouts
-        ]
+        self._layouts = [Expectations(plans, spec, each, self.covers, self.symbols) for each in spec.layouts]
         self._by_part = {part: each for each in self._layouts for part in each.parts}
         self.expected = self._layouts[0]  # for what is the same in all layouts
         self.problems: list[str] = []

@@ -1,8 +1,11 @@
-"""Symbolic values: small tuples that are equal exactly where the values are."""
+"""Symbolic values: small tuples that are equal exactly where the values are, and sums of contributions."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from hashlib import blake2b
+from heapq import heappop, heappush
 from typing import Literal
 
 from piper.ir.chunk import Tags
@@ -10,8 +13,7 @@ from piper.ir.devices import Devices
 from piper.ir.ids import show_part
 from piper.ir.mesh import Axis
 from piper.ir.sharding import Sharding
-from piper.proof.amounts import Amount, Amounts
-from piper.proof.covers import Cover
+from piper.proof.covers import Cover, once
 
 Kind = Literal[
     "output",  # of a chunk
@@ -36,6 +38,9 @@ Kind = Literal[
     "spent",  # a gradient that an update has scaled in place
     "resident",  # a slot that no instruction should read
 ]
+MODULUS = 1 << 128
+Amount = int  # the number of an interned sum; 0 is the empty one
+NOTHING: Amount = 0
 NO_COVER = -1
 IN_FULL = "in full"  # parameters, or gradients of them, where they are updated and devices have slices
 Terms = tuple[tuple[Cover, Amount], ...]  # a sum over samples: for each cover what is summed over its cells
@@ -56,6 +61,65 @@ class SymbolicValue:
     # how it is sharded beyond its samples
 
 
+class Amounts:
+    """Interns sums of contributions, which are compared without being written out.
+
+    A sum is a multiset of contributions. It is kept as the sum of their 128-bit digests modulo 2**128, so
+    adding and comparing take constant time whatever the number of contributions. Two different multisets
+    agree with a chance of about 2**-128; a multiplicity that is a multiple of 2**128 does not occur. How a
+    sum came about is noted too, so that a counterexample can name what is missing.
+    """
+
+    def __init__(self) -> None:
+        self._digests: list[int] = [0]
+        self._numbers: dict[int, Amount] = {0: NOTHING}
+        self._made_of: list[str | tuple[Amount, Amount]] = [""]
+
+    @once
+    def single(self, label: str) -> Amount:
+        """Return the sum of one contribution, which its label identifies."""
+        return self._intern(int.from_bytes(blake2b(label.encode(), digest_size=16).digest(), "big"), label)
+
+    @once
+    def add(self, left: Amount, right: Amount) -> Amount:
+        """Return the sum of two sums."""
+        if not left or not right:
+            return left or right
+        return self._intern((self._digests[left] + self._digests[right]) % MODULUS, (left, right))
+
+    def times(self, amount: Amount, count: int) -> Amount:
+        """Return a sum taken several times."""
+        total = NOTHING
+        for _ in range(count):
+            total = self.add(total, amount)
+        return total
+
+    def contributions(self, amount: Amount) -> Counter[str]:
+        """Return the contributions of a sum, each with how often it is in it."""
+        leaves: Counter[str] = Counter()
+        counts = {amount: 1} if amount else {}
+        waiting = [-amount] if amount else []
+        while waiting:  # from the latest sum to the earliest: a sum is made of earlier ones
+            number = -heappop(waiting)
+            count, made_of = counts.pop(number), self._made_of[number]
+            if isinstance(made_of, str):
+                leaves[made_of] += count
+                continue
+            for part in made_of:
+                if part not in counts:
+                    heappush(waiting, -part)
+                counts[part] = counts.get(part, 0) + count
+        return leaves
+
+    def _intern(self, digest: int, made_of: str | tuple[Amount, Amount]) -> Amount:
+        number = self._numbers.get(digest)
+        if number is None:
+            number = self._numbers[digest] = len(self._digests)
+            self._digests.append(digest)
+            self._made_of.append(made_of)
+        return number
+
+
 class SymbolTable:
     """Interns symbols, and describes values in the words of a plan."""
 
@@ -63,7 +127,6 @@ class SymbolTable:
         self.amounts = amounts
         self._symbols: list[SymbolicValue] = []
         self._numbers: dict[SymbolicValue, int] = {}
-        self._moved: dict[tuple[int, Cover], int] = {}
 
     def number(self, symbol: SymbolicValue) -> int:
         """Return the number of a symbol. Equal symbols have the same number."""
@@ -77,12 +140,10 @@ class SymbolTable:
         """Return the identity of a value."""
         return self._symbols[value[0]]
 
+    @once
     def moved(self, number: int, cover: Cover) -> int:
         """Return the number of the same symbol with another cover."""
-        key = (number, cover)
-        if key not in self._moved:
-            self._moved[key] = self.number(replace(self._symbols[number], cover=cover))
-        return self._moved[key]
+        return self.number(replace(self._symbols[number], cover=cover))
 
     def without_samples(self, value: Value) -> Value:
         """Return a value without the samples that it belongs to."""
@@ -112,18 +173,15 @@ class SymbolTable:
             "weights": f"{extent.get(str(about), '')}gradients of {shown}",
             "sum": f"the sum of the {symbol.name}",
             "param": f"the {about} parameters of {symbol.name}",
-            "buffer": f"the buffer {symbol.name}",
-            "constant": f"the constant {symbol.name}",
             "seed": "the gradient of the loss",
             "norm": "the norm and the loss of this device",
             "total": f"the {about} sums over all devices",
             "spent": "a gradient that an update has used up",
-            "resident": f"the resident {symbol.name}",
             "copy": f"a copy of {symbol.name}",
             "host": f"{f'{about} ' if about else ''}{symbol.name}, on the host",
             "state": f"the {about} state of the optimizer for {symbol.name}",
         }
-        return words[symbol.kind] + microbatch
+        return words.get(symbol.kind, f"the {symbol.kind} {symbol.name}") + microbatch
 
 
 @lru_cache(maxsize=256)  # every bucket of a stage asks for the same

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 
 from piper.ir.chunk import Batch, Parameter
 from piper.ir.devices import Devices, show
@@ -24,9 +25,9 @@ def table_problems(plans: Plans, spec: Specification) -> Iterator[str]:
             holders.setdefault(piece.name, []).append(bucket)
     parameters = {param.name: param for param in spec.outline.parameters}
     for bucket in plans.buckets.values():
-        family = {b.name: b for piece in bucket.pieces for b in holders[piece.name]}
-        ways_held = holdings(spec, bucket, list(family.values()), parameters)
-        yield from bucket_problems(spec, bucket, list(family.values()), ways_held)
+        family = list({b.name: b for piece in bucket.pieces for b in holders[piece.name]}.values())
+        ways_held = holdings(spec, bucket, family, parameters)
+        yield from bucket_problems(spec, bucket, family, ways_held)
         yield from piece_problems(spec, bucket, parameters, ways_held)
     for name, chunk in spec.chunks.items():
         for param in chunk.params:
@@ -118,17 +119,11 @@ def holdings(
 ) -> dict[str, list[Holding]]:
     """Return how each chunk that uses a parameter of a bucket holds it: all alike, if all is well."""
     chunks = dict.fromkeys(name for b in (bucket, *family) for name in b.chunks if name in spec.chunks)
-    return {
-        piece.name: list(
-            dict.fromkeys(
-                spec.holding(name, parameters[piece.name])
-                for name in chunks
-                if piece.name in spec.chunks[name].params
-            )
-        )
-        for piece in bucket.pieces
-        if piece.name in parameters
-    }
+    ways_held: dict[str, list[Holding]] = {}
+    for name in (piece.name for piece in bucket.pieces if piece.name in parameters):
+        users = (chunk for chunk in chunks if name in spec.chunks[chunk].params)
+        ways_held[name] = list(dict.fromkeys(spec.holding(user, parameters[name]) for user in users))
+    return ways_held
 
 
 def bucket_problems(
@@ -139,16 +134,13 @@ def bucket_problems(
     `family`: the buckets that hold a parameter of this one, itself included. `ways_held`: see `holdings`.
     """
     placements = [spec.placement[name] for name in bucket.chunks if name in spec.chunks]
-    if len(placements) < len(bucket.chunks) or not set(bucket.devices).issuperset(
-        d for placement in placements for d in placement
-    ):
+    needed = {device for placement in placements for device in placement}
+    if len(placements) < len(bucket.chunks) or not needed.issubset(bucket.devices):
         yield f"{bucket.name} does not lie on all devices of its chunks"
         return
     apart = any(placement != bucket.devices for placement in placements)
-    problems = [
-        p for name, each in ways_held.items() for p in group_problems(bucket, len(family), name, each, apart)
-    ]
-    yield from problems[:1]  # what is wrong with one parameter is so with all
+    groups = (group_problems(bucket, len(family), name, each, apart) for name, each in ways_held.items())
+    yield from islice(chain.from_iterable(groups), 1)  # what is wrong with one parameter is so with all
     siblings = tuple(b.name for b in family if b.name != bucket.name)
     if set(bucket.siblings) != set(siblings):
         yield f"{bucket.name} has siblings {bucket.siblings}; it should have {siblings}"
@@ -216,7 +208,7 @@ def buffer_problems(plans: Plans, spec: Specification) -> Iterator[str]:
         for slot, resident in plan.residents.items():
             for user in users.get(slot.owner, ()) if slot.kind == "buffer" else ():
                 mesh, placement = spec.meshes[user], spec.placement[user]
-                by_expert = shardings_on(mesh, spec.by_expert(user, slot.owner))
+                by_expert = shardings_on(mesh, spec.graph.policy(user).placements(slot.owner))
                 wanted = by_expert[0] if by_expert else replace(UNSHARDED, stride=mesh.degree)
                 placed = placement if by_expert else ()
                 if plan.devices[0] not in placement or resident.sharding.degree == wanted.degree == 1:

@@ -17,7 +17,7 @@ communicator it is in.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from piper.ir.averaging import Averaging
 from piper.ir.devices import show
@@ -30,8 +30,8 @@ from piper.plan.plan import Comm, Plans
 from piper.plan.prove import MOST_PROBLEMS, ProofError
 from piper.process.gc_pause import no_collection
 from piper.proof.collective_rules import CollectiveRules
-from piper.proof.local_rules import LocalRules
-from piper.proof.once import once
+from piper.proof.covers import once
+from piper.proof.local_rules import Kernel, LocalRules
 from piper.proof.specification import Specification
 from piper.proof.symbolic_state import ProgramInstr, SymbolicState, updated_versions
 from piper.proof.symbolic_values import SymbolicValue, Value
@@ -74,20 +74,13 @@ class SymbolicRun:
 
     def __init__(self, plans: Plans, spec: Specification, *, averages: bool = True) -> None:
         self.plans, self.spec = plans, spec
-        self.averages = (
-            averages
-            and spec.graph.averaging is not None
-            and any(ins.op == "update" for plan in plans for ins in plan.instrs)
-        )
+        updates = any(ins.op == "update" for plan in plans for ins in plan.instrs)
+        self.averages = averages and updates and spec.graph.averaging is not None
         self.state = SymbolicState(plans, spec)
         self.local, self.groups = LocalRules(self.state), AverageRule(self.state)
         self.collective = CollectiveRules(self.state, self.local)
-        apart = self.groups.kernels
-        self.kernels = {
-            **self.local.kernels,
-            **(apart if averages else dict.fromkeys(apart, lambda at: None)),
-            "slice": self.collective.take,
-        }
+        apart = self.groups.kernels if averages else dict.fromkeys(self.groups.kernels, lambda at: None)
+        self.kernels = {**self.local.kernels, **apart, "slice": self.collective.take}
         self.reached = [0] * len(plans)
         self.ready = deque(range(len(plans)))
         self.receiving: dict[str, list[int]] = {}  # by communicator: the programs that wait to receive
@@ -249,11 +242,10 @@ class SymbolicRun:
 
     def left_behind(self, program: int, slot: SlotId, contents: str, should: str) -> None:
         """Note the contents of a slot at the end of a step."""
-        device = self.plans.plans[program].devices[0]
-        problem = (
-            f"at the end of the step {slot} on device {device} holds {contents}; it should hold {should}"
+        where = f"{slot} on device {self.plans.plans[program].devices[0]}"
+        self.state.problems.append(
+            f"at the end of the step {where} holds {contents}; it should hold {should}"
         )
-        self.state.problems.append(problem)
 
 
 def group_problems(plans: Plans, averaging: Averaging) -> Iterator[str]:
@@ -276,10 +268,7 @@ def group_problems(plans: Plans, averaging: Averaging) -> Iterator[str]:
 
 
 def copy_problems(plans: Plans, averaging: Averaging, averages: set[str | None]) -> Iterator[str]:
-    """Yield where the plans of the first group, repeated, are not those of all groups.
-
-    averages: the communicators of averages.
-    """
+    """Yield where the plans of the first group, repeated, are not those of all groups, but for averages."""
     first = of_first_group(plans, averaging)
     again = ChangedDevices(averaging.everywhere, averaging.copies).all(first, plans.cells)
     for mine, copied in zip(plans, again, strict=True):
@@ -304,10 +293,7 @@ class AverageRule:
     def __init__(self, state: SymbolicState) -> None:
         self.state, self.averaging = state, state.spec.graph.averaging or Averaging(groups=())
         self.done: set[tuple[Op, int, str]] = set()  # operations, programs and buckets
-        self.kernels: dict[Op, Callable[[ProgramInstr], None]] = {
-            "average": self.average,
-            "merge": self.merge,
-        }
+        self.kernels: dict[Op, Kernel] = {"average": self.average, "merge": self.merge}
 
     def average(self, at: ProgramInstr) -> None:
         """Average what a device trains of a bucket, or what travels of it, with other groups."""

@@ -4,12 +4,10 @@ from piper.schedules.alternating import interleaved_1f1b, interleaved_zero_bubbl
 from piper.schedules.dualpipe import dualpipe, dualpipe_v
 from piper.schedules.gpipe import gpipe
 from piper.schedules.pairs import pairs
-from piper.schedules.synthesis.bound import bound
-from piper.schedules.synthesis.synthesise import Synthesised, synthesise
+from piper.schedules.synthesis.synthesise import Synthesised, bound, synthesise
 from piper.schedules.timing import Memory, Placement, StageCosts
 from piper.schedules.torch_csv import from_csv
-from piper.schedules.v_memory import v_half, v_min
-from piper.schedules.zbv import zbv
+from piper.schedules.v_shaped import v_half, v_min, zbv
 
 __all__ = [
     "Memory",

@@ -8,8 +8,7 @@ from functools import partial
 from itertools import zip_longest
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, Row, Stage, fixed, interleaved, need_whole, orders
-from piper.schedules.row_builder import RowWriter
+from piper.schedules.grid import Grid, Row, RowWriter, Stage, need_whole, orders, registered
 
 
 def one_f_one_b(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
@@ -80,10 +79,12 @@ def alternate(ranks: int, microbatches: int, stages_per_rank: int = 1, *, split:
     return Grid(rows=tuple(rows))
 
 
-fixed("1f1b", 1, stages_per_rank=1, instead="interleaved-1f1b")(partial(alternate, split=False))
-interleaved("interleaved-1f1b", 2)(partial(alternate, split=False))
-fixed("zero-bubble", 3, stages_per_rank=1, instead="interleaved-zero-bubble")(partial(alternate, split=True))
-interleaved("interleaved-zero-bubble", 4)(partial(alternate, split=True))
+registered("1f1b", 1, stages_per_rank=1, instead="interleaved-1f1b")(partial(alternate, split=False))
+registered("interleaved-1f1b", 2)(partial(alternate, split=False))
+registered("zero-bubble", 3, stages_per_rank=1, instead="interleaved-zero-bubble")(
+    partial(alternate, split=True)
+)
+registered("interleaved-zero-bubble", 4)(partial(alternate, split=True))
 
 
 def alternating_row(rank: int, ranks: int, microbatches: int, stages_per_rank: int, split: bool) -> Row:

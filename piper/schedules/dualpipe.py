@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
-from piper.schedules.grid import Grid, Group, Row, Stage, fixed, need_whole, orders
-from piper.schedules.row_builder import RowWriter
+from piper.schedules.grid import Grid, Group, Row, RowWriter, Stage, need_whole, orders, registered
 
 
 def dualpipe_v(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
@@ -21,7 +20,7 @@ def dualpipe_v(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str 
     return orders(dualpipe_v_grid(ranks, microbatches), stage=stage, part=part)
 
 
-@fixed("dualpipe-v", 8, stages_per_rank=2, instead="interleaved-zero-bubble")
+@registered("dualpipe-v", 8, stages_per_rank=2, instead="interleaved-zero-bubble")
 def dualpipe_v_grid(ranks: int, microbatches: int) -> Grid:
     """Return the grid of `dualpipe_v`."""
     need_whole("dualpipe_v", ranks=ranks, microbatches=microbatches)
@@ -51,7 +50,7 @@ def dualpipe(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = 
     return orders(dualpipe_grid(ranks, microbatches), stage=stage, part=part)
 
 
-@fixed("dualpipe", 9, stages_per_rank=1, instead="dualpipe-v")
+@registered("dualpipe", 9, stages_per_rank=1, instead="dualpipe-v")
 def dualpipe_grid(ranks: int, microbatches: int) -> Grid:
     """Return the grid of `dualpipe`: a DualPipe-V over half of the ranks, and its mirror image over the rest.
 
@@ -93,16 +92,9 @@ def redirected(group: Group, ranks: int, shift: int, *, up: bool) -> Group:
 
 def row_of(rank: int, ranks: int, microbatches: int) -> Row:
     """Return one rank's row: fill the V, overlap while both directions are full, drain it."""
-    row = RowWriter(microbatches)
-    fill(row, rank, ranks)
-    overlap(row, rank, ranks, microbatches)
-    drain(row, rank, ranks)
-    return row.finish()
-
-
-def fill(row: RowWriter, rank: int, ranks: int) -> None:
-    """Run forwards until the first gradients come back, and split backwards until the V is full."""
     down, up, below = rank, 2 * ranks - 1 - rank, ranks - 1 - rank
+    row = RowWriter(microbatches)
+    # Fill: run forwards until the first gradients come back, and split backwards until the V is full.
     for _ in range(2 * below):
         row.forward(down)
     for _ in range(rank + 1):
@@ -112,11 +104,7 @@ def fill(row: RowWriter, rank: int, ranks: int) -> None:
         row.inputs(up)
         row.weights()
         row.forward(up)
-
-
-def overlap(row: RowWriter, rank: int, ranks: int, microbatches: int) -> None:
-    """Pair each forward with a backward of the rank's other stage, as long as there are new microbatches."""
-    down, up, below = rank, 2 * ranks - 1 - rank, ranks - 1 - rank
+    # Overlap: pair each forward with a backward of the other stage, as long as there are new microbatches.
     for turn in range(microbatches - 2 * ranks + rank + 1):
         if turn == 0 and below == 0:
             # A pair starts when both members can. On the last rank the first forward can sooner, and the rank
@@ -129,11 +117,7 @@ def overlap(row: RowWriter, rank: int, ranks: int, microbatches: int) -> None:
     for _ in range(below):
         row.backward(up)
         row.overlap(up, down)
-
-
-def drain(row: RowWriter, rank: int, ranks: int) -> None:
-    """Run the last backwards, half of them split, so that weight gradients fill the waits at the end."""
-    down, up, below = rank, 2 * ranks - 1 - rank, ranks - 1 - rank
+    # Drain: split half of the last backwards, so that weight gradients fill the waits at the end.
     for turn in range(2 * (rank + 1)):
         stage = down if turn % 2 else up
         if turn <= rank:
@@ -143,3 +127,4 @@ def drain(row: RowWriter, rank: int, ranks: int) -> None:
     for _ in range(below):
         row.weights()
         row.inputs(down)
+    return row.finish()

@@ -1,8 +1,7 @@
 """GPipe: fill the pipeline with every forward, then drain it with every backward."""
 
 from piper.directives.order import Order
-from piper.schedules.grid import Grid, Stage, fixed, need_whole, orders
-from piper.schedules.row_builder import RowWriter
+from piper.schedules.grid import Grid, RowWriter, Stage, need_whole, orders, registered
 
 
 def gpipe(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
@@ -16,7 +15,7 @@ def gpipe(stages: int, microbatches: int, *, stage: Stage = "PP", part: str = "M
     return orders(gpipe_grid(stages, microbatches), stage=stage, part=part)
 
 
-@fixed("gpipe", 0, stages_per_rank=1, instead="interleaved-1f1b")
+@registered("gpipe", 0, stages_per_rank=1, instead="interleaved-1f1b")
 def gpipe_grid(stages: int, microbatches: int) -> Grid:
     """Return the grid of `gpipe`."""
     need_whole("gpipe", stages=stages, microbatches=microbatches)

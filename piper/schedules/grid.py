@@ -1,12 +1,13 @@
 """A pipeline schedule as a value: its name, and the actions of each rank in order, as torch writes them."""
 
 import re
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from piper.directives.base import check_value, whole
 from piper.directives.order import Order, order
@@ -88,17 +89,68 @@ class Grid:
 
     rows: tuple[Row, ...]
 
-    def actions(self) -> Iterator[Action]:
-        """Yield every action, rank by rank, in order."""
-        return (action for row in self.rows for group in row for action in group)
+    def actions(self) -> Iterator[tuple[int, Action]]:
+        """Yield every action with its rank, rank by rank, in order."""
+        return ((rank, action) for rank, row in enumerate(self.rows) for group in row for action in group)
 
     @property
     def stages(self) -> int:
-        return max((action.stage for action in self.actions()), default=-1) + 1
+        return max((action.stage for _, action in self.actions()), default=-1) + 1
 
     @property
     def microbatches(self) -> int:
-        return max((action.microbatch for action in self.actions()), default=-1) + 1
+        return max((action.microbatch for _, action in self.actions()), default=-1) + 1
+
+
+class RowWriter:
+    """Writes one rank's row the way the papers draw it: which stage moves next, without naming microbatches.
+
+    It numbers each move with its stage's next microbatch, and remembers the weight gradients that are left.
+    In every schedule here a stage takes microbatches in turn. Moves past the last microbatch write nothing,
+    so one description serves any number of them.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self._microbatches = microbatches
+        self._taken: Counter[tuple[str, int]] = Counter()  # microbatches so far, by phase and stage
+        self.owed: deque[Action] = deque()  # weight gradients that can run now
+        self._groups: list[Group] = []
+
+    def forward(self, stage: int) -> None:
+        """Run the stage's next forward."""
+        self._groups.append(self._next(stage, "F"))
+
+    def backward(self, stage: int) -> None:
+        """Run the stage's next backward whole."""
+        self._groups.append(self._next(stage, "B"))
+
+    def inputs(self, stage: int) -> None:
+        """Run the input half of the stage's next backward, and leave the weight half for later."""
+        for action in self._next(stage, "B"):
+            self._groups.append((replace(action, phase="BI"),))
+            self.owed.append(replace(action, phase="BW"))
+
+    def weights(self) -> None:
+        """Run the weight half that has waited longest, if there is one."""
+        if self.owed:
+            self._groups.append((self.owed.popleft(),))
+
+    def overlap(self, forward: int, backward: int) -> None:
+        """Run one stage's next forward and another's next backward as a pair that may interleave."""
+        self._groups.append(self._next(forward, "F") + self._next(backward, "B"))
+
+    def finish(self) -> Row:
+        """Write the weight gradients that are still owed, and return the row."""
+        while self.owed:
+            self.weights()
+        return tuple(group for group in self._groups if group)
+
+    def _next(self, stage: int, phase: Literal["F", "B"]) -> Group:
+        microbatch = self._taken[phase, stage]
+        self._taken[phase, stage] += 1
+        if microbatch >= self._microbatches:
+            return ()
+        return (Action(stage=stage, phase=phase, microbatch=microbatch),)
 
 
 def orders(grid: Grid, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
@@ -160,54 +212,40 @@ def need_whole(by: str, **numbers: int) -> None:
         check_value(by, name, number, whole(1), f"{name}=1 is the least")
 
 
-FixedBuild = TypeVar("FixedBuild", bound=Callable[[int, int], Grid])
-InterleavedBuild = TypeVar("InterleavedBuild", bound=Callable[[int, int, int], Grid])
+Build = TypeVar("Build", bound=Callable[..., Grid])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSchedule:
     """A schedule that the command line knows."""
 
-    build: Callable[[int, int, int], Grid]  # ranks, microbatches, stages per rank
+    build: Callable[..., Grid]  # of ranks and microbatches, and of stages per rank where it takes any number
+    rank: int  # its place in lists: the order of imports must not show
     stages_per_rank: int  # unless asked otherwise
-    instead: str = (
-        ""  # where it has no other number of stages: a schedule that takes one. Empty: it takes any
-    )
+    instead: str  # where it has no other number of stages: a schedule that takes one. Empty: it takes any
 
 
 _KNOWN: dict[str, NamedSchedule] = {}  # filled where schedules are defined, and never changed after
-_RANKS: dict[str, int] = {}
 NAMES: Mapping[str, NamedSchedule] = MappingProxyType(_KNOWN)  # in the order of their ranks
 SYNTHESISED = "synthesised"  # has no grid of its own: the command line searches for one
 
 
-def fixed(name: str, rank: int, *, stages_per_rank: int, instead: str) -> Callable[[FixedBuild], FixedBuild]:
-    """Register the grid of a schedule with a fixed number of stages per rank, at `rank` in every list."""
+def registered(
+    name: str, rank: int, *, stages_per_rank: int = 2, instead: str = ""
+) -> Callable[[Build], Build]:
+    """Register the grid of a schedule by its name, at `rank` in every list.
 
-    def register(build: FixedBuild) -> FixedBuild:
-        def of_ranks(ranks: int, microbatches: int, _: int) -> Grid:
-            return build(ranks, microbatches)
+    instead: of a schedule with this number of stages per rank alone, another one that takes any.
+    """
 
-        _register(name, rank, NamedSchedule(build=of_ranks, stages_per_rank=stages_per_rank, instead=instead))
+    def register(build: Build) -> Build:
+        entry = NamedSchedule(build=build, rank=rank, stages_per_rank=stages_per_rank, instead=instead)
+        entries = sorted({**_KNOWN, name: entry}.items(), key=lambda named: named[1].rank)
+        _KNOWN.clear()
+        _KNOWN.update(entries)
         return build
 
     return register
-
-
-def interleaved(name: str, rank: int) -> Callable[[InterleavedBuild], InterleavedBuild]:
-    """Register the grid of a schedule with any number of stages per rank, at `rank` in every list."""
-
-    def register(build: InterleavedBuild) -> InterleavedBuild:
-        _register(name, rank, NamedSchedule(build=build, stages_per_rank=2))
-        return build
-
-    return register
-
-
-def _register(name: str, rank: int, entry: NamedSchedule) -> None:
-    _RANKS[name], _KNOWN[name] = rank, entry
-    for other in sorted(_KNOWN, key=_RANKS.__getitem__):  # the order of imports must not show
-        _KNOWN[other] = _KNOWN.pop(other)
 
 
 def known() -> tuple[str, ...]:
@@ -236,4 +274,4 @@ def grid_for(name: str, ranks: int, microbatches: int, stages_per_rank: int | No
             facts={"needs": f"stages_per_rank={entry.stages_per_rank}"},
             hint=f"leave stages_per_rank out, or use {entry.instead}",
         )
-    return entry.build(ranks, microbatches, stages_per_rank)
+    return entry.build(ranks, microbatches, *(() if entry.instead else (stages_per_rank,)))

@@ -135,26 +135,18 @@ class Memory:
         """Return the bytes that a rank may hold."""
         return self.limit if isinstance(self.limit, int) else self.limit[rank]
 
-    def taken_by(self, action: Action) -> int:
-        """Return the bytes that an action adds when it starts, before it frees anything."""
-        if action.phase == "F":
-            return self.saved[action.stage]
-        if action.phase == "BI":
-            return max(0, self.carried[action.stage] - self.saved[action.stage])
-        return 0
-
-    def freed_by(self, action: Action) -> int:
-        """Return the bytes that an action frees at its end."""
+    def changes(self, action: Action) -> tuple[int, int]:
+        """Return the bytes that an action adds when it starts, and those that it frees at its end."""
         saved, carried = self.saved[action.stage], self.carried[action.stage]
         match action.phase:
             case "F":
-                return 0
+                return saved, 0
             case "BI":
-                return max(0, saved - carried)
+                return max(0, carried - saved), max(0, saved - carried)
             case "BW":
-                return carried
+                return 0, carried
             case "B":
-                return saved
+                return 0, saved
 
 
 def need_numbers(name: str, given: object, count: int | None, *, by: str) -> tuple[float, ...]:
@@ -210,12 +202,7 @@ def timeline(grid: Grid, costs: Costs = UNIT, *, by: str = "schedule") -> Schedu
     one, and no time of any rank.
     """
     last = grid.stages - 1
-    ranks = {
-        (action.stage, action.microbatch): rank
-        for rank, row in enumerate(grid.rows)
-        for group in row
-        for action in group
-    }
+    ranks = {(action.stage, action.microbatch): rank for rank, action in grid.actions()}
     starts: list[list[float]] = [[] for _ in grid.rows]
     free: list[float] = [0.0] * len(grid.rows)
     ready: dict[Value, float] = {}
@@ -284,13 +271,7 @@ def group_needs(group: Group, last: int) -> tuple[Value, ...]:
 
 def deadlock(grid: Grid, waiting: Mapping[Value, list[int]], begun: Sequence[int], by: str) -> ScheduleError:
     """Return the error that shows the ranks that wait for each other in a cycle."""
-    maker = {
-        value: (rank, action)
-        for rank, row in enumerate(grid.rows)
-        for group in row
-        for action in group
-        if (value := gives(action))
-    }
+    maker = {gives(action): (rank, action) for rank, action in grid.actions()}
     stopped = {rank: maker[value] for value, ranks in waiting.items() for rank in ranks}
     rank, seen = min(stopped), list[int]()
     while rank not in seen:
@@ -310,12 +291,9 @@ def deadlock(grid: Grid, waiting: Mapping[Value, list[int]], begun: Sequence[int
 
 def peak_bytes(grid: Grid, memory: Memory) -> tuple[int, ...]:
     """Return the most bytes that each rank holds at once."""
-    peaks = []
-    for row in grid.rows:
-        held = peak = 0
-        for action in (action for group in row for action in group):
-            held += memory.taken_by(action)
-            peak = max(peak, held)
-            held -= memory.freed_by(action)
-        peaks.append(peak)
+    held, peaks = [0] * len(grid.rows), [0] * len(grid.rows)
+    for rank, action in grid.actions():
+        taken, freed = memory.changes(action)
+        peaks[rank] = max(peaks[rank], held[rank] + taken)
+        held[rank] += taken - freed
     return tuple(peaks)

@@ -88,14 +88,10 @@ def to_csv(grid: Grid) -> str:
 
 COMPLETE: tuple[frozenset[Phase], ...] = (frozenset({"F", "B"}), frozenset({"F", "BI", "BW"}))
 Where = Callable[[int, int], str]  # (rank, position in its row) -> how the user finds it
+NO_FILE: Where = "rank {}, position {}".format
 
 
-def rank_and_position(rank: int, position: int) -> str:
-    """Name a place in a grid that has no file."""
-    return f"rank {rank}, position {position}"
-
-
-def validate(grid: Grid, *, by: str = "schedule", where: Where = rank_and_position) -> None:
+def validate(grid: Grid, *, by: str = "schedule", where: Where = NO_FILE) -> None:
     """Refuse a grid that leaves work out, does it twice, spreads a microbatch, or can never run."""
     if not grid.rows or not all(grid.rows):
         idle = [f"rank {rank} runs nothing" for rank, row in enumerate(grid.rows) if not row]
@@ -104,15 +100,17 @@ def validate(grid: Grid, *, by: str = "schedule", where: Where = rank_and_positi
             by=by,
             hint="give every rank at least one stage, or leave the rank out",
         )
-    found = places(grid, by, where)
-    one_rank_per_microbatch(found, by, where)
-    nothing_missing(grid, found, by)
+    nothing_missing(grid, places(grid, by, where), by)
     timeline(grid, by=by)
 
 
 def places(grid: Grid, by: str, where: Where) -> dict[Action, tuple[int, int]]:
-    """Return the rank and position of each action. Refuse duplicates, and groups that cannot overlap."""
+    """Return the rank and position of each action. Refuse duplicates, and groups that cannot overlap.
+
+    Refuse also a microbatch of a stage that two ranks run: its saved activations live in one place.
+    """
     found: dict[Action, tuple[int, int]] = {}
+    first_of: dict[tuple[int, int], Action] = {}  # by stage and microbatch
     for rank, row in enumerate(grid.rows):
         for position, group in enumerate(row):
             if len(group) != 1 and not is_overlap(group):
@@ -130,24 +128,18 @@ def places(grid: Grid, by: str, where: Where) -> dict[Action, tuple[int, int]]:
                         hint="keep one of the two",
                     )
                 found[action] = rank, position
+                first = first_of.setdefault((action.stage, action.microbatch), action)
+                if found[first][0] != rank:
+                    raise ScheduleError(
+                        f"stage {action.stage} runs microbatch {action.microbatch} on two ranks",
+                        by=by,
+                        facts={
+                            "first": f"{first} at {where(*found[first])}",
+                            "again": f"{action} at {where(rank, position)}",
+                        },
+                        hint="keep the forward and the backward of a microbatch on one rank",
+                    )
     return found
-
-
-def one_rank_per_microbatch(found: dict[Action, tuple[int, int]], by: str, where: Where) -> None:
-    """Refuse a microbatch of a stage that two ranks run: its saved activations live in one place."""
-    first_of: dict[tuple[int, int], Action] = {}
-    for action, (rank, position) in found.items():
-        first = first_of.setdefault((action.stage, action.microbatch), action)
-        if found[first][0] != rank:
-            raise ScheduleError(
-                f"stage {action.stage} runs microbatch {action.microbatch} on two ranks",
-                by=by,
-                facts={
-                    "first": f"{first} at {where(*found[first])}",
-                    "again": f"{action} at {where(rank, position)}",
-                },
-                hint="keep the forward and the backward of a microbatch on one rank",
-            )
 
 
 def nothing_missing(grid: Grid, found: dict[Action, tuple[int, int]], by: str) -> None:

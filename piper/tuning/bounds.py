@@ -20,7 +20,7 @@ import numpy as np
 from piper.ir.chunk import Phase
 from piper.plan.ops import Op
 from piper.schedules.grid import Grid, Row
-from piper.schedules.synthesis.bound import bound as least_makespan
+from piper.schedules.synthesis.synthesise import bound as least_makespan
 from piper.schedules.synthesis.synthesise import one_by_one
 from piper.schedules.timing import Memory, StageCosts, makespan
 from piper.simulate.costs import Costs
@@ -164,7 +164,7 @@ def order_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, grid:
 
     grid: its order. None: it is not known, and the time is one that no order can beat.
     """
-    whole = grid is not None and all(action.phase in ("F", "B") for action in grid.actions())
+    whole = grid is not None and all(action.phase in ("F", "B") for _, action in grid.actions())
     seconds = stage_costs(choice, layers, costs, whole=whole)
     if seconds is None:
         return 0.0

@@ -9,7 +9,7 @@ from piper.capture.layers.annotate_layers import TAG
 from piper.capture.layers.short import short_capturing
 from piper.capture.recordings import Capturing, Recordings
 from piper.compiler.build import Program, build, first_batch, known_recordings
-from piper.compiler.optimizer_facts import OptimizerFacts, facts_of_optimizer
+from piper.compiler.optimizer_probe import OptimizerFacts, facts_of_optimizer
 from piper.directives import Directive, apply, place
 from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk

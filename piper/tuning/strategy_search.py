@@ -7,7 +7,7 @@ from itertools import islice, product
 
 from piper.directives import Directive
 from piper.schedules.grid import Grid
-from piper.schedules.synthesis.synthesise import synthesis
+from piper.schedules.synthesis.synthesise import synthesise
 from piper.schedules.timing import Memory, Placement, StageCosts
 from piper.tuning.bounds import (
     LeastMemory,
@@ -381,4 +381,4 @@ def synthesised_grid(
     costs: StageCosts, placement: Placement, microbatches: int, memory: Memory, trials: int
 ) -> Grid:
     """Return the shortest schedule that a synthesis finds."""
-    return synthesis(costs, placement, microbatches, memory, trials=trials).grid
+    return synthesise(costs, placement, microbatches, memory, trials=trials).grid

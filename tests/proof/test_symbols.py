@@ -11,11 +11,11 @@ from piper.ir.select import at
 from piper.plan.instr import Instr
 from piper.plan.ops import Adding, Field, OfBucket, OfChunk, Payload, Routing, Rows
 from piper.plan.plan import Comm, Plan, Plans
-from piper.proof.amounts import NOTHING, Amounts
 from piper.proof.covers import Covers
 from piper.proof.decode import described, routed, rows_of
 from piper.proof.specification import Specification, microbatches_of
 from piper.proof.symbolic_state import SymbolicState
+from piper.proof.symbolic_values import NOTHING, Amounts
 from tests.chain import chain
 from tests.lower.lowering import lower
 from tests.lower.outlines import normed, skips

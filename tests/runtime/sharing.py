@@ -23,8 +23,8 @@ from piper.capture.trace.trace import Traced, trace
 from piper.check.check import ComparedNumbers, Report, check, numbers
 from piper.check.localise import Launch
 from piper.check.reference import Reference
-from piper.compiler import Program, optimizer_facts
-from piper.compiler.optimizer_probe import Probe, probe_optimizer
+from piper.compiler import Program, optimizer_probe
+from piper.compiler.optimizer_probe import OptimizerFacts, probe_optimizer
 from piper.ir.chunk_options import CodeOptions
 from piper.plan.updates import BucketUpdate
 from piper.process.gc_pause import no_collection
@@ -45,7 +45,7 @@ class Shared:
     divisions: list[tuple[Traced, list[Request], Traced]] = field(default_factory=list)
     codes: dict[Hashable, Captured] = field(default_factory=dict)  # with what has been built of them
     references: dict[Hashable, list[ComparedNumbers]] = field(default_factory=dict)
-    probes: dict[Hashable, Probe] = field(default_factory=dict)
+    probes: dict[Hashable, OptimizerFacts] = field(default_factory=dict)
 
     def compile(self, cell: Cell, **changes: object) -> Program:
         """A cell's program."""
@@ -92,14 +92,14 @@ class Shared:
             return self.codes[key]
 
         with (
-            patch.object(optimizer_facts, "probe_optimizer", self.probed),
+            patch.object(optimizer_probe, "probe_optimizer", self.probed),
             patch.object(recordings, "trace", traced),
             patch.object(recordings, "sharded", cut),
             patch.object(recordings, "differentiate", captured),
         ):
             yield
 
-    def probed(self, make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate]) -> Probe:
+    def probed(self, make: MakeOptimizer, sizes: Sizes, buckets: Sequence[BucketUpdate]) -> OptimizerFacts:
         """What an optimizer does on some buckets; the rest of a strategy does not matter to it."""
         key = (same(make), tuple(sizes.items()), tuple(buckets))
         if key not in self.probes:

@@ -16,7 +16,7 @@ from piper.check.check import Report, check
 from piper.check.distance import differences, distance, relative
 from piper.check.reference import Reference
 from piper.check.replay import Replay
-from piper.check.slicing import BatchSlicing, ForwardPlacement, slicing_of
+from piper.check.slicing import BatchSlicing, slicing_of
 from piper.compiler import compile
 from piper.directives import Directive, place, replicate, split
 from piper.errors import ConfigError
@@ -77,10 +77,7 @@ def test_slices_follow_the_documented_rule() -> None:
         parts: list[tuple[tuple[str, int], ...]] = [()]
         for axis, count in counts.items():
             parts = [(*part, (axis, i)) for part in parts for i in range(count)]
-        placed = {
-            name: ForwardPlacement(devices=tuple(range(size)), parts=tuple(parts))
-            for name, size in sizes.items()
-        }
+        placed = {name: dict.fromkeys(parts, tuple(range(size))) for name, size in sizes.items()}
         return BatchSlicing(placed=placed, cells=math.lcm(*sizes.values()), counts=counts)
 
     def rows(slicing: BatchSlicing, chunk: str, samples: int) -> list[tuple[int, ...]]:
@@ -98,7 +95,8 @@ def test_slices_follow_the_documented_rule() -> None:
 def test_slices_are_read_off_the_plans() -> None:
     strategy = [replicate(at(PP=0), [0, 1]), place(at(PP=1), [2]), *PARTS]
     found = slicing_of(compile(job(strategy=strategy), device="cpu").plans)
-    assert {name: placed.devices for name, placed in found.placed.items()} == {"PP=0": (0, 1), "PP=1": (2,)}
+    devices = {name: set(placed.values()) for name, placed in found.placed.items()}
+    assert devices == {"PP=0": {(0, 1)}, "PP=1": {(2,)}}
     assert (found.cells, found.counts) == (2, {"MB": 2})
 
 

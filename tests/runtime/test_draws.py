@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper.capture.trace.annotate import annotate
-from piper.check.localise import Chunkwise, ChunkwiseReference
+from piper.check.localise import ChunkwiseReference
 from piper.check.reference import samples_in
 from piper.check.slicing import take
 from piper.compiler import compile
@@ -82,14 +82,12 @@ def jobs() -> Iterator[tuple[str, Callable[[], Job]]]:
 def test_the_plain_model_gives_the_same_for_the_same_draws(made: Callable[[], Job]) -> None:
     program = compile(made())
     reference = ChunkwiseReference(program)
-    setup, outline = reference.setup, program.outline
-    chunks = Chunkwise(setup, reference.params, dict(reference.model.named_buffers()))
-    seen = set()
+    outline, seen = program.outline, set()
     batch = reference.as_run(batches(Cell(case="dropout", schedule="1f1b", dp=2), 1)[0])
-    for part in reference.slicing.slices(outline.loss.chunk, samples_in(batch)):
+    for part in reference.replay.slicing.slices(outline.loss.chunk, samples_in(batch)):
         rows = take(batch, part.samples)
         with Drawn() as drawn:
-            walk = chunks.run(rows, 0, part.part, part.replica)
+            walk = reference.walk(rows, part)
         with Given(drawn.draws) as given:
             plain = program.job.loss(reference.model, rows)
         assert next(given.draws, None) is None, "all that was drawn is used"

@@ -13,7 +13,7 @@ from piper.directives.order import order
 from piper.errors import ScheduleError
 from piper.ir.select import at
 from piper.schedules import Memory, Placement, StageCosts, synthesise
-from piper.schedules.grid import NAMES, Action, Grid, orders
+from piper.schedules.grid import NAMES, Action, Grid, grid_for, orders
 from piper.schedules.synthesis.synthesise import Alike, summary, synthesised
 from piper.schedules.timing import makespan, peak_bytes, timeline
 from piper.schedules.torch_csv import validate
@@ -76,7 +76,7 @@ def named(case: Case) -> Iterator[Grid]:
         per_rank, rest = divmod(stages, ranks)
         if rest or (entry.instead and entry.stages_per_rank != per_rank):
             continue
-        grid = entry.build(ranks, case.microbatches, per_rank)
+        grid = grid_for(name, ranks, case.microbatches, per_rank)
         homes = {(action.stage, rank) for rank, row in enumerate(grid.rows) for g in row for action in g}
         if homes == set(enumerate(case.placement.ranks)):
             yield grid

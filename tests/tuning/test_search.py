@@ -10,7 +10,7 @@ import pytest
 import piper
 from piper.compiler import compile
 from piper.runtime.memory_release import predicted_peak
-from piper.schedules.synthesis.synthesise import Synthesis, synthesis
+from piper.schedules.synthesis.synthesise import Synthesised, synthesise
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.simulate.measured import Measured, write_costs
@@ -135,12 +135,12 @@ def test_the_same_inputs_give_the_same_file_with_any_number_of_processes(
 def test_candidates_of_equal_costs_share_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def counted(*args: object, **options: object) -> Synthesis:
+    def counted(*args: object, **options: object) -> Synthesised:
         asked.append(args)
-        return synthesis(*args, **options)  # type: ignore[arg-type]
+        return synthesise(*args, **options)  # type: ignore[arg-type]
 
     search = search_of(SMALL, 4, "h100")
-    monkeypatch.setattr("piper.tuning.strategy_search.synthesis", counted)
+    monkeypatch.setattr("piper.tuning.strategy_search.synthesise", counted)
     leaves = [leaf for group in search.groups() for leaf in search.leaves(group, ALL)[0] if leaf.open]
     made = [one for leaf in leaves for one in search.synthesised(leaf, ALL)]
     assert len(leaves) == len(made) == 48

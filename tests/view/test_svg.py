@@ -34,7 +34,7 @@ def test_a_schedule_has_a_cell_for_each_action(name: str) -> None:
     svg = grid(of_schedule(schedule, name))
     titles = [node.text or "" for node in parsed(svg).iter(f"{SVG}title")]
     drawn = [title.partition(":")[0] for title in titles if ":" in title]
-    assert drawn == [str(action) for action in schedule.actions()]
+    assert drawn == [str(action) for _, action in schedule.actions()]
     assert titles[0] == name
 
 

@@ -17,16 +17,9 @@ Rule = Callable[[int, int, int], tuple[float, float, float]]  # (kind, stage, mi
 def priorities(problem: Problem) -> Iterator[list[float]]:
     """Yield one list of priorities for each rule."""
     for rule in rules(problem.stages):
-        ranked = sorted(
-            range(problem.size),
-            key=lambda operation: rule(
-                problem.kind[operation], problem.stage[operation], problem.microbatch[operation]
-            ),
-        )
-        priority = [0.0] * problem.size
-        for place, operation in enumerate(ranked):
-            priority[operation] = float(place)
-        yield priority
+        keys = list(map(rule, problem.kind, problem.stage, problem.microbatch))
+        place = {key: float(number) for number, key in enumerate(sorted(keys))}
+        yield [place[key] for key in keys]
     yield remaining(problem)
     for slowness in (1.0, 1.5, 2.0, 3.0):
         yield rhythm(problem, slowness)
@@ -34,46 +27,30 @@ def priorities(problem: Problem) -> Iterator[list[float]]:
 
 def rules(stages: int) -> tuple[Rule, ...]:
     """Return rules that order operations by kind first, and by microbatch or stage within a kind."""
-    half = stages // 2
-
-    def oldest(kind: int, stage: int, microbatch: int) -> tuple[float, float, float]:
-        return (I, F, W).index(kind), microbatch, -stage if kind == F else stage
-
-    def deepest_forward(kind: int, stage: int, microbatch: int) -> tuple[float, float, float]:
-        first, second = (-stage, microbatch) if kind == F else (microbatch, stage)
-        return (I, F, W).index(kind), first, second
-
-    def deep_forwards_first(kind: int, stage: int, microbatch: int) -> tuple[float, float, float]:
-        deep = kind == F and stage >= half
-        return 0 if deep else (I, F, W).index(kind) + 1, microbatch, -stage if kind == F else stage
-
-    def shallowest_inputs(kind: int, stage: int, microbatch: int) -> tuple[float, float, float]:
-        first, second = (stage, microbatch) if kind == I else (microbatch, -stage)
-        return (I, F, W).index(kind), first, second
-
-    def forwards_first(kind: int, stage: int, microbatch: int) -> tuple[float, float, float]:
-        return kind, microbatch, -stage if kind == F else stage
-
-    def by_age(kind: int, stage: int, microbatch: int) -> tuple[float, float, float]:
-        return microbatch, kind, stage if kind == F else -stage
-
-    return oldest, deepest_forward, deep_forwards_first, shallowest_inputs, forwards_first, by_age
+    half, place = stages // 2, (I, F, W).index
+    return (
+        # the oldest microbatch
+        lambda kind, stage, number: (place(kind), number, -stage if kind == F else stage),
+        # the deepest forward
+        lambda kind, stage, number: (place(kind), *((-stage, number) if kind == F else (number, stage))),
+        # deep forwards before all else
+        lambda kind, stage, number: (
+            0 if kind == F and stage >= half else place(kind) + 1,
+            number,
+            -stage if kind == F else stage,
+        ),
+        # the input gradients of the shallowest stage
+        lambda kind, stage, number: (place(kind), *((stage, number) if kind == I else (number, -stage))),
+        # forwards first
+        lambda kind, stage, number: (kind, number, -stage if kind == F else stage),
+        # the oldest microbatch, whatever the kind
+        lambda kind, stage, number: (number, kind, stage if kind == F else -stage),
+    )
 
 
 def remaining(problem: Problem) -> list[float]:
     """Put first what has the longest way to the end of its microbatch; BW last."""
-    tails = longest_tails(problem)
-    period = max(tails) / problem.microbatches
-    late = sum(problem.duration)
-    return [
-        problem.microbatch[operation] * period - tail + (late if problem.kind[operation] == W else 0.0)
-        for operation, tail in enumerate(tails)
-    ]
-
-
-def longest_tails(problem: Problem) -> list[float]:
-    """Return the longest chain from the start of each operation to the end of its microbatch."""
-    tails = [0.0] * problem.size
+    tails = [0.0] * problem.size  # the longest chain from the start of each to the end of its microbatch
     for microbatch in range(problem.microbatches):
         stages = range(problem.stages)
         order = [problem.number(kind, stage, microbatch) for stage in stages for kind in (W, I)]
@@ -81,7 +58,12 @@ def longest_tails(problem: Problem) -> list[float]:
         for operation in order:
             following = (tails[reader] + delay for reader, delay in problem.after[operation])
             tails[operation] = problem.duration[operation] + max(following, default=0.0)
-    return tails
+    period = max(tails) / problem.microbatches
+    late = sum(problem.duration)
+    return [
+        problem.microbatch[operation] * period - tail + (late if problem.kind[operation] == W else 0.0)
+        for operation, tail in enumerate(tails)
+    ]
 
 
 def rhythm(problem: Problem, slowness: float) -> list[float]:
@@ -188,15 +170,13 @@ def random_block(random: Random) -> BuildingBlock:
 def neighbour(block: BuildingBlock, random: Random) -> BuildingBlock:
     """Return a block that differs in one slope or pause."""
     slope, pause = random.choice(SLOPES), random.choice(PAUSES)
-    return random.choice(list(neighbours(block, slope, pause)))
-
-
-def neighbours(block: BuildingBlock, slope: float, pause: float) -> Iterator[BuildingBlock]:
-    """Yield the block with each of its numbers replaced in turn."""
-    yield replace(block, forward=(slope, block.forward[1]))
-    yield replace(block, forward=(block.forward[0], slope))
-    yield replace(block, inputs=(slope, block.inputs[1]))
-    yield replace(block, inputs=(block.inputs[0], slope))
-    yield replace(block, at_turns=pause)
-    yield replace(block, at_loss=pause)
-    yield replace(block, at_returns=pause)
+    neighbours = (
+        replace(block, forward=(slope, block.forward[1])),
+        replace(block, forward=(block.forward[0], slope)),
+        replace(block, inputs=(slope, block.inputs[1])),
+        replace(block, inputs=(block.inputs[0], slope)),
+        replace(block, at_turns=pause),
+        replace(block, at_loss=pause),
+        replace(block, at_returns=pause),
+    )
+    return random.choice(neighbours)

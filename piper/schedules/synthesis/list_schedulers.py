@@ -7,7 +7,7 @@ simulated steps. It works on flat tuples indexed by operation, and only its resu
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 from piper.ir.chunk import Phase
@@ -16,6 +16,8 @@ from piper.schedules.timing import Memory, Placement, StageCosts, gives, needs
 
 F, I, W = 0, 1, 2  # kinds of operations  # noqa: E741
 PHASES: tuple[Phase, ...] = ("F", "BI", "BW")
+TINY = 1e-12  # times closer than this, as a share of the mean operation, are one time
+NEVER = float("inf")
 Edges = tuple[tuple[tuple[int, float], ...], ...]  # of each operation: its neighbours, with the delay between
 
 
@@ -27,7 +29,8 @@ class Problem:
     ranks: int
     stages: int
     microbatches: int
-    limits: tuple[int, ...] | None  # bytes of each rank; None: no limit
+    limits: tuple[float, ...]  # bytes of each rank
+    actions: tuple[Action, ...]  # that operations stand for
     kind: tuple[int, ...]
     stage: tuple[int, ...]
     microbatch: tuple[int, ...]
@@ -47,14 +50,6 @@ class Problem:
         """Return the number of an operation."""
         return (stage * self.microbatches + microbatch) * 3 + kind
 
-    def action(self, operation: int) -> Action:
-        """Return the action that an operation stands for."""
-        return Action(
-            stage=self.stage[operation],
-            phase=PHASES[self.kind[operation]],
-            microbatch=self.microbatch[operation],
-        )
-
     def backwards_in_time(self) -> Self:
         """Return the same problem with time reversed: its schedules, read from their ends, solve this one."""
         last = self.microbatches - 1
@@ -72,49 +67,39 @@ def problem_of(
     costs: StageCosts, placement: Placement, microbatches: int, memory: Memory | None = None
 ) -> Problem:
     """Number the operations of a pipeline, and collect what each takes and needs."""
-    actions = [
+    actions = tuple(
         Action(stage=stage, phase=phase, microbatch=microbatch)
         for stage in range(costs.stages)
         for microbatch in range(microbatches)
         for phase in PHASES
-    ]
-    before, after = dependencies(costs, placement, actions)
+    )
+    maker = {gives(action): number for number, action in enumerate(actions)}
+    before: list[list[tuple[int, float]]] = [[] for _ in actions]
+    after: list[list[tuple[int, float]]] = [[] for _ in actions]
+    for number, action in enumerate(actions):
+        for value in needs(action, costs.stages - 1):
+            same = placement.ranks[value[1]] == placement.ranks[action.stage]
+            delay = 0.0 if same else float(costs.hop_between(value[1], action.stage))
+            before[number].append((maker[value], delay))
+            after[maker[value]].append((number, delay))
+    changes = [memory.changes(action) if memory else (0, 0) for action in actions]
     return Problem(
         costs=costs,
         ranks=placement.count,
         stages=costs.stages,
         microbatches=microbatches,
-        limits=tuple(memory.limit_of(rank) for rank in range(placement.count)) if memory else None,
+        limits=tuple(memory.limit_of(rank) if memory else NEVER for rank in range(placement.count)),
+        actions=actions,
         kind=tuple(PHASES.index(action.phase) for action in actions),
         stage=tuple(action.stage for action in actions),
         microbatch=tuple(action.microbatch for action in actions),
         rank=tuple(placement.ranks[action.stage] for action in actions),
         duration=tuple(costs.of(action.stage, action.phase) for action in actions),
-        takes=tuple(memory.taken_by(action) if memory else 0 for action in actions),
-        frees=tuple(memory.freed_by(action) if memory else 0 for action in actions),
-        before=before,
-        after=after,
+        takes=tuple(taken for taken, _ in changes),
+        frees=tuple(freed for _, freed in changes),
+        before=tuple(map(tuple, before)),
+        after=tuple(map(tuple, after)),
     )
-
-
-def dependencies(costs: StageCosts, placement: Placement, actions: Sequence[Action]) -> tuple[Edges, Edges]:
-    """Return what each operation needs, and what needs it, with the transfer time between ranks."""
-    maker = {gives(action): number for number, action in enumerate(actions)}
-    before: list[tuple[tuple[int, float], ...]] = []
-    after: list[list[tuple[int, float]]] = [[] for _ in actions]
-    for number, action in enumerate(actions):
-        needed = []
-        for value in needs(action, costs.stages - 1):
-            same = placement.ranks[value[1]] == placement.ranks[action.stage]
-            delay = 0.0 if same else float(costs.hop_between(value[1], action.stage))
-            needed.append((maker[value], delay))
-            after[maker[value]].append((number, delay))
-        before.append(tuple(needed))
-    return tuple(before), tuple(map(tuple, after))
-
-
-TINY = 1e-12  # times closer than this, as a share of the mean operation, are one time
-NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,26 +111,18 @@ class Schedule:
     end: float
 
 
-@dataclass(slots=True, kw_only=True)
 class _Clock:
     """The state of a simulated step: what has started, and when each rank is free again."""
 
-    problem: Problem
-    tiny: float = 0.0
-    start: list[float] = field(default_factory=list)
-    finish: list[float] = field(default_factory=list)  # of each operation; -1: it has not started
-    rows: list[list[int]] = field(default_factory=list)
-    free_at: list[float] = field(default_factory=list)  # of each rank
-    held: list[int] = field(default_factory=list)  # bytes, of each rank
-    events: list[tuple[float, int]] = field(default_factory=list)  # (time, rank that looks for work)
-
-    def __post_init__(self) -> None:
-        problem, ranks = self.problem, self.problem.ranks
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         self.tiny = TINY * sum(problem.duration) / problem.size
-        self.start, self.finish = [0.0] * problem.size, [-1.0] * problem.size
-        self.rows = [[] for _ in range(ranks)]
-        self.free_at, self.held = [0.0] * ranks, [0] * ranks
-        self.events = [(0.0, rank) for rank in range(ranks)]
+        self.start = [0.0] * problem.size
+        self.finish = [-1.0] * problem.size  # of each operation; -1: it has not started
+        self.rows: list[list[int]] = [[] for _ in range(problem.ranks)]
+        self.free_at = [0.0] * problem.ranks
+        self.held = [0] * problem.ranks  # bytes
+        self.events = [(0.0, rank) for rank in range(problem.ranks)]  # (time, rank that looks for work)
 
     def begin(self, operation: int, now: float, rank: int) -> float:
         """Start an operation, and return when it ends."""
@@ -178,8 +155,8 @@ class _Reserve:
     All microbatches of a rank take the same bytes, so when the oldest one has been freed, the next one fits.
     """
 
-    def __init__(self, problem: Problem, limits: tuple[int, ...]) -> None:
-        self.problem, self.limits = problem, limits
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
         self.missing = [[0] * problem.microbatches for _ in range(problem.ranks)]  # bytes not yet taken
         for operation, taken in enumerate(problem.takes):
             self.missing[problem.rank[operation]][problem.microbatch[operation]] += taken
@@ -187,15 +164,14 @@ class _Reserve:
 
     def fits(self, operation: int, rank: int, held: int) -> bool:
         """Return whether an operation may take its bytes now."""
-        taken = self.problem.takes[operation]
-        if not taken:
+        if not self.problem.takes[operation]:
             return True
         missing, oldest = self.missing[rank], self.oldest[rank]
         while oldest < len(missing) and not missing[oldest]:
             oldest += 1
         self.oldest[rank] = oldest
         kept = 0 if self.problem.microbatch[operation] == oldest else missing[oldest]
-        return held + taken + kept <= self.limits[rank]
+        return held + self.problem.takes[operation] + kept <= self.problem.limits[rank]
 
     def take(self, operation: int, rank: int) -> None:
         """Note that an operation has taken its bytes."""
@@ -233,21 +209,16 @@ def by_priority(problem: Problem, priority: Sequence[float], patience: float = 0
     patience: a rank stays idle for an operation with a smaller priority that becomes ready within this share
     of the time of the best one it could run now. None is returned where the memory limit stops every rank.
     """
-    clock = _Clock(problem=problem)
-    reserve = _Reserve(problem, problem.limits) if problem.limits is not None else None
-    known, takes = _Known(problem), problem.takes
+    clock = _Clock(problem)
+    reserve, known = _Reserve(problem), _Known(problem)
     while clock.events:
         now, rank = heapq.heappop(clock.events)
         if clock.free_at[rank] > now + clock.tiny:
             continue
-        fitting = known.of_rank[rank]
-        if reserve:
-            held = clock.held[rank]
-            fitting = [each for each in fitting if not takes[each] or reserve.fits(each, rank, held)]
+        fitting = [each for each in known.of_rank[rank] if reserve.fits(each, rank, clock.held[rank])]
         chosen, wake = choose(problem, priority, patience, known.ready, fitting, now + clock.tiny)
         if chosen >= 0:
-            if reserve:
-                reserve.take(chosen, rank)
+            reserve.take(chosen, rank)
             for other in known.update(chosen, clock.begin(chosen, now, rank)):
                 heapq.heappush(clock.events, (max(now, clock.free_at[other]), other))
         elif wake < NEVER:
@@ -284,27 +255,6 @@ def choose(
     return best, wake
 
 
-class _Queues:
-    """What each rank runs next: F and BI in a given order, and the BW whose BI has run, oldest first."""
-
-    def __init__(self, problem: Problem, times: Sequence[float]) -> None:
-        self.problem = problem
-        self.sequences = [deque(row) for row in sequences_of(problem, times)]
-        self.owed: list[deque[int]] = [deque() for _ in range(problem.ranks)]
-
-    def first(self, rank: int) -> tuple[int, int]:
-        """Return the next F or BI of a rank, and the oldest BW that it could run; -1: there is none."""
-        sequence, owed = self.sequences[rank], self.owed[rank]
-        return sequence[0] if sequence else -1, owed[0] if owed else -1
-
-    def take(self, operation: int, rank: int) -> None:
-        """Note that a rank has started an operation."""
-        waiting = self.owed if self.problem.kind[operation] == W else self.sequences
-        waiting[rank].popleft()
-        if self.problem.kind[operation] == I:
-            self.owed[rank].append(self.problem.after[operation][-1][0])
-
-
 def in_sequence(problem: Problem, times: Sequence[float], gap: float = 0.5) -> Schedule | None:
     """Let each rank run F and BI in the order of `times`, and BW, oldest first, where it would be idle.
 
@@ -312,15 +262,20 @@ def in_sequence(problem: Problem, times: Sequence[float], gap: float = 0.5) -> S
     this share of the BW. BW also runs where the next F does not fit. None is returned where the order cannot
     run, or an F does not fit and no BW is left that frees memory.
     """
-    clock = _Clock(problem=problem)
-    queues = _Queues(problem, times)
+    clock = _Clock(problem)
+    sequences: list[deque[int]] = [deque() for _ in range(problem.ranks)]  # F and BI that are left
+    moved = (operation for operation, kind in enumerate(problem.kind) if kind != W)
+    for operation in sorted(moved, key=times.__getitem__):
+        sequences[problem.rank[operation]].append(operation)
+    owed: list[deque[int]] = [deque() for _ in range(problem.ranks)]  # the BW whose BI has run
     while clock.events:
         now, rank = heapq.heappop(clock.events)
         if clock.free_at[rank] > now + clock.tiny:
             continue
-        operation, weights = queues.first(rank)
+        operation = sequences[rank][0] if sequences[rank] else -1
+        weights = owed[rank][0] if owed[rank] else -1
         wake = ready_at(problem, clock.finish, operation) if operation >= 0 else NEVER
-        if operation >= 0 and not fits(problem, operation, rank, clock.held[rank]):
+        if operation >= 0 and clock.held[rank] + problem.takes[operation] > problem.limits[rank]:
             if weights < 0:
                 return None
             operation = weights
@@ -330,7 +285,9 @@ def in_sequence(problem: Problem, times: Sequence[float], gap: float = 0.5) -> S
                     heapq.heappush(clock.events, (wake, rank))
                 continue  # where the wake-up time is not known, the start of what it waits for wakes the rank
             operation = weights
-        queues.take(operation, rank)
+        (owed if operation == weights else sequences)[rank].popleft()
+        if problem.kind[operation] == I:
+            owed[rank].append(problem.after[operation][-1][0])
         clock.begin(operation, now, rank)
         clock.wake_readers(operation, now, rank)
     return clock.result()
@@ -344,17 +301,3 @@ def ready_at(problem: Problem, finish: Sequence[float], operation: int) -> float
             return NEVER
         ready = max(ready, finish[needed] + delay)
     return ready
-
-
-def fits(problem: Problem, operation: int, rank: int, held: int) -> bool:
-    """Return whether a rank that holds `held` bytes has room for an operation."""
-    return problem.limits is None or held + problem.takes[operation] <= problem.limits[rank]
-
-
-def sequences_of(problem: Problem, times: Sequence[float]) -> list[list[int]]:
-    """Return the F and BI of each rank in the order of `times`."""
-    rows: list[list[tuple[float, int]]] = [[] for _ in range(problem.ranks)]
-    for operation, kind in enumerate(problem.kind):
-        if kind != W:
-            rows[problem.rank[operation]].append((times[operation], operation))
-    return [[operation for _, operation in sorted(row)] for row in rows]

@@ -6,7 +6,7 @@ Deterministic: the budget is a number of trials, each one simulated step, and th
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 
 from piper.schedules.synthesis.blocks import (
@@ -28,12 +28,7 @@ WARMTH = 0.0015  # of the annealing, as a share of the makespan
 POOL = 8  # the schedules that moves start from
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundSchedule:
-    """A schedule that was found, and the times whose order gave it."""
-
-    schedule: Schedule
-    times: Sequence[float]
+Found = tuple[Schedule, Sequence[float]]  # a schedule, and the times whose order gave it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +39,7 @@ class Search:
     bound: float
     trials: int  # that are left
     random: Random = field(default_factory=lambda: Random(0))
-    found: list[FoundSchedule] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
     best: Schedule | None = None
 
     @property
@@ -56,16 +51,14 @@ class Search:
         """Count one trial, and remember its schedule if there is one."""
         self.trials -= 1
         if schedule is not None:
-            self.found.append(
-                FoundSchedule(schedule=schedule, times=schedule.start if times is None else times)
-            )
+            self.found.append((schedule, schedule.start if times is None else times))
             if self.best is None or schedule.end < self.best.end * (1 - CLOSE):
                 self.best = schedule
         return schedule
 
-    def shortest(self) -> list[FoundSchedule]:
+    def shortest(self) -> list[Found]:
         """Return the shortest schedules found, and forget those that are much longer."""
-        ordered = sorted(self.found, key=lambda entry: entry.schedule.end)
+        ordered = sorted(self.found, key=lambda found: found[0].end)
         self.found = ordered[: 4 * POOL]
         return ordered[:POOL]
 
@@ -75,21 +68,14 @@ def search(problem: Problem, bound: float, trials: int, named: Iterable[Schedule
     state = Search(problem=problem, bound=bound, trials=trials)
     for schedule in named:
         state.note(schedule)
-    follow_rules(state)
+    for priority, patience in product(priorities(problem), (0.0, PATIENCE)):  # every greedy rule
+        if not state.done:
+            state.note(by_priority(problem, priority, patience))
     try_blocks(state, state.trials // 2)
-    for entry in state.shortest()[: POOL // 2]:
-        justify(state, entry.schedule)
+    for schedule, _ in state.shortest()[: POOL // 2]:
+        justify(state, schedule)
     make_moves(state)
     return state.best
-
-
-def follow_rules(state: Search) -> None:
-    """Try every greedy rule, with and without patience."""
-    for priority in priorities(state.problem):
-        for patience in (0.0, PATIENCE):
-            if state.done:
-                return
-            state.note(by_priority(state.problem, priority, patience))
 
 
 def try_blocks(state: Search, trials: int) -> None:
@@ -156,38 +142,34 @@ def make_moves(state: Search) -> None:
         times = move(problem, current, random)
         if random.random() < 0.15:
             schedule = state.note(by_priority(problem, times, random.choice((0.0, 0.5, PATIENCE))))
-            if schedule is not None and schedule.end <= current.schedule.end * 1.01:
+            if schedule is not None and schedule.end <= current[0].end * 1.01:
                 schedule = justify(state, schedule)
             times = list(schedule.start) if schedule is not None else times
         else:
             schedule = state.note(in_sequence(problem, times, random.choice((0.5, 0.5, 1.0, 0.01))), times)
         if schedule is None:
             continue
-        if accepted(schedule.end, current.schedule.end, random):
-            current = FoundSchedule(schedule=schedule, times=times)
+        end, before = schedule.end, current[0].end
+        longer = end > before * (1 + CLOSE)  # which is seldom kept
+        if not longer or random.random() < math.exp((before - end) / (WARMTH * before)):
+            current = schedule, times
         stale = 0 if state.best is not best else stale + 1
         if stale > STALE_MOVES:
             current, stale = random.choice(state.shortest()), 0
 
 
-def accepted(end: float, before: float, random: Random) -> bool:
-    """Return whether a move is kept: always when it is not longer, seldom when it is."""
-    return end <= before * (1 + CLOSE) or random.random() < math.exp((before - end) / (WARMTH * before))
-
-
-def move(problem: Problem, entry: FoundSchedule, random: Random) -> list[float]:
+def move(problem: Problem, found: Found, random: Random) -> list[float]:
     """Return new times for F and BI, from which their order is taken."""
-    if random.random() < 0.5 and (swaps := critical_swaps(problem, entry.schedule, random)):
-        times = list(entry.schedule.start)
+    if random.random() < 0.5 and (swaps := critical_swaps(problem, found[0], random)):
+        times = list(found[0].start)
         for first, second in random.sample(swaps, min(len(swaps), random.choice((1, 1, 2, 3)))):
             times[first], times[second] = times[second], times[first]
         return times
-    return shifted(problem, entry, random)
+    return shifted(problem, list(found[1]), found[0].end, random)
 
 
-def shifted(problem: Problem, entry: FoundSchedule, random: Random) -> list[float]:
+def shifted(problem: Problem, times: list[float], end: float, random: Random) -> list[float]:
     """Return the times with one pass of a stage, a few operations, a window or everything moved at random."""
-    times = list(entry.times)
     mean = sum(problem.duration) / problem.size
     moved = [operation for operation, kind in enumerate(problem.kind) if kind != W]
     choice = random.random()
@@ -204,7 +186,6 @@ def shifted(problem: Problem, entry: FoundSchedule, random: Random) -> list[floa
         for _ in range(random.choice((1, 1, 2, 3, 6))):
             times[random.choice(moved)] += random.gauss(0, 2 * mean)
     else:
-        end = entry.schedule.end
         whole = choice >= 0.9
         first_time = -math.inf if whole else random.random() * end
         last_time = math.inf if whole else first_time + random.random() * end / 4

@@ -1,13 +1,13 @@
-"""Schedule synthesis: from what stages cost and hold to the shortest `order` directives found."""
+"""Schedule synthesis: from what stages cost and hold to the shortest `order` directives, and a bound."""
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from piper.directives.order import Order
 from piper.errors import ScheduleError
 from piper.schedules.grid import NAMES, SYNTHESISED, Action, Grid, Group, Row, grid_for, need_whole, orders
-from piper.schedules.synthesis.bound import bound
-from piper.schedules.synthesis.list_schedulers import PHASES, Problem, Schedule, problem_of
+from piper.schedules.synthesis.list_schedulers import Problem, Schedule, problem_of
 from piper.schedules.synthesis.search import CLOSE, search
 from piper.schedules.timing import Memory, Placement, StageCosts, makespan, peak_bytes, timeline
 
@@ -15,24 +15,15 @@ TRIALS = 400
 ROUNDING = 1e-9  # of a share of memory: 0.1 of 30 forwards are 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Synthesis:
-    """A schedule that a search found, and how good it is."""
-
-    grid: Grid
-    costs: StageCosts
-    makespan: float
-    bound: float  # no schedule of these stages is shorter
-
-
 class Synthesised(list[Order]):
     """The `order` directives of a synthesised schedule, one for each rank, with its makespan and bound."""
 
-    def __init__(self, directives: Iterable[Order], found: Synthesis) -> None:
+    def __init__(
+        self, directives: Iterable[Order], grid: Grid, costs: StageCosts, makespan: float, bound: float
+    ) -> None:
         super().__init__(directives)
-        self.makespan = found.makespan
-        self.bound = found.bound
-        self.grid = found.grid
+        self.grid, self.costs, self.makespan = grid, costs, makespan
+        self.bound = bound  # no schedule of these stages is shorter
 
 
 def synthesise(
@@ -55,22 +46,8 @@ def synthesise(
     placement: which rank runs each stage: `Placement.v(ranks)`, `Placement.loop(ranks)`, or any other.
     memory: what a microbatch of each stage holds, and how much each rank may hold. None: no limit.
     """
-    found = synthesis(costs, placement, microbatches, memory, trials=trials)
-    return Synthesised(orders(found.grid, stage=stage, part=part), found)
-
-
-def synthesis(
-    costs: StageCosts,
-    placement: Placement,
-    microbatches: int,
-    memory: Memory | None = None,
-    *,
-    trials: int = TRIALS,
-) -> Synthesis:
-    """Return the shortest schedule that the search finds, as a grid."""
     need_whole("synthesise", microbatches=microbatches, trials=trials)
-    check_types(costs, placement, memory)
-    check_sizes(costs, placement, memory)
+    check_inputs(costs, placement, memory)
     problem = problem_of(costs, placement, microbatches, memory)
     least = bound(costs, placement, microbatches, memory)
     named = [  # without pairs: their members in the order in which a rank starts them
@@ -85,13 +62,13 @@ def synthesis(
     if found is not None:
         candidates.insert(0, grid_of(problem, found))
     ends = [makespan(grid, costs) for grid in candidates]
-    end = min(ends)
+    end, grid = min(ends), candidates[ends.index(min(ends))]
     assert least <= end * (1 + CLOSE), f"a schedule of {end} beats the bound of {least}"
-    return Synthesis(grid=candidates[ends.index(end)], costs=costs, makespan=end, bound=min(least, end))
+    return Synthesised(orders(grid, stage=stage, part=part), grid, costs, end, min(least, end))
 
 
-def check_types(costs: object, placement: object, memory: object) -> None:
-    """Refuse inputs that are not what `synthesise` takes."""
+def check_inputs(costs: StageCosts, placement: Placement, memory: Memory | None) -> None:
+    """Refuse inputs of other types, of different sizes, and a limit that not even one microbatch fits."""
     for name, given, wanted in (
         ("costs", costs, StageCosts),
         ("placement", placement, Placement),
@@ -103,10 +80,6 @@ def check_types(costs: object, placement: object, memory: object) -> None:
                 by="synthesise",
                 hint=f"give a piper.schedules.{wanted.__name__}",
             )
-
-
-def check_sizes(costs: StageCosts, placement: Placement, memory: Memory | None) -> None:
-    """Refuse inputs of different sizes, and a limit that not even one microbatch fits."""
     sizes = {"costs": costs.stages, "placement": len(placement.ranks)}
     if memory is not None:
         sizes["memory"] = len(memory.saved)
@@ -146,7 +119,7 @@ def named_grids(placement: Placement, microbatches: int) -> Iterator[Grid]:
             grid = grid_for(name, ranks, microbatches, stages // ranks)
         except ScheduleError:
             continue  # this schedule does not exist with so many stages, or so few microbatches
-        if all(placement.ranks[a.stage] == r for r, row in enumerate(grid.rows) for g in row for a in g):
+        if all(placement.ranks[action.stage] == rank for rank, action in grid.actions()):
             yield grid
 
 
@@ -169,12 +142,8 @@ def schedule_of(problem: Problem, grid: Grid, memory: Memory | None) -> Schedule
     split = Grid(rows=tuple(tuple(half for group in row for half in halves(*group)) for row in grid.rows))
     if memory is not None and not within(split, memory):
         return None
-    rows = tuple(
-        tuple(
-            problem.number(PHASES.index(action.phase), action.stage, action.microbatch) for (action,) in row
-        )
-        for row in split.rows
-    )
+    number = {action: operation for operation, action in enumerate(problem.actions)}
+    rows = tuple(tuple(number[action] for (action,) in row) for row in split.rows)
     times = timeline(split, problem.costs)
     start = [0.0] * problem.size
     for row, starts in zip(rows, times.starts, strict=True):
@@ -202,7 +171,7 @@ def grid_of(problem: Problem, schedule: Schedule) -> Grid:
     for operations in schedule.rows:
         row: list[Group] = []
         for operation, following in zip(operations, (*operations[1:], -1), strict=True):
-            action = problem.action(operation)
+            action = problem.actions[operation]
             weights = problem.after[operation][-1][0] if action.phase == "BI" else -1
             if row and row[-1] == (replace(action, phase="B"),):
                 continue  # the second half of a backward that is whole
@@ -262,17 +231,19 @@ class Alike:
         return int(self.memory * self.most + ROUNDING)
 
 
-def synthesised(pipeline: Alike) -> Synthesis:
+def synthesised(pipeline: Alike) -> Synthesised:
     """Synthesise a schedule over a V and over a loop, and return the shorter; of equal ones the V."""
     stages = pipeline.ranks * pipeline.stages_per_rank
     forward, inputs, weights = ([cost] * (stages - 1) + [cost * pipeline.last] for cost in pipeline.costs)
     costs = StageCosts(forward=forward, inputs=inputs, weights=weights)
     memory = held_by(pipeline)
-    v = synthesis(costs, Placement.v(pipeline.ranks, pipeline.stages_per_rank), pipeline.microbatches, memory)
+    v = synthesise(
+        costs, Placement.v(pipeline.ranks, pipeline.stages_per_rank), pipeline.microbatches, memory
+    )
     loop = Placement.loop(pipeline.ranks, pipeline.stages_per_rank)
     if bound(costs, loop, pipeline.microbatches, memory) >= v.makespan:
         return v
-    other = synthesis(costs, loop, pipeline.microbatches, memory)
+    other = synthesise(costs, loop, pipeline.microbatches, memory)
     return other if other.makespan < v.makespan else v
 
 
@@ -282,7 +253,7 @@ def held_by(pipeline: Alike) -> Memory:
     return Memory(saved=[1] * stages, carried=[1] * stages, limit=pipeline.limit)
 
 
-def summary(pipeline: Alike, result: Synthesis) -> str:
+def summary(pipeline: Alike, result: Synthesised) -> str:
     """Say how long a synthesised schedule takes, what no schedule can beat, and what it holds."""
     peak = max(peak_bytes(result.grid, held_by(pipeline)))
     where = (
@@ -292,3 +263,100 @@ def summary(pipeline: Alike, result: Synthesis) -> str:
         f"makespan {result.makespan:g}, {where}; a rank holds at most {peak} forwards,"
         f" {peak / pipeline.most:.2f} of 1F1B's {pipeline.most}"
     )
+
+
+def bound(costs: StageCosts, placement: Placement, microbatches: int, memory: Memory | None = None) -> float:
+    """Return a time that no schedule of these stages can beat, whatever its order: proven by relaxation.
+
+    Two relaxations, each of which only removes constraints:
+    - One rank at a time, as if every other rank were free whenever it is needed. Each pass has a head (the
+      shortest time before it can start) and a tail (the shortest time that must follow it). The rank may
+      interrupt a pass and resume it later; running the pass with the longest tail first is then optimal.
+    - Bytes times seconds: a microbatch holds a stage's bytes at least as long as its way from there to the
+      loss and back, and a rank never holds more than its limit.
+    """
+    paths = Paths(costs, placement)
+    found = 0.0
+    for rank in range(placement.count):
+        mine = placement.stages_of(rank)
+        found = max(found, one_rank(paths, mine, microbatches))
+        if memory is not None and (limit := memory.limit_of(rank)):
+            volume = sum(paths.held(memory, stage) for stage in mine)
+            found = max(found, min(paths.arrival[stage] for stage in mine) + microbatches * volume / limit)
+    return found
+
+
+class Paths:
+    """The shortest time between the passes of a single microbatch that has every rank to itself."""
+
+    def __init__(self, costs: StageCosts, placement: Placement) -> None:
+        self.costs = costs
+        stages = costs.stages
+        hops = [
+            0.0
+            if placement.ranks[stage] == placement.ranks[stage + 1]
+            else costs.hop_between(stage, stage + 1)
+            for stage in range(stages - 1)
+        ]
+        self.arrival = [0.0]  # of each stage's input
+        for stage in range(stages - 1):
+            self.arrival.append(self.arrival[stage] + costs.forward[stage] + hops[stage])
+        gradient = [0.0] * stages  # of each stage's output: when it arrives
+        gradient[-1] = self.arrival[-1] + costs.forward[-1]
+        for stage in reversed(range(stages - 1)):
+            gradient[stage] = gradient[stage + 1] + costs.inputs[stage + 1] + hops[stage]
+        self.gradient = gradient
+        self.after_inputs = [0.0] * stages  # the longest chain after the end of a stage's BI
+        for stage in range(stages):
+            above = hops[stage - 1] + costs.inputs[stage - 1] + self.after_inputs[stage - 1] if stage else 0.0
+            self.after_inputs[stage] = max(costs.weights[stage], above)
+        self.after_forward = [
+            gradient[stage]
+            - (self.arrival[stage] + costs.forward[stage])
+            + costs.inputs[stage]
+            + self.after_inputs[stage]
+            for stage in range(stages)
+        ]
+
+    def held(self, memory: Memory, stage: int) -> float:
+        """Return the least bytes times seconds that one microbatch of a stage occupies.
+
+        A whole backward holds `saved` where a split one holds `carried`: the smaller counts.
+        """
+        until_split = self.gradient[stage] + self.costs.inputs[stage] - self.arrival[stage]
+        least = min(memory.saved[stage], memory.carried[stage])
+        return memory.saved[stage] * until_split + least * self.costs.weights[stage]
+
+
+def one_rank(paths: Paths, stages: Sequence[int], microbatches: int) -> float:
+    """Return the shortest makespan of one rank's passes with their heads and tails, interruptions allowed."""
+    costs = paths.costs
+    # Head, tail and time of each pass. Microbatches are alike, so it is one job for all of them.
+    jobs: list[tuple[float, float, float]] = []
+    for stage in stages:
+        gradient = paths.gradient[stage]
+        jobs += [
+            (paths.arrival[stage], paths.after_forward[stage], microbatches * costs.forward[stage]),
+            (gradient, paths.after_inputs[stage], microbatches * costs.inputs[stage]),
+            (gradient + costs.inputs[stage], 0.0, microbatches * costs.weights[stage]),
+        ]
+    jobs.sort()
+    waiting: list[tuple[float, float]] = []  # (-tail, time left)
+    now = found = 0.0
+    position = 0
+    while waiting or position < len(jobs):
+        if not waiting:
+            now = max(now, jobs[position][0])
+        while position < len(jobs) and jobs[position][0] <= now:
+            _, tail, left = jobs[position]
+            heapq.heappush(waiting, (-tail, left))
+            position += 1
+        tail, left = heapq.heappop(waiting)
+        pause = jobs[position][0] if position < len(jobs) else float("inf")
+        if now + left > pause:
+            heapq.heappush(waiting, (tail, left - (pause - now)))
+            now = pause
+        else:
+            now += left
+            found = max(found, now - tail)
+    return found

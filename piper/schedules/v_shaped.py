@@ -1,5 +1,6 @@
-"""V-Half and V-Min: the V of ZB-V with microbatches that turn back sooner, so that fewer are alive at once.
+"""Schedules whose stages go down the ranks and come back up, so that backwards start where forwards did.
 
+In V-Half and V-Min microbatches turn back sooner than in ZB-V, so that fewer are alive at once.
 From Qi et al., Pipeline Parallelism with Controllable Memory (2024). A building block says at which slot one
 microbatch meets each stage; a new microbatch follows every six slots, the work of a rank on one microbatch.
 No two of a rank's four slots are equal modulo six, so the blocks of all microbatches interlock, and two slots
@@ -7,15 +8,103 @@ of every six are left for weight gradients. Fewer blocks interlock at the two en
 are closed slot by slot (`squeezed`). All stages are alike, F = BI = BW = 1, so a slot is one unit of time.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from piper.directives.order import Order
-from piper.schedules.grid import SYNTHESISED, Grid, fixed, need_whole, orders
+from piper.schedules.grid import (
+    SYNTHESISED,
+    Grid,
+    Row,
+    RowWriter,
+    Stage,
+    need_whole,
+    orders,
+    registered,
+)
 from piper.schedules.synthesis.blocks import BuildingBlock, times_of
 from piper.schedules.synthesis.list_schedulers import F, I, Problem, in_sequence, problem_of
 from piper.schedules.timing import Memory, Placement, StageCosts
 
 FREE = -1  # a slot in which neither an F nor a BI runs
+
+
+def zbv(ranks: int, microbatches: int, *, stage: Stage = "PP", part: str = "MB") -> list[Order]:
+    """Run split backwards over two stages per rank in a V: rank r holds stages r and 2 ranks - 1 - r.
+
+    From 2 ranks - 1 microbatches on, with F = I = W, no rank waits once it has started: the bubble is the way
+    down the V, (ranks - 1)F. A rank holds at most 2 ranks forwards of its two stages: 1F1B's peak on all.
+
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .
+    rank 1  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+    """
+    return orders(zbv_grid(ranks, microbatches), stage=stage, part=part)
+
+
+@registered("zbv", 5, stages_per_rank=2, instead="interleaved-zero-bubble")
+def zbv_grid(ranks: int, microbatches: int) -> Grid:
+    """Return the grid of `zbv`."""
+    need_whole("zbv", ranks=ranks, microbatches=microbatches)
+    row = few if microbatches <= ranks else many
+    return Grid(rows=tuple(row(rank, ranks, microbatches) for rank in range(ranks)))
+
+
+def many(rank: int, ranks: int, microbatches: int) -> Row:
+    """Return one rank's row when there are enough microbatches to fill the pipeline: the published order."""
+    down, up = rank, 2 * ranks - 1 - rank
+    total = max(microbatches, 2 * ranks - 1)  # enough for the whole V; the writer drops moves past the last
+    row = RowWriter(microbatches)
+    for _ in range(2 * (ranks - rank) - 1):
+        row.forward(down)
+    for _ in range(rank):
+        row.forward(up)
+        row.forward(down)
+    for _ in range(ranks - rank):
+        row.forward(up)
+        row.inputs(up)
+        row.weights()
+    for _ in range(total - ranks):
+        row.forward(down)
+        row.inputs(down)
+        row.weights()
+        row.forward(up)
+        row.inputs(up)
+        row.weights()
+    for _ in range(rank):
+        row.inputs(down)
+        row.inputs(up)
+    for _ in range(ranks - rank):
+        row.inputs(down)
+        row.weights()
+    return row.finish()
+
+
+def few(rank: int, ranks: int, microbatches: int) -> Row:
+    """Return one rank's row for at most as many microbatches as ranks.
+
+    Each microbatch goes through as if it were alone.
+
+    A microbatch enters every second slot and moves one stage a slot: down, up, and back as gradients. It
+    meets a rank in four slots, any two of them an odd number or 2 ranks apart; entries are an even number
+    below 2 ranks apart, so two microbatches never want a rank at once. Weight gradients take the free slots.
+    """
+    stages = 2 * ranks
+    planned = []
+    for stage in (rank, stages - 1 - rank):
+        for entry in range(0, 2 * microbatches, 2):
+            planned += [(entry + stage, "F", stage), (entry + 2 * stages - 1 - stage, "BI", stage)]
+    row = RowWriter(microbatches)
+    clock = 0
+    for slot, phase, stage in sorted(planned):
+        while clock < slot and row.owed:
+            row.weights()
+            clock += 1
+        clock = slot + 1
+        if phase == "F":
+            row.forward(stage)
+        else:
+            row.inputs(stage)
+    return row.finish()
 
 
 def v_half(ranks: int, microbatches: int, *, stage: str = "PP", part: str = "MB") -> list[Order]:
@@ -44,7 +133,7 @@ def v_min(ranks: int, microbatches: int, *, stage: str = "PP", part: str = "MB")
     return orders(v_min_grid(ranks, microbatches), stage=stage, part=part)
 
 
-@fixed("v-half", 6, stages_per_rank=2, instead=SYNTHESISED)
+@registered("v-half", 6, stages_per_rank=2, instead=SYNTHESISED)
 def v_half_grid(ranks: int, microbatches: int) -> Grid:
     """Return the grid of `v_half`."""
     need_whole("v_half", ranks=ranks, microbatches=microbatches)
@@ -54,7 +143,7 @@ def v_half_grid(ranks: int, microbatches: int) -> Grid:
     return repeated(block, ranks, microbatches, ranks + 2)
 
 
-@fixed("v-min", 7, stages_per_rank=2, instead=SYNTHESISED)
+@registered("v-min", 7, stages_per_rank=2, instead=SYNTHESISED)
 def v_min_grid(ranks: int, microbatches: int) -> Grid:
     """Return the grid of `v_min`."""
     need_whole("v_min", ranks=ranks, microbatches=microbatches)
@@ -71,7 +160,9 @@ def repeated(block: BuildingBlock, ranks: int, microbatches: int, limit: int) ->
     problem = problem_of(StageCosts.even(stages), Placement.v(ranks), microbatches, memory)
     schedule = in_sequence(problem, squeezed(problem, times_of(problem, block), limit))
     assert schedule is not None, "a building block that does not fit its own limit"
-    return Grid(rows=tuple(tuple((problem.action(operation),) for operation in row) for row in schedule.rows))
+    return Grid(
+        rows=tuple(tuple((problem.actions[operation],) for operation in row) for row in schedule.rows)
+    )
 
 
 class SlotRow:
@@ -157,13 +248,12 @@ def first_that_fits(row: SlotRow, now: int, choices: Sequence[int], limit: int) 
 
     An earlier F holds memory longer, so whatever does not fit in one slot fits in none before it.
     """
-    low, high = 0, len(choices)  # choices from `high` on fit
-    while low < high:
-        middle = (low + high) // 2
-        peak = row.swap(now, choices[middle])
-        row.swap(choices[middle], now)
-        low, high = (low, middle) if peak <= limit else (middle + 1, high)
-    if high == len(choices):
-        return now
-    row.swap(now, choices[high])
-    return choices[high]
+
+    def fits(slot: int) -> bool:
+        peak = row.swap(now, slot)
+        row.swap(slot, now)
+        return peak <= limit
+
+    chosen = [*choices, now][bisect_left(choices, True, key=fits)]
+    row.swap(now, chosen)
+    return chosen
