@@ -27,8 +27,7 @@ from piper.checkpoint.folder import step_path, whole
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
 from piper.run.driver_checkpoints import copy_moved, write_version
 from piper.run.recovery import REFILL, Recovery
-from piper.run.retrying import Phases
-from piper.run.run_events import Event, Stragglers, failure_event
+from piper.run.run_events import Event, Phases, Stragglers, failure_event
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.workers.processes import MEMORY

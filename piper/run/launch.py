@@ -1,24 +1,32 @@
-"""Starting a program: on threads, on processes of this machine, or on Ray."""
+"""Starting a program: on threads, on processes of this machine, on Ray or torchrun, or one of its devices."""
 
 import logging
 import os
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal, get_args
 
 from piper.errors import ConfigError, LaunchError
 from piper.ir.format import count, size
+from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import checkpoints_at
 from piper.run.run import Run, start_run
-from piper.run.sessions import Sessions
-from piper.runtime.accelerator import accelerators, is_accelerator
+from piper.run.sessions import FollowerSessions, LeaderSessions, Sessions
+from piper.runtime.accelerator import accelerators, is_accelerator, module
 from piper.runtime.cuda.graph_checks import check_static
+from piper.runtime.memory_release import predicted_peak
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 from piper.workers.group import GivenGroup, Starter
-from piper.workers.rank_environment import RANKS, RankEnvironment, check_started, rank_environment
+from piper.workers.rank_agent import RankZeroResult, ServedAgent
+from piper.workers.rank_environment import RANKS, RankEnvironment, check_size, check_started, rank_environment
+from piper.workers.rendezvous import check_key, find_address, next_launch
+from piper.workers.results import Resumed
 from piper.workers.serve import crowded
+from piper.workers.single_rank import SingleRankGroup, single_rank_error
+from piper.workers.torchrun import TorchrunStarter
 from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.versions import Files, Versions
 
@@ -95,15 +103,17 @@ def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | 
     if options.graphs:
         check_static(setup_of(program), program.plans, options, by_host=by_host(program, on, options.share))
     if on.startswith(ALONE):
-        from piper.run.single_rank_run import launch_single_rank
-
         return launch_single_rank(program, on, options, cluster=cluster)
     world = ranks_of(on)
     if world is None:
         return start_run(Sessions(program, options, starter_of(program, on)))
-    from piper.run.mirrored import launch_on_ranks
-
-    return launch_on_ranks(program, options, world)
+    if world.leads:
+        return start_run(LeaderSessions(program, options, TorchrunStarter(program, world)))
+    check_size(world, len(program.plans.devices))
+    check_key(world)
+    results: SimpleQueue[RankZeroResult | None] = SimpleQueue()
+    agent = ServedAgent(world, find_address(world, next_launch(world)), results.put)
+    return start_run(FollowerSessions(program, options, results, agent))
 
 
 def launch_inline(program: ProgramLike, options: Options = DEFAULT, versions: Files | None = None) -> Run:
@@ -139,8 +149,6 @@ def starter_of(program: ProgramLike, on: str, *, protects: bool = False, spares:
 
             return InlineStarter(program, Versions(program.plans) if protects else None)
         case "local" | "torchrun" if (world := ranks_of(on)) is not None:
-            from piper.workers.torchrun import TorchrunStarter
-
             return TorchrunStarter(program, world, protects, spares)
         case "local":
             from piper.workers.local import LocalStarter
@@ -226,3 +234,64 @@ def shared_place(ranks: int, share: str) -> str:
     """Return how many ranks share the accelerators of this machine, in words."""
     way = "through the host" if share == "host" else "by NCCL over sockets"
     return f"{count(ranks, 'rank')} on {count(accelerators(), 'GPU')}, {way}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakMemory:
+    """The peak memory of a device, predicted and measured, in bytes."""
+
+    planned: int  # counting in the order of issue
+    predicted: int  # with what is held while streams run at the same time
+    measured: int | None  # none on a host, which does not count
+
+
+class SingleRankRun(Run):
+    """One device of a job, for its step time and peak memory. Its numbers mean nothing."""
+
+    saves = False
+
+    def __init__(self, group: SingleRankGroup) -> None:
+        super().__init__(Sessions(group.program, group.options, GivenGroup(group)))
+        self.device, self.setup, self.plans = group.device, group.setup, group.program.plans
+        self.network, self.engine, self.seconds = group.network, group.engine, group.seconds
+        self.sessions.begin()
+        self.worker = group.worker
+
+    def peak(self) -> PeakMemory:
+        """Return the peak memory so far, predicted and measured."""
+        plan = self.worker.env.plan
+        measured = None
+        if self.engine is not None:
+            measured = module(self.setup.device).max_memory_allocated(self.setup.device) - self.engine.nbytes
+        return PeakMemory(planned=timeline(plan).peak, predicted=predicted_peak(plan), measured=measured)
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        """Refuse to save."""
+        raise single_rank_error("there is nothing worth saving")
+
+    def load(self, path: Path | str) -> Resumed:
+        """Refuse to load."""
+        raise single_rank_error("a checkpoint cannot be loaded")
+
+
+def device_named(on: str, program: ProgramLike) -> int:
+    """Return the device that `rank:N` names."""
+    known = program.plans.devices
+    text = on.partition(":")[2]
+    if not text.isdecimal() or int(text) not in known:
+        raise ConfigError(
+            f"there is no device {text!r}",
+            by=on,
+            facts={"devices": f"{known[0]} to {known[-1]}"},
+            hint="name one of the plan's devices: --on rank:0",
+        )
+    return int(text)
+
+
+def launch_single_rank(
+    program: ProgramLike, on: str, options: Options | None = None, *, cluster: str | None = None
+) -> SingleRankRun:
+    """Start one device of a program in this process."""
+    return SingleRankRun(SingleRankGroup(program, device_named(on, program), options or Options(), cluster))

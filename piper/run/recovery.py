@@ -22,9 +22,19 @@ from piper.plan.protected import GENERATIONS
 from piper.run.checkpointing import with_states
 from piper.run.driver_checkpoints import write_version
 from piper.run.launch import starter_of
-from piper.run.retrying import Disk, Phases, Saving, StepTimes, first_intact, repeatable
 from piper.run.run import Run, start_run
-from piper.run.run_events import Event, Notify, Stragglers, failure_event
+from piper.run.run_events import (
+    Disk,
+    Event,
+    Notify,
+    Phases,
+    Saving,
+    StepTimes,
+    Stragglers,
+    failure_event,
+    first_intact,
+    repeatable,
+)
 from piper.run.session import Session, ended
 from piper.run.sessions import Sessions
 from piper.runtime.setup import ProgramLike

@@ -9,9 +9,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Self, cast
 
 from torch import Tensor
@@ -29,10 +27,8 @@ from piper.run.checkpointing import (
     run_folder,
     with_states,
 )
-from piper.run.forward_only import ForwardOnly
-from piper.run.moving_experts import MovesExperts
 from piper.run.nans import check_finite
-from piper.run.optimizer_groups import OptimizerGroups
+from piper.run.run_calls import RunCalls
 from piper.run.session import Session
 from piper.run.sessions import Sessions, asking
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
@@ -40,7 +36,6 @@ from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.full_values import by_bucket, holders, whole_buffers, whole_parameters, whole_state
 from piper.runtime.setup import ProgramLike, setup_of
-from piper.runtime.worker import Options
 from piper.workers.answers import WorkerAnswers
 from piper.workers.results import Batch, EvaluationResult, Resumed, StepResult, state_by_name
 
@@ -66,7 +61,7 @@ class Watch(Callback):
         return run.leaving()
 
 
-class Run(ForwardOnly, MovesExperts):
+class Run(RunCalls):
     """A running job. It ends with its `with` block, with `close`, or when nothing refers to it any more."""
 
     stopping = False  # a callback has asked to stop
@@ -86,27 +81,14 @@ class Run(ForwardOnly, MovesExperts):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.sessions.failed = error is not None
         self.close()
-        return None
-
-    @property
-    def drives(self) -> bool:
-        """Return whether this process writes what callbacks write. Under torchrun rank 0 does."""
-        return self.sessions.drives
 
     @property
     def program(self) -> ProgramLike:
         """Return the program: of an elastic job, that of the devices which it has now."""
         return self.sessions.program
-
-    @property
-    def options(self) -> Options:
-        """Return how workers run it."""
-        return self.sessions.options
 
     @property
     def done(self) -> int:
@@ -130,7 +112,7 @@ class Run(ForwardOnly, MovesExperts):
         evaluated and saved where that is due, and at the last step. The training ends early where a callback
         calls `stop`, or the system asks a worker to end.
         """
-        last = self._last(steps)
+        last = self.program.job.steps if steps is None else self.done + steps
         for batch in self.batches(steps):
             result = self.step(batch)
             self.watch.end(batch)
@@ -140,7 +122,7 @@ class Run(ForwardOnly, MovesExperts):
 
     def batches(self, steps: int | None = None) -> Iterator[Batch]:
         """Yield the batches of so many more steps, by default up to the job's `steps`: for your own loop."""
-        last = self._last(steps)
+        last = self.program.job.steps if steps is None else self.done + steps
         if steps is None and self.done >= last:
             log.warning("The run is at step %d of %d already: run.train(n) trains n more", self.done, last)
         self._prepare_saves()
@@ -160,9 +142,6 @@ class Run(ForwardOnly, MovesExperts):
     def wanted(self) -> BatchSpec:
         """Return the fields that a batch must have."""
         return wanted_batch(setup_of(self.program))
-
-    def _last(self, steps: int | None) -> int:
-        return self.program.job.steps if steps is None else self.done + steps
 
     @property
     def feed(self) -> Feed:
@@ -209,14 +188,14 @@ class Run(ForwardOnly, MovesExperts):
     def _callbacks(self) -> Iterator[Callback]:
         """Yield the callbacks that run in this process."""
         for callback in (self.watch, *self.program.job.callbacks):
-            if self.drives or callback.everywhere:
+            if self.sessions.drives or callback.everywhere:
                 yield callback
 
     def _prepare_saves(self) -> None:
         """Find out where checkpoints go, before the first step: not among those of another run."""
         if self.saves_to is not None or not self.saves:
             return
-        if self.drives:
+        if self.sessions.drives:
             self.saves_to = prepare_saves(self.folder, self.program.job, self._own)
         else:  # rank 0 looks at the folder, and may have saved already
             self.saves_to = checkpoints_of(self.folder, self.program.job)
@@ -316,21 +295,9 @@ class Run(ForwardOnly, MovesExperts):
         """Wait until the save that is under way is complete."""
         self.sessions.settle()
 
-    @property
-    def optimizer(self) -> OptimizerGroups:
-        """Return the options of the optimizer's groups: `run.optimizer[0]["lr"] = 1e-4`."""
-        return OptimizerGroups(self)
-
-    @asking
-    def optimizer_groups(self) -> list[dict[str, object]]:
-        """Return the options of each group of parameters, as a device has them that trains some of it."""
-        answers = self.session.ask_all(WorkerAnswers.optimizer_options, None)
-        groups = zip(*(each for each in answers.values() if each), strict=True)
-        return [max(said, key=itemgetter(0))[1] for said in groups]
-
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of parameters on all devices."""
-        self.sessions.set_optimizer_option(group, key, value)
+        super().set_optimizer_option(group, key, value)
         self.watch.on_option(group, key, value)
 
     @asking

@@ -25,12 +25,10 @@ from piper.job import Job
 from piper.plan.memory_timeline import timeline
 from piper.recipe import load_recipe
 from piper.run.checkpointing import checkpoints_of, past_of, prepare_saves
-from piper.run.launch import check_launcher, check_share, launcher, place_of
+from piper.run.launch import PeakMemory, check_launcher, check_share, launch_single_rank, launcher, place_of
 from piper.run.recovery import recovering
-from piper.run.retrying import disk_of
 from piper.run.run import Run, Watch
-from piper.run.run_events import Event
-from piper.run.single_rank_run import PeakMemory, launch_single_rank
+from piper.run.run_events import Event, disk_of
 from piper.runtime.worker import Options
 from piper.train.display import ConsoleLog, Stages, display, shown
 from piper.train.elastic_programs import SizeFile, sessions_of
