@@ -198,7 +198,7 @@ class ElasticRecovery(Recovery):
 
     def _movable(self) -> int | None:
         """Return the step of the newest version that another layout can take. None: there is none."""
-        version = self._newest()
+        version = self.versions.newest(self.done)
         can = version is not None and self._has_batches(version) and self.versions.whole
         return version if can else None
 

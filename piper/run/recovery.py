@@ -7,7 +7,7 @@ state, the batch and the step's number, so it gives the same bits again. That is
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -107,7 +107,17 @@ class Recovery(Sessions):
         self.results[self.done] = result
         self.batches.pop(self.done - self._kept, None)
         self.results.pop(self.done - RESULTS, None)
-        self._passed()
+        self.last = None
+        self.good += 1
+        if self.good >= REFILL:
+            self.left = self.retries
+        if self.current is not None:
+            self.starter.expect(self.current.group, self.stall)
+            for event in self.stragglers.note(self.done, self.current.busy):
+                self.notify(event)
+        for address, took in self.starter.warmed():
+            who = f"agent on {address}"
+            self.notify(Event(event="warm", step=self.done, who=who, seconds=round(took, 3)))
         return result
 
     def _step(self, batch: Batch) -> StepResult:
@@ -126,20 +136,6 @@ class Recovery(Sessions):
         """Note that all of the last step is done: it is evaluated, and callbacks have run."""
         self.completed[self.done] = data()
         self.completed.pop(self.done - self._kept, None)
-
-    def _passed(self) -> None:
-        """Note a good step."""
-        self.last = None
-        self.good += 1
-        if self.good >= REFILL:
-            self.left = self.retries
-        if self.current is not None:
-            self.starter.expect(self.current.group, self.stall)
-            for event in self.stragglers.note(self.done, self.current.busy):
-                self.notify(event)
-        for address, took in self.starter.warmed():
-            who = f"agent on {address}"
-            self.notify(Event(event="warm", step=self.done, who=who, seconds=round(took, 3)))
 
     @property
     def stall(self) -> float:
@@ -168,7 +164,7 @@ class Recovery(Sessions):
 
     def _start(self) -> None:
         """Start all workers, let them take the newest state there is, and repeat the steps since then."""
-        version = self._newest()
+        version = self.versions.newest(self.done)
         path, first, options = self._origin()
         fresh = version is None and self._unchanged(first)
         if not fresh and (version is None or not self._has_batches(version)):
@@ -231,10 +227,6 @@ class Recovery(Sessions):
     def _past(self) -> Sequence[Path]:
         """Return the checkpoints of steps whose results were returned, the newest first."""
         return () if self.disk is None else self.disk.past(self.done)
-
-    def _newest(self) -> int | None:
-        """Return the newest complete version of a step whose result was returned. None: there is none."""
-        return self.versions.newest(self.done)
 
     def _unchanged(self, first: int) -> bool:
         """Return whether the state that the run began with, after step `first`, leads to the next step."""
@@ -352,10 +344,7 @@ class Recovery(Sessions):
         self.set_after.setdefault(self.done, []).append((group, key, value))
 
     def flush(self, folder: Path, data: Callable[[], object]) -> int | None:
-        """End all workers, and write the newest state of a complete step as a checkpoint. Return its step.
-
-        For a step that takes longer than there is time. None: there is no version in memory.
-        """
+        """End all workers, and write the newest state of a complete step as a checkpoint. Return its step."""
         self._end()
         for _ in range(GENERATIONS):
             step = self.versions.newest(max(self.completed))
@@ -363,18 +352,18 @@ class Recovery(Sessions):
                 return step
             then, options = self.completed.get(step), self.set_after.get(step, ())
             with suppress(LaunchError):  # a machine that held it was lost: is another version complete?
-                write_version(
-                    self.program, self.versions, step, path, unread=self.unread, data=then, options=options
-                )
+                given = self.program, self.versions, step, path
+                write_version(*given, unread=self.unread, data=then, options=options)
                 return step
         return None
 
     def close(self) -> None:
         """End every worker, what starts them, and the memory of versions. Idempotent."""
         self.closed = True
-        with ExitStack() as ends:
-            ends.callback(self.versions.close)
-            ends.callback(super().close)
+        try:
+            super().close()
+        finally:
+            self.versions.close()
 
 
 def recovering(
@@ -390,12 +379,13 @@ def recovering(
 
     on: inline, local or ray. spares: workers more than devices, for which resources are claimed.
     """
-    with ExitStack() as ends:
-        starter = starter_of(program, on, protects=True, spares=spares)
-        ends.callback(starter.close)
-        versions = starter.versions
-        assert versions is not None
-        ends.callback(versions.close)
+    starter = starter_of(program, on, protects=True, spares=spares)
+    versions = starter.versions
+    assert versions is not None
+    try:
         sessions = make(program, options, starter, versions, **asked)
-        ends.pop_all()
+    except BaseException:
+        versions.close()
+        starter.close()
+        raise
     return start_run(sessions)

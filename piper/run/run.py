@@ -8,7 +8,6 @@ a run that goes on from a checkpoint is the run that was not stopped, to the las
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Self, cast
 
@@ -31,7 +30,7 @@ from piper.run.nans import check_finite
 from piper.run.run_calls import RunCalls
 from piper.run.session import Session
 from piper.run.sessions import Sessions, asking
-from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
+from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.full_values import by_bucket, holders, whole_buffers, whole_parameters, whole_state
@@ -58,7 +57,7 @@ class Watch(Callback):
 
     def between(self, run: "Run") -> bool:
         """Run after the callbacks, before the step is saved. Return whether the training ends here."""
-        return run.leaving()
+        return run.sessions.leaving()
 
 
 class Run(RunCalls):
@@ -126,22 +125,17 @@ class Run(RunCalls):
         if steps is None and self.done >= last:
             log.warning("The run is at step %d of %d already: run.train(n) trains n more", self.done, last)
         self._prepare_saves()
+        wanted = wanted_batch(setup_of(self.program))
         try:
             while self.done < last:
                 self.watch.begin(self.done + 1)
                 batch = next(self.feed)
-                by = f"{named('data', self.feed.make)}, step {self.feed.step}"
-                check_batch(batch, self.wanted, by=by)
+                check_batch(batch, wanted, by=f"{named('data', self.feed.make)}, step {self.feed.step}")
                 yield batch
                 if self.stopping:
                     break
         finally:
             self.stopping = False  # a second call goes on
-
-    @cached_property
-    def wanted(self) -> BatchSpec:
-        """Return the fields that a batch must have."""
-        return wanted_batch(setup_of(self.program))
 
     @property
     def feed(self) -> Feed:
@@ -151,13 +145,6 @@ class Run(RunCalls):
             self._feed = Feed(job.data, job.seed)
             self._feed.seek(self.done, None if self._loaded is None else self._loaded.data)
         return self._feed
-
-    def position(self) -> object:
-        """Return the position in the data, for a checkpoint. None: no batch of it was taken by this run."""
-        if self._feed is not None:
-            return self._feed.state_dict()
-        loaded = None if self._loaded is None else self._loaded.data
-        return loaded if is_position(loaded) else None
 
     def after_step(self, step: int, result: StepResult, last: int) -> EvaluationResult | None:
         """Do what the job asks for after a step, in a loop of your own too. `train` does so by itself.
@@ -175,8 +162,7 @@ class Run(RunCalls):
                 callback.on_evaluate(cast(Running, self), step, evaluated)
         if self.watch.between(self):
             self.stop()
-        ends = step == last or self.stopping
-        self._save_step(step, ends)
+        self._save_step(step, step == last or self.stopping)
         self.complete()
         return evaluated
 
@@ -202,10 +188,10 @@ class Run(RunCalls):
 
     def _own(self, path: Path) -> bool:
         """Return whether the run goes on from a checkpoint, or from a later one of its folder."""
-        loaded = self._loaded
-        if loaded is None or Path(loaded.path).parent.absolute() != path.parent.absolute():
+        loaded = None if self._loaded is None else Path(self._loaded.path).absolute()
+        if loaded is None or loaded.parent != path.parent.absolute():
             return False
-        return self._from_newest or path.absolute() <= Path(loaded.path).absolute()
+        return self._from_newest or path.absolute() <= loaded
 
     def _save_step(self, step: int, last: bool) -> None:
         """Save where it is due. That it fails is a warning, except at the end, for which it waits."""
@@ -236,10 +222,6 @@ class Run(RunCalls):
         """End the training after this step. For callbacks."""
         self.stopping = True
 
-    def leaving(self) -> bool:
-        """Return whether the system has asked a worker to end, by SIGTERM."""
-        return self.sessions.leaving()
-
     def resize(self, devices: int) -> None:
         """Go on with so many devices, if the job is elastic. For callbacks."""
         self.sessions.resize(devices)
@@ -258,8 +240,11 @@ class Run(RunCalls):
 
     def _data(self, position: object = None) -> object:
         """Return what a checkpoint has besides tensors: the position in the data, and callbacks' states."""
-        callbacks = self.program.job.callbacks
-        return with_states(callbacks, self.position() if position is None else position)
+        if position is None and self._feed is not None:
+            position = self._feed.state_dict()
+        elif position is None and self._loaded is not None and is_position(self._loaded.data):
+            position = self._loaded.data  # no batch was taken since
+        return with_states(self.program.job.callbacks, position)
 
     def flush(self, folder: Path) -> int | None:
         """End all workers, and write the newest state in memory as a checkpoint. Return its step.
@@ -274,14 +259,8 @@ class Run(RunCalls):
         past = checkpoints_at(given, job)
         alone = past in ([], [given])
         read = self.sessions.read
-        return self.resumed(read(given) if alone else load_newest(read, past), newest=not alone)
-
-    def resumed(self, resumed: Resumed, *, newest: bool) -> Resumed:
-        """Continue with the steps, the data and the states of callbacks that a checkpoint has.
-
-        newest: it was chosen as the newest of a folder.
-        """
-        self._loaded, self._from_newest = resumed, newest
+        resumed = read(given) if alone else load_newest(read, past)
+        self._loaded, self._from_newest = resumed, not alone
         self._feed = self.saves_to = None
         self.folder = run_folder(Path(resumed.path), self.program.job) or self.folder
         for name, callback in named_callbacks(self.program.job.callbacks).items():
@@ -326,10 +305,8 @@ class Run(RunCalls):
         buckets = [*self.session.last.program.plans.buckets.values()]
         owned = by_bucket(self.session.ask(WorkerAnswers.gradients, holders(buckets)))
         given = {place: value for place, value in owned.items() if value is not None}
-        with_gradients = [
-            bucket for bucket in buckets if (bucket.name, bucket.update.distinct[0][0]) in given
-        ]
-        whole = whole_parameters(with_gradients, lambda bucket, device: given[bucket, device])
+        trained = [bucket for bucket in buckets if (bucket.name, bucket.update.distinct[0][0]) in given]
+        whole = whole_parameters(trained, lambda bucket, device: given[bucket, device])
         first = self.session.devices[0]
         reached = self.session.ask(WorkerAnswers.reached, {first: None})[first]
         return {name: value for name, value in whole.items() if name in reached}

@@ -102,7 +102,7 @@ class CommandWatch(Watch):
     def between(self, run: Run) -> bool:
         """Return whether the run is to end after this step: a signal came to this process, or to a worker."""
         self.devices.obey(run)
-        if run.leaving() and not self.interrupted.preempted:
+        if run.sessions.leaving() and not self.interrupted.preempted:
             self.interrupted.handle(signal.SIGTERM, None)
         return self.interrupted()
 
