@@ -31,7 +31,7 @@ from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
 from piper.simulate.timeline import Span
 from piper.simulate.trace_events import profile_trace
-from piper.train.profiling import profile_of
+from piper.train.measure import profile_of
 
 RATIO = 0.5  # of exchanges to compute
 RECORDED = 4  # steps

@@ -17,11 +17,11 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import assert_never
+from typing import Self, assert_never
 
 from piper.compiler import Program
 from piper.compiler.notebook import provenance_of
@@ -75,12 +75,10 @@ def claim(folder: Path) -> None:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder is that of a run: its lock or its record says so."""
-    try:
+    with suppress(OSError):  # a run of an older Piper has no lock
         lock = (folder / LOCK).read_bytes()
         if read_lock(lock) is not None or (not lock and len([*folder.iterdir()]) == 1):
             return True
-    except OSError:
-        pass  # a run of an older Piper has no lock
     return {"recipe", "seed", "versions"} <= read_about(folder).keys()
 
 
@@ -168,10 +166,8 @@ def versions() -> dict[str, str]:
     """Return the versions of the packages that numbers depend on, where they are installed."""
     installed = {"piper": VERSION}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             installed[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return installed
 
 
@@ -186,28 +182,19 @@ class LinesFile:
         with writing(self.path.parent), self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(fields) + "\n" for fields in objects)
 
-    def keep(self, done: int) -> None:
-        """Keep the lines of `done` steps: a resumed run writes the later ones again."""
-        if not self.path.exists():
-            return
-        text = self.path.read_text(encoding="utf-8")
-        kept = "".join(line for line, step in read_lines(text) if step <= done)
+    def keep(self, done: int) -> Self:
+        """Keep the lines of `done` steps: a resumed run writes the later ones again. Drop a line cut off."""
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        kept = ""
+        for line in text.splitlines(keepends=True):
+            with suppress(ValueError, KeyError, TypeError):
+                kept += line if int(json.loads(line)["step"]) <= done else ""
         if kept != text:
             with writing(self.path.parent):
                 partial = self.path.with_name(f".{self.path.name}.part")
                 partial.write_text(kept, encoding="utf-8")
                 partial.replace(self.path)  # a kill leaves the earlier lines
-
-
-def read_lines(text: str) -> list[tuple[str, int]]:
-    """Return the lines of a file of steps with their steps, without a line that was cut off."""
-    lines = []
-    for line in text.splitlines(keepends=True):
-        try:
-            lines.append((line, int(json.loads(line)["step"])))
-        except (ValueError, KeyError, TypeError):
-            continue
-    return lines
+        return self
 
 
 class EventLog:
@@ -266,15 +253,9 @@ def locked(folder: Path) -> Iterator[str | None]:
     hint = "name a folder you own, on a disk with room: --out DIR"
     with file_errors("the run's folder cannot be locked", folder, hint):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    warning, locked_here = None, True
-
-    def release() -> None:
-        nonlocal locked_here
-        if locked_here:  # once: another file may have the number of a descriptor that was closed
-            locked_here = False
-            os.close(descriptor)
-
-    try:
+    warning = None
+    with ExitStack() as held:  # closed once: another file may have the number of a descriptor that was closed
+        held.callback(os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -289,13 +270,11 @@ def locked(folder: Path) -> Iterator[str | None]:
                 raise
             warning = f"{folder} cannot be locked ({error.strerror}): start no second run in it"
         # A child shares the lock: one that outlives this process must not hold it.
-        os.register_at_fork(after_in_child=release)
+        os.register_at_fork(after_in_child=held.close)
         about = {"format": FORMAT, "pid": os.getpid(), "host": socket.gethostname()}
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(about) + "\n").encode(), 0)
         yield warning
-    finally:
-        release()
 
 
 def holder(descriptor: int) -> str:

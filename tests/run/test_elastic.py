@@ -33,7 +33,7 @@ from piper.run.run_events import Disk, Event
 from piper.run.session import Session
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.train.elastic_programs import SizeFile, sizes_of
+from piper.train.train_options import SizeFile, sizes_of
 from piper.workers.answers import WorkerAnswers
 from piper.workers.group import A, R, Starter, WorkerGroup
 from piper.workers.inline import InlineStarter
