@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from piper.callbacks import Callback, named_callbacks
-from piper.checkpoint.background import Done
 from piper.checkpoint.bucket_spans import held_names
 from piper.checkpoint.folder import Retention, begun, by_step, candidates, commit, discard, settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
+from piper.checkpoint.load import Done
 from piper.checkpoint.metadata import (
     FILE,
     DamagedError,
