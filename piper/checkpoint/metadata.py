@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -164,16 +163,6 @@ def seal(fields: Mapping[str, object]) -> str:
     return text.replace(UNSIGNED, digest_of(text.encode()), 1)
 
 
-def record_of(fields: Mapping[str, Any]) -> Record:
-    """Return the record in a JSON object, whose digest says that it is as it was written."""
-    for name in fields["files"]:
-        plain_name(name)
-    record = from_json(Record, fields)
-    for name in {piece.file for stored in record.tensors.values() for piece in stored.pieces}:
-        plain_name(name)
-    return record
-
-
 def plain_name(name: str) -> str:
     """Return the name of a file. Refuse a path to anywhere but the checkpoint's own folder."""
     if Path(name).name != name:
@@ -221,7 +210,11 @@ def parse(folder: Path, text: str) -> Record:
         digest = fields["digest"]
         if not isinstance(digest, str) or digest_of(text.replace(digest, UNSIGNED, 1).encode()) != digest:
             raise ValueError("its text is not what was written (its digest differs)")
-        return record_of(fields)
+        record = from_json(Record, fields)
+        pieces = (piece for stored in record.tensors.values() for piece in stored.pieces)
+        for name in {*record.files, *(piece.file for piece in pieces)}:
+            plain_name(name)
+        return record
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise DamagedError(folder, f"{FILE}: {type(error).__name__}: {error}") from error
 
