@@ -5,7 +5,7 @@ Workers write and read their parts.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
@@ -16,7 +16,7 @@ from torch import Tensor
 from piper.callbacks import Callback, named_callbacks
 from piper.checkpoint.bucket_spans import held_names
 from piper.checkpoint.folder import Retention, begun, by_step, candidates, commit, discard, settled
-from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
+from piper.checkpoint.json_state import Plain, decode, dtype_named, encode, name_of_dtype
 from piper.checkpoint.load import Done
 from piper.checkpoint.metadata import (
     FILE,
@@ -44,6 +44,7 @@ from piper.workers.results import Resumed
 from piper.workers.timeouts import TIMEOUTS
 
 log = logging.getLogger("piper")
+LET_SAVE = 'let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))'
 
 
 def checkpoints_of(folder: Path, job: Job) -> Path | None:
@@ -78,11 +79,8 @@ def past_of(folder: Path, job: Job) -> list[Path | DamagedError]:
     """Return the checkpoints that a run may go on from, the newest first, or what is wrong with one."""
     where = checkpoints_of(folder, job)
     if where is None:
-        raise ConfigError(
-            "the job saves no checkpoints, so there is nothing to go on from",
-            by="--resume",
-            hint='let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))',
-        )
+        what = "the job saves no checkpoints, so there is nothing to go on from"
+        raise ConfigError(what, by="--resume", hint=LET_SAVE)
     return loadable(where)
 
 
@@ -209,7 +207,7 @@ class SavedWorkers(ABC):
         target = target_of(path)
         plain = encode(data, "data")
         with begun(target) as partial:
-            unread = write_parts(partial, "driver", [*whole_parts(unread_kept(self.program, self.unread))])
+            unread = write_parts(partial, "driver", unread_parts(self.program, self.unread))
         self.ask_all(WorkerAnswers.save, str(partial))
         self.pending = Pending(path=target, keep=keep, data=plain, unread=unread, done={})
         if wait:
@@ -242,12 +240,11 @@ class SavedWorkers(ABC):
             raise error
 
     def _complete(self, pending: Pending) -> None:
-        if refused := next((d.refused for d in pending.done.values() if d.refused is not None), None):
+        if failed := failed_one(pending.done):
             discard(pending.path)
-            raise refused.as_config_error("save", pending.path)
-        if trouble := next((d.trouble for d in pending.done.values() if d.trouble is not None), None):
-            discard(pending.path)
-            raise unwritten(pending.path, trouble)
+            if failed.refused is not None:
+                raise failed.refused.as_config_error("save", pending.path)
+            raise unwritten(pending.path, str(failed.trouble))
         written = [pending.unread, *(done.written for done in pending.done.values())]
         copies = [cast(Copied, pending.done[device].copied) for device in self.devices]
         model = model_of(self.program, self.unread)
@@ -281,13 +278,11 @@ class SavedWorkers(ABC):
         done: dict[int, Done] = {}
         while not self._all_done(done, TIMEOUTS.save_poll):
             continue
-        if failed := next((d for d in done.values() if d.refused is not None or d.trouble is not None), None):
+        if failed := failed_one(done):
             self.ask_all(WorkerAnswers.adopt, False)
-            raise (
-                failed.refused.as_config_error("load", folder)
-                if failed.refused
-                else DamagedError(folder, str(failed.trouble))
-            )
+            if failed.refused is not None:
+                raise failed.refused.as_config_error("load", folder)
+            raise DamagedError(folder, str(failed.trouble))
         try:
             self.ask_all(WorkerAnswers.adopt, True)
         except BaseException:
@@ -301,11 +296,17 @@ class SavedWorkers(ABC):
         return Resumed(step=record.step, data=data, callbacks=callbacks, path=str(path))
 
 
+def failed_one(done: Mapping[int, Done]) -> Done | None:
+    """Return the outcome of a worker whose save or load has failed, if any: one that refused it first."""
+    failed = [one for one in done.values() if one.refused is not None or one.trouble is not None]
+    return min(failed, key=lambda one: one.refused is None, default=None)
+
+
 def model_of(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Spec]:
     """Return the specs of what a program's checkpoints hold; unread values keep their types."""
     specs = wanted_model(program.plans, program.outline)
     for name, value in unread_kept(program, unread).items():
-        specs[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
+        specs[name] = Spec(shape=tuple(value.shape), dtype=name_of_dtype(value.dtype))
     of_groups = {
         name_in_group(name, group): replace(specs[name], group=group)
         for name in held_names(program.plans)
@@ -320,11 +321,10 @@ def unread_kept(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str,
     return {name: value for name, value in unread.items() if name in wanted}
 
 
-def whole_parts(values: Mapping[str, Tensor]) -> Iterable[TensorRange]:
-    """Yield full values as parts, each of which is all of its value."""
-    for name, value in values.items():
-        if value.numel():
-            yield whole_part(f"model.{name}", value)
+def unread_parts(program: ProgramLike, unread: Mapping[str, Tensor]) -> list[TensorRange]:
+    """Return the values that no device holds and a checkpoint does, as parts of it."""
+    kept = unread_kept(program, unread).items()
+    return [whole_part(f"model.{name}", value) for name, value in kept if value.numel()]
 
 
 def whole_part(key: str, value: Tensor) -> TensorRange:
@@ -350,7 +350,7 @@ def read_unread(program: ProgramLike, reader: CheckpointReader) -> dict[str, Ten
 
 def trainer_names(program: ProgramLike) -> Trainer:
     """Return which optimizer and scheduler a program's workers have."""
-    job: Job = program.job
+    job = program.job
     sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
     optimizer = empty_optimizer(job.optimizer, [b.update for b in program.plans.buckets.values()], sizes)
     if optimizer is None:
