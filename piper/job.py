@@ -212,10 +212,7 @@ def job_for(job: Job, batch: Batch) -> Job:
 
 
 def limit_of(job: Job, batch: Batch | None = None) -> int | None:
-    """Return the length up to which the strategy of a job serves, or its strategy for batches like `batch`.
-
-    None: it serves all lengths.
-    """
+    """Return the length up to which a job's strategy serves, or the one for a batch. None: all lengths."""
     if not isinstance(job.strategy, ByLength):
         return None
     return job.strategy.limit if batch is None else job.strategy.limit_for(length_of(batch))

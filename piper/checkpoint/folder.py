@@ -171,10 +171,7 @@ def latest(folder: Path | str) -> Path | None:
 
 
 def candidates(folder: Path) -> list[Path | DamagedError]:
-    """Return the checkpoints of a folder, the newest first; for one that cannot be loaded, the reason.
-
-    Only records and sizes are looked at: workers verify the tensors when they load them.
-    """
+    """Return the checkpoints of a folder by their records, newest first; of a damaged one, the reason."""
     checkpoints: list[Path | DamagedError] = []
     for path in reversed(by_step(folder)):
         try:
@@ -226,10 +223,7 @@ def drop(path: Path, newest: Path) -> None:
 
 
 class Retention:
-    """Keeps the newest intact checkpoints of a folder, in a thread, while a run trains.
-
-    Those this process wrote or loaded are known to be intact. It reads the others in full.
-    """
+    """Keeps the newest intact checkpoints of a folder, in a thread. It reads those this process did not."""
 
     def __init__(self) -> None:
         self.known: dict[Path, tuple[Signature, bool]] = {}

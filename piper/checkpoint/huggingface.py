@@ -64,10 +64,7 @@ def export_hf(
 
 
 def write_export(folder: Path | str, write: Callable[[Path], object]) -> None:
-    """Write a folder for other programs, marked as ours, all at once or not at all.
-
-    write: writes the files into a folder that it is given.
-    """
+    """Write a folder for other programs by a function of it, marked as ours, all at once or not at all."""
     path = target_of(folder)
     with begun(path) as partial:
         mark_export(partial, [])  # from now on all in it is ours, also if this is interrupted

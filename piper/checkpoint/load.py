@@ -181,10 +181,7 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
 
 
 def read_unused(worker: Worker, reader: CheckpointReader) -> Callable[[], None]:
-    """Read what an optimizer kept for parameters that this job has frozen: the next checkpoint keeps it.
-
-    Of devices that hold the same elements, only the one that saves them reads it.
-    """
+    """Read what an optimizer kept for parameters that are frozen now, on the devices that save it again."""
     record, device = reader.record, worker.device
     unused: dict[str, dict[str, dict[str, object]]] = {}
     for bucket in saved_buckets(worker.setup.plans, device):
@@ -214,10 +211,7 @@ def set_options(optimizer: Optimizer, groups: Sequence[Mapping[str, object]]) ->
 def moments_of(
     owner: str, own_runs: Sequence[FlatRuns], whole: tuple[int, ...], reader: CheckpointReader
 ) -> dict[str, object]:
-    """Return what the optimizer keeps for one parameter, for the runs of it that this device has.
-
-    whole: the shape of what the device has of the parameter.
-    """
+    """Return what the optimizer keeps for the runs of a parameter that a device has, in the shape `whole`."""
     record = reader.record
     moments: dict[str, object] = {}
     for key, shape in record.moments.get(owner, {}).items():

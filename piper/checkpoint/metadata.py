@@ -272,10 +272,7 @@ def can_keep(record: Record, name: str) -> bool:
 
 
 def changes_in_training(record: Record, wanted: Mapping[str, Spec]) -> str | None:
-    """Return in one line what becomes of the optimizer's state where other parameters are trained now.
-
-    None: the same parameters are trained, or the checkpoint holds values only.
-    """
+    """Return in one line what becomes of the optimizer's state where other parameters are trained now."""
     before = {name for name, spec in record.values.items() if spec.trainable}
     trained = {name for name, spec in wanted.items() if spec.trainable}
     if record.seed is None or before == trained:

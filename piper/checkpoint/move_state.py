@@ -256,10 +256,7 @@ def read(keys: Mapping[str, Mapping[str, Plain]]) -> dict[str, object]:
 
 
 def alone(value: object, tensor: Tensor, elementwise: bool) -> object:
-    """Return a value that does not move with the elements, as this device's optimizer is to keep it.
-
-    elementwise: it would, if its parameter were not a single number.
-    """
+    """Return a value that does not move; `elementwise`: it would, if its parameter were not one number."""
     kept, on_device = cast("tuple[object, bool]", value)
     if not isinstance(kept, Tensor):
         return kept

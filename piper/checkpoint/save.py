@@ -56,10 +56,7 @@ def copied(value: Tensor) -> Tensor:
 
 
 def copy_state(worker: Worker, copied: Take = copied) -> Copied:
-    """Copy the state that this worker saves, in the layout that it is in.
-
-    copied: copies one tensor, for a caller with its own copies.
-    """
+    """Copy the state that this worker saves, in the layout that it is in, with `copied` for each tensor."""
     updates = saved_buckets(worker.holder.setup.plans, worker.device)
     buffers = saved_buffers(worker.setup.plans, worker.device)
     return copy_parts(worker, updates, buffers, trainer_of(worker.holder), copied)
@@ -73,10 +70,7 @@ def copy_parts(
     copied: Take,
     joined: Mapping[str, Tensor] = NO_TENSORS,
 ) -> Copied:
-    """Copy what a worker owns of some buckets and buffers.
-
-    joined: by bucket, what the two halves of its parameters hold, where that is known.
-    """
+    """Copy what a worker owns of buckets and buffers; `joined`: by bucket, its two halves where known."""
     device, (group, _) = worker.device, worker.setup.plans.place_in_group(worker.device)
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     parts: list[TensorRange] = []
@@ -157,10 +151,7 @@ def moment_parts(
 def states_here(
     worker: Worker, updates: Iterable[BucketUpdate]
 ) -> Iterator[tuple[BucketUpdate, Mapping[str, Mapping[str, object]]]]:
-    """Yield what the optimizer keeps for the parameters of buckets, or kept for those that are frozen.
-
-    What it kept does not move: it is in the layout of the first program.
-    """
+    """Yield what the optimizer keeps for buckets, and kept, in the first layout, for those frozen now."""
     home, holder = worker.env.state, worker.holder
     states = {} if holder.optimizer is None else holder.optimizer.state
     for update in updates:

@@ -110,10 +110,7 @@ def write_parts(folder: Path, name: str, parts: Sequence[TensorRange]) -> Writte
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
 ) -> FileRecord:
-    """Write tensors of the host as a safetensors file, and return its size and digests.
-
-    read: gives a tensor by its key when it is written, where `tensors` have shapes and no elements.
-    """
+    """Write tensors of the host as a safetensors file; `read` gives those with a shape and no elements."""
     order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # keeps each aligned
     content = (bytes_of((read or tensors.__getitem__)(key).reshape(-1)) for key in order)
     table: dict[str, object] = {}
@@ -184,10 +181,7 @@ def covered(stored: Stored) -> None:
 
 
 def overlaps(stored: SavedPiece, wanted: SavedPiece) -> Iterator[FlatRuns]:
-    """Yield what two pieces of one tensor have in common: `here` in the stored, `there` in the wanted one.
-
-    Places count the elements of a piece as they lie end to end. Runs at equal distances come together.
-    """
+    """Yield what two pieces of a tensor have in common: `here` in the stored, `there` in the wanted one."""
     if stored.elements and wanted.elements:
         yield from common_runs(stored.runs, wanted.runs)
 

@@ -53,10 +53,7 @@ def checkpoints_of(folder: Path, job: Job) -> Path | None:
 
 
 def prepare_saves(folder: Path, job: Job, own: Callable[[Path], bool]) -> Path | None:
-    """Make the folder of a run's checkpoints and return it; refuse one that holds another run's.
-
-    own: whether the run has written a checkpoint, or goes on from it or from a later one.
-    """
+    """Make the folder of a run's checkpoints; refuse one with a checkpoint that is not the run's `own`."""
     where = checkpoints_of(folder, job)
     if where is None:
         return None
@@ -93,10 +90,7 @@ def loadable(where: Path) -> list[Path | DamagedError]:
 
 
 def checkpoints_at(path: Path, job: Job) -> list[Path | DamagedError]:
-    """Return the checkpoints that a path names, the newest first.
-
-    It is a checkpoint, a folder of checkpoints, or the folder of a run, which may have none yet.
-    """
+    """Return the checkpoints at a path, newest first: itself, those of a folder, or of a run, if any."""
     inside = checkpoints_of(path, job)
     for where in (path,) if inside is None else (inside, path):
         if by_step(where):

@@ -33,10 +33,7 @@ def write_version(
     data: object,
     options: Iterable[tuple[int, str, float]] = (),
 ) -> None:
-    """Write a complete version as a checkpoint.
-
-    unread: the values that no device holds. options: of the optimizer, which were set after the step.
-    """
+    """Write a complete version as a checkpoint, with the unread values and options that were set after it."""
     target = target_of(path)
     plain = encode(data, "data")
     parts: dict[str, list[TensorRange]] = {
@@ -58,10 +55,7 @@ def write_version(
 def copy_moved(
     state: Path, path: Path, *, data: object, options: Iterable[tuple[int, str, float]] = ()
 ) -> None:
-    """Write a state that has moved to another layout as a checkpoint.
-
-    options: of the optimizer, which were set after its step.
-    """
+    """Write a state that has moved to another layout as a checkpoint, with options that were set after it."""
     target, plain, moved = target_of(path), encode(data, "data"), read_record(state)
     with begun(target) as partial:
         for name in moved.files:
@@ -134,10 +128,7 @@ def kept_tensors(
     moments: dict[str, Shapes],
     numbers: dict[str, dict[str, Plain]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the optimizer's tensors by their key in a checkpoint, and note them in `moments` and `numbers`.
-
-    One with an element for each of the parameter's has the parameter's type, as workers hold it.
-    """
+    """Yield the optimizer's tensors by key, in the types of workers, and note `moments` and `numbers`."""
     like: dict[str, str] = {}  # by key: a parameter whose tensor has its elements
     for name, keys in kept.items():
         spec = wanted[name]

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 from time import monotonic
@@ -29,7 +29,6 @@ from piper.run.driver_checkpoints import copy_moved, write_version
 from piper.run.recovery import REFILL, Recovery
 from piper.run.run_events import Event, Phases, Stragglers, failure_event
 from piper.runtime.setup import ProgramLike
-from piper.runtime.worker import Options
 from piper.workers.processes import MEMORY
 from piper.workers.results import Batch, StepResult
 
@@ -48,7 +47,6 @@ class ElasticRecovery(Recovery):
 
     elastic = True
     shrunk = False  # a device was lost; all of them are tried again later
-    moved: tuple[Path, int] | None = None  # the state that moves to another layout, and its step
     fewer: tuple[Sequence[int], str] | None = None  # accelerators to go on with when workers start, and why
 
     def __init__(self, *given: Any, sizes: ElasticRange, **more: Any) -> None:  # noqa: ANN401  as its base has them
@@ -115,10 +113,7 @@ class ElasticRecovery(Recovery):
 
     @contextmanager
     def _folder(self, where: Path) -> Iterator[Path]:
-        """Yield the path for a state that moves.
-
-        It is removed if it does not become the state that the run goes on from.
-        """
+        """Yield the path for a state that moves, and remove it if the run does not go on from it."""
         folder = Path(tempfile.mkdtemp(prefix=MOVED, dir=where))
         try:
             yield folder / "state"
@@ -148,34 +143,20 @@ class ElasticRecovery(Recovery):
         self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
         self.results.clear()  # sums in another order have other bits
 
-    def _origin(self) -> tuple[Path | str | None, int, Options]:
-        """Return what workers begin with where there is no version: the state that has moved, if any."""
-        return super()._origin() if self.moved is None else (*self.moved, replace(self.options, blank=True))
-
-    def _unchanged(self, first: int) -> bool:
-        """Return whether the state that has moved here, with steps repeated, leads to the next step."""
-        return self._has_batches(first) if self.moved is not None else super()._unchanged(first)
-
     def _fail(self, error: WorkerError | LaunchError) -> None:
         """End all workers. Go on without the device that is lost for good, or raise the error."""
         try:
             super()._fail(error)
         except (WorkerError, LaunchError):
-            if not self._shrink(error):
+            device = error.device if isinstance(error, WorkerError) else len(self.places) - 1
+            raised = isinstance(error, WorkerError) and error.kind == "error"
+            size = self._largest(len(self.places) - 1)
+            if raised or device is None or size is None or not self._has_state():
                 raise
-
-    def _shrink(self, error: WorkerError | LaunchError) -> bool:
-        """Return whether the run can go on with fewer devices, and prepare it."""
-        device = error.device if isinstance(error, WorkerError) else len(self.places) - 1
-        raised = isinstance(error, WorkerError) and error.kind == "error"
-        size = self._largest(len(self.places) - 1)
-        if raised or device is None or size is None or not self._has_state():
-            return False
-        self.left, self.last = self.retries, None
-        self.notify(failure_event(error, self.at, self.left))
-        left = [place for n, place in enumerate(self.places) if n != device]
-        self.fewer = left[:size], f"device {device} is lost"
-        return True
+            self.left, self.last = self.retries, None
+            self.notify(failure_event(error, self.at, self.left))
+            left = [place for n, place in enumerate(self.places) if n != device]
+            self.fewer = left[:size], f"device {device} is lost"
 
     def _start(self) -> None:
         """Start all workers, as many as there is room for if machines are lost."""
@@ -238,14 +219,13 @@ class ElasticRecovery(Recovery):
         A state that has just moved has no version yet. If it moved before all callbacks of its step had run,
         the checkpoint has them as they are.
         """
-        moved = self.moved
-        step = super().flush(folder, data) if self.versions.descriptors else None
-        if step is not None or moved is None:
-            return step
-        state, step = moved
+        flushed = super().flush(folder, data) if self.versions.descriptors else None
+        if flushed is not None or self.moved is None:
+            return flushed
+        state, step = self.moved
         if not whole(path := step_path(folder, step)):
-            data_then = self.completed[step] if step in self.completed else data()
-            copy_moved(state, path, data=data_then, options=self.set_after.get(step, ()))
+            then = self.completed[step] if step in self.completed else data()
+            copy_moved(state, path, data=then, options=self.set_after.get(step, ()))
         return step
 
     def close(self) -> None:

@@ -137,10 +137,7 @@ def ranks_of(on: str) -> RankEnvironment | None:
 
 
 def starter_of(program: ProgramLike, on: str, *, protects: bool = False, spares: int = 0) -> Starter:
-    """Return what starts the workers of a launcher, without importing the others.
-
-    protects: it has memory for copies of the state. spares: workers more than devices.
-    """
+    """Return what starts workers; `protects`: with memory for copies; `spares`: workers more than devices."""
     if on == "inline" or (on == "local" and ranks_of(on) is None):
         check_machine(program)
     match on:

@@ -53,6 +53,7 @@ class Recovery(Sessions):
     """Sessions that follow each other when workers are lost, as long as there are retries."""
 
     closed = False
+    moved: tuple[Path, int] | None = None  # a state that has moved here from another layout, and its step
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Recovery(Sessions):
         self.batches: dict[int, Batch] = {}
         self.results: dict[int, StepResult] = {}
         self.completed: dict[int, object] = {}  # what a checkpoint has besides tensors, by complete steps
-        self.complete(self._states)
+        self.completed[self.done] = with_states(program.job.callbacks, None)
         self.saving: Saving | None = None
         self.unsaved: ConfigError | None = None  # why a save failed, for the next call that waits for it
         self.set_after: dict[int, list[tuple[int, str, float]]] = {}  # options of the optimizer, by step
@@ -93,13 +94,9 @@ class Recovery(Sessions):
         self.times = StepTimes()
         self.stragglers = Stragglers(program.plans)
 
-    def _states(self) -> object:
-        """Return the states of callbacks, where the position in the data is not known."""
-        return with_states(self.program.job.callbacks, None)
-
     def step(self, batch: Batch) -> StepResult:
         if self.done not in self.completed:  # the loop is the user's own
-            self.completed[self.done] = self._states()
+            self.completed[self.done] = with_states(self.program.job.callbacks, None)
         self.batches[self.done + 1] = batch
         if self.times.begin(batch) and self.current is not None:
             self.starter.expect(self.current.group, self.stall)
@@ -165,8 +162,10 @@ class Recovery(Sessions):
     def _start(self) -> None:
         """Start all workers, let them take the newest state there is, and repeat the steps since then."""
         version = self.versions.newest(self.done)
-        path, first, options = self._origin()
-        fresh = version is None and self._unchanged(first)
+        (path, first), options = self.moved or self.begun, self.options
+        options = options if self.moved is None else replace(options, blank=True)
+        unchanged = self.done == first if self.moved is None else self._has_batches(first)
+        fresh = version is None and unchanged  # what the run began with leads to the next step
         if not fresh and (version is None or not self._has_batches(version)):
             self._start_from_disk()
             return
@@ -220,17 +219,9 @@ class Recovery(Sessions):
         self.phases.part("start", "warm", self.starter.waited)
         return session
 
-    def _origin(self) -> tuple[Path | str | None, int, Options]:
-        """Return what workers begin with where there is no version: a checkpoint, its step, and options."""
-        return *self.begun, self.options
-
     def _past(self) -> Sequence[Path]:
         """Return the checkpoints of steps whose results were returned, the newest first."""
         return () if self.disk is None else self.disk.past(self.done)
-
-    def _unchanged(self, first: int) -> bool:
-        """Return whether the state that the run began with, after step `first`, leads to the next step."""
-        return self.done == first
 
     def _has_batches(self, version: int) -> bool:
         """Return whether the batches of the steps after a version are all held."""
@@ -375,10 +366,7 @@ def recovering(
     make: Callable[..., Recovery] = Recovery,
     **asked: Any,  # noqa: ANN401  as the sessions have them: retries, stall, notify, disk
 ) -> Run:
-    """Start a program on workers that are replaced when they are lost.
-
-    on: inline, local or ray. spares: workers more than devices, for which resources are claimed.
-    """
+    """Start a program on workers that are replaced when lost; `spares`: workers more than devices."""
     starter = starter_of(program, on, protects=True, spares=spares)
     versions = starter.versions
     assert versions is not None

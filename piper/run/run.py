@@ -247,10 +247,7 @@ class Run(RunCalls):
         return with_states(self.program.job.callbacks, position)
 
     def flush(self, folder: Path) -> int | None:
-        """End all workers, and write the newest state in memory as a checkpoint. Return its step.
-
-        None: no state is kept in memory.
-        """
+        """End all workers, and write the newest state in memory as a checkpoint. Return its step, if any."""
         return self.sessions.flush(folder, self._data)
 
     def load(self, path: Path | str) -> Resumed:

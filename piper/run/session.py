@@ -154,10 +154,7 @@ class Session(SavedWorkers):
         batch: Batch,
         tables: Batch | None = None,
     ) -> dict[int, Sums]:
-        """Let all workers run a program on their rows of a batch. Each answers the sums over all devices.
-
-        tables: of experts, which all of them need.
-        """
+        """Let all workers run a program on their rows, and tables of experts. Each answers all sums."""
         given: dict[int, ProgramBatch] = {
             device: (ready.number, {**ready.slicer.cut(batch, device), **(tables or {})})
             for device in self.devices
@@ -197,10 +194,7 @@ class Session(SavedWorkers):
         return Prepared(number=number, program=program, slicer=BatchSlicer(program.plans), buffers=buffers)
 
     def _trained_like(self, batch: Batch) -> ProgramLike:
-        """Return the program whose parameters one for batches like `batch` evaluates. Workers have it.
-
-        It has the strategy of their length, also where no step was trained with it, if that can slice them.
-        """
+        """Return the program, which workers have, with the strategy that evaluates batches like this one."""
         program = with_strategy_for(self.program, batch)
         limit = limit_of(self.program.job, batch)
         if program is None and limit not in self.unsliced and self.wanted.shapes.keys() <= batch.keys():

@@ -128,10 +128,7 @@ class Sessions:
         self.call("settle", lambda: self.session.settle())
 
     def flush(self, folder: Path, data: Callable[[], object]) -> int | None:
-        """End all workers, and write the newest state in memory as a checkpoint. Return its step.
-
-        For a step that takes longer than there is time. None: no state is kept in memory.
-        """
+        """End all workers, and write the newest state in memory as a checkpoint. Return its step, if any."""
         return None
 
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:

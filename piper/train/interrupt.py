@@ -69,10 +69,7 @@ class Interrupts:
 
 @contextmanager
 def interrupts(asked: Callable[[int], None], grace: float = GRACE) -> Iterator[Interrupts]:
-    """Yield whether an end was asked for; `asked` is called with the first signal when it comes.
-
-    SIGHUP stays ignored where it is ignored already: that is what `nohup` does.
-    """
+    """Yield whether an end was asked for; `asked` is called with the first signal when it comes."""
     signals = Interrupts(asked, grace)
     caught = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, signals.handle) for number in caught}

@@ -55,10 +55,7 @@ class Rate:
         resumed: Trainer | None = None,
         sizes: Sizes | None = None,
     ) -> None:
-        """Build the schedule. resumed: the state of a checkpoint to continue from. None: a new run.
-
-        sizes: of all parameters that plain PyTorch gives to the optimizer. None: of those in the buckets.
-        """
+        """Build the schedule, from a resumed state if any; `sizes`: of all parameters that are trained."""
         self._job = job
         self._optimizer = empty_optimizer(job.optimizer, [bucket.update for bucket in buckets], sizes)
         self._scheduler = None

@@ -216,10 +216,7 @@ def form_for(job: Job) -> str:
 def export_values(
     job: Job, values: Mapping[str, Tensor], folder: Path, *, adapter: bool, dtype: torch.dtype | None
 ) -> str:
-    """Write the values of a job's model as an export, and return the name of the class that it is for.
-
-    adapter: only the adapter of a model that peft has wrapped. False: all of the model, adapters merged in.
-    """
+    """Write a job's values as an export, merged or as an `adapter` of peft; return the class they are for."""
     model = fake_model(job)
     weights = {name: values[name] for name in model.state_dict() if name in values}
     if is_adapted(model):

@@ -165,10 +165,7 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
 
 
 def start(program: Program, folder: Path, asked: TrainOptions, events: EventLog, *, blank: bool) -> Run:
-    """Start a run, which recovers from failures if asked to and possible.
-
-    blank: workers start without values, because a checkpoint is loaded.
-    """
+    """Start a run, which recovers from failures if asked to; `blank`: workers start without values."""
     options = Options(
         keep_outputs=asked.detect_nan,
         profile=asked.profile,
@@ -200,10 +197,7 @@ def train_program(
     events: EventLog,
     console: Console,
 ) -> None:
-    """Train up to the last step of the job, or until asked to stop, and note the outcome.
-
-    Where a step does not end in time, the newest version in memory is written as a checkpoint.
-    """
+    """Train to the last step or until asked to stop, else write the newest version; note the outcome."""
     job = program.job
 
     def stopping_now(number: int) -> None:
