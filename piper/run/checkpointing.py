@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from piper.callbacks import Callback, named_callbacks
 from piper.checkpoint.bucket_spans import held_names
 from piper.checkpoint.folder import Retention, begun, by_step, candidates, commit, discard, settled
-from piper.checkpoint.json_state import Plain, decode, dtype_named, encode, name_of_dtype
-from piper.checkpoint.load import Done
+from piper.checkpoint.json_state import Plain, decode, encode, name_of_dtype
+from piper.checkpoint.load import Done, Values
 from piper.checkpoint.metadata import (
     FILE,
     DamagedError,
@@ -27,13 +26,11 @@ from piper.checkpoint.metadata import (
     check_model,
     check_trainer,
     name_in_group,
-    read_record,
     wanted_model,
 )
-from piper.checkpoint.save import Copied, name_of, record_of
-from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, write_parts
+from piper.checkpoint.save import Copied, copied, name_of, record_of
+from piper.checkpoint.storage import TensorRange, Written, write_parts
 from piper.checkpoint.target import target_of, unwritten
-from piper.checkpoint.verified_files import StorageError
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.runtime.setup import ProgramLike
@@ -146,13 +143,6 @@ def with_states(callbacks: Sequence[Callback], data: object) -> object:
     return {CALLBACKS: kept, DATA: data} if kept else data
 
 
-def split_states(data: object) -> tuple[object, Mapping[str, object]]:
-    """Return the data of a checkpoint, and the states of callbacks by their names."""
-    if isinstance(data, Mapping) and CALLBACKS in data:
-        return data[DATA], cast("Mapping[str, object]", data[CALLBACKS])
-    return data, {}
-
-
 A = TypeVar("A")
 R = TypeVar("R")
 
@@ -193,10 +183,7 @@ class SavedWorkers(ABC):
         """End every worker. Idempotent."""
 
     def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
-        """Copy the state and let it be written; what was saved before is on the disk first.
-
-        data: what a checkpoint has besides tensors, with the states of callbacks, if they have any.
-        """
+        """Copy the state and let it be written with `data`; what was saved before is on the disk first."""
         self.settle()
         target = target_of(path)
         plain = encode(data, "data")
@@ -249,14 +236,10 @@ class SavedWorkers(ABC):
             self.retention.start(pending.path.parent, pending.keep)
 
     def read(self, path: Path | str) -> Resumed:
-        """Take the state of a checkpoint, whatever strategy it was saved under.
-
-        Workers read and verify their parts first, and take them once all have: a load that is refused changes
-        nothing, and another may follow.
-        """
+        """Take the state of a checkpoint, whatever its strategy, once workers have read and verified all."""
         self.settle()
-        folder = settled(Path(path).absolute())
-        record = read_record(folder)
+        values = Values(Path(path).absolute())
+        folder, record = values.folder, values.record
         wanted = wanted_model(self.program.plans, self.program.outline)
         check_model(folder, record, wanted)
         check_trainer(folder, record, trainer_names(self.program), self.program.job.seed)
@@ -264,10 +247,8 @@ class SavedWorkers(ABC):
             data = decode(record.data)
         except (ValueError, TypeError, KeyError) as error:
             raise DamagedError(folder, f"{FILE}: {error}") from error
-        try:
-            unread = read_unread(self.program, CheckpointReader(folder, record))
-        except StorageError as error:
-            raise DamagedError(folder, str(error)) from error
+        on_devices = held_names(self.program.plans)
+        unread = {name: values[name] for name in values if name not in on_devices}
         self.ask_all(WorkerAnswers.load, str(folder))
         done: dict[int, Done] = {}
         while not self._all_done(done, TIMEOUTS.save_poll):
@@ -286,7 +267,9 @@ class SavedWorkers(ABC):
             log.warning("%s was saved with other parameters trained: %s", folder, changes)
         self.unread.update(unread)
         self.retention.trust(folder)
-        data, callbacks = split_states(data)
+        callbacks: Mapping[str, object] = {}
+        if isinstance(data, Mapping) and CALLBACKS in data:
+            data, callbacks = data[DATA], data[CALLBACKS]
         return Resumed(step=record.step, data=data, callbacks=callbacks, path=str(path))
 
 
@@ -299,8 +282,9 @@ def failed_one(done: Mapping[int, Done]) -> Done | None:
 def model_of(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Spec]:
     """Return the specs of what a program's checkpoints hold; unread values keep their types."""
     specs = wanted_model(program.plans, program.outline)
-    for name, value in unread_kept(program, unread).items():
-        specs[name] = Spec(shape=tuple(value.shape), dtype=name_of_dtype(value.dtype))
+    for name, value in unread.items():
+        if name in specs:
+            specs[name] = Spec(shape=tuple(value.shape), dtype=name_of_dtype(value.dtype))
     of_groups = {
         name_in_group(name, group): replace(specs[name], group=group)
         for name in held_names(program.plans)
@@ -309,37 +293,16 @@ def model_of(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Sp
     return {**specs, **of_groups}
 
 
-def unread_kept(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values that no device holds and a checkpoint does."""
-    wanted = wanted_model(program.plans, program.outline)
-    return {name: value for name, value in unread.items() if name in wanted}
-
-
 def unread_parts(program: ProgramLike, unread: Mapping[str, Tensor]) -> list[TensorRange]:
     """Return the values that no device holds and a checkpoint does, as parts of it."""
-    kept = unread_kept(program, unread).items()
-    return [whole_part(f"model.{name}", value) for name, value in kept if value.numel()]
+    wanted = wanted_model(program.plans, program.outline)
+    kept = {name: value for name, value in unread.items() if name in wanted and value.numel()}
+    return [whole_part(f"model.{name}", value) for name, value in kept.items()]
 
 
 def whole_part(key: str, value: Tensor) -> TensorRange:
     """Return all of a tensor as a part."""
-    flat = value.detach().to("cpu", copy=True).contiguous().view(-1)
-    return TensorRange(key=key, size=value.numel(), start=0, tensor=flat)
-
-
-def read_unread(program: ProgramLike, reader: CheckpointReader) -> dict[str, Tensor]:
-    """Read the values that no device holds."""
-    on_devices = held_names(program.plans)
-    unread = {
-        name: torch.empty(spec.shape, dtype=dtype_named(spec.dtype or "float32"))
-        for name, spec in reader.record.values.items()
-        if name not in on_devices
-    }
-    reader.read(
-        TensorRange(key=f"model.{name}", size=value.numel(), start=0, tensor=value.view(-1))
-        for name, value in unread.items()
-    )
-    return unread
+    return TensorRange(key=key, size=value.numel(), start=0, tensor=copied(value).view(-1))
 
 
 def trainer_names(program: ProgramLike) -> Trainer:

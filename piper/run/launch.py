@@ -76,11 +76,8 @@ def launch(
     """
     given = locals()  # most are fields of a record
     if not hasattr(program, "plans"):
-        raise ConfigError(
-            f"{type(program).__name__} is not a compiled program",
-            by="launch",
-            hint="compile the job first: piper.launch(piper.compile(job))",
-        )
+        what, hint = "is not a compiled program", "compile the job first: piper.launch(piper.compile(job))"
+        raise ConfigError(f"{type(program).__name__} {what}", by="launch", hint=hint)
     begins = resume is not None and bool(checkpoints_at(Path(resume), program.job))
     chosen = {one.name: given[one.name] for one in fields(Options) if one.name in given}
     run = launcher(program, on, Options(**chosen, blank=begins), cluster=cluster)
@@ -163,11 +160,8 @@ def check_launcher(on: str, by: str = "launch") -> None:
     if on not in get_args(On) and not on.startswith(ALONE):
         known = (*get_args(On), "rank:N")
         close = get_close_matches(on, known, n=1)
-        raise ConfigError(
-            f"there is no launcher {on!r}",
-            by=by,
-            hint="on is one of " + ", ".join(known) + (f"; did you mean {close[0]!r}?" if close else ""),
-        )
+        hint = "on is one of " + ", ".join(known) + (f"; did you mean {close[0]!r}?" if close else "")
+        raise ConfigError(f"there is no launcher {on!r}", by=by, hint=hint)
     if on == "torchrun":
         check_started(by)
 
@@ -175,27 +169,23 @@ def check_launcher(on: str, by: str = "launch") -> None:
 def check_share(share: str, by: str = "launch") -> None:
     """Refuse a way to share an accelerator that there is not."""
     if share not in SHARE:
-        raise ConfigError(
-            f"devices cannot share an accelerator by {share!r}", by=by, hint=f"share is {' or '.join(SHARE)}"
-        )
+        what = f"devices cannot share an accelerator by {share!r}"
+        raise ConfigError(what, by=by, hint=f"share is {' or '.join(SHARE)}")
 
 
 def check_machine(program: ProgramLike) -> None:
     """Refuse a job whose state alone is larger than the memory of this machine, which all devices share."""
     if is_accelerator(program.device):
         return
-    needs = sum(
-        len(plan.devices) * sum(slot.nbytes for slot in plan.residents.values()) for plan in program.plans
-    )
+    residents = [(len(plan.devices), slot) for plan in program.plans for slot in plan.residents.values()]
+    needs = sum(devices * slot.nbytes for devices, slot in residents)
     if needs > (has := machine_memory()):
+        devices = count(len(program.plans.devices), "device")
+        given = f"{size(needs)}: parameters and optimizer state of {devices}"
         raise LaunchError(
             "the job is too large for this machine",
             by="launch",
-            facts={
-                "needs": f"{size(needs)}: parameters and optimizer state of "
-                + count(len(program.plans.devices), "device"),
-                "has": size(has),
-            },
+            facts={"needs": given, "has": size(has)},
             hint="shard more (zero=3), train a smaller model, or take more machines: --on ray, or torchrun",
         )
 
@@ -273,10 +263,11 @@ class SingleRankRun(Run):
         raise single_rank_error("a checkpoint cannot be loaded")
 
 
-def device_named(on: str, program: ProgramLike) -> int:
-    """Return the device that `rank:N` names."""
-    known = program.plans.devices
-    text = on.partition(":")[2]
+def launch_single_rank(
+    program: ProgramLike, on: str, options: Options | None = None, *, cluster: str | None = None
+) -> SingleRankRun:
+    """Start one device of a program, `rank:N`, in this process."""
+    known, text = program.plans.devices, on.partition(":")[2]
     if not text.isdecimal() or int(text) not in known:
         raise ConfigError(
             f"there is no device {text!r}",
@@ -284,11 +275,4 @@ def device_named(on: str, program: ProgramLike) -> int:
             facts={"devices": f"{known[0]} to {known[-1]}"},
             hint="name one of the plan's devices: --on rank:0",
         )
-    return int(text)
-
-
-def launch_single_rank(
-    program: ProgramLike, on: str, options: Options | None = None, *, cluster: str | None = None
-) -> SingleRankRun:
-    """Start one device of a program in this process."""
-    return SingleRankRun(SingleRankGroup(program, device_named(on, program), options or Options(), cluster))
+    return SingleRankRun(SingleRankGroup(program, int(text), options or Options(), cluster))
