@@ -130,9 +130,7 @@ def moment_parts(
 ) -> list[TensorRange]:
     """Return a tensor that the optimizer keeps for a parameter, or the runs of it that go with the elements.
 
-    own_runs: those of the parameter that the device has, of `size` elements in all. What does not go with the
-    elements is the same on all devices that share the parameter: only the one that has the first element
-    writes it down.
+    What does not go with them is the same on all devices: the one with the first element writes it down.
     """
     if elementwise(own_runs, value):
         flat, begin = copied(value).view(-1), min(runs.here for runs in own_runs)
@@ -200,13 +198,8 @@ def name_of(value: object) -> str:
 def record_of(copies: Sequence[Copied], seed: int) -> Record:
     """Return the record of what all workers have copied, without files."""
     moments, numbers = merged(c.moments for c in copies), merged(c.numbers for c in copies)
-    return Record(
-        step=copies[0].step,
-        seed=seed,
-        trainer=one_trainer(copy.trainer for copy in copies),
-        moments=moments,
-        numbers=numbers,
-    )
+    trainer = one_trainer(copy.trainer for copy in copies)
+    return Record(step=copies[0].step, seed=seed, trainer=trainer, moments=moments, numbers=numbers)
 
 
 def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[str, T]]:
