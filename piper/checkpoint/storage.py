@@ -170,7 +170,7 @@ def covered(stored: Stored) -> None:
     first, *others = stored.pieces
     if not others and (first.offset, first.count) == (0, 1):  # as most are: without the cost of arrays
         return
-    starts = np.concatenate([piece.starts() for piece in stored.pieces])
+    starts = np.concatenate([p.offset + np.arange(p.count) * p.stride for p in stored.pieces])
     lengths = np.concatenate([np.full(piece.count, piece.length) for piece in stored.pieces])
     order = np.lexsort((lengths, starts))  # an empty run comes before the one that begins at its end
     ends = np.cumsum(lengths[order])

@@ -86,17 +86,10 @@ class Stragglers:
                 slow = usual > 0 and busy[device] > STRAGGLES * usual
                 self.slow[device] = self.slow.get(device, 0) + 1 if slow else 0
                 if self.slow[device] == IN_A_ROW:
-                    times = busy[device] / usual
-                    events.append(
-                        Event(
-                            event="straggler",
-                            step=step,
-                            device=device,
-                            who=f"device {device}",
-                            what=f"{times:.1f} times as busy as the median of devices {show(group)}, "
-                            f"and slow for {IN_A_ROW} steps",
-                        )
-                    )
+                    others_are = f"times as busy as the median of devices {show(group)}"
+                    what = f"{busy[device] / usual:.1f} {others_are}, and slow for {IN_A_ROW} steps"
+                    who = f"device {device}"
+                    events.append(Event(event="straggler", step=step, device=device, who=who, what=what))
         return events
 
 
@@ -115,11 +108,9 @@ class Repeats:
             return None
         self.said = True
         needs, room = max(again)
-        return (
-            f"Rows exceeded their blocks in {len(again)} of the last {len(self.last)} steps, which ran "
-            f"twice: blocks have room for capacity={room:.3g}, and these steps need "
-            f"capacity={math.ceil(100 * needs) / 100:g}"
-        )
+        steps = f"{len(again)} of the last {len(self.last)} steps, which ran twice"
+        need = f"these steps need capacity={math.ceil(100 * needs) / 100:g}"
+        return f"Rows exceeded their blocks in {steps}: blocks have room for capacity={room:.3g}, and {need}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,13 +151,10 @@ class Saving:
 
 
 def repeatable(error: WorkerError | LaunchError, step: int) -> tuple[object, ...] | None:
-    """Return a failure in a form that can be compared. None: a second one would not be the same.
-
-    A process that was killed or stopped at no instruction, because it had just started for example, was not
-    killed by what it did. Devices that run the same program raise the same error, and any may be the first.
-    """
+    """Return a failure in a form that can be compared. None: a second one would not be the same."""
     if not isinstance(error, WorkerError) or (error.place is None and error.kind != "error"):
-        return None
+        return None  # a process that was killed at no instruction was not killed by what it did
+    # Devices that run the same program raise the same error, and any may be the first.
     device = None if error.kind == "error" else error.device
     return step, device, error.what, error.place
 
