@@ -74,7 +74,7 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class SavedPiece:
-    """Elements of a flattened tensor that lie end to end in a file: one run, or several at equal distances."""
+    """Elements of a flattened tensor, end to end in a file: one run, or several at equal distances."""
 
     offset: int  # of the first run in the tensor
     length: int  # of one run
@@ -246,7 +246,7 @@ def check_model(path: Path, record: Record, wanted: Mapping[str, Spec]) -> None:
 
 
 def alike(saved: Spec, here: Spec) -> bool:
-    """Return whether a saved value can be loaded: its shape is the same, and its type as far as it must be."""
+    """Return whether a saved value can be loaded: its shape is the same, and its type where it must be."""
     # Where it is trained a parameter has the type of its master copy, frozen that of the computation.
     turned = {saved.trainable, here.trainable} == {True, False}
     known = saved.dtype is not None and here.dtype is not None

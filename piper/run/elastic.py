@@ -25,6 +25,7 @@ from typing import Any
 
 from piper.checkpoint.folder import step_path, whole
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
+from piper.ir.format import count
 from piper.run.driver_checkpoints import copy_moved, write_version
 from piper.run.recovery import REFILL, Recovery
 from piper.run.run_events import Event, Phases, Stragglers, failure_event
@@ -85,11 +86,9 @@ class ElasticRecovery(Recovery):
             )
         where = self._where()
         if where is None:
-            raise ConfigError(
-                "the number of devices cannot change on several machines without checkpoints",
-                by="resize",
-                hint="give the job a folder that all machines see: piper.Job(checkpoint=...)",
-            )
+            what = "the number of devices cannot change on several machines without checkpoints"
+            hint = "give the job a folder that all machines see: piper.Job(checkpoint=...)"
+            raise ConfigError(what, by="resize", hint=hint)
         program, before = self.sizes.program(devices), len(self.places)
         try:
             self.settle()
@@ -100,7 +99,7 @@ class ElasticRecovery(Recovery):
             self._end()
             self.failed_at, self.phases = monotonic(), Phases()
             self._move(state, self.done, program, range(devices))
-        self.notify(resized(self.done, before, devices, "lost ones are tried" if self.shrunk else "as asked"))
+        self._resized(self.done, before, "lost ones are tried" if self.shrunk else "as asked")
         self.shrunk = devices < self.sizes.most and self.shrunk
         self.call("protect", self._protect)
 
@@ -193,7 +192,11 @@ class ElasticRecovery(Recovery):
         else:  # what has moved already stays, else it comes from the disk
             self._switch(program, places)
         self.shrunk, self.fewer = True, None
-        self.notify(resized(self.at, before, len(places), why))
+        self._resized(self.at, before, why)
+
+    def _resized(self, step: int, before: int, why: str) -> None:
+        what = f"going on with {count(len(self.places), 'device')} instead of {before}: {why}"
+        self.notify(Event(event="resize", step=step, what=what))
 
     def _largest(self, most: int) -> int | None:
         """Return the largest number of devices up to `most` that the strategy has a program for."""
@@ -234,12 +237,6 @@ class ElasticRecovery(Recovery):
         self._drop(None)
         if self.states is not None:
             self.states.close()
-
-
-def resized(step: int, before: int, after: int, why: str) -> Event:
-    """Return the event of a run that goes on with another number of devices."""
-    what = f"going on with {after} {'device' if after == 1 else 'devices'} instead of {before}: {why}"
-    return Event(event="resize", step=step, what=what)
 
 
 MOVED = "piper-resize-"  # begins the names of folders in which a state moves

@@ -35,12 +35,9 @@ class RunCalls:
         means, job = Means(), self.sessions.program.job
         if batches is None:
             if job.evaluate is None:
-                raise ConfigError(
-                    "there are no batches to evaluate on",
-                    by="evaluate",
-                    hint="give them: run.evaluate(batches); or let the job have some: "
-                    "piper.Job(..., evaluate=piper.Evaluate(data=...))",
-                )
+                some = "let the job have some: piper.Job(..., evaluate=piper.Evaluate(data=...))"
+                hint = f"give them: run.evaluate(batches); or {some}"
+                raise ConfigError("there are no batches to evaluate on", by="evaluate", hint=hint)
             batches = one_epoch(job.evaluate.data, job.seed)
         for batch in batches:
             check_samples(batch)
@@ -157,10 +154,8 @@ class OptimizerGroup(Mapping[str, object]):
 def check_samples(batch: object) -> None:
     """Refuse a batch that is not a dict of tensors with the same number of samples, at least one."""
     fields = batch if isinstance(batch, Mapping) else {}
-    sizes = {
-        name: field.shape[0] if isinstance(field, Tensor) and field.dim() else 0
-        for name, field in fields.items()
-    }
+    rows = {name: isinstance(field, Tensor) and field.dim() > 0 for name, field in fields.items()}
+    sizes = {name: len(fields[name]) if has else 0 for name, has in rows.items()}
     if not sizes or 0 in sizes.values() or len(set(sizes.values())) > 1:
         got = ", ".join(f"{name} {size}" for name, size in sizes.items()) or type(batch).__name__
         raise ConfigError(

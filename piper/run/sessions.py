@@ -87,13 +87,11 @@ class Sessions:
                 )
             devices, own, clones = bucket.table_sizes
             if not fits(table, devices, own, clones):
+                sizes = f"{devices} devices, {own} own slots, {clones} for clones"
                 raise ConfigError(
                     "the table of experts does not fit its region",
                     by="move_experts",
-                    facts={
-                        "region": region,
-                        "sizes": f"{devices} devices, {own} own slots, {clones} for clones",
-                    },
+                    facts={"region": region, "sizes": sizes},
                     hint="own experts come first; each expert has a share somewhere; -1 is an unused slot",
                 )
         self.tables |= tables
@@ -103,10 +101,9 @@ class Sessions:
         if not self.tables:
             return batch
         cloned = self.program.plans.cloned  # another one where the number of devices has changed
+        known = {region: table for region, table in self.tables.items() if region in cloned}
         fitting = {
-            region: table
-            for region, table in self.tables.items()
-            if region in cloned and fits(table, *cloned[region].table_sizes)
+            region: table for region, table in known.items() if fits(table, *cloned[region].table_sizes)
         }
         return {**batch, TABLES: field_of_tables(fitting, cloned)} if fitting else batch
 
@@ -205,10 +202,7 @@ class FollowerSessions(Sessions):
 
     def call(self, name: str, act: Callable[[], T]) -> T:
         """Return what a call returned on rank 0. Calls in between that only rank 0 makes are skipped."""
-        while not self.over:
-            result = self.results.get()
-            if result is None:
-                break
+        while not self.over and (result := self.results.get()) is not None:
             if result.error is not None:
                 raise error_of(result)
             if result.call == name:
@@ -221,9 +215,8 @@ class FollowerSessions(Sessions):
                     hint="call step, load, save and the like on every rank, in one order",
                 )
         self.over = True
-        raise WorkerError(
-            "the run has ended on rank 0", by="run", hint="look at what rank 0 says; it may have failed"
-        )
+        hint = "look at what rank 0 says; it may have failed"
+        raise WorkerError("the run has ended on rank 0", by="run", hint=hint)
 
     def close(self) -> None:
         """Wait until rank 0 has ended the run. After an error end the worker at once. Idempotent."""
