@@ -28,7 +28,7 @@ from piper.lower import reductions
 from piper.models import decoder
 from piper.plan.memory_timeline import timeline
 from piper.process.attributes import replaced
-from piper.run.single_rank_run import launch_single_rank
+from piper.run.launch import launch_single_rank
 
 SIDES = ("added", "apart")
 ROUNDS, PARTS, REPLICAS = 15, 8, 2

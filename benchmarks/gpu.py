@@ -31,7 +31,7 @@ from torch import Tensor
 
 import piper
 from piper.models import decoder
-from piper.run.single_rank_run import SingleRankRun, launch_single_rank
+from piper.run.launch import SingleRankRun, launch_single_rank
 from piper.runtime.worker import Options
 
 DENSE = decoder.Config(

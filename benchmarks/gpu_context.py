@@ -23,7 +23,7 @@ from torch import Tensor
 import piper
 from piper.compiler import Program
 from piper.models import decoder
-from piper.run.single_rank_run import PeakMemory, launch_single_rank
+from piper.run.launch import PeakMemory, launch_single_rank
 
 GIB = 2**30
 FIELDS = {"tokens": 1, "labels": 1}

@@ -39,7 +39,7 @@ from torch import Tensor
 
 import piper
 from piper.models import decoder
-from piper.run.single_rank_run import launch_single_rank
+from piper.run.launch import launch_single_rank
 
 BARS = {"single": 1.2, "ranks": 1.35}  # of the throughput in bf16, at least
 CURVE = 0.005  # of the final loss, at most

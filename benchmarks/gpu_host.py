@@ -23,7 +23,7 @@ import piper
 from piper.compiler import Program
 from piper.models import decoder
 from piper.plan.instr import Instr
-from piper.run.single_rank_run import SingleRankRun, launch_single_rank
+from piper.run.launch import SingleRankRun, launch_single_rank
 from piper.runtime.cuda.graphs import WARM as UNTIL_CAPTURED
 from piper.runtime.cuda.graphs import GraphExecutor
 from piper.runtime.debug.profiler import WARM

@@ -36,7 +36,7 @@ import piper
 from piper.compiler import Program
 from piper.models import decoder
 from piper.plan.memory_timeline import host_peak, timeline
-from piper.run.single_rank_run import launch_single_rank
+from piper.run.launch import launch_single_rank
 from piper.runtime.memory_release import predicted_peak
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline

@@ -26,12 +26,12 @@ from piper.compiler import Program
 from piper.models import moe
 from piper.plan.ops import Op, Routing
 from piper.plan.plan import Plan
-from piper.run.single_rank_run import SingleRankRun, launch_single_rank
+from piper.run.launch import SingleRankRun, launch_single_rank
 from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
 from piper.simulate.timeline import Span
 from piper.simulate.trace_events import profile_trace
-from piper.train.profiling import profile_of
+from piper.train.measure import profile_of
 
 RATIO = 0.5  # of exchanges to compute
 RECORDED = 4  # steps

@@ -42,7 +42,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import piper
 from piper.models import decoder
-from piper.run.single_rank_run import launch_single_rank
+from piper.run.launch import launch_single_rank
 from piper.selftest.peers import layer_plan
 
 WAYS = 8

@@ -29,7 +29,7 @@ from piper.runtime.worker import Options
 from piper.simulate.calibrate import calibrate
 from piper.simulate.profile import Profile, write_profile
 from piper.simulate.simulate import simulate
-from piper.train.profiling import profile_of
+from piper.train.measure import profile_of
 
 PREDICTED = {"interleaved": ("1f1b", "zbv"), "pp2_ep2": ("dualpipev_ep2",)}  # by what is profiled
 BAR = 0.10

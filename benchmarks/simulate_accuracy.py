@@ -34,7 +34,7 @@ from piper.simulate.calibrate import calibrate
 from piper.simulate.measured import Measured
 from piper.simulate.profile import Profile
 from piper.simulate.simulate import simulate
-from piper.train.profiling import profile_of
+from piper.train.measure import profile_of
 from piper.workers.inline import InlineWorkerGroup
 from piper.workers.transport.fork_server import ForkServer
 from tests.runtime.memory_meter import measured, meter_of

@@ -6,21 +6,16 @@ from contextlib import contextmanager
 from typing import Literal, Self
 
 
-def message(by: str, what: str, facts: Mapping[str, str], hint: str) -> str:
-    """Lay out one error: who and what on the first line, then the facts, then the way out."""
-    rows = {**facts, "hint": hint}
-    width = max(len(key) for key in rows) + 2
-    below = "\n" + " " * (width + 2)  # a fact of several lines stays in its column
-    shown = (f"  {key + ':':{width}}{text.replace(chr(10), below)}" for key, text in rows.items())
-    return "\n".join([f"{by}: {what}", *shown])
-
-
 class PiperError(ValueError):
     """An error with one message: where, what, the facts that collide, and a way out."""
 
     def __init__(self, what: str, *, by: str, facts: Mapping[str, str] | None = None, hint: str) -> None:
-        super().__init__(message(by, what, facts or {}, hint))
         self.what, self.by, self.facts, self.hint = what, by, dict(facts or {}), hint
+        rows = {**self.facts, "hint": hint}
+        width = max(len(key) for key in rows) + 2
+        below = "\n" + " " * (width + 2)  # a fact of several lines stays in its column
+        shown = (f"  {key + ':':{width}}{text.replace(chr(10), below)}" for key, text in rows.items())
+        super().__init__("\n".join([f"{by}: {what}", *shown]))
 
     def located(self, by: str, facts: Mapping[str, str] | None = None) -> Self:
         """Return the same error with a better place, and with more facts."""
@@ -54,14 +49,11 @@ class LaunchError(PiperError):
 
 
 class WorkerError(PiperError):
-    """A worker that failed, died or stalled while it ran.
+    """A worker that failed, died or stalled while it ran."""
 
-    kind: how. device, place: which one, at which instruction of its plan. None: not known.
-    """
-
-    kind: Literal["dead", "error", "stopped", "late"] | None = None
-    device: int | None = None
-    place: int | None = None
+    kind: Literal["dead", "error", "stopped", "late"] | None = None  # how, if it is known
+    device: int | None = None  # which one
+    place: int | None = None  # at which instruction of its plan
 
 
 CONTENT = (ValueError, LookupError, TypeError, AttributeError)  # of a file that holds something else

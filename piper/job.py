@@ -69,12 +69,9 @@ class Evaluate:
         by, data = "Evaluate", f"data is {type(self.data).__name__}, which cannot be called"
         need(callable(self.data), data, "give a function that returns the batches to evaluate on", by)
         need(is_whole(self.every, 1), f"every={self.every!r}", "evaluate every so many steps, at least 1", by)
-        need(
-            self.metrics is None or callable(self.metrics),
-            f"metrics is {type(self.metrics).__name__}, which cannot be called",
-            "give a function of (model, batch) that returns what a loss returns",
-            by,
-        )
+        metrics = f"metrics is {type(self.metrics).__name__}, which cannot be called"
+        hint = "give a function of (model, batch) that returns what a loss returns"
+        need(self.metrics is None or callable(self.metrics), metrics, hint, by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,20 +87,14 @@ class Buckets:
     pad: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        lengths = self.lengths if isinstance(self.lengths, Sequence) else ()
-        need(
-            len(lengths) > 0 and all(is_whole(length, 1) for length in lengths),
-            f"lengths={self.lengths!r}",
-            "give at least one length, each a whole number: lengths=[128, 256, 512]",
-            "Buckets",
-        )
+        by, lengths = "Buckets", self.lengths if isinstance(self.lengths, Sequence) else ()
+        holds = len(lengths) > 0 and all(is_whole(length, 1) for length in lengths)
+        hint = "give at least one length, each a whole number: lengths=[128, 256, 512]"
+        need(holds, f"lengths={self.lengths!r}", hint, by)
         pad = self.pad if isinstance(self.pad, Mapping) else {}
-        need(
-            len(pad) > 0 and all(isinstance(value, int | float) for value in pad.values()),
-            f"pad={self.pad!r}",
-            'name the fields to pad, each with a number: pad={"tokens": 0, "labels": -100}',
-            "Buckets",
-        )
+        holds = len(pad) > 0 and all(isinstance(value, int | float) for value in pad.values())
+        hint = 'name the fields to pad, each with a number: pad={"tokens": 0, "labels": -100}'
+        need(holds, f"pad={self.pad!r}", hint, by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,71 +134,44 @@ class Job:
 
 def check_functions(job: Job) -> None:
     """Refuse functions of a job that cannot be called as it calls them, and a model that is built already."""
-    for name in ("model", "loss", "data", "optimizer"):
+    for name, hint in CALLABLES.items():
         what = f"{name} is {type(getattr(job, name)).__name__}, which cannot be called"
-        need(callable(getattr(job, name)), what, CALLABLES[name])
-    built = f"model is a {type(job.model).__name__} that is built already"
-    need(not is_module(job.model), built, CALLABLES["model"])
+        need(callable(getattr(job, name)), what, hint)
+    torch = sys.modules.get("torch")  # there is no module before torch is imported
+    built = torch is not None and isinstance(job.model, torch.nn.Module)
+    need(not built, f"model is a {type(job.model).__name__} that is built already", CALLABLES["model"])
     name = getattr(job.loss, "__name__", type(job.loss).__name__)
     need(not of_torch(job.loss), f"loss is torch's {name}: it takes no model and no batch", A_LOSS)
-    need(
-        job.scheduler is None or callable(job.scheduler),
-        "scheduler cannot be called",
-        "give a function: scheduler=lambda optimizer: StepLR(optimizer, 10)",
-    )
+    hint = "give a function: scheduler=lambda optimizer: StepLR(optimizer, 10)"
+    need(job.scheduler is None or callable(job.scheduler), "scheduler cannot be called", hint)
 
 
 def check_settings(job: Job) -> None:
     """Refuse numbers and names of a job that are not among those allowed."""
-    need(
-        job.precision in DTYPES,
-        f"there is no precision {job.precision!r}",
-        "precision is one of " + ", ".join(DTYPES),
-    )
-    need(
-        job.clip_norm is None or (is_number(job.clip_norm) and job.clip_norm > 0),
-        f"clip_norm={job.clip_norm!r}",
-        "clip to a positive norm, or leave it out",
-    )
+    precisions = "precision is one of " + ", ".join(DTYPES)
+    need(job.precision in DTYPES, f"there is no precision {job.precision!r}", precisions)
+    clips = job.clip_norm is None or (is_number(job.clip_norm) and job.clip_norm > 0)
+    need(clips, f"clip_norm={job.clip_norm!r}", "clip to a positive norm, or leave it out")
     need(is_whole(job.steps, 1), f"steps={job.steps!r}", "train at least 1 step, a whole number")
     seed = f"seed={job.seed!r}"
     need(is_whole(job.seed, 0) and job.seed < SEEDS, seed, "choose a whole number from 0")
-    need(
-        job.initial in get_args(InitialDraws),
-        f"initial={job.initial!r}",
-        "initial values are drawn on the device that the job runs on, or on the host: one of "
-        + ", ".join(get_args(InitialDraws)),
-    )
+    hint = "initial values are drawn on the device that the job runs on, or on the host: one of "
+    known = get_args(InitialDraws)
+    need(job.initial in known, f"initial={job.initial!r}", hint + ", ".join(known))
 
 
 def check_parts(job: Job) -> None:
     """Refuse parts of a job that are of another class: its checkpoint, evaluation, buckets and callbacks."""
-    need(
-        job.checkpoint is None or isinstance(job.checkpoint, Checkpoint),
-        f"checkpoint is {type(job.checkpoint).__name__}, not a Checkpoint",
-        'give a piper.Checkpoint(folder="checkpoints"), or leave it out',
-    )
-    need(
-        job.evaluate is None or isinstance(job.evaluate, Evaluate),
-        f"evaluate is {type(job.evaluate).__name__}, not an Evaluate",
-        "give a piper.Evaluate(data=..., every=...), or leave it out",
-    )
-    need(
-        job.buckets is None or isinstance(job.buckets, Buckets),
-        f"buckets is {type(job.buckets).__name__}, not a Buckets",
-        'give a piper.Buckets(lengths=[128, 256], pad={"tokens": 0, "labels": -100}), or leave it out',
-    )
-    need(
-        isinstance(job.callbacks, Sequence),
-        f"callbacks is {type(job.callbacks).__name__}, not a list",
-        "put callbacks in a list: callbacks=[piper.callbacks.EarlyStopping()]",
-    )
+    for name, kind, example in PARTS:
+        part, article = getattr(job, name), "an" if kind is Evaluate else "a"
+        what = f"{name} is {type(part).__name__}, not {article} {kind.__name__}"
+        need(part is None or isinstance(part, kind), what, f"give a {example}, or leave it out")
+    example = "callbacks=[piper.callbacks.EarlyStopping()]"
+    what = f"callbacks is {type(job.callbacks).__name__}, not a list"
+    need(isinstance(job.callbacks, Sequence), what, f"put callbacks in a list: {example}")
     for number, callback in enumerate(job.callbacks):
-        need(
-            isinstance(callback, Callback),
-            f"callbacks[{number}] is {type(callback).__name__}, not a callback",
-            "give instances of piper.callbacks.Callback: callbacks=[piper.callbacks.EarlyStopping()]",
-        )
+        what = f"callbacks[{number}] is {type(callback).__name__}, not a callback"
+        need(isinstance(callback, Callback), what, f"give instances of piper.callbacks.Callback: {example}")
 
 
 def check_elastic(strategy: object, elastic: object) -> None:
@@ -248,10 +212,7 @@ def job_for(job: Job, batch: Batch) -> Job:
 
 
 def limit_of(job: Job, batch: Batch | None = None) -> int | None:
-    """Return the length up to which the strategy of a job serves, or its strategy for batches like `batch`.
-
-    None: it serves all lengths.
-    """
+    """Return the length up to which a job's strategy serves, or the one for a batch. None: all lengths."""
     if not isinstance(job.strategy, ByLength):
         return None
     return job.strategy.limit if batch is None else job.strategy.limit_for(length_of(batch))
@@ -274,52 +235,37 @@ def directives_for(job: Job, size: int) -> Strategy:
     except Exception as error:
         hint = "return directives for every number of devices from the fewest to the most"
         raise ConfigError(f"the strategy failed: {said(error)}", by=by, hint=hint) from error
-    need(
-        not isinstance(strategy, Mapping),
-        "the strategy depends on the devices and on the length of the batch",
-        "return one list of directives for all lengths, or leave elastic= out",
-        by,
-    )
+    what = "the strategy depends on the devices and on the length of the batch"
+    hint = "return one list of directives for all lengths, or leave elastic= out"
+    need(not isinstance(strategy, Mapping), what, hint, by)
     check_strategy(strategy)
+    hint = f"use the devices that the function is given: {show(devices)}"
     for number, directive in enumerate(strategy):
         named = getattr(directive, "devices", ())
-        need(
-            set(named) <= set(devices),
-            f"strategy[{number}] is over devices {show(tuple(sorted(named)))}",
-            f"use the devices that the function is given: {show(devices)}",
-            by,
-        )
+        what = f"strategy[{number}] is over devices {show(tuple(sorted(named)))}"
+        need(set(named) <= set(devices), what, hint, by)
     return strategy
 
 
 def check_lengths(strategies: Mapping[int, Strategy]) -> None:
     """Refuse strategies by length without a length, with one that is no whole number, or a bad strategy."""
-    lengths = ", ".join(map(repr, strategies)) or "none"
-    need(
-        bool(strategies) and all(is_whole(length, 1) for length in strategies),
-        f"the lengths of the strategies are {lengths}",
-        "give each strategy the longest batch that it is for, a whole number: {4096: short, 65536: long}",
-    )
+    what = "the lengths of the strategies are " + (", ".join(map(repr, strategies)) or "none")
+    hint = "give each strategy the longest batch that it is for, a whole number: {4096: short, 65536: long}"
+    need(bool(strategies) and all(is_whole(length, 1) for length in strategies), what, hint)
     for strategy in strategies.values():
         check_strategy(strategy)
 
 
 def check_strategy(strategy: object) -> None:
     """Refuse a strategy that is not a flat sequence of directives."""
-    kind = type(strategy).__name__
-    need(
-        isinstance(strategy, Sequence),
-        f"strategy is {kind}, not a list of directives",
-        "put directives in a list, or give the path of a JSON file",
-    )
+    what = f"strategy is {type(strategy).__name__}, not a list of directives"
+    need(isinstance(strategy, Sequence), what, "put directives in a list, or give the path of a JSON file")
     assert isinstance(strategy, Sequence)
+    known = ", ".join(known_directives())
+    hint = f"a strategy is a flat list of {known}; add a schedule with +, not inside the list"
     for number, directive in enumerate(strategy):
-        need(
-            isinstance(directive, Directive),
-            f"strategy[{number}] is {type(directive).__name__}, not a directive",
-            f"a strategy is a flat list of {', '.join(known_directives())}; "
-            "add a schedule with +, not inside the list",
-        )
+        what = f"strategy[{number}] is {type(directive).__name__}, not a directive"
+        need(isinstance(directive, Directive), what, hint)
 
 
 CALLABLES = {
@@ -328,20 +274,17 @@ CALLABLES = {
     "data": "give a function that returns the batches: data=lambda: loader",
     "optimizer": "give a function: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)",
 }
-
-
+PARTS = (
+    ("checkpoint", Checkpoint, 'piper.Checkpoint(folder="checkpoints")'),
+    ("evaluate", Evaluate, "piper.Evaluate(data=..., every=...)"),
+    ("buckets", Buckets, 'piper.Buckets(lengths=[128, 256], pad={"tokens": 0, "labels": -100})'),
+)
 A_LOSS = 'give a function that calls it: loss=lambda model, batch: criterion(model(batch["x"]), batch["y"])'
 
 
 def of_torch(value: object) -> bool:
     """Return whether a value is one of torch's own losses, such as `nn.MSELoss()` or `F.mse_loss`."""
     return str(getattr(value, "__module__", "")).startswith(("torch.nn.modules", "torch.nn.functional"))
-
-
-def is_module(value: object) -> bool:
-    """Return whether a value is a built module, which is callable like a function that builds one."""
-    torch = sys.modules.get("torch")  # there is no module before torch is imported
-    return torch is not None and isinstance(value, torch.nn.Module)
 
 
 def need(holds: bool, what: str, hint: str, by: str = "Job") -> None:

@@ -27,16 +27,12 @@ def load_recipe(spec: str, strategy: Path | None = None) -> Job:
     """Import a recipe's file and call its function. strategy: a JSON file that takes its strategy's place."""
     file, name = file_and_function(spec)
     if not file or not name:
-        raise ConfigError(
-            "this is not a recipe",
-            by=spec,
-            hint="name the file and the function: piper plan recipes/dense.py:pp",
-        )
+        hint = "name the file and the function: piper plan recipes/dense.py:pp"
+        raise ConfigError("this is not a recipe", by=spec, hint=hint)
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(
-            "there is no such file", by=file, hint="give the path of a Python file, then :function"
-        )
+        hint = "give the path of a Python file, then :function"
+        raise ConfigError("there is no such file", by=file, hint=hint)
     module = import_file(path)
     function = recipe_function(module, name, file)
     try:
@@ -46,11 +42,9 @@ def load_recipe(spec: str, strategy: Path | None = None) -> Job:
     except (Exception, SystemExit) as error:
         raise user_error(error, path, f"{name}() failed") from error
     if not isinstance(job, Job):
-        raise ConfigError(
-            f"{name}() returned {type(job).__name__}, not a Job",
-            by=defined_at(function) or spec,
-            hint="end the function with `return piper.Job(...)`",
-        )
+        what = f"{name}() returned {type(job).__name__}, not a Job"
+        by, hint = defined_at(function) or spec, "end the function with `return piper.Job(...)`"
+        raise ConfigError(what, by=by, hint=hint)
     return job if strategy is None else replace(job, strategy=strategy, elastic=None)
 
 
@@ -58,19 +52,15 @@ def recipe_function(module: ModuleType, name: str, file: str) -> Callable[[], ob
     """Return the function of a recipe's file that needs no arguments, by its name."""
     found = getattr(module, name, None)
     if not callable(found):
-        known = [
-            n
-            for n, value in vars(module).items()
-            if callable(value) and getattr(value, "__module__", "") == module.__name__
-        ]
+        own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+        known = [n for n, value in own.items() if callable(value)]
+        more = f" and {len(known) - MOST} more" if len(known) > MOST else ""
         close = get_close_matches(name, known, n=1)
-        there = hasattr(module, name)
+        other = f"{name} is {type(found).__name__}, not a function"
         raise ConfigError(
-            f"{name} is {type(found).__name__}, not a function"
-            if there
-            else f"there is no function {name!r}",
+            other if hasattr(module, name) else f"there is no function {name!r}",
             by=file,
-            facts={"has": listed(known) or "no functions"},
+            facts={"has": ", ".join(known[:MOST]) + more or "no functions"},
             hint=f"did you mean {close[0]!r}?" if close else "name a function that returns a piper.Job",
         )
     needed = required(found)
@@ -82,12 +72,6 @@ def recipe_function(module: ModuleType, name: str, file: str) -> Callable[[], ob
             hint="give each argument a default value",
         )
     return cast(Callable[[], object], found)
-
-
-def listed(names: list[str]) -> str:
-    """Return names in one line: the first ones, and how many more there are."""
-    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return ", ".join(names[:MOST]) + more
 
 
 def required(function: Callable[..., object]) -> list[str]:

@@ -17,8 +17,7 @@ from piper.compiler import Program
 from piper.compiler import build as building
 from piper.directives import Directive
 from piper.errors import CaptureError, ConfigError, WorkerError
-from piper.run.launch import launch_inline
-from piper.run.single_rank_run import launch_single_rank
+from piper.run.launch import launch_inline, launch_single_rank
 from piper.runtime.batch import read_shapes, wanted_batch
 from piper.runtime.setup import setup_of
 from piper.runtime.uneven import arranged

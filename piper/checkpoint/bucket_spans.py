@@ -25,10 +25,7 @@ def spans(bucket: Bucket | BucketUpdate, device: int, low: int, high: int) -> di
 
 
 def piece_runs(piece: Piece, position: int, low: int, high: int) -> list[FlatRuns]:
-    """Return the runs of one piece between two elements of its bucket, as `spans` does.
-
-    position: of the device among those of the bucket.
-    """
+    """Return the runs of one piece between two elements of its bucket; `position`: of the device in it."""
     runs = [
         cut
         for runs in flat_runs(piece.shape, piece.shardings, position)
@@ -38,10 +35,7 @@ def piece_runs(piece: Piece, position: int, low: int, high: int) -> list[FlatRun
 
 
 def within(at: int, runs: FlatRuns, low: int, high: int) -> Iterator[FlatRuns]:
-    """Yield the parts of some runs that lie between two elements of a bucket. at: where the first run begins.
-
-    Runs that lie there whole stay together. The range can cut one run at each of its ends.
-    """
+    """Yield the parts of runs between two elements of a bucket, whole ones together; `at`: of the first."""
     step, length = runs.here_step or runs.length, runs.length
     if not length:
         return
@@ -66,10 +60,7 @@ def within(at: int, runs: FlatRuns, low: int, high: int) -> Iterator[FlatRuns]:
 
 
 def common_runs(one: FlatRuns, other: FlatRuns) -> Iterator[FlatRuns]:
-    """Yield the elements of a tensor that two devices or files have, by `there`.
-
-    What is yielded lies `here` where the first one has it, and `there` where the second one does.
-    """
+    """Yield the elements, by `there`, that two have: `here` in the first one, and `there` in the second."""
     if one.count > 1 and other.count > 1 and one.there_step != other.there_step:
         if one.count > other.count:
             yield from (turned(runs) for runs in common_runs(other, one))

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint (DCP): torch writes them, and here they are read as data.
+"""Reads folders of torch.distributed.checkpoint (DCP) as data.
 
 [Note: pickles] The index of such a folder is a pickle, and so is each value in it. A pickle can name any
 function, which its reader then calls. The index is read by an unpickler that knows the records of DCP and
@@ -9,8 +9,7 @@ numbers, text and containers. Any other name is an error, before anything has be
 import io
 import math
 import pickle
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,41 +20,20 @@ from torch import Tensor
 
 from piper.checkpoint.huggingface import Lazy
 from piper.checkpoint.metadata import plain_name
-from piper.errors import ConfigError
+from piper.errors import CONTENT, ConfigError
 
 LARGEST = 2**63  # integers beyond it are no size
 METADATA = ".metadata"
 _RECORDS = {
-    "torch.distributed.checkpoint.metadata": frozenset(
-        [
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        ]
-    ),
-    "torch.distributed.checkpoint.filesystem": frozenset(["_StorageInfo"]),
-    "torch.serialization": frozenset(["_get_layout"]),
-    "pathlib": frozenset(["PosixPath"]),
-    "pathlib._local": frozenset(["PosixPath"]),
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata "
+    "MetadataIndex StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.serialization": "_get_layout",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",
 }
-BROKEN = (  # what reading a pickle or a file of torch that is not one can raise
-    pickle.UnpicklingError,
-    OSError,
-    EOFError,
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    RuntimeError,
-    MemoryError,
-    OverflowError,
-)
+# What reading a pickle or a file of torch that is not one can raise.
+BROKEN = (*CONTENT, pickle.UnpicklingError, OSError, EOFError, RuntimeError, MemoryError, OverflowError)
 
 
 class MetadataRecord:
@@ -80,7 +58,7 @@ class MetadataUnpickler(pickle.Unpickler):
             return tuple
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        if name in _RECORDS.get(module, ()):
+        if name in _RECORDS.get(module, "").split():
             return type(name, (MetadataRecord,), {})  # of its own: what a pickle does to a class ends here
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no record of DCP")
 
@@ -180,30 +158,6 @@ def numbers_of(values: object) -> tuple[int, ...]:
     if not isinstance(values, tuple | list):
         raise TypeError(f"{values!r} is not a shape")
     return tuple(whole_number(value, "a size") for value in values)
-
-
-def write_dcp(folder: Path, state: Mapping[str, object], read: Callable[[str], Tensor]) -> None:
-    """Write a nested state. Its tensors have shapes and no elements: `read` gives each by its flat name.
-
-    One tensor is in memory at a time.
-    """
-    # takes long to import
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    class ReadingPlanner(DefaultSavePlanner):
-        """Reads a tensor when it is written."""
-
-        def transform_object(self, write_item: WriteItem, object: object) -> object:
-            if write_item.type == WriteItemType.BYTE_IO:
-                return super().transform_object(write_item, object)
-            return read(write_item.index.fqn)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is there
-        save(dict(state), storage_writer=FileSystemWriter(folder), planner=ReadingPlanner(), no_dist=True)
 
 
 def unreadable(path: Path, why: str) -> ConfigError:

@@ -19,7 +19,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from piper.checkpoint.metadata import FILE, DamagedError, Record, read_record
-from piper.checkpoint.storage import CheckpointReader, Written, index_of, sync
+from piper.checkpoint.storage import Written, index_of, sync
 from piper.checkpoint.target import (
     STEP,
     UndroppedError,
@@ -31,7 +31,7 @@ from piper.checkpoint.target import (
     target_of,
     unwritten,
 )
-from piper.checkpoint.verified_files import StorageError
+from piper.checkpoint.verified_files import BlockReader, StorageError
 from piper.errors import ConfigError
 
 LEFT = re.compile(r"\.step-(\d+)\.(partial|trash|old)")
@@ -136,25 +136,16 @@ def by_step(folder: Path) -> list[Path]:
     return [path for _, path in sorted(names.items())]
 
 
-def complete(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder whose files are all there, the oldest first."""
-    return [path for path in by_step(folder) if whole(path)]
-
-
 def whole(path: Path) -> bool:
     """Return whether all files of a checkpoint are there. Its tensors are not read."""
-    try:
-        read_record(path)
-    except ConfigError:
-        return False
-    return True
+    return succeeds(read_record, path)
 
 
 def verify(path: Path) -> Record:
     """Read and verify every byte of a checkpoint, and return its record."""
     record = read_record(path)
     try:
-        CheckpointReader(path, record).verify()
+        BlockReader(path, record.files, record.block).verify()
     except StorageError as error:
         raise DamagedError(path, str(error)) from error
     return record
@@ -162,8 +153,13 @@ def verify(path: Path) -> Record:
 
 def intact(path: Path) -> bool:
     """Return whether every byte of a checkpoint is as it was written."""
+    return succeeds(verify, path)
+
+
+def succeeds(check: Callable[[Path], object], path: Path) -> bool:
+    """Return whether a check of a checkpoint raises no error."""
     try:
-        verify(path)
+        check(path)
     except ConfigError:
         return False
     return True
@@ -171,14 +167,11 @@ def intact(path: Path) -> bool:
 
 def latest(folder: Path | str) -> Path | None:
     """Return the newest intact checkpoint in a folder. Reads all of it. None: there is none."""
-    return next((path for path in reversed(complete(Path(folder))) if intact(path)), None)
+    return next((path for path in reversed(by_step(Path(folder))) if intact(path)), None)
 
 
 def candidates(folder: Path) -> list[Path | DamagedError]:
-    """Return the checkpoints of a folder, the newest first; for one that cannot be loaded, the reason.
-
-    Only records and sizes are looked at: workers verify the tensors when they load them.
-    """
+    """Return the checkpoints of a folder by their records, newest first; of a damaged one, the reason."""
     checkpoints: list[Path | DamagedError] = []
     for path in reversed(by_step(folder)):
         try:
@@ -198,7 +191,7 @@ def retain(folder: Path, keep: int, good: Callable[[Path], bool] = intact) -> No
     One that is damaged does not count, and one to which the user has added a file is not dropped.
     """
     assert keep >= 1
-    checkpoints = complete(folder)
+    checkpoints = [path for path in by_step(folder) if whole(path)]
     place, kept = len(checkpoints), 0
     while place and kept < keep:
         place -= 1
@@ -230,10 +223,7 @@ def drop(path: Path, newest: Path) -> None:
 
 
 class Retention:
-    """Keeps the newest intact checkpoints of a folder, in a thread, while a run trains.
-
-    Those this process wrote or loaded are known to be intact. It reads the others in full.
-    """
+    """Keeps the newest intact checkpoints of a folder, in a thread. It reads those this process did not."""
 
     def __init__(self) -> None:
         self.known: dict[Path, tuple[Signature, bool]] = {}

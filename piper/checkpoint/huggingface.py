@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,25 +49,17 @@ def export_hf(
     ties = ties_of(skeleton)
     check_names(skeleton, state, ties)
     given = {names[0]: state[next(name for name in names if name in state)] for names in ties}
-    if dtype is not None:
-        given = {
-            name: value.to(dtype) if value.is_floating_point() else value for name, value in given.items()
-        }
+    for name, value in given.items() if dtype is not None else ():
+        given[name] = value.to(dtype) if value.is_floating_point() else value
     kinds = {value.dtype for value in given.values() if value.is_floating_point()}
     skeleton.to(kinds.pop() if len(kinds) == 1 else torch.float32)
 
-    def save(partial: Path) -> None:
-        with quiet():
-            skeleton.save_pretrained(partial, state_dict=given)
-
-    write_export(folder, save)
+    with quiet():
+        write_export(folder, partial(skeleton.save_pretrained, state_dict=given))
 
 
 def write_export(folder: Path | str, write: Callable[[Path], object]) -> None:
-    """Write a folder for other programs, marked as ours, all at once or not at all.
-
-    write: writes the files into a folder that it is given.
-    """
+    """Write a folder for other programs by a function of it, marked as ours, all at once or not at all."""
     path = target_of(folder)
     with begun(path) as partial:
         mark_export(partial, [])  # from now on all in it is ours, also if this is interrupted
@@ -208,13 +200,11 @@ def weights_in(folder: Path) -> Lazy:
         experts[match[1]] = max(experts.get(match[1], 0), int(match[2]) + 1)
 
     def read(name: str) -> Tensor:
-        path = folder / files[name]
         try:
-            with safe_open(path, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(name)
-                return tensor
+            with safe_open(folder / files[name], framework="pt") as opened:
+                return cast(Tensor, opened.get_tensor(name))
         except (OSError, SafetensorError) as error:
-            raise unusable(folder, f"{path.name}: {error}") from error
+            raise unusable(folder, f"{files[name]}: {error}") from error
 
     def fused(layer: str, *parts: str) -> Tensor:
         names = [[f"{layer}.{e}.{part}_proj.weight" for part in parts] for e in range(experts[layer])]

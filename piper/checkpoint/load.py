@@ -1,10 +1,16 @@
-"""Reads a checkpoint that was saved under any strategy: its values by name, or a worker's state."""
+"""Reads a checkpoint that was saved under any strategy: its values by name, or a worker's state.
+
+`BackgroundSaver` is a worker's side of checkpoints: it writes a copy of its state, or reads one, while steps
+go on.
+"""
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -14,9 +20,10 @@ from piper.checkpoint.bucket_spans import length_of, saved_buckets, spans
 from piper.checkpoint.folder import settled
 from piper.checkpoint.json_state import Plain, decode, dtype_named
 from piper.checkpoint.metadata import FILE, DamagedError, Record, can_keep, name_in_group, read_record
-from piper.checkpoint.save import RefusedError, buffer_parts, copied, range_of
-from piper.checkpoint.storage import CheckpointReader, TensorRange
+from piper.checkpoint.save import Copied, RefusedError, buffer_parts, copied, copy_state, range_of
+from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, write_parts
 from piper.checkpoint.verified_files import StorageError
+from piper.errors import ConfigError
 from piper.ir.sharding import FlatRuns
 from piper.plan.bucket import Bucket
 from piper.plan.updates import BucketUpdate
@@ -62,10 +69,8 @@ def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], ob
 
     The worker's state changes only when these are called: after every worker has read and verified its part.
     """
-    record = reader.record
-    adoptions: list[Callable[[], object]] = []
-    for bucket in worker.setup.plans.buckets_on(worker.device):
-        adoptions.append(read_bucket(worker, bucket, reader))
+    record, buckets = reader.record, worker.setup.plans.buckets_on(worker.device)
+    adoptions: list[Callable[[], object]] = [read_bucket(worker, bucket, reader) for bucket in buckets]
     slots = worker.setup.plans.of(worker.device).buffers
     for name, value in worker.buffers(slots).items():
         flat = torch.empty(value.numel(), dtype=value.dtype)
@@ -73,26 +78,25 @@ def read_state(worker: Worker, reader: CheckpointReader) -> list[Callable[[], ob
         reader.read(buffer_parts(stored, slots[name], worker.device, value, flat))
         adoptions.append(partial(value.copy_, flat.view(value.shape)))
     adoptions.append(read_unused(worker, reader))
-    if worker.env.state.optimizer is not None and record.seed is not None:
-        adoptions.append(read_optimizer(worker, worker.env.state.optimizer, reader))
-        scheduler = worker.env.state.scheduler
+    optimizer, scheduler = worker.env.state.optimizer, worker.env.state.scheduler
+    if optimizer is not None and record.seed is not None:
+        adoptions.append(read_optimizer(worker, optimizer, reader))
         if scheduler is not None:
             schedule = cast("dict[str, object]", decode(record.trainer.schedule))
             check_settings(schedule, scheduler.state_dict(), "last_epoch")
             adoptions.append(partial(scheduler.load_state_dict, schedule))
-    return [*adoptions, partial(renew, worker, record.step)]
+
+    def renew() -> None:
+        worker.env.step = record.step
+        worker.renew()
+
+    return [*adoptions, renew]
 
 
 def saved_name(worker: Worker, record: Record, name: str) -> str:
     """Return the name under which a value of a worker's group is saved: its own where there is no other."""
     in_group = name_in_group(name, worker.setup.plans.place_in_group(worker.device)[0])
     return in_group if f"model.{in_group}" in record.tensors else name
-
-
-def renew(worker: Worker, step: int) -> None:
-    """Let a worker continue after the given number of steps."""
-    worker.env.step = step
-    worker.renew()
 
 
 def check_settings(saved: object, here: Mapping[str, object], key: str) -> None:
@@ -152,25 +156,32 @@ def read_optimizer(worker: Worker, optimizer: Optimizer, reader: CheckpointReade
         )
     for saved, now in zip(groups, here, strict=True):
         check_settings(saved, now, "lr")
-    numbers = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     state: dict[int, dict[str, object]] = {}
     for name, segments in worker.env.state.segments.items():
         update = worker.setup.plans.buckets[name].update
         tensors = dict(segments)
-        own = spans(update, worker.device, *update.owned(worker.device))
-        for called, own_runs in own.items():
-            shape = tuple(tensors[called].shape)
-            kept = moments_of(saved_name(worker, record, called), own_runs, shape, reader)
-            if kept:
-                state[numbers[id(tensors[called])]] = kept
-    return partial(adopt_optimizer, optimizer, state, groups, numbers)
+        for called, own_runs in spans(update, worker.device, *update.owned(worker.device)).items():
+            tensor = tensors[called]
+            stored = saved_name(worker, record, called)
+            if kept := moments_of(stored, own_runs, tuple(tensor.shape), reader):
+                state[numbers[id(tensor)]] = kept
+
+    def adopt() -> None:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        set_options(optimizer, groups)
+        for number, parameter in enumerate(parameters):
+            for key, value in state.get(number, {}).items():
+                now = optimizer.state[parameter][key]
+                if isinstance(value, Tensor) and now.dtype != value.dtype:  # torch casts to the parameter's
+                    optimizer.state[parameter][key] = value.to(now.device)
+
+    return adopt
 
 
 def read_unused(worker: Worker, reader: CheckpointReader) -> Callable[[], None]:
-    """Read what an optimizer kept for parameters that this job has frozen: the next checkpoint keeps it.
-
-    Of devices that hold the same elements, only the one that saves them reads it.
-    """
+    """Read what an optimizer kept for parameters that are frozen now, on the devices that save it again."""
     record, device = reader.record, worker.device
     unused: dict[str, dict[str, dict[str, object]]] = {}
     for bucket in saved_buckets(worker.setup.plans, device):
@@ -183,27 +194,7 @@ def read_unused(worker: Worker, reader: CheckpointReader) -> Callable[[], None]:
         }
         unused[bucket.name] = {name: state for name, state in states.items() if state}
 
-    def adopt() -> None:
-        worker.env.state.unused = unused
-
-    return adopt
-
-
-def adopt_optimizer(
-    optimizer: Optimizer,
-    state: dict[int, dict[str, object]],
-    groups: list[dict[str, object]],
-    numbers: Mapping[int, int],
-) -> None:
-    """Load state and groups into an optimizer. numbers: the key of each parameter's state, by its `id`."""
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    set_options(optimizer, groups)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for key, value in state.get(numbers[id(parameter)], {}).items():
-                now = optimizer.state[parameter][key]
-                if isinstance(value, Tensor) and now.dtype != value.dtype:  # torch casts to the parameter's
-                    optimizer.state[parameter][key] = value.to(now.device)
+    return partial(setattr, worker.env.state, "unused", unused)
 
 
 def set_options(optimizer: Optimizer, groups: Sequence[Mapping[str, object]]) -> None:
@@ -220,10 +211,7 @@ def set_options(optimizer: Optimizer, groups: Sequence[Mapping[str, object]]) ->
 def moments_of(
     owner: str, own_runs: Sequence[FlatRuns], whole: tuple[int, ...], reader: CheckpointReader
 ) -> dict[str, object]:
-    """Return what the optimizer keeps for one parameter, for the runs of it that this device has.
-
-    whole: the shape of what the device has of the parameter.
-    """
+    """Return what the optimizer keeps for the runs of a parameter that a device has, in the shape `whole`."""
     record = reader.record
     moments: dict[str, object] = {}
     for key, shape in record.moments.get(owner, {}).items():
@@ -241,3 +229,77 @@ def moments_of(
         moments[key] = flat.view(whole if like else cast("tuple[int, ...]", shape))
     plain = cast("dict[str, Plain]", record.numbers.get(owner, {}))
     return moments | {key: decode(value) for key, value in plain.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The outcome of a save or load: done, refused, or failed because of the files."""
+
+    trouble: str | None = None
+    refused: RefusedError | None = None
+    written: Written = field(default_factory=lambda: Written(files={}))
+    copied: Copied | None = None  # without its tensors
+
+
+class BackgroundSaver:
+    """Saves and loads one worker's state in a thread, while the worker may go on."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.thread: threading.Thread | None = None
+        self.done: Done | None = None
+        self.adoptions: list[Callable[[], object]] = []  # what a load has read for the worker
+
+    def save(self, folder: str) -> None:
+        """Copy the state, and begin to write the copy down."""
+        try:
+            copied = copy_state(self.worker)
+        except RefusedError as error:
+            self.done = Done(refused=error)
+        except ConfigError as error:
+            self.done = Done(trouble=str(error))
+        else:
+            self._begin("save", copied, folder)
+
+    def load(self, folder: str) -> None:
+        """Begin to read the state that a checkpoint holds. The worker keeps its own until `adopt`."""
+        self._begin("load", None, folder)
+
+    def adopt(self, wanted: bool) -> None:
+        """Give the worker the state that was read; if it is not wanted, forget it."""
+        adoptions, self.adoptions = self.adoptions, []
+        for act in adoptions if wanted else ():
+            act()
+
+    def _begin(self, what: Literal["save", "load"], copied: Copied | None, folder: str) -> None:
+        assert self.thread is None, "one at a time"
+        self.done = None
+
+        def work() -> None:
+            try:
+                if copied is None:
+                    reader = CheckpointReader(Path(folder), read_record(Path(folder)))
+                    self.adoptions = read_state(self.worker, reader)
+                    self.done = Done()
+                else:
+                    written = write_parts(Path(folder), f"device-{self.worker.device:05}", copied.parts)
+                    self.done = Done(written=written, copied=replace(copied, parts=[]))
+            except RefusedError as error:
+                self.done = Done(refused=error)
+            except StorageError as error:
+                self.done = Done(trouble=str(error))
+            except Exception as error:  # noqa: BLE001  it is reported to the driver, which raises
+                self.done = Done(trouble=f"{type(error).__name__}: {error}")
+
+        self.thread = threading.Thread(target=work, name=f"{what} {self.worker.device}", daemon=True)
+        self.thread.start()
+
+    def poll(self, wait: float) -> Done | None:
+        """Return the outcome of the save or load. None: it has not ended within `wait` seconds."""
+        if self.thread is not None:
+            self.thread.join(wait)
+            if self.thread.is_alive():
+                return None
+            self.thread = None
+        assert self.done is not None
+        return self.done

@@ -12,9 +12,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from piper.checkpoint.json_state import Plain
 from piper.checkpoint.verified_files import BLOCK, DIGEST, FileRecord, digest_of
@@ -77,10 +74,7 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class SavedPiece:
-    """Elements of a flattened tensor that lie end to end in a file: one run, or several at equal distances.
-
-    A slice along the second dimension of a matrix is one piece, with a run for each row.
-    """
+    """Elements of a flattened tensor, end to end in a file: one run, or several at equal distances."""
 
     offset: int  # of the first run in the tensor
     length: int  # of one run
@@ -92,10 +86,6 @@ class SavedPiece:
     def elements(self) -> int:
         """Return how many elements all its runs have."""
         return self.length * self.count
-
-    def starts(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        """Return where each run begins in the tensor."""
-        return self.offset + np.arange(self.count, dtype=np.int64) * self.stride
 
     @property
     def runs(self) -> FlatRuns:
@@ -164,16 +154,6 @@ def seal(fields: Mapping[str, object]) -> str:
     return text.replace(UNSIGNED, digest_of(text.encode()), 1)
 
 
-def record_of(fields: Mapping[str, Any]) -> Record:
-    """Return the record in a JSON object, whose digest says that it is as it was written."""
-    for name in fields["files"]:
-        plain_name(name)
-    record = from_json(Record, fields)
-    for name in {piece.file for stored in record.tensors.values() for piece in stored.pieces}:
-        plain_name(name)
-    return record
-
-
 def plain_name(name: str) -> str:
     """Return the name of a file. Refuse a path to anywhere but the checkpoint's own folder."""
     if Path(name).name != name:
@@ -203,9 +183,8 @@ def read_record(folder: Path) -> Record:
             raise DamagedError(folder, f"{name} {had}")
     for path in sorted(folder.iterdir()):
         if OURS.fullmatch(path.name) and path.name not in (FILE, *record.files):
-            raise DamagedError(
-                folder, f"{path.name} is not a file of this checkpoint: {FILE} does not list it"
-            )
+            why = f"{path.name} is not a file of this checkpoint: {FILE} does not list it"
+            raise DamagedError(folder, why)
     return record
 
 
@@ -221,7 +200,11 @@ def parse(folder: Path, text: str) -> Record:
         digest = fields["digest"]
         if not isinstance(digest, str) or digest_of(text.replace(digest, UNSIGNED, 1).encode()) != digest:
             raise ValueError("its text is not what was written (its digest differs)")
-        return record_of(fields)
+        record = from_json(Record, fields)
+        pieces = (piece for stored in record.tensors.values() for piece in stored.pieces)
+        for name in {*record.files, *(piece.file for piece in pieces)}:
+            plain_name(name)
+        return record
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise DamagedError(folder, f"{FILE}: {type(error).__name__}: {error}") from error
 
@@ -263,11 +246,8 @@ def check_model(path: Path, record: Record, wanted: Mapping[str, Spec]) -> None:
 
 
 def alike(saved: Spec, here: Spec) -> bool:
-    """Return whether a saved value can be loaded: its shape is the same, and its type as far as it must be.
-
-    A parameter has the type of its master copy where it is trained and that of the computation where it is
-    frozen, so types are compared only where both train it or neither does.
-    """
+    """Return whether a saved value can be loaded: its shape is the same, and its type where it must be."""
+    # Where it is trained a parameter has the type of its master copy, frozen that of the computation.
     turned = {saved.trainable, here.trainable} == {True, False}
     known = saved.dtype is not None and here.dtype is not None
     return saved.shape == here.shape and (turned or not known or saved.dtype == here.dtype)
@@ -279,22 +259,18 @@ def can_keep(record: Record, name: str) -> bool:
 
 
 def changes_in_training(record: Record, wanted: Mapping[str, Spec]) -> str | None:
-    """Return in one line what becomes of the optimizer's state where other parameters are trained now.
-
-    None: the same parameters are trained, or the checkpoint holds values only.
-    """
+    """Return in one line what becomes of the optimizer's state where other parameters are trained now."""
     before = {name for name, spec in record.values.items() if spec.trainable}
     trained = {name for name, spec in wanted.items() if spec.trainable}
     if record.seed is None or before == trained:
         return None
     saved = record.moments.keys() | record.numbers.keys()
+    begun = [name for name in wanted if name in trained - before]
     unused = [name for name in wanted if name in saved and name not in trained]
     held = [name for name in unused if wanted[name].trainable is not None and can_keep(record, name)]
     lines = {
-        "begin with a fresh state of the optimizer": [n for n in wanted if n in trained - before - saved],
-        "go on with the state they had when they were frozen": [
-            name for name in wanted if name in (trained - before) & saved
-        ],
+        "begin with a fresh state of the optimizer": [name for name in begun if name not in saved],
+        "go on with the state they had when they were frozen": [name for name in begun if name in saved],
         "are frozen, and later checkpoints keep their state": held,
         "are frozen, and their state is dropped": [name for name in unused if name not in held],
     }
@@ -316,13 +292,11 @@ def check_trainer(path: Path, record: Record, trainer: Trainer, seed: int) -> No
     here = {"optimizer": trainer.optimizer, "scheduler": trainer.scheduler, "seed": seed}
     differ = {name: (value, here[name]) for name, value in saved.items() if value != here[name]}
     if differ:
+        facts = {name: f"saved {said(old)}, here {said(new)}" for name, (old, new) in differ.items()}
         raise ConfigError(
             "this checkpoint comes from a job that trains in another way",
             by="load",
-            facts={
-                "path": str(path),
-                **{name: f"saved {said(old)}, here {said(new)}" for name, (old, new) in differ.items()},
-            },
+            facts={"path": str(path), **facts},
             hint="go on with the same " + ", ".join(differ) + "; begin a new run from exported weights",
         )
 

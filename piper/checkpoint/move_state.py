@@ -77,9 +77,8 @@ class BucketExchange:
                 if leaves is not None and enters is not None:
                     enters.copy_(leaves)
                 elif leaves is not None:
-                    self.gives.setdefault(one.target, []).append(
-                        leaves.contiguous().view(-1).view(torch.uint8)
-                    )
+                    leaving = leaves.contiguous().view(-1).view(torch.uint8)
+                    self.gives.setdefault(one.target, []).append(leaving)
                 elif enters is not None:
                     self.gets.setdefault(one.source, []).append(enters)
 
@@ -117,9 +116,8 @@ class Movement:
         """Move parameters and what the optimizer keeps for them, bucket by bucket."""
         everywhere = self.said_everywhere()
         kept: Kept = {name: read(keys) for said in everywhere for name, keys in said["kept"].items()}
-        like = {
-            key for keys in kept.values() for key, value in keys.items() if isinstance(value, torch.dtype)
-        }
+        values = (item for keys in kept.values() for item in keys.items())
+        like = {key for key, value in values if isinstance(value, torch.dtype)}
         moves = moves_between(self.before.setup.plans.buckets, self.after.setup.plans.buckets)
         leaving, entering = self.before.own(beside=self.after), self.after.own(beside=self.before)
         for move, done in zip(moves, last_reads(moves), strict=True):
@@ -256,10 +254,7 @@ def read(keys: Mapping[str, Mapping[str, Plain]]) -> dict[str, object]:
 
 
 def alone(value: object, tensor: Tensor, elementwise: bool) -> object:
-    """Return a value that does not move with the elements, as this device's optimizer is to keep it.
-
-    elementwise: it would, if its parameter were not a single number.
-    """
+    """Return a value that does not move; `elementwise`: it would, if its parameter were not one number."""
     kept, on_device = cast("tuple[object, bool]", value)
     if not isinstance(kept, Tensor):
         return kept

@@ -153,10 +153,7 @@ def nearest(having: Devices, device: int) -> int:
 
 
 def prove_transfers(before: PlacedPiece, after: PlacedPiece, moved: Sequence[MovedRuns]) -> None:
-    """Prove that every device gets each element of its part exactly once, from a device that has it.
-
-    Elements are followed through the runs of both placements, without `common_runs`.
-    """
+    """Prove, without `common_runs`, that a device gets each element of its part once, from one with it."""
     having = {device: Intervals.of(before.runs(place)) for place, device in enumerate(before.devices)}
     for place, device in enumerate(after.devices):
         wanted = Intervals.of(after.runs(place))
@@ -257,10 +254,7 @@ def priced(move: BucketMove, state_bytes: int) -> Iterator[tuple[MovedRuns, int]
 
 
 def peak_while_moving(before: Plans, after: Plans, state_bytes: int) -> int:
-    """Return the most bytes that a device has while the state moves from one layout to another.
-
-    What a device sends and what arrives lies in memory of its own, for one bucket at a time.
-    """
+    """Return the most bytes that a device has while the state moves, bucket by bucket, to another layout."""
     moves = moves_between(before.buckets, after.buckets)
     exchanges = moving_plans(before.buckets, after.buckets, before.devices, state_bytes).plans[0].instrs
     moving = [bucket for bucket in before.buckets.values() if not lies_in(bucket, after.buckets)]

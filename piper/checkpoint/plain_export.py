@@ -1,6 +1,7 @@
 """Writes the state of a run for other programs: weights, optimizer and step in plain PyTorch's names."""
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from piper.checkpoint.dcp import write_dcp
 from piper.checkpoint.json_state import decode, dtype_named, encode
 from piper.checkpoint.load import Values
 from piper.checkpoint.plain_state import Options, flattened
@@ -43,20 +43,15 @@ class PlainExport:
                 dtype = dtype_named(record.tensors[stored].dtype)
                 kept.setdefault(name, {})[key] = StoredTensor(key=stored, shape=whole, dtype=dtype)
         for name, numbers in record.numbers.items():
-            plain = {key: decode(value) for key, value in numbers.items()}
             if name in trained:
-                kept.setdefault(name, {}).update(plain)
+                kept.setdefault(name, {}).update({key: decode(value) for key, value in numbers.items()})
         return model, kept
 
     def _weight(self, name: str) -> "StoredTensor":
         """Return a parameter or buffer."""
-        dtype = self.values.dtype(name)
-        return StoredTensor(
-            key=f"model.{name}",
-            shape=self.values.record.model[name].shape,
-            dtype=dtype,
-            written=self.dtype if self.dtype is not None and dtype.is_floating_point else dtype,
-        )
+        dtype, shape = self.values.dtype(name), self.values.record.model[name].shape
+        written = self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+        return StoredTensor(key=f"model.{name}", shape=shape, dtype=dtype, written=written)
 
     def read(self, stored: "StoredTensor") -> Tensor:
         """Read a tensor."""
@@ -92,9 +87,8 @@ def export_dcp(export: PlainExport, folder: Path) -> None:
     model, kept = export.shapes()
     groups = [{**options, "params": [*names]} for options, names in export.groups]
     optimizer = {"state": kept, "param_groups": groups}
-    write_nested(
-        export, folder, {"model": model, "optimizer": optimizer, "train_state": {"step": step_of(export)}}
-    )
+    step = {"step": export.values.record.step}
+    write_nested(export, folder, {"model": model, "optimizer": optimizer, "train_state": step})
 
 
 def export_torchtitan(export: PlainExport, folder: Path) -> None:
@@ -103,16 +97,33 @@ def export_torchtitan(export: PlainExport, folder: Path) -> None:
     flat = {f"state.{name}.{key}": value for name, keys in kept.items() for key, value in keys.items()}
     for options, names in export.groups:
         flat |= {f"param_groups.{name}.{key}": value for name in names for key, value in options.items()}
-    step = step_of(export)
+    step = export.values.record.step
     beside = {"lr_scheduler": {"last_epoch": step}, "train_state": {"step": step, "ntokens_seen": 0}}
     write_nested(export, folder, {**model, "optimizer": flat, **beside})
 
 
 def write_nested(export: PlainExport, folder: Path, state: State) -> None:
     """Write a nested state as a DCP folder, one tensor at a time."""
+    # takes long to import
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     stored = {key: value for key, value in flattened(state) if isinstance(value, StoredTensor)}
-    hollow = cast("Mapping[str, object]", mapped(state, StoredTensor.hollow))
-    write_dcp(folder, hollow, lambda name: export.read(stored[name]))
+    hollow = cast("dict[str, object]", mapped(state, StoredTensor.hollow))
+
+    class ReadingPlanner(DefaultSavePlanner):
+        """Reads a tensor when it is written."""
+
+        def transform_object(self, write_item: WriteItem, object: object) -> object:
+            if write_item.type == WriteItemType.BYTE_IO:
+                return super().transform_object(write_item, object)
+            return export.read(stored[write_item.index.fqn])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is there
+        save(hollow, storage_writer=FileSystemWriter(folder), planner=ReadingPlanner(), no_dist=True)
 
 
 def export_safetensors(export: PlainExport, folder: Path) -> None:
@@ -125,7 +136,7 @@ def export_safetensors(export: PlainExport, folder: Path) -> None:
         write_file(folder / file, hollow, lambda key, stored=stored: export.read(stored[key]))  # type: ignore[misc]
     numbers = {key: value for key, value in flat.items() if key and key not in stored}
     groups = [{**options, "params": [*names]} for options, names in export.groups]
-    settings = {"step": step_of(export), "param_groups": groups, "numbers": numbers}
+    settings = {"step": export.values.record.step, "param_groups": groups, "numbers": numbers}
     (folder / SETTINGS).write_text(json.dumps(encode(settings, "optimizer")) + "\n", encoding="utf-8")
 
 
@@ -138,13 +149,8 @@ def export_torch(export: PlainExport, folder: Path) -> None:
         for options, names in export.groups
     ]
     optimizer = {"state": {numbers[name]: keys for name, keys in kept.items()}, "param_groups": groups}
-    state = {"model": model, "optimizer": optimizer, "step": step_of(export)}
+    state = {"model": model, "optimizer": optimizer, "step": export.values.record.step}
     torch.save(mapped(state, export.read), folder / TORCH)
-
-
-def step_of(export: PlainExport) -> int:
-    """Return the steps that are done."""
-    return export.values.record.step
 
 
 FORMATS: Mapping[str, Callable[[PlainExport, Path], None]] = {

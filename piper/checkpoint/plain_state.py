@@ -145,21 +145,18 @@ def options_of(
     members = [cast("list[object]", g.pop("param_names", None) or g.get("params", [])) for g in ordered]
     ids = [cast("list[object]", g.pop("params", [])) for g in ordered]
     if any(isinstance(member, int) for one in members for member in one):
-        if [len(one) for one in members] != [len(one) for one in groups]:
+        saved, here = ([str(len(one)) for one in several] for several in (members, groups))
+        if saved != here:
             raise ConfigError(
                 "the optimizer has its parameters by number, in other groups than the job's optimizer",
                 by=str(path),
-                facts={
-                    "saved": f"groups of {listed(str(len(one)) for one in members)}",
-                    "here": f"groups of {listed(str(len(one)) for one in groups)}",
-                },
+                facts={"saved": f"groups of {listed(saved)}", "here": f"groups of {listed(here)}"},
                 hint="save names: torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)",
             )
         members = [list(one) for one in groups]
-    numbered = {
-        str(i): str(n) for one, two in zip(ids, members, strict=True) for i, n in zip(one, two, strict=True)
-    }
-    for group, several in zip(ordered, members, strict=True):
+    numbered: dict[str, str] = {}
+    for group, one, several in zip(ordered, ids, members, strict=True):
+        numbered |= {str(number): str(name) for number, name in zip(one, several, strict=True)}
         by_name |= {str(name): group for name in several}
     if strange := [name for name in by_name if name not in names]:
         raise unknown_names(path, strange)

@@ -56,10 +56,7 @@ def copied(value: Tensor) -> Tensor:
 
 
 def copy_state(worker: Worker, copied: Take = copied) -> Copied:
-    """Copy the state that this worker saves, in the layout that it is in.
-
-    copied: copies one tensor, for a caller with its own copies.
-    """
+    """Copy the state that this worker saves, in the layout that it is in, with `copied` for each tensor."""
     updates = saved_buckets(worker.holder.setup.plans, worker.device)
     buffers = saved_buffers(worker.setup.plans, worker.device)
     return copy_parts(worker, updates, buffers, trainer_of(worker.holder), copied)
@@ -73,10 +70,7 @@ def copy_parts(
     copied: Take,
     joined: Mapping[str, Tensor] = NO_TENSORS,
 ) -> Copied:
-    """Copy what a worker owns of some buckets and buffers.
-
-    joined: by bucket, what the two halves of its parameters hold, where that is known.
-    """
+    """Copy what a worker owns of buckets and buffers; `joined`: by bucket, its two halves where known."""
     device, (group, _) = worker.device, worker.setup.plans.place_in_group(worker.device)
     sizes = {p.name: p.numel for p in worker.setup.outline.parameters}
     parts: list[TensorRange] = []
@@ -136,9 +130,7 @@ def moment_parts(
 ) -> list[TensorRange]:
     """Return a tensor that the optimizer keeps for a parameter, or the runs of it that go with the elements.
 
-    own_runs: those of the parameter that the device has, of `size` elements in all. What does not go with the
-    elements is the same on all devices that share the parameter: only the one that has the first element
-    writes it down.
+    What does not go with them is the same on all devices: the one with the first element writes it down.
     """
     if elementwise(own_runs, value):
         flat, begin = copied(value).view(-1), min(runs.here for runs in own_runs)
@@ -157,10 +149,7 @@ def moment_parts(
 def states_here(
     worker: Worker, updates: Iterable[BucketUpdate]
 ) -> Iterator[tuple[BucketUpdate, Mapping[str, Mapping[str, object]]]]:
-    """Yield what the optimizer keeps for the parameters of buckets, or kept for those that are frozen.
-
-    What it kept does not move: it is in the layout of the first program.
-    """
+    """Yield what the optimizer keeps for buckets, and kept, in the first layout, for those frozen now."""
     home, holder = worker.env.state, worker.holder
     states = {} if holder.optimizer is None else holder.optimizer.state
     for update in updates:
@@ -209,13 +198,8 @@ def name_of(value: object) -> str:
 def record_of(copies: Sequence[Copied], seed: int) -> Record:
     """Return the record of what all workers have copied, without files."""
     moments, numbers = merged(c.moments for c in copies), merged(c.numbers for c in copies)
-    return Record(
-        step=copies[0].step,
-        seed=seed,
-        trainer=one_trainer(copy.trainer for copy in copies),
-        moments=moments,
-        numbers=numbers,
-    )
+    trainer = one_trainer(copy.trainer for copy in copies)
+    return Record(step=copies[0].step, seed=seed, trainer=trainer, moments=moments, numbers=numbers)
 
 
 def merged(tables: Iterable[Mapping[str, Mapping[str, T]]]) -> dict[str, dict[str, T]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import common_runs
-from piper.checkpoint.json_state import dtype_named
+from piper.checkpoint.json_state import dtype_named, name_of_dtype
 from piper.checkpoint.metadata import SUFFIX, Record, SavedPiece, Stored
 from piper.checkpoint.verified_files import BlockReader, FileRecord, StorageError, write_blocks
 from piper.ir.sharding import FlatRuns
@@ -67,7 +67,7 @@ class TensorRange:
 
     def stored(self, file: str) -> "StoredRange":
         """Return it as a part that is in a file."""
-        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        dtype = name_of_dtype(self.tensor.dtype)
         return StoredRange(key=self.key, dtype=dtype, size=self.size, piece=self.lies(file))
 
 
@@ -97,10 +97,8 @@ def write_parts(folder: Path, name: str, parts: Sequence[TensorRange]) -> Writte
     runs: dict[str, list[TensorRange]] = {}
     for part in sorted(parts, key=lambda part: part.start):  # several of one tensor lie end to end
         runs.setdefault(part.key, []).append(part)
-    tensors: dict[str, Tensor] = {}
-    for key, ranges in runs.items():
-        flat = [part.tensor.reshape(-1) for part in ranges]
-        tensors[key] = flat[0] if len(flat) == 1 else torch.cat(flat)
+    flat = {key: [part.tensor.reshape(-1) for part in ranges] for key, ranges in runs.items()}
+    tensors = {key: several[0] if len(several) == 1 else torch.cat(several) for key, several in flat.items()}
     try:
         record = write_file(folder / file, tensors)
         sync(folder / file)
@@ -112,24 +110,15 @@ def write_parts(folder: Path, name: str, parts: Sequence[TensorRange]) -> Writte
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
 ) -> FileRecord:
-    """Write tensors of the host as a safetensors file, and return its size and digests.
-
-    read: gives a tensor by its key when it is written, where `tensors` have shapes and no elements.
-    """
+    """Write tensors of the host as a safetensors file; `read` gives those with a shape and no elements."""
     order = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # keeps each aligned
-    header = header_of({key: tensors[key] for key in order})
     content = (bytes_of((read or tensors.__getitem__)(key).reshape(-1)) for key in order)
-    return write_blocks(path, chain([memoryview(header)], content))
-
-
-def header_of(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the beginning of a safetensors file that holds these tensors in their order."""
     table: dict[str, object] = {}
     end = 0
-    for key, tensor in tensors.items():
+    for key in order:
+        tensor = tensors[key]
         begin, end = end, end + tensor.nbytes
-        shape = [*tensor.shape]
-        dtype = tensor.dtype
+        dtype, shape = tensor.dtype, [*tensor.shape]
         if dtype == torch.complex128:  # safetensors has no such type: pairs of real numbers
             dtype, shape = torch.float64, [*shape, 2]
         if dtype not in CODES:
@@ -137,7 +126,7 @@ def header_of(tensors: Mapping[str, Tensor]) -> bytes:
         table[key] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNED)
-    return len(text).to_bytes(8, "little") + text
+    return write_blocks(path, chain([memoryview(len(text).to_bytes(8, "little") + text)], content))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -159,9 +148,8 @@ def sync(path: Path) -> None:
 def index_of(placed: Iterable[Sequence[StoredRange]]) -> dict[str, Stored]:
     """Return the index of what all workers wrote, whose parts make whole tensors."""
     ranges: dict[str, list[StoredRange]] = {}
-    for parts in placed:
-        for part in parts:
-            ranges.setdefault(part.key, []).append(part)
+    for part in chain.from_iterable(placed):
+        ranges.setdefault(part.key, []).append(part)
     index: dict[str, Stored] = {}
     for key, parts in ranges.items():
         kinds = {(part.dtype, part.size) for part in parts}
@@ -182,7 +170,7 @@ def covered(stored: Stored) -> None:
     first, *others = stored.pieces
     if not others and (first.offset, first.count) == (0, 1):  # as most are: without the cost of arrays
         return
-    starts = np.concatenate([piece.starts() for piece in stored.pieces])
+    starts = np.concatenate([p.offset + np.arange(p.count) * p.stride for p in stored.pieces])
     lengths = np.concatenate([np.full(piece.count, piece.length) for piece in stored.pieces])
     order = np.lexsort((lengths, starts))  # an empty run comes before the one that begins at its end
     ends = np.cumsum(lengths[order])
@@ -193,10 +181,7 @@ def covered(stored: Stored) -> None:
 
 
 def overlaps(stored: SavedPiece, wanted: SavedPiece) -> Iterator[FlatRuns]:
-    """Yield what two pieces of one tensor have in common: `here` in the stored, `there` in the wanted one.
-
-    Places count the elements of a piece as they lie end to end. Runs at equal distances come together.
-    """
+    """Yield what two pieces of a tensor have in common: `here` in the stored, `there` in the wanted one."""
     if stored.elements and wanted.elements:
         yield from common_runs(stored.runs, wanted.runs)
 
@@ -265,10 +250,6 @@ class CheckpointReader:
         at = begin + (starts[piece.offset] + first) * dtype.itemsize
         self.blocks.read(file, at, raw.numpy().data)
         return raw.view(dtype)
-
-    def verify(self) -> None:
-        """Verify every byte of every file."""
-        self.blocks.verify()
 
 
 def starts_in(record: Record, file: str, key: str) -> tuple[dict[int, int], int]:

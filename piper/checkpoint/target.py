@@ -95,9 +95,8 @@ def check_taken(path: Path) -> None:
         return  # it is set aside, not replaced
     foreign = strangers(path)
     if foreign is None:
-        raise not_ours(
-            str(path), f"the folder exists, and is not a checkpoint: it holds {listed(entries(path))}"
-        )
+        why = f"the folder exists, and is not a checkpoint: it holds {listed(entries(path))}"
+        raise not_ours(str(path), why)
     if foreign:
         raise not_ours(str(path), f"the checkpoint there holds files that are not its own: {listed(foreign)}")
 
@@ -143,17 +142,13 @@ def damaged(path: Path) -> bool:
     except UnicodeDecodeError:
         return True
     except DamagedError:
-        return len(names) > 1 or not other_format(text)
+        if len(names) > 1:
+            return True
+        with suppress(ValueError, RecursionError):  # a complete record of another program is not ours
+            fields = json.loads(text)
+            return isinstance(fields, dict) and fields.get("format") == FORMAT
+        return True
     return False
-
-
-def other_format(text: str) -> bool:
-    """Return whether a text is a complete record of another program."""
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return not isinstance(fields, dict) or fields.get("format") != FORMAT
 
 
 def remove(folder: Path) -> None:

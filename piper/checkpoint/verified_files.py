@@ -6,7 +6,7 @@ them, and uses the very bytes that it verified. Digests are computed while a fil
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -39,8 +39,9 @@ def write_blocks(path: Path, content: Iterable[memoryview], block: int = BLOCK) 
     hasher, filled, size = hashlib.sha256(), 0, 0
     with path.open("xb", buffering=0) as file:
         for piece in content:
-            for start, end in cuts(len(piece), filled, block):
-                left = data = piece[start:end]
+            while piece:
+                data, piece = piece[: block - filled], piece[block - filled :]
+                left = data
                 while left:  # the system may take only some of the bytes at a time
                     left = left[os.write(file.fileno(), left) :]
                 hasher.update(data)
@@ -52,16 +53,6 @@ def write_blocks(path: Path, content: Iterable[memoryview], block: int = BLOCK) 
     if filled:
         digests.append(hasher.hexdigest())
     return FileRecord(size=size, digests=tuple(digests))
-
-
-def cuts(length: int, filled: int, block: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a piece that end where blocks end; the current block holds `filled` bytes."""
-    start = 0
-    while start < length:
-        end = min(length, start + block - filled)
-        yield start, end
-        filled = (filled + end - start) % block
-        start = end
 
 
 def verified_block(

@@ -20,7 +20,7 @@ from piper.runtime.worker import Options
 from piper.simulate.calibrate import samples_of
 from piper.simulate.cluster import FP8, Cluster, Link
 from piper.simulate.measured import line_through
-from piper.train.profiling import profile_of
+from piper.train.measure import profile_of
 
 WIDTHS = (32, 128, 256, 512, 1024)  # of the layers whose gradients travel: 4 KiB to 4 MiB
 STEPS, WARM = 6, 3  # recorded, and taken in all before

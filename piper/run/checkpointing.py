@@ -5,19 +5,18 @@ Workers write and read their parts.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from piper.callbacks import Callback, named_callbacks
-from piper.checkpoint.background import Done
 from piper.checkpoint.bucket_spans import held_names
 from piper.checkpoint.folder import Retention, begun, by_step, candidates, commit, discard, settled
-from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
+from piper.checkpoint.json_state import Plain, decode, encode, name_of_dtype
+from piper.checkpoint.load import Done, Values
 from piper.checkpoint.metadata import (
     FILE,
     DamagedError,
@@ -27,13 +26,11 @@ from piper.checkpoint.metadata import (
     check_model,
     check_trainer,
     name_in_group,
-    read_record,
     wanted_model,
 )
-from piper.checkpoint.save import Copied, name_of, record_of
-from piper.checkpoint.storage import CheckpointReader, TensorRange, Written, write_parts
+from piper.checkpoint.save import Copied, copied, name_of, record_of
+from piper.checkpoint.storage import TensorRange, Written, write_parts
 from piper.checkpoint.target import target_of, unwritten
-from piper.checkpoint.verified_files import StorageError
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.runtime.setup import ProgramLike
@@ -44,6 +41,7 @@ from piper.workers.results import Resumed
 from piper.workers.timeouts import TIMEOUTS
 
 log = logging.getLogger("piper")
+LET_SAVE = 'let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))'
 
 
 def checkpoints_of(folder: Path, job: Job) -> Path | None:
@@ -52,10 +50,7 @@ def checkpoints_of(folder: Path, job: Job) -> Path | None:
 
 
 def prepare_saves(folder: Path, job: Job, own: Callable[[Path], bool]) -> Path | None:
-    """Make the folder of a run's checkpoints and return it; refuse one that holds another run's.
-
-    own: whether the run has written a checkpoint, or goes on from it or from a later one.
-    """
+    """Make the folder of a run's checkpoints; refuse one with a checkpoint that is not the run's `own`."""
     where = checkpoints_of(folder, job)
     if where is None:
         return None
@@ -78,11 +73,8 @@ def past_of(folder: Path, job: Job) -> list[Path | DamagedError]:
     """Return the checkpoints that a run may go on from, the newest first, or what is wrong with one."""
     where = checkpoints_of(folder, job)
     if where is None:
-        raise ConfigError(
-            "the job saves no checkpoints, so there is nothing to go on from",
-            by="--resume",
-            hint='let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))',
-        )
+        what = "the job saves no checkpoints, so there is nothing to go on from"
+        raise ConfigError(what, by="--resume", hint=LET_SAVE)
     return loadable(where)
 
 
@@ -95,10 +87,7 @@ def loadable(where: Path) -> list[Path | DamagedError]:
 
 
 def checkpoints_at(path: Path, job: Job) -> list[Path | DamagedError]:
-    """Return the checkpoints that a path names, the newest first.
-
-    It is a checkpoint, a folder of checkpoints, or the folder of a run, which may have none yet.
-    """
+    """Return the checkpoints at a path, newest first: itself, those of a folder, or of a run, if any."""
     inside = checkpoints_of(path, job)
     for where in (path,) if inside is None else (inside, path):
         if by_step(where):
@@ -154,13 +143,6 @@ def with_states(callbacks: Sequence[Callback], data: object) -> object:
     return {CALLBACKS: kept, DATA: data} if kept else data
 
 
-def split_states(data: object) -> tuple[object, Mapping[str, object]]:
-    """Return the data of a checkpoint, and the states of callbacks by their names."""
-    if isinstance(data, Mapping) and CALLBACKS in data:
-        return data[DATA], cast("Mapping[str, object]", data[CALLBACKS])
-    return data, {}
-
-
 A = TypeVar("A")
 R = TypeVar("R")
 
@@ -201,15 +183,12 @@ class SavedWorkers(ABC):
         """End every worker. Idempotent."""
 
     def write(self, path: Path | str, data: object, *, wait: bool, keep: int | None) -> None:
-        """Copy the state and let it be written; what was saved before is on the disk first.
-
-        data: what a checkpoint has besides tensors, with the states of callbacks, if they have any.
-        """
+        """Copy the state and let it be written with `data`; what was saved before is on the disk first."""
         self.settle()
         target = target_of(path)
         plain = encode(data, "data")
         with begun(target) as partial:
-            unread = write_parts(partial, "driver", [*whole_parts(unread_kept(self.program, self.unread))])
+            unread = write_parts(partial, "driver", unread_parts(self.program, self.unread))
         self.ask_all(WorkerAnswers.save, str(partial))
         self.pending = Pending(path=target, keep=keep, data=plain, unread=unread, done={})
         if wait:
@@ -242,12 +221,11 @@ class SavedWorkers(ABC):
             raise error
 
     def _complete(self, pending: Pending) -> None:
-        if refused := next((d.refused for d in pending.done.values() if d.refused is not None), None):
+        if failed := failed_one(pending.done):
             discard(pending.path)
-            raise refused.as_config_error("save", pending.path)
-        if trouble := next((d.trouble for d in pending.done.values() if d.trouble is not None), None):
-            discard(pending.path)
-            raise unwritten(pending.path, trouble)
+            if failed.refused is not None:
+                raise failed.refused.as_config_error("save", pending.path)
+            raise unwritten(pending.path, str(failed.trouble))
         written = [pending.unread, *(done.written for done in pending.done.values())]
         copies = [cast(Copied, pending.done[device].copied) for device in self.devices]
         model = model_of(self.program, self.unread)
@@ -258,14 +236,10 @@ class SavedWorkers(ABC):
             self.retention.start(pending.path.parent, pending.keep)
 
     def read(self, path: Path | str) -> Resumed:
-        """Take the state of a checkpoint, whatever strategy it was saved under.
-
-        Workers read and verify their parts first, and take them once all have: a load that is refused changes
-        nothing, and another may follow.
-        """
+        """Take the state of a checkpoint, whatever its strategy, once workers have read and verified all."""
         self.settle()
-        folder = settled(Path(path).absolute())
-        record = read_record(folder)
+        values = Values(Path(path).absolute())
+        folder, record = values.folder, values.record
         wanted = wanted_model(self.program.plans, self.program.outline)
         check_model(folder, record, wanted)
         check_trainer(folder, record, trainer_names(self.program), self.program.job.seed)
@@ -273,21 +247,17 @@ class SavedWorkers(ABC):
             data = decode(record.data)
         except (ValueError, TypeError, KeyError) as error:
             raise DamagedError(folder, f"{FILE}: {error}") from error
-        try:
-            unread = read_unread(self.program, CheckpointReader(folder, record))
-        except StorageError as error:
-            raise DamagedError(folder, str(error)) from error
+        on_devices = held_names(self.program.plans)
+        unread = {name: values[name] for name in values if name not in on_devices}
         self.ask_all(WorkerAnswers.load, str(folder))
         done: dict[int, Done] = {}
         while not self._all_done(done, TIMEOUTS.save_poll):
             continue
-        if failed := next((d for d in done.values() if d.refused is not None or d.trouble is not None), None):
+        if failed := failed_one(done):
             self.ask_all(WorkerAnswers.adopt, False)
-            raise (
-                failed.refused.as_config_error("load", folder)
-                if failed.refused
-                else DamagedError(folder, str(failed.trouble))
-            )
+            if failed.refused is not None:
+                raise failed.refused.as_config_error("load", folder)
+            raise DamagedError(folder, str(failed.trouble))
         try:
             self.ask_all(WorkerAnswers.adopt, True)
         except BaseException:
@@ -297,15 +267,24 @@ class SavedWorkers(ABC):
             log.warning("%s was saved with other parameters trained: %s", folder, changes)
         self.unread.update(unread)
         self.retention.trust(folder)
-        data, callbacks = split_states(data)
+        callbacks: Mapping[str, object] = {}
+        if isinstance(data, Mapping) and CALLBACKS in data:
+            data, callbacks = data[DATA], data[CALLBACKS]
         return Resumed(step=record.step, data=data, callbacks=callbacks, path=str(path))
+
+
+def failed_one(done: Mapping[int, Done]) -> Done | None:
+    """Return the outcome of a worker whose save or load has failed, if any: one that refused it first."""
+    failed = [one for one in done.values() if one.refused is not None or one.trouble is not None]
+    return min(failed, key=lambda one: one.refused is None, default=None)
 
 
 def model_of(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Spec]:
     """Return the specs of what a program's checkpoints hold; unread values keep their types."""
     specs = wanted_model(program.plans, program.outline)
-    for name, value in unread_kept(program, unread).items():
-        specs[name] = Spec(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."))
+    for name, value in unread.items():
+        if name in specs:
+            specs[name] = Spec(shape=tuple(value.shape), dtype=name_of_dtype(value.dtype))
     of_groups = {
         name_in_group(name, group): replace(specs[name], group=group)
         for name in held_names(program.plans)
@@ -314,43 +293,21 @@ def model_of(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Sp
     return {**specs, **of_groups}
 
 
-def unread_kept(program: ProgramLike, unread: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the values that no device holds and a checkpoint does."""
+def unread_parts(program: ProgramLike, unread: Mapping[str, Tensor]) -> list[TensorRange]:
+    """Return the values that no device holds and a checkpoint does, as parts of it."""
     wanted = wanted_model(program.plans, program.outline)
-    return {name: value for name, value in unread.items() if name in wanted}
-
-
-def whole_parts(values: Mapping[str, Tensor]) -> Iterable[TensorRange]:
-    """Yield full values as parts, each of which is all of its value."""
-    for name, value in values.items():
-        if value.numel():
-            yield whole_part(f"model.{name}", value)
+    kept = {name: value for name, value in unread.items() if name in wanted and value.numel()}
+    return [whole_part(f"model.{name}", value) for name, value in kept.items()]
 
 
 def whole_part(key: str, value: Tensor) -> TensorRange:
     """Return all of a tensor as a part."""
-    flat = value.detach().to("cpu", copy=True).contiguous().view(-1)
-    return TensorRange(key=key, size=value.numel(), start=0, tensor=flat)
-
-
-def read_unread(program: ProgramLike, reader: CheckpointReader) -> dict[str, Tensor]:
-    """Read the values that no device holds."""
-    on_devices = held_names(program.plans)
-    unread = {
-        name: torch.empty(spec.shape, dtype=dtype_named(spec.dtype or "float32"))
-        for name, spec in reader.record.values.items()
-        if name not in on_devices
-    }
-    reader.read(
-        TensorRange(key=f"model.{name}", size=value.numel(), start=0, tensor=value.view(-1))
-        for name, value in unread.items()
-    )
-    return unread
+    return TensorRange(key=key, size=value.numel(), start=0, tensor=copied(value).view(-1))
 
 
 def trainer_names(program: ProgramLike) -> Trainer:
     """Return which optimizer and scheduler a program's workers have."""
-    job: Job = program.job
+    job = program.job
     sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
     optimizer = empty_optimizer(job.optimizer, [b.update for b in program.plans.buckets.values()], sizes)
     if optimizer is None:

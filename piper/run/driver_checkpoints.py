@@ -14,10 +14,11 @@ from piper.checkpoint.folder import begun, commit
 from piper.checkpoint.json_state import Plain, decode, dtype_named, encode
 from piper.checkpoint.metadata import Record, Spec, check_model, read_record, wanted_model
 from piper.checkpoint.plain_state import PlainState
+from piper.checkpoint.save import Shapes
 from piper.checkpoint.storage import TensorRange, sync, write_parts
 from piper.checkpoint.target import target_of
 from piper.errors import ConfigError
-from piper.run.checkpointing import model_of, unread_kept, whole_part, whole_parts
+from piper.run.checkpointing import model_of, unread_parts, whole_part
 from piper.runtime.setup import ProgramLike, initial_tensors
 from piper.workers.transport.versions import Versions
 
@@ -32,16 +33,13 @@ def write_version(
     data: object,
     options: Iterable[tuple[int, str, float]] = (),
 ) -> None:
-    """Write a complete version as a checkpoint.
-
-    unread: the values that no device holds. options: of the optimizer, which were set after the step.
-    """
+    """Write a complete version as a checkpoint, with the unread values and options that were set after it."""
     target = target_of(path)
     plain = encode(data, "data")
     parts: dict[str, list[TensorRange]] = {
         f"device-{device:05}": ranges for device, ranges in versions.parts(step).items()
     }
-    parts["driver"] = [*whole_parts(unread_kept(program, unread))]
+    parts["driver"] = unread_parts(program, unread)
     record_before = versions.reader(step, program.job.seed).record
     with begun(target) as partial:  # now nothing can be lost any more with a machine that holds the version
         written = [write_parts(partial, name, ranges) for name, ranges in parts.items()]
@@ -57,10 +55,7 @@ def write_version(
 def copy_moved(
     state: Path, path: Path, *, data: object, options: Iterable[tuple[int, str, float]] = ()
 ) -> None:
-    """Write a state that has moved to another layout as a checkpoint.
-
-    options: of the optimizer, which were set after its step.
-    """
+    """Write a state that has moved to another layout as a checkpoint, with options that were set after it."""
     target, plain, moved = target_of(path), encode(data, "data"), read_record(state)
     with begun(target) as partial:
         for name in moved.files:
@@ -97,9 +92,8 @@ def write_start(
     target = target_of(path)
     wanted = wanted_model(program.plans, program.outline)
     names = names_here(program, values)
-    unsaved = {b.name for b in program.outline.buffers if not b.persistent and b.name not in names} & set(
-        wanted
-    )
+    made = {b.name for b in program.outline.buffers if not b.persistent and b.name not in names}
+    unsaved = made & wanted.keys()
     initial = initial_tensors(program) if unsaved else {}
     given = {name: wanted.get(name, Spec(shape=())) for name in (*names, *unsaved)}
     record, state = (Record(step=0), None) if trained is None else trained
@@ -113,7 +107,7 @@ def write_start(
         check_model(source, Record(step=0, model=here), {name: spec})
         return tensor if spec.dtype is None else tensor.to(dtype_named(spec.dtype))
 
-    moments: dict[str, dict[str, tuple[int, ...] | None]] = {}
+    moments: dict[str, Shapes] = {}
     numbers: dict[str, dict[str, Plain]] = {}
     tensors: Iterable[tuple[str, Tensor]] = ((f"model.{name}", value(name)) for name in wanted)
     if state is not None:
@@ -122,10 +116,8 @@ def write_start(
         tensors = chain(tensors, kept_tensors(state, kept, wanted, moments, numbers))
         record = replace(record, moments=moments, numbers=numbers)
     with begun(target) as partial:
-        written = [
-            write_parts(partial, f"values-{number:05}", parts)
-            for number, parts in enumerate(batched(tensors))
-        ]
+        batches = enumerate(batched(tensors))
+        written = [write_parts(partial, f"values-{number:05}", parts) for number, parts in batches]
     commit(target, replace(record, model=wanted), written)
 
 
@@ -133,13 +125,10 @@ def kept_tensors(
     state: PlainState,
     kept: Mapping[str, Mapping[str, str]],
     wanted: Mapping[str, Spec],
-    moments: dict[str, dict[str, tuple[int, ...] | None]],
+    moments: dict[str, Shapes],
     numbers: dict[str, dict[str, Plain]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the optimizer's tensors by their key in a checkpoint, and note them in `moments` and `numbers`.
-
-    One with an element for each of the parameter's has the parameter's type, as workers hold it.
-    """
+    """Yield the optimizer's tensors by key, in the types of workers, and note `moments` and `numbers`."""
     like: dict[str, str] = {}  # by key: a parameter whose tensor has its elements
     for name, keys in kept.items():
         spec = wanted[name]

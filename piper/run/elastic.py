@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 from time import monotonic
@@ -25,12 +25,11 @@ from typing import Any
 
 from piper.checkpoint.folder import step_path, whole
 from piper.errors import ConfigError, LaunchError, ScheduleError, WorkerError
+from piper.ir.format import count
 from piper.run.driver_checkpoints import copy_moved, write_version
 from piper.run.recovery import REFILL, Recovery
-from piper.run.retrying import Phases
-from piper.run.run_events import Event, Stragglers, failure_event
+from piper.run.run_events import Event, Phases, Stragglers, failure_event
 from piper.runtime.setup import ProgramLike
-from piper.runtime.worker import Options
 from piper.workers.processes import MEMORY
 from piper.workers.results import Batch, StepResult
 
@@ -49,7 +48,6 @@ class ElasticRecovery(Recovery):
 
     elastic = True
     shrunk = False  # a device was lost; all of them are tried again later
-    moved: tuple[Path, int] | None = None  # the state that moves to another layout, and its step
     fewer: tuple[Sequence[int], str] | None = None  # accelerators to go on with when workers start, and why
 
     def __init__(self, *given: Any, sizes: ElasticRange, **more: Any) -> None:  # noqa: ANN401  as its base has them
@@ -88,11 +86,9 @@ class ElasticRecovery(Recovery):
             )
         where = self._where()
         if where is None:
-            raise ConfigError(
-                "the number of devices cannot change on several machines without checkpoints",
-                by="resize",
-                hint="give the job a folder that all machines see: piper.Job(checkpoint=...)",
-            )
+            what = "the number of devices cannot change on several machines without checkpoints"
+            hint = "give the job a folder that all machines see: piper.Job(checkpoint=...)"
+            raise ConfigError(what, by="resize", hint=hint)
         program, before = self.sizes.program(devices), len(self.places)
         try:
             self.settle()
@@ -103,7 +99,7 @@ class ElasticRecovery(Recovery):
             self._end()
             self.failed_at, self.phases = monotonic(), Phases()
             self._move(state, self.done, program, range(devices))
-        self.notify(resized(self.done, before, devices, "lost ones are tried" if self.shrunk else "as asked"))
+        self._resized(self.done, before, "lost ones are tried" if self.shrunk else "as asked")
         self.shrunk = devices < self.sizes.most and self.shrunk
         self.call("protect", self._protect)
 
@@ -116,10 +112,7 @@ class ElasticRecovery(Recovery):
 
     @contextmanager
     def _folder(self, where: Path) -> Iterator[Path]:
-        """Yield the path for a state that moves.
-
-        It is removed if it does not become the state that the run goes on from.
-        """
+        """Yield the path for a state that moves, and remove it if the run does not go on from it."""
         folder = Path(tempfile.mkdtemp(prefix=MOVED, dir=where))
         try:
             yield folder / "state"
@@ -149,34 +142,20 @@ class ElasticRecovery(Recovery):
         self.program, self.places, self.stragglers = program, places, Stragglers(program.plans)
         self.results.clear()  # sums in another order have other bits
 
-    def _origin(self) -> tuple[Path | str | None, int, Options]:
-        """Return what workers begin with where there is no version: the state that has moved, if any."""
-        return super()._origin() if self.moved is None else (*self.moved, replace(self.options, blank=True))
-
-    def _unchanged(self, first: int) -> bool:
-        """Return whether the state that has moved here, with steps repeated, leads to the next step."""
-        return self._has_batches(first) if self.moved is not None else super()._unchanged(first)
-
     def _fail(self, error: WorkerError | LaunchError) -> None:
         """End all workers. Go on without the device that is lost for good, or raise the error."""
         try:
             super()._fail(error)
         except (WorkerError, LaunchError):
-            if not self._shrink(error):
+            device = error.device if isinstance(error, WorkerError) else len(self.places) - 1
+            raised = isinstance(error, WorkerError) and error.kind == "error"
+            size = self._largest(len(self.places) - 1)
+            if raised or device is None or size is None or not self._has_state():
                 raise
-
-    def _shrink(self, error: WorkerError | LaunchError) -> bool:
-        """Return whether the run can go on with fewer devices, and prepare it."""
-        device = error.device if isinstance(error, WorkerError) else len(self.places) - 1
-        raised = isinstance(error, WorkerError) and error.kind == "error"
-        size = self._largest(len(self.places) - 1)
-        if raised or device is None or size is None or not self._has_state():
-            return False
-        self.left, self.last = self.retries, None
-        self.notify(failure_event(error, self.at, self.left))
-        left = [place for n, place in enumerate(self.places) if n != device]
-        self.fewer = left[:size], f"device {device} is lost"
-        return True
+            self.left, self.last = self.retries, None
+            self.notify(failure_event(error, self.at, self.left))
+            left = [place for n, place in enumerate(self.places) if n != device]
+            self.fewer = left[:size], f"device {device} is lost"
 
     def _start(self) -> None:
         """Start all workers, as many as there is room for if machines are lost."""
@@ -199,7 +178,7 @@ class ElasticRecovery(Recovery):
 
     def _movable(self) -> int | None:
         """Return the step of the newest version that another layout can take. None: there is none."""
-        version = self._newest()
+        version = self.versions.newest(self.done)
         can = version is not None and self._has_batches(version) and self.versions.whole
         return version if can else None
 
@@ -213,7 +192,11 @@ class ElasticRecovery(Recovery):
         else:  # what has moved already stays, else it comes from the disk
             self._switch(program, places)
         self.shrunk, self.fewer = True, None
-        self.notify(resized(self.at, before, len(places), why))
+        self._resized(self.at, before, why)
+
+    def _resized(self, step: int, before: int, why: str) -> None:
+        what = f"going on with {count(len(self.places), 'device')} instead of {before}: {why}"
+        self.notify(Event(event="resize", step=step, what=what))
 
     def _largest(self, most: int) -> int | None:
         """Return the largest number of devices up to `most` that the strategy has a program for."""
@@ -239,14 +222,13 @@ class ElasticRecovery(Recovery):
         A state that has just moved has no version yet. If it moved before all callbacks of its step had run,
         the checkpoint has them as they are.
         """
-        moved = self.moved
-        step = super().flush(folder, data) if self.versions.descriptors else None
-        if step is not None or moved is None:
-            return step
-        state, step = moved
+        flushed = super().flush(folder, data) if self.versions.descriptors else None
+        if flushed is not None or self.moved is None:
+            return flushed
+        state, step = self.moved
         if not whole(path := step_path(folder, step)):
-            data_then = self.completed[step] if step in self.completed else data()
-            copy_moved(state, path, data=data_then, options=self.set_after.get(step, ()))
+            then = self.completed[step] if step in self.completed else data()
+            copy_moved(state, path, data=then, options=self.set_after.get(step, ()))
         return step
 
     def close(self) -> None:
@@ -255,12 +237,6 @@ class ElasticRecovery(Recovery):
         self._drop(None)
         if self.states is not None:
             self.states.close()
-
-
-def resized(step: int, before: int, after: int, why: str) -> Event:
-    """Return the event of a run that goes on with another number of devices."""
-    what = f"going on with {after} {'device' if after == 1 else 'devices'} instead of {before}: {why}"
-    return Event(event="resize", step=step, what=what)
 
 
 MOVED = "piper-resize-"  # begins the names of folders in which a state moves

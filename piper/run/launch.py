@@ -1,24 +1,32 @@
-"""Starting a program: on threads, on processes of this machine, or on Ray."""
+"""Starting a program: on threads, on processes of this machine, on Ray or torchrun, or one of its devices."""
 
 import logging
 import os
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal, get_args
 
 from piper.errors import ConfigError, LaunchError
 from piper.ir.format import count, size
+from piper.plan.memory_timeline import timeline
 from piper.run.checkpointing import checkpoints_at
 from piper.run.run import Run, start_run
-from piper.run.sessions import Sessions
-from piper.runtime.accelerator import accelerators, is_accelerator
+from piper.run.sessions import FollowerSessions, LeaderSessions, Sessions
+from piper.runtime.accelerator import accelerators, is_accelerator, module
 from piper.runtime.cuda.graph_checks import check_static
+from piper.runtime.memory_release import predicted_peak
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options
 from piper.workers.group import GivenGroup, Starter
-from piper.workers.rank_environment import RANKS, RankEnvironment, check_started, rank_environment
+from piper.workers.rank_agent import RankZeroResult, ServedAgent
+from piper.workers.rank_environment import RANKS, RankEnvironment, check_size, check_started, rank_environment
+from piper.workers.rendezvous import check_key, find_address, next_launch
+from piper.workers.results import Resumed
 from piper.workers.serve import crowded
+from piper.workers.single_rank import SingleRankGroup, single_rank_error
+from piper.workers.torchrun import TorchrunStarter
 from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.versions import Files, Versions
 
@@ -68,11 +76,8 @@ def launch(
     """
     given = locals()  # most are fields of a record
     if not hasattr(program, "plans"):
-        raise ConfigError(
-            f"{type(program).__name__} is not a compiled program",
-            by="launch",
-            hint="compile the job first: piper.launch(piper.compile(job))",
-        )
+        what, hint = "is not a compiled program", "compile the job first: piper.launch(piper.compile(job))"
+        raise ConfigError(f"{type(program).__name__} {what}", by="launch", hint=hint)
     begins = resume is not None and bool(checkpoints_at(Path(resume), program.job))
     chosen = {one.name: given[one.name] for one in fields(Options) if one.name in given}
     run = launcher(program, on, Options(**chosen, blank=begins), cluster=cluster)
@@ -95,15 +100,17 @@ def launcher(program: ProgramLike, on: str, options: Options, *, cluster: str | 
     if options.graphs:
         check_static(setup_of(program), program.plans, options, by_host=by_host(program, on, options.share))
     if on.startswith(ALONE):
-        from piper.run.single_rank_run import launch_single_rank
-
         return launch_single_rank(program, on, options, cluster=cluster)
     world = ranks_of(on)
     if world is None:
         return start_run(Sessions(program, options, starter_of(program, on)))
-    from piper.run.mirrored import launch_on_ranks
-
-    return launch_on_ranks(program, options, world)
+    if world.leads:
+        return start_run(LeaderSessions(program, options, TorchrunStarter(program, world)))
+    check_size(world, len(program.plans.devices))
+    check_key(world)
+    results: SimpleQueue[RankZeroResult | None] = SimpleQueue()
+    agent = ServedAgent(world, find_address(world, next_launch(world)), results.put)
+    return start_run(FollowerSessions(program, options, results, agent))
 
 
 def launch_inline(program: ProgramLike, options: Options = DEFAULT, versions: Files | None = None) -> Run:
@@ -127,10 +134,7 @@ def ranks_of(on: str) -> RankEnvironment | None:
 
 
 def starter_of(program: ProgramLike, on: str, *, protects: bool = False, spares: int = 0) -> Starter:
-    """Return what starts the workers of a launcher, without importing the others.
-
-    protects: it has memory for copies of the state. spares: workers more than devices.
-    """
+    """Return what starts workers; `protects`: with memory for copies; `spares`: workers more than devices."""
     if on == "inline" or (on == "local" and ranks_of(on) is None):
         check_machine(program)
     match on:
@@ -139,8 +143,6 @@ def starter_of(program: ProgramLike, on: str, *, protects: bool = False, spares:
 
             return InlineStarter(program, Versions(program.plans) if protects else None)
         case "local" | "torchrun" if (world := ranks_of(on)) is not None:
-            from piper.workers.torchrun import TorchrunStarter
-
             return TorchrunStarter(program, world, protects, spares)
         case "local":
             from piper.workers.local import LocalStarter
@@ -158,11 +160,8 @@ def check_launcher(on: str, by: str = "launch") -> None:
     if on not in get_args(On) and not on.startswith(ALONE):
         known = (*get_args(On), "rank:N")
         close = get_close_matches(on, known, n=1)
-        raise ConfigError(
-            f"there is no launcher {on!r}",
-            by=by,
-            hint="on is one of " + ", ".join(known) + (f"; did you mean {close[0]!r}?" if close else ""),
-        )
+        hint = "on is one of " + ", ".join(known) + (f"; did you mean {close[0]!r}?" if close else "")
+        raise ConfigError(f"there is no launcher {on!r}", by=by, hint=hint)
     if on == "torchrun":
         check_started(by)
 
@@ -170,27 +169,23 @@ def check_launcher(on: str, by: str = "launch") -> None:
 def check_share(share: str, by: str = "launch") -> None:
     """Refuse a way to share an accelerator that there is not."""
     if share not in SHARE:
-        raise ConfigError(
-            f"devices cannot share an accelerator by {share!r}", by=by, hint=f"share is {' or '.join(SHARE)}"
-        )
+        what = f"devices cannot share an accelerator by {share!r}"
+        raise ConfigError(what, by=by, hint=f"share is {' or '.join(SHARE)}")
 
 
 def check_machine(program: ProgramLike) -> None:
     """Refuse a job whose state alone is larger than the memory of this machine, which all devices share."""
     if is_accelerator(program.device):
         return
-    needs = sum(
-        len(plan.devices) * sum(slot.nbytes for slot in plan.residents.values()) for plan in program.plans
-    )
+    residents = [(len(plan.devices), slot) for plan in program.plans for slot in plan.residents.values()]
+    needs = sum(devices * slot.nbytes for devices, slot in residents)
     if needs > (has := machine_memory()):
+        devices = count(len(program.plans.devices), "device")
+        given = f"{size(needs)}: parameters and optimizer state of {devices}"
         raise LaunchError(
             "the job is too large for this machine",
             by="launch",
-            facts={
-                "needs": f"{size(needs)}: parameters and optimizer state of "
-                + count(len(program.plans.devices), "device"),
-                "has": size(has),
-            },
+            facts={"needs": given, "has": size(has)},
             hint="shard more (zero=3), train a smaller model, or take more machines: --on ray, or torchrun",
         )
 
@@ -226,3 +221,58 @@ def shared_place(ranks: int, share: str) -> str:
     """Return how many ranks share the accelerators of this machine, in words."""
     way = "through the host" if share == "host" else "by NCCL over sockets"
     return f"{count(ranks, 'rank')} on {count(accelerators(), 'GPU')}, {way}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakMemory:
+    """The peak memory of a device, predicted and measured, in bytes."""
+
+    planned: int  # counting in the order of issue
+    predicted: int  # with what is held while streams run at the same time
+    measured: int | None  # none on a host, which does not count
+
+
+class SingleRankRun(Run):
+    """One device of a job, for its step time and peak memory. Its numbers mean nothing."""
+
+    saves = False
+
+    def __init__(self, group: SingleRankGroup) -> None:
+        super().__init__(Sessions(group.program, group.options, GivenGroup(group)))
+        self.device, self.setup, self.plans = group.device, group.setup, group.program.plans
+        self.network, self.engine, self.seconds = group.network, group.engine, group.seconds
+        self.sessions.begin()
+        self.worker = group.worker
+
+    def peak(self) -> PeakMemory:
+        """Return the peak memory so far, predicted and measured."""
+        plan = self.worker.env.plan
+        measured = None
+        if self.engine is not None:
+            measured = module(self.setup.device).max_memory_allocated(self.setup.device) - self.engine.nbytes
+        return PeakMemory(planned=timeline(plan).peak, predicted=predicted_peak(plan), measured=measured)
+
+    def save(
+        self, path: Path | str, *, data: object = None, wait: bool = True, keep: int | None = None
+    ) -> None:
+        """Refuse to save."""
+        raise single_rank_error("there is nothing worth saving")
+
+    def load(self, path: Path | str) -> Resumed:
+        """Refuse to load."""
+        raise single_rank_error("a checkpoint cannot be loaded")
+
+
+def launch_single_rank(
+    program: ProgramLike, on: str, options: Options | None = None, *, cluster: str | None = None
+) -> SingleRankRun:
+    """Start one device of a program, `rank:N`, in this process."""
+    known, text = program.plans.devices, on.partition(":")[2]
+    if not text.isdecimal() or int(text) not in known:
+        raise ConfigError(
+            f"there is no device {text!r}",
+            by=on,
+            facts={"devices": f"{known[0]} to {known[-1]}"},
+            hint="name one of the plan's devices: --on rank:0",
+        )
+    return SingleRankRun(SingleRankGroup(program, int(text), options or Options(), cluster))

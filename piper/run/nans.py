@@ -25,7 +25,7 @@ def check_finite(run: "Run", step: int, result: StepResult) -> None:
         return
     facts = {"loss": f"{result.loss:g}", "gradient": f"norm {result.grad_norm:g}"}
     hint = "name the first chunk that made it: --detect-nan, or piper.launch(program, keep_outputs=True)"
-    if run.options.keep_outputs:
+    if run.sessions.options.keep_outputs:
         first = first_bad(run.program.outline, run.trails(), run.state_dict())
         facts |= {} if first is None else {"first": first}
         hint = "lower the learning rate or clip the gradient; --resume goes on from the last checkpoint"

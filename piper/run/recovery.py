@@ -7,7 +7,7 @@ state, the batch and the step's number, so it gives the same bits again. That is
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -22,9 +22,19 @@ from piper.plan.protected import GENERATIONS
 from piper.run.checkpointing import with_states
 from piper.run.driver_checkpoints import write_version
 from piper.run.launch import starter_of
-from piper.run.retrying import Disk, Phases, Saving, StepTimes, first_intact, repeatable
 from piper.run.run import Run, start_run
-from piper.run.run_events import Event, Notify, Stragglers, failure_event
+from piper.run.run_events import (
+    Disk,
+    Event,
+    Notify,
+    Phases,
+    Saving,
+    StepTimes,
+    Stragglers,
+    failure_event,
+    first_intact,
+    repeatable,
+)
 from piper.run.session import Session, ended
 from piper.run.sessions import Sessions
 from piper.runtime.setup import ProgramLike
@@ -43,6 +53,7 @@ class Recovery(Sessions):
     """Sessions that follow each other when workers are lost, as long as there are retries."""
 
     closed = False
+    moved: tuple[Path, int] | None = None  # a state that has moved here from another layout, and its step
 
     def __init__(
         self,
@@ -72,7 +83,7 @@ class Recovery(Sessions):
         self.batches: dict[int, Batch] = {}
         self.results: dict[int, StepResult] = {}
         self.completed: dict[int, object] = {}  # what a checkpoint has besides tensors, by complete steps
-        self.complete(self._states)
+        self.completed[self.done] = with_states(program.job.callbacks, None)
         self.saving: Saving | None = None
         self.unsaved: ConfigError | None = None  # why a save failed, for the next call that waits for it
         self.set_after: dict[int, list[tuple[int, str, float]]] = {}  # options of the optimizer, by step
@@ -83,13 +94,9 @@ class Recovery(Sessions):
         self.times = StepTimes()
         self.stragglers = Stragglers(program.plans)
 
-    def _states(self) -> object:
-        """Return the states of callbacks, where the position in the data is not known."""
-        return with_states(self.program.job.callbacks, None)
-
     def step(self, batch: Batch) -> StepResult:
         if self.done not in self.completed:  # the loop is the user's own
-            self.completed[self.done] = self._states()
+            self.completed[self.done] = with_states(self.program.job.callbacks, None)
         self.batches[self.done + 1] = batch
         if self.times.begin(batch) and self.current is not None:
             self.starter.expect(self.current.group, self.stall)
@@ -97,7 +104,17 @@ class Recovery(Sessions):
         self.results[self.done] = result
         self.batches.pop(self.done - self._kept, None)
         self.results.pop(self.done - RESULTS, None)
-        self._passed()
+        self.last = None
+        self.good += 1
+        if self.good >= REFILL:
+            self.left = self.retries
+        if self.current is not None:
+            self.starter.expect(self.current.group, self.stall)
+            for event in self.stragglers.note(self.done, self.current.busy):
+                self.notify(event)
+        for address, took in self.starter.warmed():
+            who = f"agent on {address}"
+            self.notify(Event(event="warm", step=self.done, who=who, seconds=round(took, 3)))
         return result
 
     def _step(self, batch: Batch) -> StepResult:
@@ -116,20 +133,6 @@ class Recovery(Sessions):
         """Note that all of the last step is done: it is evaluated, and callbacks have run."""
         self.completed[self.done] = data()
         self.completed.pop(self.done - self._kept, None)
-
-    def _passed(self) -> None:
-        """Note a good step."""
-        self.last = None
-        self.good += 1
-        if self.good >= REFILL:
-            self.left = self.retries
-        if self.current is not None:
-            self.starter.expect(self.current.group, self.stall)
-            for event in self.stragglers.note(self.done, self.current.busy):
-                self.notify(event)
-        for address, took in self.starter.warmed():
-            who = f"agent on {address}"
-            self.notify(Event(event="warm", step=self.done, who=who, seconds=round(took, 3)))
 
     @property
     def stall(self) -> float:
@@ -158,9 +161,11 @@ class Recovery(Sessions):
 
     def _start(self) -> None:
         """Start all workers, let them take the newest state there is, and repeat the steps since then."""
-        version = self._newest()
-        path, first, options = self._origin()
-        fresh = version is None and self._unchanged(first)
+        version = self.versions.newest(self.done)
+        (path, first), options = self.moved or self.begun, self.options
+        options = options if self.moved is None else replace(options, blank=True)
+        unchanged = self.done == first if self.moved is None else self._has_batches(first)
+        fresh = version is None and unchanged  # what the run began with leads to the next step
         if not fresh and (version is None or not self._has_batches(version)):
             self._start_from_disk()
             return
@@ -214,21 +219,9 @@ class Recovery(Sessions):
         self.phases.part("start", "warm", self.starter.waited)
         return session
 
-    def _origin(self) -> tuple[Path | str | None, int, Options]:
-        """Return what workers begin with where there is no version: a checkpoint, its step, and options."""
-        return *self.begun, self.options
-
     def _past(self) -> Sequence[Path]:
         """Return the checkpoints of steps whose results were returned, the newest first."""
         return () if self.disk is None else self.disk.past(self.done)
-
-    def _newest(self) -> int | None:
-        """Return the newest complete version of a step whose result was returned. None: there is none."""
-        return self.versions.newest(self.done)
-
-    def _unchanged(self, first: int) -> bool:
-        """Return whether the state that the run began with, after step `first`, leads to the next step."""
-        return self.done == first
 
     def _has_batches(self, version: int) -> bool:
         """Return whether the batches of the steps after a version are all held."""
@@ -342,10 +335,7 @@ class Recovery(Sessions):
         self.set_after.setdefault(self.done, []).append((group, key, value))
 
     def flush(self, folder: Path, data: Callable[[], object]) -> int | None:
-        """End all workers, and write the newest state of a complete step as a checkpoint. Return its step.
-
-        For a step that takes longer than there is time. None: there is no version in memory.
-        """
+        """End all workers, and write the newest state of a complete step as a checkpoint. Return its step."""
         self._end()
         for _ in range(GENERATIONS):
             step = self.versions.newest(max(self.completed))
@@ -353,18 +343,18 @@ class Recovery(Sessions):
                 return step
             then, options = self.completed.get(step), self.set_after.get(step, ())
             with suppress(LaunchError):  # a machine that held it was lost: is another version complete?
-                write_version(
-                    self.program, self.versions, step, path, unread=self.unread, data=then, options=options
-                )
+                given = self.program, self.versions, step, path
+                write_version(*given, unread=self.unread, data=then, options=options)
                 return step
         return None
 
     def close(self) -> None:
         """End every worker, what starts them, and the memory of versions. Idempotent."""
         self.closed = True
-        with ExitStack() as ends:
-            ends.callback(self.versions.close)
-            ends.callback(super().close)
+        try:
+            super().close()
+        finally:
+            self.versions.close()
 
 
 def recovering(
@@ -376,16 +366,14 @@ def recovering(
     make: Callable[..., Recovery] = Recovery,
     **asked: Any,  # noqa: ANN401  as the sessions have them: retries, stall, notify, disk
 ) -> Run:
-    """Start a program on workers that are replaced when they are lost.
-
-    on: inline, local or ray. spares: workers more than devices, for which resources are claimed.
-    """
-    with ExitStack() as ends:
-        starter = starter_of(program, on, protects=True, spares=spares)
-        ends.callback(starter.close)
-        versions = starter.versions
-        assert versions is not None
-        ends.callback(versions.close)
+    """Start a program on workers that are replaced when lost; `spares`: workers more than devices."""
+    starter = starter_of(program, on, protects=True, spares=spares)
+    versions = starter.versions
+    assert versions is not None
+    try:
         sessions = make(program, options, starter, versions, **asked)
-        ends.pop_all()
+    except BaseException:
+        versions.close()
+        starter.close()
+        raise
     return start_run(sessions)

@@ -8,10 +8,7 @@ a run that goes on from a checkpoint is the run that was not stopped, to the las
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
 from typing import Self, cast
 
 from torch import Tensor
@@ -29,18 +26,15 @@ from piper.run.checkpointing import (
     run_folder,
     with_states,
 )
-from piper.run.forward_only import ForwardOnly
-from piper.run.moving_experts import MovesExperts
 from piper.run.nans import check_finite
-from piper.run.optimizer_groups import OptimizerGroups
+from piper.run.run_calls import RunCalls
 from piper.run.session import Session
 from piper.run.sessions import Sessions, asking
-from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
+from piper.runtime.batch import check_batch, wanted_batch
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.full_values import by_bucket, holders, whole_buffers, whole_parameters, whole_state
 from piper.runtime.setup import ProgramLike, setup_of
-from piper.runtime.worker import Options
 from piper.workers.answers import WorkerAnswers
 from piper.workers.results import Batch, EvaluationResult, Resumed, StepResult, state_by_name
 
@@ -63,10 +57,10 @@ class Watch(Callback):
 
     def between(self, run: "Run") -> bool:
         """Run after the callbacks, before the step is saved. Return whether the training ends here."""
-        return run.leaving()
+        return run.sessions.leaving()
 
 
-class Run(ForwardOnly, MovesExperts):
+class Run(RunCalls):
     """A running job. It ends with its `with` block, with `close`, or when nothing refers to it any more."""
 
     stopping = False  # a callback has asked to stop
@@ -86,27 +80,14 @@ class Run(ForwardOnly, MovesExperts):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.sessions.failed = error is not None
         self.close()
-        return None
-
-    @property
-    def drives(self) -> bool:
-        """Return whether this process writes what callbacks write. Under torchrun rank 0 does."""
-        return self.sessions.drives
 
     @property
     def program(self) -> ProgramLike:
         """Return the program: of an elastic job, that of the devices which it has now."""
         return self.sessions.program
-
-    @property
-    def options(self) -> Options:
-        """Return how workers run it."""
-        return self.sessions.options
 
     @property
     def done(self) -> int:
@@ -130,7 +111,7 @@ class Run(ForwardOnly, MovesExperts):
         evaluated and saved where that is due, and at the last step. The training ends early where a callback
         calls `stop`, or the system asks a worker to end.
         """
-        last = self._last(steps)
+        last = self.program.job.steps if steps is None else self.done + steps
         for batch in self.batches(steps):
             result = self.step(batch)
             self.watch.end(batch)
@@ -140,29 +121,21 @@ class Run(ForwardOnly, MovesExperts):
 
     def batches(self, steps: int | None = None) -> Iterator[Batch]:
         """Yield the batches of so many more steps, by default up to the job's `steps`: for your own loop."""
-        last = self._last(steps)
+        last = self.program.job.steps if steps is None else self.done + steps
         if steps is None and self.done >= last:
             log.warning("The run is at step %d of %d already: run.train(n) trains n more", self.done, last)
         self._prepare_saves()
+        wanted = wanted_batch(setup_of(self.program))
         try:
             while self.done < last:
                 self.watch.begin(self.done + 1)
                 batch = next(self.feed)
-                by = f"{named('data', self.feed.make)}, step {self.feed.step}"
-                check_batch(batch, self.wanted, by=by)
+                check_batch(batch, wanted, by=f"{named('data', self.feed.make)}, step {self.feed.step}")
                 yield batch
                 if self.stopping:
                     break
         finally:
             self.stopping = False  # a second call goes on
-
-    @cached_property
-    def wanted(self) -> BatchSpec:
-        """Return the fields that a batch must have."""
-        return wanted_batch(setup_of(self.program))
-
-    def _last(self, steps: int | None) -> int:
-        return self.program.job.steps if steps is None else self.done + steps
 
     @property
     def feed(self) -> Feed:
@@ -172,13 +145,6 @@ class Run(ForwardOnly, MovesExperts):
             self._feed = Feed(job.data, job.seed)
             self._feed.seek(self.done, None if self._loaded is None else self._loaded.data)
         return self._feed
-
-    def position(self) -> object:
-        """Return the position in the data, for a checkpoint. None: no batch of it was taken by this run."""
-        if self._feed is not None:
-            return self._feed.state_dict()
-        loaded = None if self._loaded is None else self._loaded.data
-        return loaded if is_position(loaded) else None
 
     def after_step(self, step: int, result: StepResult, last: int) -> EvaluationResult | None:
         """Do what the job asks for after a step, in a loop of your own too. `train` does so by itself.
@@ -196,8 +162,7 @@ class Run(ForwardOnly, MovesExperts):
                 callback.on_evaluate(cast(Running, self), step, evaluated)
         if self.watch.between(self):
             self.stop()
-        ends = step == last or self.stopping
-        self._save_step(step, ends)
+        self._save_step(step, step == last or self.stopping)
         self.complete()
         return evaluated
 
@@ -209,24 +174,24 @@ class Run(ForwardOnly, MovesExperts):
     def _callbacks(self) -> Iterator[Callback]:
         """Yield the callbacks that run in this process."""
         for callback in (self.watch, *self.program.job.callbacks):
-            if self.drives or callback.everywhere:
+            if self.sessions.drives or callback.everywhere:
                 yield callback
 
     def _prepare_saves(self) -> None:
         """Find out where checkpoints go, before the first step: not among those of another run."""
         if self.saves_to is not None or not self.saves:
             return
-        if self.drives:
+        if self.sessions.drives:
             self.saves_to = prepare_saves(self.folder, self.program.job, self._own)
         else:  # rank 0 looks at the folder, and may have saved already
             self.saves_to = checkpoints_of(self.folder, self.program.job)
 
     def _own(self, path: Path) -> bool:
         """Return whether the run goes on from a checkpoint, or from a later one of its folder."""
-        loaded = self._loaded
-        if loaded is None or Path(loaded.path).parent.absolute() != path.parent.absolute():
+        loaded = None if self._loaded is None else Path(self._loaded.path).absolute()
+        if loaded is None or loaded.parent != path.parent.absolute():
             return False
-        return self._from_newest or path.absolute() <= Path(loaded.path).absolute()
+        return self._from_newest or path.absolute() <= loaded
 
     def _save_step(self, step: int, last: bool) -> None:
         """Save where it is due. That it fails is a warning, except at the end, for which it waits."""
@@ -257,10 +222,6 @@ class Run(ForwardOnly, MovesExperts):
         """End the training after this step. For callbacks."""
         self.stopping = True
 
-    def leaving(self) -> bool:
-        """Return whether the system has asked a worker to end, by SIGTERM."""
-        return self.sessions.leaving()
-
     def resize(self, devices: int) -> None:
         """Go on with so many devices, if the job is elastic. For callbacks."""
         self.sessions.resize(devices)
@@ -279,14 +240,14 @@ class Run(ForwardOnly, MovesExperts):
 
     def _data(self, position: object = None) -> object:
         """Return what a checkpoint has besides tensors: the position in the data, and callbacks' states."""
-        callbacks = self.program.job.callbacks
-        return with_states(callbacks, self.position() if position is None else position)
+        if position is None and self._feed is not None:
+            position = self._feed.state_dict()
+        elif position is None and self._loaded is not None and is_position(self._loaded.data):
+            position = self._loaded.data  # no batch was taken since
+        return with_states(self.program.job.callbacks, position)
 
     def flush(self, folder: Path) -> int | None:
-        """End all workers, and write the newest state in memory as a checkpoint. Return its step.
-
-        None: no state is kept in memory.
-        """
+        """End all workers, and write the newest state in memory as a checkpoint. Return its step, if any."""
         return self.sessions.flush(folder, self._data)
 
     def load(self, path: Path | str) -> Resumed:
@@ -295,14 +256,8 @@ class Run(ForwardOnly, MovesExperts):
         past = checkpoints_at(given, job)
         alone = past in ([], [given])
         read = self.sessions.read
-        return self.resumed(read(given) if alone else load_newest(read, past), newest=not alone)
-
-    def resumed(self, resumed: Resumed, *, newest: bool) -> Resumed:
-        """Continue with the steps, the data and the states of callbacks that a checkpoint has.
-
-        newest: it was chosen as the newest of a folder.
-        """
-        self._loaded, self._from_newest = resumed, newest
+        resumed = read(given) if alone else load_newest(read, past)
+        self._loaded, self._from_newest = resumed, not alone
         self._feed = self.saves_to = None
         self.folder = run_folder(Path(resumed.path), self.program.job) or self.folder
         for name, callback in named_callbacks(self.program.job.callbacks).items():
@@ -316,21 +271,9 @@ class Run(ForwardOnly, MovesExperts):
         """Wait until the save that is under way is complete."""
         self.sessions.settle()
 
-    @property
-    def optimizer(self) -> OptimizerGroups:
-        """Return the options of the optimizer's groups: `run.optimizer[0]["lr"] = 1e-4`."""
-        return OptimizerGroups(self)
-
-    @asking
-    def optimizer_groups(self) -> list[dict[str, object]]:
-        """Return the options of each group of parameters, as a device has them that trains some of it."""
-        answers = self.session.ask_all(WorkerAnswers.optimizer_options, None)
-        groups = zip(*(each for each in answers.values() if each), strict=True)
-        return [max(said, key=itemgetter(0))[1] for said in groups]
-
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
         """Set an option of a group of parameters on all devices."""
-        self.sessions.set_optimizer_option(group, key, value)
+        super().set_optimizer_option(group, key, value)
         self.watch.on_option(group, key, value)
 
     @asking
@@ -359,10 +302,8 @@ class Run(ForwardOnly, MovesExperts):
         buckets = [*self.session.last.program.plans.buckets.values()]
         owned = by_bucket(self.session.ask(WorkerAnswers.gradients, holders(buckets)))
         given = {place: value for place, value in owned.items() if value is not None}
-        with_gradients = [
-            bucket for bucket in buckets if (bucket.name, bucket.update.distinct[0][0]) in given
-        ]
-        whole = whole_parameters(with_gradients, lambda bucket, device: given[bucket, device])
+        trained = [bucket for bucket in buckets if (bucket.name, bucket.update.distinct[0][0]) in given]
+        whole = whole_parameters(trained, lambda bucket, device: given[bucket, device])
         first = self.session.devices[0]
         reached = self.session.ask(WorkerAnswers.reached, {first: None})[first]
         return {name: value for name, value in whole.items() if name in reached}

@@ -1,16 +1,33 @@
-"""Events of a run: what happened to its workers, and which of them are stragglers."""
+"""What happens to the workers of a run, and what recovery knows of failures, checkpoints and steps' times."""
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
+from time import monotonic
 from typing import Literal
 
-from piper.errors import LaunchError, WorkerError
+from torch import Tensor
+
+from piper.checkpoint.folder import candidates
+from piper.checkpoint.metadata import read_record
+from piper.data.feed import Feed
+from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.ir.devices import show
+from piper.job import Job
 from piper.plan.plan import Plans
+from piper.run.checkpointing import checkpoints_of
 from piper.runtime.worker import Sums
+from piper.workers.results import Resumed
+from piper.workers.timeouts import TIMEOUTS
+
+STRAGGLES, IN_A_ROW = 1.3, 20  # times the median of the others, for so many steps: a straggler
+WINDOW, OFTEN = 50, 10  # steps that are looked at, and after how many that ran twice it is said
+TIMED, TIMES = 5, 50  # steps whose times are known before a stall is judged by them, and are held at most
+STALLED = 10.0  # times the median step that any one wait may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +69,6 @@ def failure_event(error: WorkerError | LaunchError, step: int, left: int) -> Eve
     )
 
 
-SLOWER = 1.3  # times the median of the others
-STEPS = 20  # in a row
-
-
 class Stragglers:
     """Compares the busy times of devices that share a program."""
 
@@ -70,24 +83,14 @@ class Stragglers:
             for device in group:
                 others = [busy[other] for other in group if other != device and other in busy]
                 usual = median(others) if others and device in busy else 0.0
-                slow = usual > 0 and busy[device] > SLOWER * usual
+                slow = usual > 0 and busy[device] > STRAGGLES * usual
                 self.slow[device] = self.slow.get(device, 0) + 1 if slow else 0
-                if self.slow[device] == STEPS:
-                    times = busy[device] / usual
-                    events.append(
-                        Event(
-                            event="straggler",
-                            step=step,
-                            device=device,
-                            who=f"device {device}",
-                            what=f"{times:.1f} times as busy as the median of devices {show(group)}, "
-                            f"and slow for {STEPS} steps",
-                        )
-                    )
+                if self.slow[device] == IN_A_ROW:
+                    others_are = f"times as busy as the median of devices {show(group)}"
+                    what = f"{busy[device] / usual:.1f} {others_are}, and slow for {IN_A_ROW} steps"
+                    who = f"device {device}"
+                    events.append(Event(event="straggler", step=step, device=device, who=who, what=what))
         return events
-
-
-WINDOW, OFTEN = 50, 10  # steps that are looked at, and after how many that ran twice it is said
 
 
 class Repeats:
@@ -105,8 +108,102 @@ class Repeats:
             return None
         self.said = True
         needs, room = max(again)
-        return (
-            f"Rows exceeded their blocks in {len(again)} of the last {len(self.last)} steps, which ran "
-            f"twice: blocks have room for capacity={room:.3g}, and these steps need "
-            f"capacity={math.ceil(100 * needs) / 100:g}"
-        )
+        steps = f"{len(again)} of the last {len(self.last)} steps, which ran twice"
+        need = f"these steps need capacity={math.ceil(100 * needs) / 100:g}"
+        return f"Rows exceeded their blocks in {steps}: blocks have room for capacity={room:.3g}, and {need}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """The checkpoints of a run."""
+
+    folder: Path  # that all machines see
+    past: Callable[[int], Sequence[Path]]  # those up to a step that are complete, the newest first
+    batches: Callable[[Resumed], Iterator[Mapping[str, Tensor]]]  # those that follow a checkpoint
+
+
+def disk_of(folder: Path, job: Job) -> Disk | None:
+    """Return how a run goes on from its checkpoints where its memory is lost. None: it saves none."""
+    where = checkpoints_of(folder, job)
+    if where is None:
+        return None
+
+    def past(last: int) -> list[Path]:
+        complete = [path for path in candidates(where) if isinstance(path, Path)]
+        return [path for path in complete if read_record(path).step <= last]
+
+    def batches(resumed: Resumed) -> Feed:
+        feed = Feed(job.data, job.seed)
+        feed.seek(resumed.step, resumed.data)
+        return feed
+
+    return Disk(folder=where, past=past, batches=batches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """A save that may not be complete."""
+
+    step: int
+    path: Path
+    data: object
+    keep: int | None
+
+
+def repeatable(error: WorkerError | LaunchError, step: int) -> tuple[object, ...] | None:
+    """Return a failure in a form that can be compared. None: a second one would not be the same."""
+    if not isinstance(error, WorkerError) or (error.place is None and error.kind != "error"):
+        return None  # a process that was killed at no instruction was not killed by what it did
+    # Devices that run the same program raise the same error, and any may be the first.
+    device = None if error.kind == "error" else error.device
+    return step, device, error.what, error.place
+
+
+class Phases(dict[str, float]):
+    """The seconds that each phase of a recovery has taken so far."""
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Count the time inside the block as one of a phase."""
+        began = monotonic()
+        try:
+            yield
+        finally:
+            self[name] = self.get(name, 0.0) + monotonic() - began
+
+    def part(self, whole: str, name: str, seconds: float) -> None:
+        """Count some seconds of a phase as one of another phase, if there are any."""
+        if seconds:
+            self[whole] -= seconds
+            self[name] = self.get(name, 0.0) + seconds
+
+
+class StepTimes:
+    """The seconds that steps take, for each shape of batches: those of long sequences take longer."""
+
+    def __init__(self) -> None:
+        self.shape: object = None
+        self.known: dict[object, deque[float]] = {}
+
+    def begin(self, batch: object) -> bool:
+        """Note the batch of the next step. Return whether its shape is another than that of the last one."""
+        before, fields = self.shape, batch.items() if isinstance(batch, Mapping) else ()
+        self.shape = tuple((name, getattr(field, "shape", None)) for name, field in fields)
+        return before is not None and before != self.shape
+
+    def add(self, seconds: float) -> None:
+        """Note how long a step took."""
+        self.known.setdefault(self.shape, deque(maxlen=TIMES)).append(seconds)
+
+    def stall(self, most: float) -> float:
+        """Return the seconds without progress after which a step like this has stalled, `most` at most."""
+        times = self.known.get(self.shape, ())
+        return most if len(times) < TIMED else min(most, max(TIMEOUTS.least_stall, STALLED * median(times)))
+
+
+def first_intact(read: Callable[[Path], Resumed], past: Sequence[Path]) -> tuple[Path, Resumed]:
+    """Return the first of some checkpoints that can be read, and what it holds."""
+    for path in past[:-1]:
+        with suppress(ConfigError):
+            return path, read(path)
+    return past[-1], read(past[-1])

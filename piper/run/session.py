@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from piper.checkpoint.bucket_spans import held_names
-from piper.errors import ConfigError, ScheduleError, WorkerError
+from piper.errors import ScheduleError, WorkerError
 from piper.ir.format import size
 from piper.job import limit_of
 from piper.plan.memory_timeline import timeline
@@ -154,10 +154,7 @@ class Session(SavedWorkers):
         batch: Batch,
         tables: Batch | None = None,
     ) -> dict[int, Sums]:
-        """Let all workers run a program on their rows of a batch. Each answers the sums over all devices.
-
-        tables: of experts, which all of them need.
-        """
+        """Let all workers run a program on their rows, and tables of experts. Each answers all sums."""
         given: dict[int, ProgramBatch] = {
             device: (ready.number, {**ready.slicer.cut(batch, device), **(tables or {})})
             for device in self.devices
@@ -197,10 +194,7 @@ class Session(SavedWorkers):
         return Prepared(number=number, program=program, slicer=BatchSlicer(program.plans), buffers=buffers)
 
     def _trained_like(self, batch: Batch) -> ProgramLike:
-        """Return the program whose parameters one for batches like `batch` evaluates. Workers have it.
-
-        It has the strategy of their length, also where no step was trained with it, if that can slice them.
-        """
+        """Return the program, which workers have, with the strategy that evaluates batches like this one."""
         program = with_strategy_for(self.program, batch)
         limit = limit_of(self.program.job, batch)
         if program is None and limit not in self.unsliced and self.wanted.shapes.keys() <= batch.keys():
@@ -294,20 +288,3 @@ def pieces_of(batch: Batch, slices: int) -> Iterator[SampleGroup]:
         rows = {name: torch.cat([field[start : start + some]] * copies) for name, field in batch.items()}
         yield SampleGroup(batch=rows, samples=some, copies=copies)
         start += some
-
-
-def check_samples(batch: object) -> None:
-    """Refuse a batch that is not a dict of tensors with the same number of samples, at least one."""
-    fields = batch if isinstance(batch, Mapping) else {}
-    sizes = {
-        name: field.shape[0] if isinstance(field, Tensor) and field.dim() else 0
-        for name, field in fields.items()
-    }
-    if not sizes or 0 in sizes.values() or len(set(sizes.values())) > 1:
-        got = ", ".join(f"{name} {size}" for name, size in sizes.items()) or type(batch).__name__
-        raise ConfigError(
-            "a batch to evaluate on is a dict of tensors with the same number of samples",
-            by="evaluate",
-            facts={"got": got},
-            hint='give {"tokens": tokens, "labels": labels}, each with one row for each sample',
-        )

@@ -1,11 +1,19 @@
-"""The sessions of a run. Here a run has one; `recovery` starts others when it ends."""
+"""The sessions of a run. Here a run has one; `recovery` starts others when it ends.
+
+Under torchrun every rank runs the same script. Rank 0 asks the workers, and sends what each call returned or
+raised to the other ranks, where the same call then returns or raises it too.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
+from queue import SimpleQueue
 from typing import ParamSpec, TypeVar, cast
 
-from piper.errors import ConfigError
+from piper import errors
+from piper.checkpoint.metadata import DamagedError
+from piper.checkpoint.target import UndroppedError, UnwrittenError
+from piper.errors import ConfigError, LaunchError, PiperError, WorkerError
 from piper.plan.expert_table import ExpertTable, fits
 from piper.run.run_events import Repeats
 from piper.run.session import Session
@@ -13,10 +21,14 @@ from piper.runtime.expert_exchange import TABLES, field_of_tables
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.workers.group import Starter
+from piper.workers.rank_agent import RankZeroResult, ServedAgent
 from piper.workers.results import Batch, Resumed, StepResult
+from piper.workers.torchrun import TorchrunStarter
 
 P = ParamSpec("P")
 T = TypeVar("T")
+CHANGES = ("step", "_evaluate", "read")  # calls that every rank has to make when rank 0 does
+KINDS = {kind.__name__: kind for kind in (UnwrittenError, UndroppedError, DamagedError)}
 
 
 class Sessions:
@@ -75,13 +87,11 @@ class Sessions:
                 )
             devices, own, clones = bucket.table_sizes
             if not fits(table, devices, own, clones):
+                sizes = f"{devices} devices, {own} own slots, {clones} for clones"
                 raise ConfigError(
                     "the table of experts does not fit its region",
                     by="move_experts",
-                    facts={
-                        "region": region,
-                        "sizes": f"{devices} devices, {own} own slots, {clones} for clones",
-                    },
+                    facts={"region": region, "sizes": sizes},
                     hint="own experts come first; each expert has a share somewhere; -1 is an unused slot",
                 )
         self.tables |= tables
@@ -91,10 +101,9 @@ class Sessions:
         if not self.tables:
             return batch
         cloned = self.program.plans.cloned  # another one where the number of devices has changed
+        known = {region: table for region, table in self.tables.items() if region in cloned}
         fitting = {
-            region: table
-            for region, table in self.tables.items()
-            if region in cloned and fits(table, *cloned[region].table_sizes)
+            region: table for region, table in known.items() if fits(table, *cloned[region].table_sizes)
         }
         return {**batch, TABLES: field_of_tables(fitting, cloned)} if fitting else batch
 
@@ -116,10 +125,7 @@ class Sessions:
         self.call("settle", lambda: self.session.settle())
 
     def flush(self, folder: Path, data: Callable[[], object]) -> int | None:
-        """End all workers, and write the newest state in memory as a checkpoint. Return its step.
-
-        For a step that takes longer than there is time. None: no state is kept in memory.
-        """
+        """End all workers, and write the newest state in memory as a checkpoint. Return its step, if any."""
         return None
 
     def set_optimizer_option(self, group: int, key: str, value: float) -> None:
@@ -156,3 +162,80 @@ def asking(method: Callable[P, T]) -> Callable[P, T]:
         return sessions.call(method.__name__, partial(method, *args, **kwargs))
 
     return act
+
+
+class LeaderSessions(Sessions):
+    """The session of rank 0."""
+
+    starter: TorchrunStarter
+
+    def call(self, name: str, act: Callable[[], T]) -> T:
+        try:
+            value = super().call(name, act)
+        except PiperError as error:
+            notes = tuple(getattr(error, "__notes__", ()))
+            failure = RankZeroResult(call=name, error=type(error).__name__, text=str(error), notes=notes)
+            self.starter.publish(failure)
+            raise
+        self.starter.publish(RankZeroResult(call=name, value=value))
+        return value
+
+
+class FollowerSessions(Sessions):
+    """The session of rank 0, as the script of another rank sees it."""
+
+    drives = False
+
+    def __init__(
+        self,
+        program: ProgramLike,
+        options: Options,
+        results: SimpleQueue[RankZeroResult | None],
+        agent: ServedAgent | None = None,
+    ) -> None:
+        """Return results of rank 0; `agent`: of this rank. None: it has none, in a test."""
+        super().__init__(program, options, Starter(program))
+        self.results, self.agent, self.over = results, agent, False
+
+    def begin(self) -> None:
+        """Do nothing: rank 0 starts the workers."""
+
+    def call(self, name: str, act: Callable[[], T]) -> T:
+        """Return what a call returned on rank 0. Calls in between that only rank 0 makes are skipped."""
+        while not self.over and (result := self.results.get()) is not None:
+            if result.error is not None:
+                raise error_of(result)
+            if result.call == name:
+                return cast(T, result.value)
+            if result.call in CHANGES:
+                raise LaunchError(
+                    "the ranks do not do the same",
+                    by="run",
+                    facts={"rank 0": result.call.strip("_"), "here": name.strip("_")},
+                    hint="call step, load, save and the like on every rank, in one order",
+                )
+        self.over = True
+        hint = "look at what rank 0 says; it may have failed"
+        raise WorkerError("the run has ended on rank 0", by="run", hint=hint)
+
+    def close(self) -> None:
+        """Wait until rank 0 has ended the run. After an error end the worker at once. Idempotent."""
+        self.over = True
+        if self.agent is None:
+            return
+        try:
+            if not self.failed:
+                self.agent.wait()
+        finally:
+            self.agent.leave()
+
+
+def error_of(result: RankZeroResult) -> PiperError:
+    """Return the error that rank 0 has raised."""
+    kind = KINDS.get(result.error or "") or getattr(errors, result.error or "", None)
+    assert isinstance(kind, type) and issubclass(kind, PiperError), result.error
+    error = kind.__new__(kind)
+    error.args = (result.text,)
+    for note in result.notes:
+        error.add_note(note)
+    return error

@@ -46,11 +46,7 @@ class ConsoleLog(logging.Handler):
 
 
 class Stages(ConsoleLog):
-    """Shows what is done before the first step, as the package logs it: live on a terminal, else plain lines.
-
-    A terminal shows the latest stage and its time, and how many graphs are compiled. Plain lines leave out
-    the stages that are logged for debugging.
-    """
+    """Shows what is done before the first step: the latest live on a terminal, else lines of the longest."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, logging.DEBUG if console.is_terminal else logging.INFO)
@@ -86,16 +82,9 @@ def display(console: Console, done: int, steps: int, peak: int) -> Iterator[Repo
     if not console.is_terminal:
         yield Lines(console, done, steps)
         return
-    progress = Progress(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=None),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        expand=True,
-    )
+    counted = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None))
+    timed = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    progress = Progress(*counted, *timed, console=console, expand=True)
     task = progress.add_task("train", total=steps, completed=done)
     losses: list[float] = []
     with Live(progress, console=console, refresh_per_second=8) as live:
@@ -113,11 +102,7 @@ class Lines:
     """Plain lines: the first step, the last, and some between."""
 
     def __init__(
-        self,
-        console: Console,
-        done: int,
-        steps: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, console: Console, done: int, steps: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.console, self.first, self.steps, self.clock = console, done + 1, steps, clock
         self.every = max(1, (steps - done) // LINES)
@@ -129,8 +114,7 @@ class Lines:
         if not due and now - self.shown < QUIET:
             return
         self.shown = now
-        taken = measure.step - self.first + 1
-        left = (now - self.began) / taken * (self.steps - measure.step)
+        left = (now - self.began) / (measure.step - self.first + 1) * (self.steps - measure.step)
         self.console.print(f"step {measure.step}/{self.steps}   {numbers(measure)}   {left:.0f} s left")
 
 
@@ -138,11 +122,8 @@ def numbers(measure: Measure) -> str:
     """Format the measures of a step in one line."""
     tokens = measure.tokens_per_s
     speed = f"{measure.samples_per_s:,.0f} samples/s" if tokens is None else f"{tokens:,.0f} tokens/s"
-    return (
-        f"loss {measure.loss:.4f}{shown(measure.metrics)}   grad norm {measure.grad_norm:.3f}   "
-        f"lr {measure.lr:.2e}   "
-        f"{speed}   {1000 * measure.step_s:.0f} ms/step"
-    )
+    loss = f"loss {measure.loss:.4f}{shown(measure.metrics)}   grad norm {measure.grad_norm:.3f}"
+    return f"{loss}   lr {measure.lr:.2e}   {speed}   {1000 * measure.step_s:.0f} ms/step"
 
 
 def shown(metrics: Mapping[str, float]) -> str:

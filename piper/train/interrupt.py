@@ -42,44 +42,30 @@ class Interrupts:
             raise KeyboardInterrupt
         self.seen = True
         if number == signal.SIGTERM:
-            self.preempt()
+            self.preempted = True
+            self.timer = threading.Timer(self.grace, self.end, [threading.get_ident()])
+            self.timer.daemon = True
+            self.timer.start()
         with suppress(OSError):  # a terminal that is gone takes no message, and the run is still to be saved
             self.asked(number)
 
-    def preempt(self) -> None:
-        """Note a preemption, by a signal to this process or to one of its workers; the time runs from now."""
-        if self.preempted:
-            return
-        self.seen = self.preempted = True
-        main = threading.get_ident()
-
-        def end() -> None:
-            self.over = True
-            signal.pthread_kill(main, signal.SIGTERM)  # ends what the main thread waits for
-
-        self.timer = threading.Timer(self.grace, end)
-        self.timer.daemon = True
-        self.timer.start()
-
-    def close(self) -> None:
-        """Stop the time."""
-        if self.timer is not None:
-            self.timer.cancel()
+    def end(self, main: int) -> None:
+        """End what the main thread waits for: the time is over."""
+        self.over = True
+        signal.pthread_kill(main, signal.SIGTERM)
 
 
 @contextmanager
 def interrupts(asked: Callable[[int], None], grace: float = GRACE) -> Iterator[Interrupts]:
-    """Yield whether an end was asked for; `asked` is called with the first signal when it comes.
-
-    SIGHUP stays ignored where it is ignored already: that is what `nohup` does.
-    """
+    """Yield whether an end was asked for; `asked` is called with the first signal when it comes."""
     signals = Interrupts(asked, grace)
     caught = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, signals.handle) for number in caught}
     try:
         yield signals
     finally:
-        signals.close()
+        if signals.timer is not None:
+            signals.timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

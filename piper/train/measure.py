@@ -1,5 +1,6 @@
-"""The measures of a training step, the learning rate of the next, and the outcome of a run in words."""
+"""The measures of a run: of each step, with the learning rate of the next, its profile, and its outcome."""
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,12 +10,17 @@ from torch import Tensor
 
 from piper.checkpoint.json_state import decode
 from piper.checkpoint.metadata import Trainer
+from piper.compiler import Program
 from piper.job import Job
 from piper.plan.bucket import Bucket
+from piper.run.run import Run
+from piper.runtime.debug.profiler import WARM, ClockOffset, DeviceProfile
 from piper.runtime.standins import Sizes
 from piper.runtime.trainers import advance, empty_optimizer, make_scheduler
+from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile
 from piper.simulate.throughput import TOKENS
-from piper.view.provenance import METRICS
+from piper.simulate.trace_events import profile_trace
+from piper.view.provenance import FILE, METRICS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +55,7 @@ class Rate:
         resumed: Trainer | None = None,
         sizes: Sizes | None = None,
     ) -> None:
-        """Build the schedule. resumed: the state of a checkpoint to continue from. None: a new run.
-
-        sizes: of all parameters that plain PyTorch gives to the optimizer. None: of those in the buckets.
-        """
+        """Build the schedule, from a resumed state if any; `sizes`: of all parameters that are trained."""
         self._job = job
         self._optimizer = empty_optimizer(job.optimizer, [bucket.update for bucket in buckets], sizes)
         self._scheduler = None
@@ -88,37 +91,29 @@ def tokens_in(batch: Mapping[str, Tensor]) -> int | None:
     return next((batch[name].numel() for name in TOKENS if name in batch), None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Outcome:
-    """The outcome of a run."""
+    """The outcome of a run, so far or at its end."""
 
     folder: Path
     done: int
     steps: int
     saved: bool  # the last step is in a checkpoint
-    seconds: float  # of steps
-    first: Measure | None  # step of this run, after a resume too; none, if there was nothing left to do
-    last: Measure | None
+    seconds: float = 0.0  # of steps
+    first: Measure | None = None  # step of this run, after a resume too. None: there was nothing left to do
+    last: Measure | None = None
     preempted: bool = False  # stopped by SIGTERM
+
+    def add(self, measure: Measure) -> None:
+        """Note a step."""
+        self.done = measure.step
+        self.first, self.last = self.first or measure, measure
+        self.seconds += measure.step_s
 
     @property
     def stopped(self) -> bool:
         """Return whether the run was stopped before its last step."""
         return self.done < self.steps
-
-
-class RunSummary:
-    """Remembers the first and the last step, and how long all took."""
-
-    def __init__(self) -> None:
-        self.first: Measure | None = None
-        self.last: Measure | None = None
-        self.seconds = 0.0
-
-    def __call__(self, measure: Measure) -> None:
-        self.first = self.first or measure
-        self.last = measure
-        self.seconds += measure.step_s
 
 
 def ending(outcome: Outcome, program: str = "piper") -> str:
@@ -142,6 +137,43 @@ def ending(outcome: Outcome, program: str = "piper") -> str:
 def stopping(outcome: Outcome, again: str) -> str:
     """Return the message of a run that was stopped; `again`: the command that goes on."""
     where = f"{'preempted' if outcome.preempted else 'stopped'} after step {outcome.done} of {outcome.steps}"
-    if outcome.saved:
-        return f"{where}; go on with: {again}"
-    return f"{where}; nothing was saved, because the job has no checkpoint"
+    unsaved = "nothing was saved, because the job has no checkpoint"
+    return f"{where}; " + (f"go on with: {again}" if outcome.saved else unsaved)
+
+
+def profile_of(run: Run, program: Program, recipe: str, on: str, done: int = 0) -> Profile:
+    """Return the profile that a run's workers recorded; `done`: the steps taken before they began."""
+    recorded = run.recordings()
+    tracks = [track_of(recording, clock) for recording, clock in recorded.values()]
+    first = next((recording.first for recording, _ in recorded.values()), 0)
+    return Profile(
+        plans=program.plans,
+        tracks=tuple(sorted(tracks, key=lambda track: track.device)),
+        model=fingerprint(program.outline),
+        recipe=recipe,
+        on=on,
+        accelerator=program.device,
+        first=done + first + 1,
+        works=works_of(program.outline.chunks),
+    )
+
+
+def track_of(recording: DeviceProfile, clock: ClockOffset) -> Track:
+    """Return one device's recording on the driver's clock."""
+
+    def moved(times: Times) -> Times:
+        start, end, busy = times
+        return start - clock.offset, end - clock.offset, busy
+
+    steps = tuple(tuple(map(moved, step)) for step in recording.steps)
+    return Track(device=recording.device, steps=steps, error=clock.error)
+
+
+def save_profile(profile: Profile, folder: Path) -> str:
+    """Write a run's profile and its trace into its folder, and return a message that says where they are."""
+    if not profile.count:
+        return f"No step was recorded: the run ended within its first {WARM}"
+    write_profile(profile, folder / FOLDER)
+    (folder / FOLDER / "trace.json").write_text(profile_trace(profile), encoding="utf-8")
+    shutil.copyfile(folder / FILE, folder / FOLDER / FILE)  # a run that goes on may have other plans
+    return f"Profile in {folder / FOLDER}: piper profile {folder}"

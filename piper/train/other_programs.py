@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
@@ -23,7 +23,7 @@ from piper.capture.trace.build_model import build_fake
 from piper.checkpoint.dcp import BROKEN, METADATA, DcpFolder, unreadable
 from piper.checkpoint.folder import step_path
 from piper.checkpoint.huggingface import Lazy, export_hf, import_hf, is_adapted, quiet, ties_of, write_export
-from piper.checkpoint.json_state import Plain, decode, encode
+from piper.checkpoint.json_state import decode, encode
 from piper.checkpoint.load import WAYS, Values
 from piper.checkpoint.metadata import FILE, DamagedError, Record, Spec, Trainer, check_model
 from piper.checkpoint.plain_export import FORMATS, OPTIMIZER, SETTINGS, TORCH, PlainExport
@@ -33,7 +33,7 @@ from piper.compiler import Program, compile
 from piper.errors import ConfigError
 from piper.job import Job
 from piper.recipe import file_and_function
-from piper.run.checkpointing import checkpoints_of, past_of, prepare_saves
+from piper.run.checkpointing import LET_SAVE, checkpoints_of, past_of, prepare_saves
 from piper.run.driver_checkpoints import write_start
 from piper.runtime.setup import build_model
 from piper.runtime.standins import Sizes, hollow, whole_view
@@ -59,16 +59,13 @@ class Imported:
 def import_start(recipe: str, job: Job, path: Path, out: Path | None) -> Imported:
     """Make the folder of a run that begins with what a file or folder of another program holds."""
     if job.checkpoint is None:
-        raise ConfigError(
-            "the job saves no checkpoints, so it cannot go on from one either",
-            by=recipe,
-            hint='let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))',
-        )
+        what = "the job saves no checkpoints, so it cannot go on from one either"
+        raise ConfigError(what, by=recipe, hint=LET_SAVE)
     if not path.exists():
         raise ConfigError("there is no such file or folder", by=str(path), hint="check the path")
     source = source_of(path)
     if source is None:
-        model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+        model = fake_model(job)
         if is_adapted(model):
             raise ConfigError(
                 "peft has wrapped the model, and a folder of weights is that of its base",
@@ -114,32 +111,28 @@ def torch_source(file: Path) -> Source:
 
 def safetensors_source(folder: Path) -> Source:
     """Open an export in safetensors files: the weights, the optimizer's tensors and its options."""
-    weights = import_hf(folder)
+    weights, file = import_hf(folder), folder / OPTIMIZER
     readers: dict[str, Callable[[], object]] = {
-        f"model.{name}": partial(weights.__getitem__, name) for name in weights
+        f"model.{n}": partial(weights.__getitem__, n) for n in weights
     }
     try:
-        settings = cast(
-            "dict[str, object]", decode(cast(Plain, json.loads((folder / SETTINGS).read_bytes())))
-        )
-        with safe_open(folder / OPTIMIZER, framework="pt") as opened:
-            names = [*opened.keys()]
+        settings = cast("dict[str, object]", decode(json.loads((folder / SETTINGS).read_bytes())))
+        with safe_open(file, framework="pt") as opened:
+            names: list[str] = [*opened.keys()]
         numbers = cast("Mapping[str, object]", settings["numbers"])
         plain = {"step": settings["step"], "optimizer.param_groups": settings["param_groups"]}
     except (*BROKEN, SafetensorError) as error:
         raise unreadable(folder, f"{type(error).__name__}: {error}") from error
-    readers |= {f"optimizer.{name}": partial(read_tensor, folder / OPTIMIZER, name) for name in names}
-    tensors = set(readers)
+    readers |= {f"optimizer.{name}": partial(read_tensor, file, name) for name in names}
     plain |= {f"optimizer.{name}": value for name, value in numbers.items()}
-    return Lazy(readers | {name: partial(plain.__getitem__, name) for name in plain}), tensors
+    return Lazy(readers | {name: partial(plain.__getitem__, name) for name in plain}), set(readers)
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
     """Read one tensor of a safetensors file."""
     try:
         with safe_open(file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-            return tensor
+            return cast(Tensor, opened.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise unreadable(file, f"{name}: {error}") from error
 
@@ -165,18 +158,18 @@ def trainer_of(job: Job, state: PlainState, optimizer: Optimizer, groups: Sequen
     scheduler = None if job.scheduler is None else make_scheduler(job.scheduler, optimizer)
     for step in range(1, state.step + 1 if scheduler is not None else 1):
         advance(scheduler, job.scheduler, step)  # type: ignore[arg-type]  # neither is None
-    options = [
-        options_here(state, group, names) for group, names in zip(optimizer.param_groups, groups, strict=True)
-    ]
-    for here, saved in zip(optimizer.param_groups, options, strict=True):
-        rates = float(here["lr"]), float(cast(float, saved["lr"]))
-        if scheduler is not None and not math.isclose(*rates, rel_tol=CLOSE):
+    options = []
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        saved = options_here(state, group, names)
+        rate, here = float(cast(float, saved["lr"])), float(group["lr"])
+        if scheduler is not None and not math.isclose(rate, here, rel_tol=CLOSE):
             raise ConfigError(
                 "the job's schedule has another learning rate than the checkpoint",
                 by=str(state.path),
-                facts={"saved": f"{rates[1]:g} after {state.step} steps", "here": f"{rates[0]:g}"},
+                facts={"saved": f"{rate:g} after {state.step} steps", "here": f"{here:g}"},
                 hint="give the job the schedule of the run that it continues",
             )
+        options.append(saved)
     return trainer_with(optimizer, options, scheduler)
 
 
@@ -208,9 +201,14 @@ def options_here(state: PlainState, group: Mapping[str, object], names: Sequence
     return here | {key: value for key, value in saved.items() if key in here and key not in VARIES}
 
 
+def fake_model(job: Job) -> nn.Module:
+    """Return a job's model without memory for its parameters."""
+    return build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+
+
 def form_for(job: Job) -> str:
     """Return the format of an export that names none: hf for models of transformers, else safetensors."""
-    model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+    model = fake_model(job)
     known = is_adapted(model) or is_adapted(model, "transformers", "PreTrainedModel")
     return "hf" if known else "safetensors"
 
@@ -218,11 +216,8 @@ def form_for(job: Job) -> str:
 def export_values(
     job: Job, values: Mapping[str, Tensor], folder: Path, *, adapter: bool, dtype: torch.dtype | None
 ) -> str:
-    """Write the values of a job's model as an export, and return the name of the class that it is for.
-
-    adapter: only the adapter of a model that peft has wrapped. False: all of the model, adapters merged in.
-    """
-    model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+    """Write a job's values as an export, merged or as an `adapter` of peft; return the class they are for."""
+    model = fake_model(job)
     weights = {name: values[name] for name in model.state_dict() if name in values}
     if is_adapted(model):
         model = build_model(job, torch.device("cpu"))
@@ -231,11 +226,8 @@ def export_values(
             model = cast(Any, model).merge_and_unload()
             weights = model.state_dict()
     elif adapter:
-        raise ConfigError(
-            f"a {type(model).__name__} has no adapter",
-            by="--format peft",
-            hint="export all of it: --format hf",
-        )
+        what = f"a {type(model).__name__} has no adapter"
+        raise ConfigError(what, by="--format peft", hint="export all of it: --format hf")
     if adapter:
         with quiet():
             write_export(folder, cast(Any, model if dtype is None else model.to(dtype)).save_pretrained)
@@ -246,7 +238,7 @@ def export_values(
 
 def export_state(job: Job, values: Values, folder: Path, *, form: str, dtype: torch.dtype | None) -> str:
     """Write weights, optimizer and step of a checkpoint for other programs; return the class of the model."""
-    model = build_fake(job.model, FakeTensorMode(), torch.float32, torch.device("cpu"))
+    model = fake_model(job)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     names: dict[str, str] = {}
     for several in ties_of(model):
@@ -254,16 +246,16 @@ def export_state(job: Job, values: Values, folder: Path, *, form: str, dtype: to
         names |= dict.fromkeys(several, own)
     record = values.record
     wanted = {own: Spec(shape=shapes[name]) for name, own in names.items()}
-    saved_too = {
+    saved = {
         name: spec for name, spec in record.values.items() if name in wanted or spec.trainable is not None
     }
-    check_model(values.folder, replace(record, model=saved_too), wanted)
+    check_model(values.folder, replace(record, model=saved), wanted)
     groups: list[tuple[Options, Sequence[str]]] = []
     if record.trainer.groups is not None:
         sizes = {name: spec.shape for name, spec in record.model.items() if spec.trainable}
         optimizer, members = grouped(job, sizes)
-        saved = cast("list[dict[str, object]]", decode(record.trainer.groups))
-        for options, here, own_names in zip(saved, optimizer.param_groups, members, strict=True):
+        given = cast("list[dict[str, object]]", decode(record.trainer.groups))
+        for options, here, own_names in zip(given, optimizer.param_groups, members, strict=True):
             kept = {key: value for key, value in options.items() if key != "param_names"}
             groups.append((kept | {key: here[key] for key in WAYS if key in here}, own_names))
     export = PlainExport(values=values, model=names, groups=groups, dtype=dtype)
@@ -304,12 +296,11 @@ def checkpoint_of(folder: Path, job: Job) -> Path:
     for checkpoint in past:
         if not isinstance(checkpoint, DamagedError):
             return checkpoint
-        sys.stderr.write(
-            f"{checkpoint.path} is damaged ({checkpoint.why}): looking for an earlier checkpoint\n"
-        )
+        why = f"is damaged ({checkpoint.why}): looking for an earlier checkpoint"
+        sys.stderr.write(f"{checkpoint.path} {why}\n")
     raise ConfigError(
         "this run has no complete checkpoint",
         by=str(folder),
         facts={"looked": f"in {checkpoints_of(folder, job) or 'a folder that the job does not name'}"},
-        hint='let the job save: piper.Job(..., checkpoint=piper.Checkpoint(folder="checkpoints"))',
+        hint=LET_SAVE,
     )

@@ -17,17 +17,17 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import assert_never
+from typing import Self, assert_never
 
 from piper.compiler import Program
 from piper.compiler.notebook import provenance_of
-from piper.errors import ConfigError, file_errors
+from piper.errors import CONTENT, ConfigError, file_errors
 from piper.ir.devices import show
-from piper.ir.format import listed
+from piper.ir.format import count, listed
 from piper.job import Job, strategy_of
 from piper.plan.text import show_plans
 from piper.recipe import file_and_function
@@ -64,7 +64,11 @@ def claim(folder: Path) -> None:
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
-    if names and not is_run(folder):
+    with suppress(OSError):  # a run of an older Piper has no lock
+        lock = (folder / LOCK).read_bytes()
+        if read_lock(lock) is not None or (not lock and names == [LOCK]):
+            return
+    if names and not {"recipe", "seed", "versions"} <= read_about(folder).keys():
         raise ConfigError(
             "this folder holds files that are not a run's",
             by=str(folder),
@@ -73,24 +77,12 @@ def claim(folder: Path) -> None:
         )
 
 
-def is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run: its lock or its record says so."""
-    try:
-        lock = (folder / LOCK).read_bytes()
-        if read_lock(lock) is not None or (not lock and len([*folder.iterdir()]) == 1):
-            return True
-    except OSError:
-        pass  # a run of an older Piper has no lock
-    return {"recipe", "seed", "versions"} <= read_about(folder).keys()
-
-
 def read_about(folder: Path) -> dict[str, object]:
     """Return the record of the run in a folder. Empty: there is none, as in a run that was killed early."""
-    try:
-        about = json.loads((folder / ABOUT).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return about if isinstance(about, dict) else {}
+    with suppress(OSError, ValueError):
+        if isinstance(about := json.loads((folder / ABOUT).read_bytes()), dict):
+            return about
+    return {}
 
 
 def prepare(folder: Path, job: Job, resume: bool) -> None:
@@ -168,10 +160,8 @@ def versions() -> dict[str, str]:
     """Return the versions of the packages that numbers depend on, where they are installed."""
     installed = {"piper": VERSION}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             installed[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return installed
 
 
@@ -186,41 +176,30 @@ class LinesFile:
         with writing(self.path.parent), self.path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(fields) + "\n" for fields in objects)
 
-    def keep(self, done: int) -> None:
-        """Keep the lines of `done` steps: a resumed run writes the later ones again."""
-        if not self.path.exists():
-            return
-        text = self.path.read_text(encoding="utf-8")
-        kept = "".join(line for line, step in read_lines(text) if step <= done)
+    def keep(self, done: int) -> Self:
+        """Keep the lines of `done` steps: a resumed run writes the later ones again. Drop a line cut off."""
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        kept = ""
+        for line in text.splitlines(keepends=True):
+            with suppress(ValueError, KeyError, TypeError):
+                kept += line if int(json.loads(line)["step"]) <= done else ""
         if kept != text:
             with writing(self.path.parent):
                 partial = self.path.with_name(f".{self.path.name}.part")
                 partial.write_text(kept, encoding="utf-8")
                 partial.replace(self.path)  # a kill leaves the earlier lines
-
-
-def read_lines(text: str) -> list[tuple[str, int]]:
-    """Return the lines of a file of steps with their steps, without a line that was cut off."""
-    lines = []
-    for line in text.splitlines(keepends=True):
-        try:
-            lines.append((line, int(json.loads(line)["step"])))
-        except (ValueError, KeyError, TypeError):
-            continue
-    return lines
+        return self
 
 
 class EventLog:
     """Writes events to the run's folder as they come. The file is made with the first."""
 
-    def __init__(
-        self, folder: Path, say: Callable[[str], None], clock: Callable[[], float] = time.time
-    ) -> None:
-        self.file, self.say, self.clock = LinesFile(folder / EVENTS), say, clock
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.file, self.say = LinesFile(folder / EVENTS), say
 
     def __call__(self, event: Event) -> None:
         fields = {name: value for name, value in asdict(event).items() if value not in (None, {})}
-        self.file.write({"time": round(self.clock(), 3), **fields})
+        self.file.write({"time": round(time.time(), 3), **fields})
         self.say(described(event))
 
 
@@ -230,26 +209,26 @@ def described(event: Event) -> str:
         case "failure":
             where = "" if event.instruction is None else f", at {event.instruction}"
             left = f"{event.left} {'retry' if event.left == 1 else 'retries'} left"
-            return f"Step {event.step}: {event.who}: {event.what}{where}. Recovering, {left}"
+            what = f"{event.who}: {event.what}{where}. Recovering, {left}"
         case "warm":
-            return f"Step {event.step}: the {event.who} is warm after {event.seconds:.1f} s, as a spare"
+            what = f"the {event.who} is warm after {event.seconds:.1f} s, as a spare"
         case "recovery":
-            again = f"{event.replayed} {'step' if event.replayed == 1 else 'steps'} repeated"
             cold = event.phases.get("warm", 0.0)
             waited = f", of which {cold:.1f} s until agents were warm," if cold >= SHOWN else ""
-            return (
-                f"Step {event.step}: recovered in {event.seconds:.1f} s{waited} from the state after step "
-                f"{event.version} in {event.source}, {again}"
-            )
+            again = f"{event.source}, {count(event.replayed or 0, 'step')} repeated"
+            after = f"from the state after step {event.version} in {again}"
+            what = f"recovered in {event.seconds:.1f} s{waited} {after}"
         case "mismatch":
             return f"Warning: step {event.step} gave another result when it was repeated: {event.what}"
         case "straggler":
-            return f"Step {event.step}: {event.who} is a straggler: {event.what}"
+            what = f"{event.who} is a straggler: {event.what}"
         case "skipped":
-            return f"Step {event.step}: {event.who} is passed over: {event.what}"
+            what = f"{event.who} is passed over: {event.what}"
         case "preemption" | "resize":
-            return f"Step {event.step}: {event.what}"
-    assert_never(event.event)
+            what = str(event.what)
+        case _:
+            assert_never(event.event)
+    return f"Step {event.step}: {what}"
 
 
 LOCK, FORMAT = "run.lock", "piper run"
@@ -266,15 +245,9 @@ def locked(folder: Path) -> Iterator[str | None]:
     hint = "name a folder you own, on a disk with room: --out DIR"
     with file_errors("the run's folder cannot be locked", folder, hint):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    warning, locked_here = None, True
-
-    def release() -> None:
-        nonlocal locked_here
-        if locked_here:  # once: another file may have the number of a descriptor that was closed
-            locked_here = False
-            os.close(descriptor)
-
-    try:
+    warning = None
+    with ExitStack() as held:  # closed once: another file may have the number of a descriptor that was closed
+        held.callback(os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -289,13 +262,11 @@ def locked(folder: Path) -> Iterator[str | None]:
                 raise
             warning = f"{folder} cannot be locked ({error.strerror}): start no second run in it"
         # A child shares the lock: one that outlives this process must not hold it.
-        os.register_at_fork(after_in_child=release)
+        os.register_at_fork(after_in_child=held.close)
         about = {"format": FORMAT, "pid": os.getpid(), "host": socket.gethostname()}
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(about) + "\n").encode(), 0)
         yield warning
-    finally:
-        release()
 
 
 def holder(descriptor: int) -> str:
@@ -306,8 +277,7 @@ def holder(descriptor: int) -> str:
 
 def read_lock(data: bytes) -> dict[str, object] | None:
     """Return what a lock file says of its holder; None: it is not a lock file of ours."""
-    try:
+    with suppress(*CONTENT):
         about = json.loads(data)
         return about if about["format"] == FORMAT and {"pid", "host"} <= about.keys() else None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
+    return None

@@ -5,8 +5,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +15,7 @@ from time import perf_counter
 from rich.console import Console
 
 from piper.callbacks import Numbers, Running, StepNumbers
-from piper.checkpoint.metadata import DamagedError, read_record
+from piper.checkpoint.metadata import Trainer, read_record
 from piper.compiler import Program, compile
 from piper.data.taking import batches_of
 from piper.errors import ConfigError
@@ -25,20 +24,24 @@ from piper.job import Job
 from piper.plan.memory_timeline import timeline
 from piper.recipe import load_recipe
 from piper.run.checkpointing import checkpoints_of, past_of, prepare_saves
-from piper.run.launch import check_launcher, check_share, launcher, place_of
+from piper.run.launch import PeakMemory, check_launcher, check_share, launch_single_rank, launcher, place_of
 from piper.run.recovery import recovering
-from piper.run.retrying import disk_of
 from piper.run.run import Run, Watch
-from piper.run.run_events import Event
-from piper.run.single_rank_run import PeakMemory, launch_single_rank
+from piper.run.run_events import Event, disk_of
 from piper.runtime.worker import Options
 from piper.train.display import ConsoleLog, Stages, display, shown
-from piper.train.elastic_programs import SizeFile, sessions_of
 from piper.train.interrupt import Interrupts, PreemptedError, interrupts, preemptible
-from piper.train.measure import Measure, Outcome, Rate, Reporter, RunSummary, tokens_in
-from piper.train.profiling import check_profile, profile_of, save_profile
+from piper.train.measure import Measure, Outcome, Rate, Reporter, profile_of, save_profile, tokens_in
 from piper.train.run_folder import EVALUATIONS, EventLog, LinesFile, choose, claim, locked, prepare, record
-from piper.train.train_options import TrainOptions, asked_job, check_options, recovering_asked, reserve
+from piper.train.train_options import (
+    SizeFile,
+    TrainOptions,
+    check_options,
+    check_profile,
+    recovering_asked,
+    reserve,
+    sessions_of,
+)
 from piper.view.provenance import METRICS
 from piper.workers.results import Batch, EvaluationResult
 
@@ -50,16 +53,14 @@ class CommandWatch(Watch):
     """Reports each step before it is saved: a run that ends between the two repeats and reports it again."""
 
     def __init__(
-        self,
-        tell: Reporter,
-        say: Callable[[str], None],
-        rate: Rate,
-        evaluations: LinesFile,
-        devices: SizeFile,
-        interrupted: Interrupts,
+        self, console: Console, outcome: Outcome, rate: Rate, show: Reporter, interrupted: Interrupts
     ) -> None:
-        self.tell, self.say, self.rate, self.evaluations = tell, say, rate, evaluations
-        self.devices, self.interrupted = devices, interrupted
+        folder = outcome.folder
+        self.say, self.outcome, self.rate, self.show = console.print, outcome, rate, show
+        self.metrics = LinesFile(folder / METRICS).keep(outcome.done)
+        self.metrics.write()  # the file says that the folder holds a run, before its first step too
+        self.evaluations = LinesFile(folder / EVALUATIONS).keep(outcome.done)
+        self.devices, self.interrupted = SizeFile(folder, console.print), interrupted
         self.lr = self.began = self.seconds = 0.0
         self.samples = 0
         self.tokens: int | None = None
@@ -80,19 +81,20 @@ class CommandWatch(Watch):
         self.samples, self.tokens = len(next(iter(batch.values()))), tokens_in(batch)
 
     def on_step(self, run: Running, step: int, result: StepNumbers) -> None:
-        """Report the measures of a step."""
-        self.tell(
-            Measure(
-                step=step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=self.lr,
-                tokens_per_s=None if self.tokens is None else self.tokens / self.seconds,
-                samples_per_s=self.samples / self.seconds,
-                step_s=self.seconds,
-                metrics=result.metrics,
-            )
+        """Report the measures of a step, to the metrics file before the display."""
+        measure = Measure(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=self.lr,
+            tokens_per_s=None if self.tokens is None else self.tokens / self.seconds,
+            samples_per_s=self.samples / self.seconds,
+            step_s=self.seconds,
+            metrics=result.metrics,
         )
+        self.outcome.add(measure)
+        self.metrics.write(measure.as_line())
+        self.show(measure)
 
     def on_evaluate(self, run: Running, step: int, result: Numbers) -> None:
         """Write and show an evaluation."""
@@ -104,7 +106,7 @@ class CommandWatch(Watch):
     def between(self, run: Run) -> bool:
         """Return whether the run is to end after this step: a signal came to this process, or to a worker."""
         self.devices.obey(run)
-        if run.leaving() and not self.interrupted.preempted:
+        if run.sessions.leaving() and not self.interrupted.preempted:
             self.interrupted.handle(signal.SIGTERM, None)
         return self.interrupted()
 
@@ -114,17 +116,12 @@ def train_recipe(asked: TrainOptions, console: Console) -> Outcome:
     check_launcher(asked.on, "piper train")
     check_share(asked.share, "piper train --share")
     check_options(asked)
-    with preemptible():
-        return train_locked(asked, console)
-
-
-def train_locked(asked: TrainOptions, console: Console) -> Outcome:
-    """Train a recipe in its folder, which no other run uses meanwhile."""
-    job = asked_job(asked)
-    check_profile(asked.profile, job.steps)
-    folder = choose(asked.out, asked.recipe, asked.resume)
-    claim(folder)
-    with ExitStack() as locks:
+    with preemptible(), ExitStack() as locks:
+        job = load_recipe(asked.recipe, asked.strategy)
+        job = job if asked.steps is None else replace(job, steps=asked.steps)
+        check_profile(asked.profile, job.steps)
+        folder = choose(asked.out, asked.recipe, asked.resume)
+        claim(folder)
         if (warning := locks.enter_context(locked(folder))) is not None:
             console.print(warning)
         prepare(folder, job, asked.resume)
@@ -147,96 +144,28 @@ def train_in(folder: Path, job: Job, asked: TrainOptions, console: Console) -> O
     where = place_of(program, asked.on, asked.share)
     record(folder, program, asked.recipe, where, job.steps)
     console.print(f"Proven. Starting {count(len(program.plans.devices), 'device')} on {where}")
-    return train_program(folder, program, asked, console, past)
-
-
-def train_program(
-    folder: Path,
-    program: Program,
-    asked: TrainOptions,
-    console: Console,
-    past: Sequence[Path | DamagedError],
-) -> Outcome:
-    """Train a compiled job."""
-    job, memory, events = program.job, RunSummary(), EventLog(folder, console.print)
-    first, trainer = 0, None
-
-    def stopping_now(number: int) -> None:
-        """Say that the run ends after this step. A terminal that hung up is not written to any more."""
-        if number == signal.SIGHUP and console.is_terminal:
-            console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
-        if number == signal.SIGTERM:
-            what = f"preempted: saving after this step, within {asked.grace:g} s"
-            done = first if memory.last is None else memory.last.step
-            events(Event(event="preemption", step=done + 1, what=what))
-        else:
-            console.print("Stopping after this step; once more to stop now")
-
-    with started(program, folder, asked, events, console, blank=bool(past)) as run:
-        run.folder = folder
+    events = EventLog(folder, console.print)
+    with Stages(console):
+        run = start(program, folder, asked, events, blank=bool(past))
+    outcome = Outcome(folder=folder, done=0, steps=job.steps, saved=job.checkpoint is not None)
+    with run, ConsoleLog(console):
+        run.folder, trainer = folder, None
         if past:
             resumed = run.load(folder)
             console.print(f"Going on from {resumed.path}, after step {resumed.step}")
-            first, trainer = resumed.step, read_record(Path(resumed.path)).trainer
-        run.saves_to = checkpoints_of(folder, job)  # which `train_locked` has looked at
+            outcome.done, trainer = resumed.step, read_record(Path(resumed.path)).trainer
+        run.saves_to = checkpoints_of(folder, job)  # which `train_recipe` has looked at
+        first = outcome.done
         check_profile(asked.profile, job.steps - first)
-        sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
-        with (
-            watching(console, folder, program, first, memory) as tell,
-            interrupts(stopping_now, asked.grace - reserve(asked)) as interrupted,
-        ):
-            run.watch = CommandWatch(
-                tell,
-                console.print,
-                Rate(job, program.plans.buckets.values(), trainer, sizes),
-                kept_lines(folder, EVALUATIONS, first),
-                SizeFile(folder, console.print),
-                interrupted,
-            )
-            done = trained(run)
+        train_program(run, program, outcome, trainer, asked, events, console)
         if asked.profile:
-            where = place_of(program, asked.on, asked.share)
             recorded = profile_of(run, program, asked.recipe, where, first)
             console.print(save_profile(recorded, folder))
-    return Outcome(
-        folder=folder,
-        done=done,
-        steps=max(job.steps, done),
-        saved=job.checkpoint is not None,
-        seconds=memory.seconds,
-        first=memory.first,
-        last=memory.last,
-        preempted=interrupted.preempted,
-    )
+    return outcome
 
 
-def trained(run: Run) -> int:
-    """Train up to the last step of the job, or until asked to stop. Return how many steps are done.
-
-    Where a step does not end in time, the newest version in memory is written as a checkpoint.
-    """
-    try:
-        if run.done < run.program.job.steps:
-            for _ in run.train():
-                pass
-        return run.done
-    except PreemptedError:
-        where = checkpoints_of(run.folder, run.program.job)
-        step = None if where is None else run.flush(where)
-        if step is None:
-            raise
-        return step
-
-
-@contextmanager
-def started(
-    program: Program, folder: Path, asked: TrainOptions, notify: EventLog, console: Console, *, blank: bool
-) -> Iterator[Run]:
-    """Start a run, show the stages of its start, and print what the package logs until the block ends it.
-
-    It recovers from failures if asked to and possible. blank: workers start without values, because a
-    checkpoint is loaded.
-    """
+def start(program: Program, folder: Path, asked: TrainOptions, events: EventLog, *, blank: bool) -> Run:
+    """Start a run, which recovers from failures if asked to; `blank`: workers start without values."""
     options = Options(
         keep_outputs=asked.detect_nan,
         profile=asked.profile,
@@ -244,52 +173,64 @@ def started(
         share=asked.share,
         blank=blank,
     )
-    with ExitStack() as stack:
-        with Stages(console):
-            if not recovering_asked(asked):
-                run = stack.enter_context(launcher(program, asked.on, options))
-            else:
-                run = stack.enter_context(
-                    recovering(
-                        program,
-                        asked.on,
-                        options,
-                        retries=asked.retries,
-                        stall=asked.stall,
-                        notify=notify,
-                        disk=disk_of(folder, program.job),
-                        spares=asked.spares,
-                        make=sessions_of(program),
-                    )
-                )
-        with ConsoleLog(console):
-            yield run
+    if not recovering_asked(asked):
+        return launcher(program, asked.on, options)
+    return recovering(
+        program,
+        asked.on,
+        options,
+        retries=asked.retries,
+        stall=asked.stall,
+        notify=events,
+        disk=disk_of(folder, program.job),
+        spares=asked.spares,
+        make=sessions_of(program),
+    )
 
 
-def kept_lines(folder: Path, name: str, done: int) -> LinesFile:
-    """Return a file of a run's folder that has the lines of `done` steps."""
-    file = LinesFile(folder / name)
-    file.keep(done)
-    return file
+def train_program(
+    run: Run,
+    program: Program,
+    outcome: Outcome,
+    trainer: Trainer | None,
+    asked: TrainOptions,
+    events: EventLog,
+    console: Console,
+) -> None:
+    """Train to the last step or until asked to stop, else write the newest version; note the outcome."""
+    job = program.job
 
+    def stopping_now(number: int) -> None:
+        """Say that the run ends after this step. A terminal that hung up is not written to any more."""
+        if number == signal.SIGHUP and console.is_terminal:
+            console.file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for the rest of the run
+        if number == signal.SIGTERM:
+            what = f"preempted: saving after this step, within {asked.grace:g} s"
+            events(Event(event="preemption", step=outcome.done + 1, what=what))
+        else:
+            console.print("Stopping after this step; once more to stop now")
 
-@contextmanager
-def watching(
-    console: Console, folder: Path, program: Program, done: int, memory: RunSummary
-) -> Iterator[Reporter]:
-    """Yield a function that passes the measures of a step to the metrics file first, then to the display."""
-    metrics = kept_lines(folder, METRICS, done)
-    metrics.write()  # the file says that the folder holds a run, before its first step too
+    sizes = {p.name: p.shape for p in program.outline.parameters if p.trainable}
+    rate = Rate(job, program.plans.buckets.values(), trainer, sizes)
     programs = (program, *program.shapes.values())
     peak = max(timeline(plan).peak for one in programs for plan in one.plans)
-    with display(console, done, program.job.steps, peak) as show:
-
-        def tell(measure: Measure) -> None:
-            memory(measure)
-            metrics.write(measure.as_line())
-            show(measure)
-
-        yield tell
+    with (
+        display(console, outcome.done, job.steps, peak) as show,
+        interrupts(stopping_now, asked.grace - reserve(asked)) as interrupted,
+    ):
+        run.watch = CommandWatch(console, outcome, rate, show, interrupted)
+        try:
+            if run.done < job.steps:
+                for _ in run.train():
+                    pass
+            outcome.done = run.done
+        except PreemptedError:
+            where = checkpoints_of(outcome.folder, job)
+            step = None if where is None else run.flush(where)
+            if step is None:
+                raise
+            outcome.done = step
+    outcome.steps, outcome.preempted = max(job.steps, outcome.done), interrupted.preempted
 
 
 def train_alone(asked: TrainOptions) -> "RankSummary":

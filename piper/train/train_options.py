@@ -1,17 +1,25 @@
-"""The arguments of `piper train`: their checks, the job they ask for, and whether the run recovers."""
+"""What `piper train` is asked for: by its arguments, and by a file in the folder of an elastic run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import get_args
 
-from piper.errors import ConfigError
-from piper.job import Job
-from piper.recipe import load_recipe
+from piper.capture.compile.cache import CACHE
+from piper.compiler import Program, compile
+from piper.errors import ConfigError, ScheduleError
+from piper.job import directives_for
+from piper.run.elastic import ElasticRange, ElasticRecovery
 from piper.run.launch import On
+from piper.run.recovery import Recovery
+from piper.run.run import Run
+from piper.runtime.debug.profiler import WARM
 from piper.train.interrupt import GRACE
 from piper.workers.rank_environment import RANKS, rank_environment
 
 RESERVE = 10.0  # seconds of the grace in which a version is written, at most
+DEVICES = "devices"  # the file of a run's folder that asks for a number of devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,34 +46,33 @@ class TrainOptions:
 
 
 def check_options(asked: TrainOptions) -> None:
-    """Refuse times, spares and retries that a run cannot have."""
-    if not asked.grace > 0:
-        raise ConfigError(
-            f"--grace {asked.grace:g}", by="piper train", hint="give a run some seconds to save: --grace 30"
-        )
-    if asked.stall is not None and not asked.stall > 0:
-        raise ConfigError(
-            f"--stall {asked.stall:g}", by="piper train", hint="give a step some seconds: --stall 60"
-        )
+    """Refuse times, spares, retries and steps that a run cannot have."""
     ranks = rank_environment() if asked.on in RANKS else None
-    if asked.spares < 0 or (asked.spares and asked.on != "ray" and ranks is None):
+    stall = 1.0 if asked.stall is None else asked.stall
+    spares = asked.spares >= 0 and (not asked.spares or asked.on == "ray" or ranks is not None)
+    spared = "spares are actors of Ray (--on ray --spares 1), or ranks of torchrun more than devices"
+    for holds, what, hint in (
+        (asked.grace > 0, f"--grace {asked.grace:g}", "give a run some seconds to save: --grace 30"),
+        (stall > 0, f"--stall {stall:g}", "give a step some seconds: --stall 60"),
+        (spares, f"--spares {asked.spares}, on {asked.on}", spared),
+        (asked.retries >= 0, f"--retries {asked.retries}", "0 ends the run with the first failure"),
+        (asked.steps is None or asked.steps >= 1, f"--steps {asked.steps}", "train at least 1 step"),
+        (asked.profile >= 0, f"--profile {asked.profile}", "record at least 1 step"),
+    ):
+        if not holds:
+            raise ConfigError(what, by="piper train", hint=hint)
+
+
+def check_profile(profile: int, steps: int) -> None:
+    """Refuse to record steps that a run does not have."""
+    if profile and steps < profile + WARM:
+        first = f"{WARM} steps pass before the recording begins"
         raise ConfigError(
-            f"--spares {asked.spares}, on {asked.on}",
+            f"--profile {profile} needs {profile + WARM} steps",
             by="piper train",
-            hint="spares are actors of Ray (--on ray --spares 1), or ranks of torchrun more than devices",
+            facts={"run": f"{steps} steps to take", "first": first},
+            hint="train longer with --steps, or record less",
         )
-    if asked.retries < 0:
-        raise ConfigError(
-            f"--retries {asked.retries}", by="piper train", hint="0 ends the run with the first failure"
-        )
-
-
-def asked_job(asked: TrainOptions) -> Job:
-    """Return the recipe's job, for as many steps as asked for."""
-    if asked.steps is not None and asked.steps < 1:
-        raise ConfigError(f"--steps {asked.steps}", by="piper train", hint="train at least 1 step")
-    job = load_recipe(asked.recipe, asked.strategy)
-    return job if asked.steps is None else replace(job, steps=asked.steps)
 
 
 def recovering_asked(asked: TrainOptions) -> bool:
@@ -76,3 +83,48 @@ def recovering_asked(asked: TrainOptions) -> bool:
 def reserve(asked: TrainOptions) -> float:
     """Return the seconds of the grace in which a version is written if the step does not end in time."""
     return min(asked.grace / 2, RESERVE) if recovering_asked(asked) else 0.0
+
+
+def sessions_of(program: Program) -> Callable[..., Recovery]:
+    """Return the class of the sessions of a run."""
+    if program.job.elastic is None:
+        return Recovery
+    return partial(ElasticRecovery, sizes=sizes_of(program, *program.job.elastic))
+
+
+def sizes_of(program: Program, fewest: int, most: int) -> ElasticRange:
+    """Return the programs of an elastic job, each compiled when it is first asked for."""
+
+    @cache
+    def sized(devices: int) -> Program:
+        if devices == most:
+            return program
+        job = replace(program.job, strategy=directives_for(program.job, devices), elastic=None)
+        cache, compiled = program.cache or CACHE, program.cache is not None
+        return compile(job, device=program.device, compile=compiled, cache=cache, captured=program)
+
+    return ElasticRange(fewest=fewest, most=most, program=sized)
+
+
+class SizeFile:
+    """The file in a run's folder that asks for a number of devices: `echo 2 > DIR/devices`."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.path, self.say, self.seen = folder / DEVICES, say, ""
+
+    def obey(self, run: Run) -> None:
+        """Let a run go on with the number of devices that was asked for since the last look."""
+        try:
+            text = self.path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            text = ""
+        if text == self.seen or not run.sessions.elastic:
+            return
+        self.seen = text
+        try:
+            if text.isdecimal():
+                run.resize(int(text))
+            elif text:
+                self.say(f"warning: {self.path} asks for {text!r}, which is not a number of devices")
+        except (ConfigError, ScheduleError) as error:
+            self.say(f"warning: {error}")

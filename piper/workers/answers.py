@@ -5,7 +5,7 @@ from time import monotonic
 
 from torch import Tensor
 
-from piper.checkpoint.background import BackgroundSaver
+from piper.checkpoint.load import BackgroundSaver
 from piper.checkpoint.move_state import move_state
 from piper.ir.ids import Tags
 from piper.runtime.debug.output_recorder import OutputKey

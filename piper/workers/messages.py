@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from piper.checkpoint.background import Done
+from piper.checkpoint.load import Done
 from piper.errors import LaunchError
 from piper.ir.chunk import CapturedModel
 from piper.plan.plan import Plans

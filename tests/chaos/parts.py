@@ -21,7 +21,7 @@ from piper.run.launch import launch_inline
 from piper.run.recovery import recovering
 from piper.run.run_events import Event
 from piper.runtime.worker import Options
-from piper.train.elastic_programs import sizes_of
+from piper.train.train_options import sizes_of
 from piper.workers.results import StepResult
 from tests.run import test_elastic
 from tests.run.test_recovery import SHARDED, Killer, shared_memory

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from piper.compiler import compile
-from piper.run.single_rank_run import launch_single_rank
+from piper.run.launch import launch_single_rank
 from piper.runtime.debug.fake_network import CopyEngine
 from tests.runtime.grid import Cell, batches, job
 from tests.workers.test_alone import SLOW

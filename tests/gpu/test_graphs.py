@@ -17,9 +17,8 @@ import piper
 from piper.compiler import Program, compile
 from piper.errors import WorkerError
 from piper.plan.plan import Comm, Plans
-from piper.run.launch import launch_inline, launch_local
+from piper.run.launch import SingleRankRun, launch_inline, launch_local, launch_single_rank
 from piper.run.run import Run
-from piper.run.single_rank_run import SingleRankRun, launch_single_rank
 from piper.runtime.comm.nccl import NcclComms
 from piper.runtime.cuda.graphs import WARM, GraphExecutor
 from piper.runtime.stream_executor import StreamExecutor

@@ -8,8 +8,7 @@ from piper.compiler import Program, compile
 from piper.directives import offload, remat
 from piper.errors import ConfigError
 from piper.ir.select import at
-from piper.run.launch import launch, launch_inline
-from piper.run.single_rank_run import launch_single_rank
+from piper.run.launch import launch, launch_inline, launch_single_rank
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, job, strategy
 from tests.runtime.inline_workers import workers_of

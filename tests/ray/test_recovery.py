@@ -27,11 +27,10 @@ from piper.job import Job
 from piper.run.elastic import MOVED, ElasticRecovery
 from piper.run.launch import launch_inline
 from piper.run.recovery import recovering
-from piper.run.retrying import Disk
 from piper.run.run import Run
-from piper.run.run_events import Event
+from piper.run.run_events import Disk, Event
 from piper.runtime.worker import Options
-from piper.train.elastic_programs import sizes_of
+from piper.train.train_options import sizes_of
 from piper.workers import ray as launcher
 from piper.workers.agent_workers import AgentWorkerGroup
 from piper.workers.processes import gone

@@ -28,13 +28,12 @@ from piper.run.driver_checkpoints import write_version
 from piper.run.elastic import MOVED, ElasticRange, ElasticRecovery, try_lock
 from piper.run.launch import launch_inline
 from piper.run.recovery import recovering
-from piper.run.retrying import Disk
 from piper.run.run import Run
-from piper.run.run_events import Event
+from piper.run.run_events import Disk, Event
 from piper.run.session import Session
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.train.elastic_programs import SizeFile, sizes_of
+from piper.train.train_options import SizeFile, sizes_of
 from piper.workers.answers import WorkerAnswers
 from piper.workers.group import A, R, Starter, WorkerGroup
 from piper.workers.inline import InlineStarter

@@ -28,9 +28,8 @@ from piper.run.driver_checkpoints import write_version
 from piper.run.elastic import MOVED
 from piper.run.launch import launch_inline
 from piper.run.recovery import Recovery, recovering
-from piper.run.retrying import Disk
 from piper.run.run import Run
-from piper.run.run_events import Event, Stragglers
+from piper.run.run_events import Disk, Event, Stragglers
 from piper.run.session import Session
 from piper.runtime.batch import FLOATING, BatchSpec
 from piper.runtime.setup import ProgramLike

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile, compare
-from piper.train.measure import Measure, Outcome, ending
-from piper.train.profiling import track_of
+from piper.train.measure import Measure, Outcome, ending, track_of
 
 
 def measure(step: int, loss: float) -> Measure:

@@ -60,7 +60,7 @@ def act(program: Program, folder: Path, what: str) -> dict[str, object]:
         with launch(program, on="torchrun", timeout=30, resume=folder / "saved") as run:
             seen["resumed"] = [r.loss for r in (run.step(batch) for batch in batches(CELL, 1))]
         with (
-            patch("piper.run.mirrored.ServedAgent", elsewhere),
+            patch("piper.run.launch.ServedAgent", elsewhere),
             launch(program, on="local", timeout=30) as run,
         ):
             seen["far"] = [[r.loss, r.grad_norm] for r in (run.step(batch) for batch in batches(CELL, 2))]

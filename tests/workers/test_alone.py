@@ -9,8 +9,7 @@ from torch import Tensor
 
 from piper.errors import ConfigError, LaunchError
 from piper.plan.memory_timeline import timeline
-from piper.run.launch import launch
-from piper.run.single_rank_run import SingleRankRun, launch_single_rank
+from piper.run.launch import SingleRankRun, launch, launch_single_rank
 from piper.runtime.worker import Options
 from tests.runtime.grid import Cell, batches, compiled
 from tests.runtime.memory_meter import measured, meter_of, planned_bytes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piper.checkpoint.background import Done
+from piper.checkpoint.load import Done
 from piper.checkpoint.save import RefusedError
 from piper.compiler import compile
 from piper.ir.devices import interned

@@ -17,8 +17,8 @@ from piper.compiler import Program, compile
 from piper.errors import ConfigError, LaunchError, WorkerError
 from piper.recipe import load_recipe
 from piper.run.launch import check_launcher, launch_inline
-from piper.run.mirrored import FollowerSessions
 from piper.run.run import Run
+from piper.run.sessions import FollowerSessions
 from piper.runtime.worker import Options
 from piper.workers.rank_agent import RankZeroResult
 from piper.workers.rank_environment import RankEnvironment, rank_environment
