@@ -14,11 +14,10 @@ import torch.nn.attention.varlen
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-import piper.capture.shard.attention_operators  # noqa: F401  registers the operators
 from piper.capture.shard import flex_attention
+from piper.capture.shard.attention_operators import SEQUENCE, Turn
 from piper.capture.shard.attention_shapes import WEIGHTS
 from piper.capture.shard.axis_sharding import NoRuleError, UnevenError
-from piper.capture.shard.block_attention import SEQUENCE, Turn
 from piper.capture.shard.compute_rules import aligned
 from piper.capture.shard.flex_attention import FLEX
 from piper.capture.shard.layout import CopiedShard, change, divides

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument, map_arg
 
-from piper.capture.shard.block_attention import SEQUENCE
+from piper.capture.shard.attention_operators import SEQUENCE
 from piper.capture.shard.compute_rules import aligned
 from piper.capture.shard.sharder import Sharder, aten
 from piper.capture.trace.recording import Mode
@@ -183,3 +183,55 @@ def _attribute(d: Sharder, name: str, value: object) -> fx.Node:
 
 def _device(d: Sharder) -> torch.device:
     return d.place().meta["example_value"].device  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("piper::own_blocks", mutates_args=())
+def own_blocks(blocks: Sequence[Tensor], places: Tensor, size: int) -> list[Tensor]:
+    """Return the blocks of a sparse mask for some queries: by blocks of queries, then by those of keys.
+
+    blocks: the count and the indices of the blocks of keys that each block of queries sees in part; then, if
+    the mask knows them, of those that it sees whole. places: of the queries in the whole sequence. size: of a
+    block of queries. Queries from several blocks see the keys that any of those sees.
+    """
+    partial, *full = (_dense_blocks(*blocks[i : i + 2]) for i in range(0, len(blocks), 2))
+    seen = partial | full[0] if full else partial
+    number = torch.arange(len(places), device=places.device) // size
+    source = places.long() // size
+
+    def counted(dense: Tensor) -> Tensor:
+        """Count the queries of each new block whose old block sees a block of keys."""
+        shape = [*dense.shape[:2], -(-len(places) // size), dense.shape[3]]
+        rows = dense.index_select(2, source).int()
+        return rows.new_zeros(shape).index_add_(2, number, rows)
+
+    in_any = counted(seen) > 0
+    queries = torch.bincount(number).view(1, 1, -1, 1)
+    dense = [in_any]
+    if full:
+        in_all = (counted(full[0]) == queries) & (queries == size)
+        dense = [in_any & ~in_all, in_all]
+    apart = [*dense, *(each.transpose(-1, -2) for each in dense)]
+    return [tensor for each in apart for tensor in _sparse_blocks(each)]
+
+
+def _dense_blocks(counts: Tensor, indices: Tensor) -> Tensor:
+    """Return which blocks of keys each block of queries sees."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+    dense = torch.zeros(indices.shape, dtype=torch.int32, device=indices.device)
+    return dense.scatter_add_(-1, indices.long(), listed.int()) > 0
+
+
+def _sparse_blocks(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks each row sees, and their indices, before those of all others."""
+    order = dense.int().argsort(dim=-1, descending=True, stable=True)
+    return dense.sum(-1, dtype=torch.int32), order.int().contiguous()
+
+
+@own_blocks.register_fake
+def _(blocks: Sequence[Tensor], places: Tensor, size: int) -> list[Tensor]:
+    batch, columns = blocks[1].shape[:2], blocks[1].shape[3]
+    rows = -(-places.shape[0] // size)
+    by_queries = ((*batch, rows), (*batch, rows, columns))
+    by_keys = ((*batch, columns), (*batch, columns, rows))
+    shapes = [shape for each in (by_queries, by_keys) for _ in blocks[::2] for shape in each]
+    return [blocks[0].new_empty(shape) for shape in shapes]
