@@ -22,7 +22,8 @@ from piper.capture.shard.compute_rules import aligned
 from piper.capture.shard.flex_attention import FLEX
 from piper.capture.shard.layout import CopiedShard, change, divides
 from piper.capture.shard.loss_rules import softmax
-from piper.capture.shard.reshapes import RESHAPES, value_of
+from piper.capture.shard.reshapes import RESHAPES, tensor_of, value_of
+from piper.capture.shard.shape_rules import operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument, draws
 from piper.capture.trace.graph_walks import upstream
@@ -165,20 +166,15 @@ def mask_of(d: Sharder, node: fx.Node, have: Shard) -> fx.Node | None:
 def causal_mask(d: Sharder, queries: int, keys: int) -> fx.Node:
     """Return which keys each query attends to: those up to its own place."""
     assert d.node is not None
-    value = value_of(d.node)
-    assert isinstance(value, Tensor)
-    options: dict[str, Argument] = {"dtype": None, "device": value.device}
+    options = {"dtype": None, "device": tensor_of(d.node).device}
     rows, columns = (d.emit(aten.arange.default, (count,), options) for count in (queries, keys))
     return d.emit(aten.ge.Tensor, (d.emit(aten.unsqueeze.default, (rows, 1)), columns))
 
 
 def scale_of(d: Sharder, node: fx.Node) -> float:
     """Return what the scores of an attention are multiplied by."""
-    query, scale = node.args[0], node.kwargs.get("scale")
-    if node.target is FLEX:
-        scale = node.args[flex_attention.SCALE]
-    assert isinstance(query, fx.Node)
-    return float(scale) if isinstance(scale, int | float) else 1 / math.sqrt(d.shape(query)[-1])
+    scale = node.args[flex_attention.SCALE] if node.target is FLEX else node.kwargs.get("scale")
+    return float(scale) if isinstance(scale, int | float) else 1 / math.sqrt(d.shape(operand(node))[-1])
 
 
 def _size(node: fx.Node, dim: int) -> int:

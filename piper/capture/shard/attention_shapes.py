@@ -8,9 +8,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from piper.capture.shard.reshapes import value_of
+from piper.capture.shard.reshapes import tensor_of
+from piper.capture.shard.shape_rules import operand
 
 aten = torch.ops.aten
 MASK = 3  # its position among the arguments
@@ -38,11 +39,9 @@ class _Writer:
         result = _shape(node)
         *batch, heads = (1,) * (4 - len(result)) + result[:-2]
         args = list(node.args)
-        key = args[1]
-        assert isinstance(key, fx.Node)
-        node.meta[WEIGHTS] = (*result[:-1], _shape(key)[-2])
-        for position, x in enumerate(args[:3]):
-            assert isinstance(x, fx.Node)
+        node.meta[WEIGHTS] = (*result[:-1], _shape(operand(node, 1))[-2])
+        for position in range(3):
+            x = operand(node, position)
             own = _shape(x)[-3] if node.kwargs.get("enable_gqa") else heads
             args[position] = self._in_four(node, x, (*batch, own, *_shape(x)[-2:]))
         if len(args) > MASK and isinstance(mask := args[MASK], fx.Node):
@@ -52,13 +51,11 @@ class _Writer:
         node.args = tuple(args)
         if len(result) == 4:
             return
-        value = value_of(node)
-        assert isinstance(value, Tensor)
         users = list(node.users)
         with self.graph.inserting_after(node):
             back = self.graph.call_function(aten.reshape.default, (node, list(result)))
         back.meta = dict(node.meta)
-        node.meta["val"] = value.new_empty((math.prod(batch), heads, *result[-2:]))
+        node.meta["val"] = tensor_of(node).new_empty((math.prod(batch), heads, *result[-2:]))
         for user in users:
             user.replace_input_with(node, back)
 
@@ -73,16 +70,12 @@ class _Writer:
             return x
         key = (x, target, tuple(shape))
         if key not in self.written:
-            value = value_of(x)
-            assert isinstance(value, Tensor)
             reshaped = self.graph.call_function(target, (x, list(shape)))  # type: ignore[arg-type]
             reshaped.meta = dict(x.meta if x.op == "call_function" else node.meta)
-            reshaped.meta["val"] = value.new_empty(tuple(shape))
+            reshaped.meta["val"] = tensor_of(x).new_empty(tuple(shape))
             self.written[key] = reshaped
         return self.written[key]
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    value = value_of(node)
-    assert isinstance(value, Tensor)
-    return tuple(int(size) for size in value.shape)
+    return tuple(int(size) for size in tensor_of(node).shape)

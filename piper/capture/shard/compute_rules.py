@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from piper.capture.shard.along_rules import named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.dtensor_rules import verified
-from piper.capture.shard.reshapes import value_of
+from piper.capture.shard.reshapes import tensor_of, value_of
 from piper.capture.shard.shape_rules import getitem, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
@@ -83,21 +83,14 @@ def together(d: Sharder, sources: list[fx.Node], rank: int) -> tuple[Shard | Non
 def pointwise(d: Sharder, node: fx.Node) -> None:
     """Shard work on single elements as its operands are; a sum passes through what is linear."""
     sources = node.all_input_nodes
-    if _stays_sum(d, node, sources):
+    if all(d.layout(source) == Partial() for source in sources) and _is_linear(node):
+        d.done(node, d.replay(node), Partial())
         return
     layout, local = together(d, sources, len(d.shape(node)))
     if layout is None:
         d.plain(node)
         return
     d.done(node, d.replay(node, local), layout)
-
-
-def _stays_sum(d: Sharder, node: fx.Node, sources: list[fx.Node]) -> bool:
-    """Write linear work on terms of a sum: the result is such a sum too."""
-    if any(d.layout(source) != Partial() for source in sources) or not _is_linear(node):
-        return False
-    d.done(node, d.replay(node), Partial())
-    return True
 
 
 def _is_linear(node: fx.Node) -> bool:
@@ -115,23 +108,19 @@ def _is_linear(node: fx.Node) -> bool:
 
 def _keeps_fractions(node: fx.Node) -> bool:
     """Return whether no cast rounds terms of a sum, each by itself, to integers or truth values."""
-    result, given = value_of(node), value_of(operand(node))
-    assert isinstance(result, Tensor) and isinstance(given, Tensor)
+    result, given = tensor_of(node), tensor_of(operand(node))
     return result.is_floating_point() or (not given.is_floating_point() and result.dtype is not torch.bool)
 
 
 def linear(d: Sharder, node: fx.Node) -> None:
     """Multiply by a weight of [out, in]: sharded outputs need whole inputs, sharded inputs give a sum."""
-    x, weight = node.args[0], node.args[1]
     bias = argument(node, "bias")
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
-    _product(d, node, x, weight, bias if isinstance(bias, fx.Node) else None, out_dim=0)
+    _product(d, node, operand(node), operand(node, 1), bias if isinstance(bias, fx.Node) else None, out_dim=0)
 
 
 def addmm(d: Sharder, node: fx.Node) -> None:
     """Multiply by a weight of [in, out] and add a bias."""
-    bias, x, weight = node.args[:3]
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node) and isinstance(bias, fx.Node)
+    bias, x, weight = (operand(node, position) for position in range(3))
     if node.kwargs or len(d.shape(bias)) != 1:
         raise NoRuleError("only a bias of one dimension is added, unscaled")
     _product(d, node, x, weight, bias, out_dim=1)
@@ -173,8 +162,7 @@ def _multiply(d: Sharder, node: fx.Node, args: list[fx.Node]) -> fx.Node:
 
 def matmul(d: Sharder, node: fx.Node) -> None:
     """Multiply two values: sharded along a batch dimension, a free dimension of one, or the summed one."""
-    a, b = node.args[0], node.args[1]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    a, b = operand(node), operand(node, 1)
     if d.whole(node):
         return
     sa, sb = d.shape(a), d.shape(b)
@@ -185,9 +173,9 @@ def matmul(d: Sharder, node: fx.Node) -> None:
     wa: Placement = REPLICATE
     wb: Placement = REPLICATE
     out: Placement = REPLICATE
-    if (isinstance(la, Shard) and la.dim == len(sa) - 1) or (isinstance(lb, Shard) and lb.dim == len(sb) - 2):
-        have = la if isinstance(la, Shard) and la.dim == len(sa) - 1 else lb
-        assert isinstance(have, Shard)
+    summed = ((la, len(sa) - 1), (lb, len(sb) - 2))
+    have = next((each for each, dim in summed if isinstance(each, Shard) and each.dim == dim), None)
+    if have is not None:
         wa, wb, out = have.at(len(sa) - 1), have.at(len(sb) - 2), Partial()
     elif isinstance(la, Shard) and la.dim == len(sa) - 2:
         wa, out = la, la.at(rank - 2)

@@ -6,11 +6,11 @@ that of the unsharded program does.
 """
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.node import Argument
 
 from piper.capture.shard.compute_rules import pointwise
-from piper.capture.shard.reshapes import value_of
+from piper.capture.shard.reshapes import tensor_of
 from piper.capture.shard.shape_rules import operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import draws
@@ -40,8 +40,7 @@ def alike(d: Sharder, node: fx.Node) -> None:
 
 def _whole(d: Sharder, x: fx.Node, make: object) -> fx.Node:
     """Write a new value of the shape that a value has unsharded, laid out in memory as PyTorch would."""
-    local, value = d.local[x].meta["example_value"], value_of(x)
-    assert isinstance(value, Tensor)
+    local, value = d.local[x].meta["example_value"], tensor_of(x)
     with d.fakes:
         strides = torch.empty_like(value).stride()
     order = sorted(range(value.dim()), key=lambda dim: -strides[dim])

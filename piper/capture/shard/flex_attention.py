@@ -15,6 +15,7 @@ from torch.fx.node import Argument, map_arg
 
 from piper.capture.shard.attention_operators import SEQUENCE
 from piper.capture.shard.compute_rules import aligned
+from piper.capture.shard.shape_rules import operand
 from piper.capture.shard.sharder import Sharder, aten
 from piper.capture.trace.recording import Mode
 from piper.ir.sharding import REPLICATE, Shard
@@ -27,9 +28,7 @@ INDICES = 4  # a sample, a head, a query, a key
 
 def attend(d: Sharder, node: fx.Node, local: Sequence[fx.Node], have: Shard) -> fx.Node:
     """Write the attention of a device's own samples, heads or queries. local: its queries, keys, values."""
-    query = node.args[0]
-    assert isinstance(query, fx.Node)
-    places = own_places(d, d.shape(query)[have.dim], have)
+    places = own_places(d, d.shape(operand(node))[have.dim], have)
     mask = _through_table(d, f"{node.name}_mask", _mask(node), have.dim)
     blocks = (*_own_blocks(d, node, have, places), *_sizes(node), mask)
     score = _through_table(d, f"{node.name}_score", node.args[SCORE], 1 + have.dim)
@@ -63,8 +62,7 @@ def mask_rows(d: Sharder, node: fx.Node, have: Shard) -> fx.Node:
 
     There is one sample or one head where the mask is the same for all.
     """
-    query, key = node.args[:2]
-    assert isinstance(query, fx.Node) and isinstance(key, fx.Node)
+    query, key = operand(node), operand(node, 1)
     function = _function(d, _mask(node))
     samples, heads, *_ = function.graph.find_nodes(op="placeholder")
     options: dict[str, Argument] = {"dtype": torch.int32, "device": _device(d)}

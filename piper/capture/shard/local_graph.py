@@ -10,7 +10,7 @@ from torch.fx.node import Argument, map_arg
 
 from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError
 from piper.capture.shard.layout import CopiedShard, in_words, local_shape, slices_of
-from piper.capture.shard.reshapes import value_of
+from piper.capture.shard.reshapes import tensor_of, value_of
 from piper.capture.trace.linear_layers import WEIGHT, weight_of
 from piper.capture.trace.markers import OWN_ROWS, collective
 from piper.capture.trace.recording import Mode, Recording
@@ -59,10 +59,8 @@ class LocalGraph:
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Return the shape of the unsharded value."""
-        value = value_of(node)
-        assert isinstance(value, Tensor)
         try:
-            return tuple(int(size) for size in value.shape)
+            return tuple(int(size) for size in tensor_of(node).shape)
         except GuardOnDataDependentSymNode as error:
             raise NoRuleError("its sizes depend on values") from error
 
@@ -82,13 +80,10 @@ class LocalGraph:
         mode = self.recording.modes.get(self.node, Mode())
         marks = ("custom", "stack_trace", OWN_ROWS, *((WEIGHT,) if weight_of(call) is not None else ()))
         call.meta = {key: self.node.meta[key] for key in marks if key in self.node.meta}
-
-        def value(used: fx.Node) -> Argument:
-            return used.meta["example_value"]  # type: ignore[no-any-return]
-
+        fakes, options = map_arg((args, call.kwargs), lambda used: used.meta["example_value"])
         with self.fakes, torch.set_grad_enabled(mode.grad):
             try:
-                result = target(*map_arg(args, value), **map_arg(dict(kwargs or {}), value))  # type: ignore[operator]
+                result = target(*fakes, **options)  # type: ignore[operator]
             except GuardOnDataDependentSymNode as error:
                 raise NoRuleError("its sizes depend on values") from error
         call.meta["example_value"] = result

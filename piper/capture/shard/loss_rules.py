@@ -92,8 +92,7 @@ def _widened_again(d: Sharder, local: fx.Node) -> fx.Node:
 
 def cross_entropy(d: Sharder, node: fx.Node) -> None:
     """Compare logits with labels: by rows where the samples are sharded, else over a sharded vocabulary."""
-    logits, labels = node.args[0], node.args[1]
-    assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
+    logits, labels = operand(node), operand(node, 1)
     have = d.settle(logits)
     weight, smoothing = argument(node, "weight"), argument(node, "label_smoothing", 0.0)
     assert isinstance(smoothing, int | float)
@@ -143,8 +142,7 @@ def _with_labels(
     The loss is a sum over classes of a coefficient times the negative logarithm of the class's share. Label y
     gives its own class (1 - smoothing) * weight[y], and every class smoothing / classes * weight[class].
     """
-    logits, labels = node.args[0], node.args[1]
-    assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
+    logits, labels = operand(node), operand(node, 1)
     classes = d.shape(logits)[have.dim]
     shifted, exponentials = _logarithms(d, node, logits, have.dim)
     whole = d.to(labels, REPLICATE, varies=False)  # labels have no gradient
@@ -180,8 +178,7 @@ def _with_probabilities(
     d: Sharder, node: fx.Node, have: Shard, weight: Argument, smoothing: float, _: int
 ) -> tuple[fx.Node, fx.Node]:
     """Return the loss of every row of probabilities over a sharded vocabulary; each row counts once."""
-    logits, labels = node.args[0], node.args[1]
-    assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
+    logits, labels = operand(node), operand(node, 1)
     shifted, exponentials = _logarithms(d, node, logits, have.dim)
     shares = d.to(labels, have, varies=True)
     if smoothing:
@@ -227,8 +224,7 @@ def _compared(
 
 def head_sums(d: Sharder, node: fx.Node) -> None:
     """Compute sums over the logits of a head: by rows, or over a sharded vocabulary each device its part."""
-    hidden, weight, _, labels, *_ = node.args
-    assert isinstance(hidden, fx.Node) and isinstance(weight, fx.Node) and isinstance(labels, fx.Node)
+    hidden, weight, labels = operand(node), operand(node, 1), operand(node, 3)
     rows, have = d.settle(hidden), d.settle(weight)
     if isinstance(have, Shard) and have.dim == 0:
         _over_classes(d, node, have)
@@ -245,8 +241,7 @@ def head_sums(d: Sharder, node: fx.Node) -> None:
 
 def _over_classes(d: Sharder, node: fx.Node, have: Shard) -> None:
     """Compute the sums over a device's own classes, and add them up: exponentials less the maximum of all."""
-    hidden, weight, _, labels, *_ = node.args
-    assert isinstance(weight, fx.Node) and isinstance(labels, fx.Node)
+    hidden, weight, labels = operand(node), operand(node, 1), operand(node, 3)
     by_row = (hidden, labels)
     local = {x: d.to(x, REPLICATE if x in by_row else have, varies=True) for x in node.all_input_nodes}
     # A label of another device's part is no class here.

@@ -14,8 +14,8 @@ from piper.capture.shard import along_rules, compute_rules, loss_rules, shape_ru
 from piper.capture.shard.along_rules import along, named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.layout import OwnOrder, RowNumbers, divides
-from piper.capture.shard.reshapes import RESHAPES, value_of
-from piper.capture.shard.shape_rules import operand
+from piper.capture.shard.reshapes import RESHAPES, tensor_of, value_of
+from piper.capture.shard.shape_rules import number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
 from piper.capture.trace.markers import OWN_ROWS
@@ -142,10 +142,8 @@ def put_back(d: Sharder, node: fx.Node) -> None:
     count, own = d.shape(index)[0], d.local[index]
     upwards = {(count,), (0, count), (0, count, 1)}  # 0, 1, 2, ... up to the number of rows
     if values.target in COUNTING and values.args in upwards:
-        kind = value_of(node)
-        assert isinstance(kind, Tensor)
-        where = own.meta["example_value"].device
-        upward = d.emit(aten.arange.default, (count // d.degree,), {"dtype": kind.dtype, "device": where})
+        options = {"dtype": tensor_of(node).dtype, "device": own.meta["example_value"].device}
+        upward = d.emit(aten.arange.default, (count // d.degree,), options)
         empty = d.emit(aten.empty_like.default, (upward,))
         d.done(node, d.emit(aten.scatter.src, (empty, 0, own, upward)), _inverted(numbers))
         return
@@ -197,8 +195,7 @@ def route(d: Sharder, node: fx.Node) -> None:
     The rows that arrive are as good as whole: all that the experts do with them is work on single rows, and
     the gradients of their weights are summed over the group.
     """
-    x, counts = node.args[:2]
-    assert isinstance(x, fx.Node) and isinstance(counts, fx.Node)
+    x, counts = operand(node), operand(node, 1)
     have = d.layout(x)
     if not isinstance(have, OwnOrder) or have.dim != 0 or d.layout(counts) != Partial():
         raise NoRuleError("its rows are not sorted by expert on each device, or counted there")
@@ -211,8 +208,7 @@ def route(d: Sharder, node: fx.Node) -> None:
 
 def unroute(d: Sharder, node: fx.Node) -> None:
     """Take back the rows that a device has sent to experts."""
-    y, counts, total = node.args
-    assert isinstance(y, fx.Node) and isinstance(counts, fx.Node) and isinstance(total, int)
+    y, counts, total = operand(node), operand(node, 1), number(node.args[2])
     have = d.routed[counts.all_input_nodes[0]]
     rows = d.emit(node.target, (d.local[y], d.local[counts], total // d.degree))
     d.varying.discard(rows)

@@ -3,7 +3,7 @@
 import operator
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from piper.capture.trace.graph_walks import reached
 
@@ -28,9 +28,11 @@ def value_of(node: fx.Node) -> object:
     return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
 
 
-def read_again(source: fx.Node, write: fx.Node) -> bool:
-    """Return whether memory that an operation writes is read later under a name from before the write."""
-    return any(read_later(source, write).values())
+def tensor_of(node: fx.Node) -> Tensor:
+    """Return the tensor that a node of an unsharded forward computes, as a fake."""
+    value = value_of(node)
+    assert isinstance(value, Tensor)
+    return value
 
 
 def read_later(source: fx.Node, write: fx.Node) -> dict[fx.Node, list[fx.Node]]:

@@ -19,9 +19,9 @@ from piper.ir.sharding import Partial, Shard
 ShardedRule = Callable[[Sharder, fx.Node, fx.Node, Shard], None]
 
 
-def operand(node: fx.Node) -> fx.Node:
-    """Return the one tensor that an operation reads."""
-    source = node.args[0]
+def operand(node: fx.Node, position: int = 0) -> fx.Node:
+    """Return a tensor that an operation reads: by position, the first where it reads one."""
+    source = node.args[position]
     assert isinstance(source, fx.Node)
     return source
 
@@ -177,8 +177,7 @@ def split(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
 
 def getitem(d: Sharder, node: fx.Node) -> None:
     """Take one of several values."""
-    source, index = node.args
-    assert isinstance(source, fx.Node) and isinstance(index, int)
+    source, index = operand(node), number(node.args[1])
     layouts, local = d.layouts[source], d.local[source]
     if isinstance(layouts, list):
         d.done(node, d.emit(node.target, (local, index)), layouts[index])

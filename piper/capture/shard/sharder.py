@@ -17,7 +17,7 @@ from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError, UnevenE
 from piper.capture.shard.layout import CopiedShard, OwnOrder, change, divides, local_shape
 from piper.capture.shard.local_graph import LocalGraph, RegionOf
 from piper.capture.shard.refusal_hints import HINT, hint_for
-from piper.capture.shard.reshapes import REPLAYED, read_again, value_of
+from piper.capture.shard.reshapes import REPLAYED, read_later, value_of
 from piper.capture.trace.effects import draws, name_of, writes
 from piper.capture.trace.markers import collective, marker
 from piper.capture.trace.recording import FromParameter, Mode, Recording
@@ -355,7 +355,7 @@ class Sharder(LocalGraph):
 
     def _check_write(self, node: fx.Node, source: fx.Node, local: fx.Node) -> None:
         """Refuse a write in place that went into a copy, where the value is read again under another name."""
-        if local not in self.local[node].all_input_nodes and read_again(source, node):
+        if local not in self.local[node].all_input_nodes and any(read_later(source, node).values()):
             raise self.refused(
                 f"{node.target} writes into a copy, because a layout changes, of what a view reads later",
                 "write `x = f(x)` in place of `f_(x)`, or read the view after the write",

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.node import Argument, map_arg
 
 from piper.capture.shard.compute_rules import by_family
-from piper.capture.shard.reshapes import read_later, value_of
+from piper.capture.shard.reshapes import read_later, tensor_of, value_of
 from piper.capture.shard.rules import rules
 from piper.capture.shard.shape_rules import number, operand
 from piper.capture.trace.effects import argument, draws, writes
@@ -42,7 +42,7 @@ def without_writes(graph: fx.Graph) -> None:
             continue
         later = read_later(views[0], node)
         known = all(name.op == "call_function" and (name in views or not later[name]) for name in later)
-        if known and _tensor(views[-1]).is_contiguous():  # as the new value will be
+        if known and tensor_of(views[-1]).is_contiguous():  # as the new value will be
             with graph.inserting_before(node), torch.no_grad():
                 _rewrite(node, functional, views, later)
             graph.erase_node(node)
@@ -75,7 +75,7 @@ def _rewrite(
             rows = _emit(node, aten.unsqueeze.default, new, dim)
             new = _emit(node, aten.slice_scatter.default, whole, rows, dim, index, index + 1 or None)
         else:
-            new = _emit(node, aten.reshape.default, new, [*_tensor(whole).shape])
+            new = _emit(node, aten.reshape.default, new, [*tensor_of(whole).shape])
     for view in reversed(views):
         if view is not views[-1]:
             new = _emit(node, view.target, new, *view.args[1:], **view.kwargs)
@@ -86,14 +86,14 @@ def _rewrite(
 
 def _new_part(node: fx.Node, functional: torch._ops.OpOverload, views: list[fx.Node]) -> fx.Node:
     """Write what the written part holds after a write."""
-    written = _tensor(node)
+    written = tensor_of(node)
     if functional in (aten.copy.default, aten.fill.Tensor):  # autograd does not know the first
         new = _emit(node, aten.expand.default, node.args[1], [*written.shape])
         if not any(view.target in PARTS for view in views):  # later writes must leave what was copied
             new = _emit(node, aten.clone.default, new, memory_format=torch.contiguous_format)
     else:
         new = _emit(node, functional, *node.args, **node.kwargs)
-    if (_tensor(new).device, _tensor(new).dtype) == (written.device, written.dtype):
+    if (tensor_of(new).device, tensor_of(new).dtype) == (written.device, written.dtype):
         return new
     return _emit(node, aten.to.device, new, written.device, written.dtype)
 
@@ -110,9 +110,9 @@ def _emit(node: fx.Node, target: object, *args: Argument, **kwargs: Argument) ->
 def _join_parts(node: fx.Node) -> None:
     """Join the parts that an empty value was filled with along one dimension."""
     parts: dict[int, fx.Node] = {}  # by where each begins
-    whole, rank = node, _tensor(node).dim()
+    whole, rank = node, tensor_of(node).dim()
     dim = number(argument(node, "dim")) % rank
-    size = int(_tensor(node).shape[dim])
+    size = int(tensor_of(node).shape[dim])
     while whole.target is aten.slice_scatter.default and number(argument(whole, "dim")) % rank == dim:
         part = whole.args[1]
         assert isinstance(part, fx.Node)
@@ -122,15 +122,9 @@ def _join_parts(node: fx.Node) -> None:
         parts[start] = part
         whole = operand(whole)
     starts = sorted(parts)
-    ends = [0, *accumulate(int(_tensor(parts[start]).shape[dim]) for start in starts)]
+    ends = [0, *accumulate(int(tensor_of(parts[start]).shape[dim]) for start in starts)]
     if whole.target in EMPTY and [*starts, size] == ends:
         with node.graph.inserting_before(node):
             joined = node.graph.call_function(aten.cat.default, ([parts[start] for start in starts], dim))
         joined.meta = node.meta
         node.replace_all_uses_with(joined)
-
-
-def _tensor(node: fx.Node) -> Tensor:
-    value = value_of(node)
-    assert isinstance(value, Tensor)
-    return value
