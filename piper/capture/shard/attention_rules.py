@@ -17,7 +17,7 @@ from torch.fx.node import Argument
 from piper.capture.shard import flex_attention
 from piper.capture.shard.attention_operators import SEQUENCE, Turn
 from piper.capture.shard.attention_shapes import WEIGHTS
-from piper.capture.shard.axis_sharding import NoRuleError, UnevenError
+from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import aligned
 from piper.capture.shard.flex_attention import FLEX
 from piper.capture.shard.layout import CopiedShard, change, divides
@@ -86,7 +86,7 @@ def _own_heads(d: Sharder, x: fx.Node, query: fx.Node, have: Shard) -> fx.Node:
     if isinstance(d.layout(x), CopiedShard) and size != d.shape(query)[have.dim]:
         return d.local[x]
     if not divides(size, have, d.degree) or isinstance(have, CopiedShard):
-        raise UnevenError(f"{size} heads", size, d.degree)
+        raise d.uneven_heads(size)
     return d.to(x, have, varies=True)
 
 

@@ -207,6 +207,12 @@ class LocalGraph:
         facts = {"operation": f"{self.node.target}{node_line(self.node)}", "operands": ", ".join(operands)}
         return CaptureError(what, by=self.sharding.by, facts=facts, hint=hint)
 
+    def uneven_heads(self, heads: int) -> CaptureError:
+        """Return the error of heads that do not divide by the devices of a group."""
+        ways = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        hint = f"choose `ways` among the divisors of {heads}: {ways}"
+        return self.refused(f"{heads} heads do not divide by {self.degree}", hint)
+
 
 def _writes(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable

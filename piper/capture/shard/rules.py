@@ -9,7 +9,6 @@ from piper.capture.shard import (
     along_rules,
     attention_rules,
     compute_rules,
-    draws,
     lookup_rules,
     loss_rules,
     own_order_rules,
@@ -19,6 +18,7 @@ from piper.capture.shard.along_rules import along, named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.layout import OwnOrder
 from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.capture.trace.effects import draws
 from piper.capture.trace.markers import marker
 from piper.errors import ConfigError
 
@@ -54,7 +54,6 @@ _RULES: dict[object, Rule] = {
     **lookup_rules.RULES,
     **loss_rules.RULES,
     **attention_rules.RULES,
-    **draws.RULES,
     **dict.fromkeys(own_order_rules.SORTS, own_order_rules.sort),
     aten.argsort.stable: or_all_rows(own_order_rules.sort),
     aten.index.Tensor: or_all_rows(lookup_rules.indexed),
@@ -73,6 +72,11 @@ def rule_of(d: Sharder, node: fx.Node) -> Rule | None:
     kind = marker(node)
     if kind in ("route", "unroute"):
         return own_order_rules.route if kind == "route" else own_order_rules.unroute
+    if draws(node) and node.target not in _RULES:  # by its rule a device draws what one device would
+        raise d.refused(
+            f"{node.target} draws random numbers for a sharded value",
+            "leave it out of sharded regions; dropout, rand_like and randn_like have rules",
+        )
     rule = _RULES.get(node.target) or compute_rules.by_family(node)
     own = any(isinstance(d.layouts[source], OwnOrder) for source in node.all_input_nodes)
     return own_order_rules.in_own_order(rule) if own else rule

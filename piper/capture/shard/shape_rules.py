@@ -7,7 +7,7 @@ from functools import wraps
 from torch import fx
 from torch.fx.node import Argument
 
-from piper.capture.shard.axis_sharding import NoRuleError, UnevenError
+from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.layout import local_shape, reshaped, slices_of
 from piper.capture.shard.reshapes import RESHAPES, value_of
 from piper.capture.shard.sharder import Rule, Sharder, aten
@@ -77,7 +77,7 @@ def reshape(d: Sharder, node: fx.Node, source: fx.Node, have: Shard) -> None:
     layout = reshaped(d.shape(source), new, have, d.degree)
     if layout is None:
         if uneven := heads_of(d.shape(source), new, have):
-            raise UnevenError(f"{uneven} heads", uneven, d.degree)
+            raise d.uneven_heads(uneven)
         raise NoRuleError(
             f"{list(d.shape(source))} sharded along {have.dim} has no even sharding as {list(new)}"
         )

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from piper.capture.shard.axis_sharding import AxisSharding
 from piper.capture.shard.layout import CopiedShard
 from piper.capture.shard.reshapes import RESHAPES, value_of
-from piper.capture.shard.rules import rule_of, rules
+from piper.capture.shard.rules import rule_of
 from piper.capture.shard.shape_rules import heads_of, number
 from piper.capture.shard.sharder import Sharder, aten
 from piper.capture.trace.effects import argument
@@ -46,7 +46,7 @@ def shard_forward(
     sharding = _with_shared(recording, sharding, region_of, inside)
     marked: frozenset[str] = frozenset()
     while True:
-        sharder = Sharder(recording, sharding, rules(), rule_of, region_of.get, inside, peers, marked)
+        sharder = Sharder(recording, sharding, rule_of, region_of.get, inside, peers, marked)
         try:
             sharder.run()
         except CaptureError:

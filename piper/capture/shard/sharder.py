@@ -6,17 +6,16 @@ summed: it *varies*. A value goes from the first kind to the second through a co
 sums its gradient. A parameter goes without one, because its bucket takes the sum.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError, UnevenError
+from piper.capture.shard.axis_sharding import HINT, AxisSharding, NoRuleError, hint_for
 from piper.capture.shard.layout import CopiedShard, OwnOrder, change, divides, local_shape
 from piper.capture.shard.local_graph import LocalGraph, RegionOf
-from piper.capture.shard.refusal_hints import HINT, hint_for
 from piper.capture.shard.reshapes import REPLAYED, read_later, value_of
 from piper.capture.trace.effects import draws, name_of, writes
 from piper.capture.trace.markers import collective, marker
@@ -36,7 +35,6 @@ class Sharder(LocalGraph):
         self,
         recording: Recording,
         sharding: AxisSharding,
-        rules: Mapping[object, Rule],
         rule_of: Callable[["Sharder", fx.Node], Rule | None],
         region_of: RegionOf,
         inside: Callable[[Tags], bool],
@@ -44,8 +42,7 @@ class Sharder(LocalGraph):
         marked: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(recording, sharding, region_of)
-        self.rules, self.rule_of = rules, rule_of
-        self.inside, self.peers, self.marked = inside, peers, marked
+        self.rule_of, self.inside, self.peers, self.marked = rule_of, inside, peers, marked
         self.summed: set[str] = set()  # parameters whose gradient is a sum over the group
         self.same: set[str] = set()  # parameters whose gradient is the same on every device
         self.lengths = [
@@ -308,14 +305,9 @@ class Sharder(LocalGraph):
         if marker(node) == "unroute":  # it may take back rows that each device has routed by itself
             sharded = sharded or sources[1].all_input_nodes[0] in self.routed
         if sharded and (tags is None or self.inside(tags)):
-            self._check_draws(node)
             rule = self.rule_of(self, node)
         try:
             self._by_rule(node, rule)
-        except UnevenError as error:
-            ways = [n for n in range(1, error.size + 1) if error.size % n == 0]
-            hint = f"choose `ways` among the divisors of {error.size}: {', '.join(map(str, ways))}"
-            raise self.refused(str(error), hint) from None
         except NoRuleError as error:
             what = name_of(node) if node.target is collective else node.target
             raise self.refused(
@@ -323,13 +315,18 @@ class Sharder(LocalGraph):
             ) from None
 
     def _by_rule(self, node: fx.Node, rule: Rule | None) -> None:
-        """Write an operation by its rule; one that this refuses, on operands that may be gathered."""
-        try:
-            (rule or Sharder._without_rule)(self, node)
-        except NoRuleError:
-            if rule is Sharder.gathered or not self._may_gather(node):
-                raise
-            self.gathered(node)
+        """Write an operation by its rule; one that has none or that it refuses, on gathered operands."""
+        if rule is None and not self.whole(node):
+            if not self._may_gather(node):
+                raise self.refused(f"{node.target} has no rule for how it is sharded", hint_for(node.target))
+            self.plain(node)
+        elif rule is not None:
+            try:
+                rule(self, node)
+            except NoRuleError:
+                if rule is Sharder.gathered or not self._may_gather(node):
+                    raise
+                self.gathered(node)
 
     def relaid(self, node: fx.Node) -> bool:
         """Return whether a whole value lies in memory in another order than in the unsharded program.
@@ -340,13 +337,6 @@ class Sharder(LocalGraph):
         if not isinstance(local, Tensor) or not isinstance(value, Tensor) or not self.is_whole(node):
             return False
         return local.stride() != value.stride()
-
-    def _check_draws(self, node: fx.Node) -> None:
-        if draws(node) and node.target not in self.rules:  # by which a device draws what one device would
-            raise self.refused(
-                f"{node.target} draws random numbers for a sharded value",
-                "leave it out of sharded regions; dropout, rand_like and randn_like have rules",
-            )
 
     def gathered(self, node: fx.Node) -> None:
         """Write an operation as it stands, on operands that are made whole."""
@@ -360,13 +350,6 @@ class Sharder(LocalGraph):
                 f"{node.target} writes into a copy, because a layout changes, of what a view reads later",
                 "write `x = f(x)` in place of `f_(x)`, or read the view after the write",
             )
-
-    def _without_rule(self, node: fx.Node) -> None:
-        if self.whole(node):
-            return
-        if not self._may_gather(node):
-            raise self.refused(f"{node.target} has no rule for how it is sharded", hint_for(node.target))
-        self.plain(node)
 
     def whole(self, node: fx.Node) -> bool:
         """Take the sums among the operands of an operation, and write it if all operands are whole then."""

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from piper.capture.shard import attention_rules
-from piper.capture.shard.compute_rules import POINTWISE
-from piper.capture.shard.draws import RULES as DRAWS
+from piper.capture.shard.compute_rules import DRAWS, POINTWISE
 from piper.capture.shard.rules import rules
 from piper.capture.trace.markers import collective
 from tests.capture.shard.every_rule import DEVICES, LAYOUTS, SAMPLES, Report, judged, main, suite
