@@ -14,11 +14,9 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-from piper.capture.shard.attention_shapes import in_four_dimensions
 from piper.capture.shard.compute_rules import POINTWISE
+from piper.capture.shard.rewrites import in_four_dimensions, without_vmap, without_writes
 from piper.capture.shard.rules import rules
-from piper.capture.shard.without_vmap import without_vmap
-from piper.capture.shard.without_writes import without_writes
 from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import Mode, Recording, number_regions
 from piper.capture.trace_errors import quiet, reason

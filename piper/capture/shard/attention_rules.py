@@ -16,7 +16,6 @@ from torch.fx.node import Argument
 
 from piper.capture.shard import flex_attention
 from piper.capture.shard.attention_operators import SEQUENCE, Turn
-from piper.capture.shard.attention_shapes import WEIGHTS
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import aligned
 from piper.capture.shard.flex_attention import FLEX
@@ -34,6 +33,8 @@ HEADS = 1  # dimension of [batch, heads, sequence, head size]
 ATTENTION_RANK = 4  # [batch, heads, queries, keys]
 OTHERWISE = 'use attention="gather" there'
 LARGEST = 2**26  # elements of a mask that is evaluated to see whether it is causal
+MASK = 3  # its position among the arguments of an attention
+WEIGHTS = "piper_weights"  # under which a node's meta keeps the shape of its weights in the program
 CAUSAL = "piper_causal"  # under which a mask's meta keeps the answer
 
 
