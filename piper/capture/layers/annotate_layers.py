@@ -38,9 +38,7 @@ def annotate_layers(model: nn.Module) -> nn.Module:
         )
     if any(region.tag == TAG for region in listed_regions(model)):
         raise ConfigError(
-            f"the model has regions {TAG} already",
-            by="annotate_layers",
-            hint="annotate a model once",
+            f"the model has regions {TAG} already", by="annotate_layers", hint="annotate a model once"
         )
     layers = find_layers(model)
     if not layers:

@@ -121,11 +121,7 @@ def short_capturing(capturing: Capturing, rows: int) -> Capturing:
     if len(blocks) < FEWEST or not equal_blocks(model, blocks, known.loss, fakes, mode):
         return capturing
     recordings = replace(
-        known,
-        model=without(known.model, skipped_blocks(blocks)),
-        recorded={},
-        sharded={},
-        differentiated={},
+        known, model=without(known.model, skipped_blocks(blocks)), recorded={}, sharded={}, differentiated={}
     )
     return ShortCapturing(
         batch=capturing.batch,

@@ -17,9 +17,8 @@ from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
 from piper.ir.sharding import REPLICATE, Shard
 
-Worked = Callable[
-    [fx.Node, int], set[int]
-]  # of an operation on a value of some rank, the dimensions it works along
+# Of an operation on a value of some rank, the dimensions it works along
+Worked = Callable[[fx.Node, int], set[int]]
 
 
 def along(worked: Worked) -> Rule:
@@ -61,26 +60,16 @@ def named(node: fx.Node, rank: int) -> set[int]:
     return {number(dim) % max(rank, 1) for dim in each}  # a number has no dimension, and takes 0 and -1
 
 
-def matrices(_: fx.Node, rank: int) -> set[int]:
-    """Return the last two dimensions."""
-    return {rank - 2, rank - 1}
-
-
-def last(_: fx.Node, rank: int) -> set[int]:
-    """Return the last dimension."""
-    return {rank - 1}
-
-
-def nothing(_: fx.Node, rank: int) -> set[int]:
-    """Return no dimension: one is added behind the others."""
-    return set()
+def last(count: int) -> Worked:
+    """Make a function that returns the last dimensions, so many."""
+    return lambda node, rank: set(range(rank - count, rank))
 
 
 def trailing(node: fx.Node, rank: int) -> set[int]:
     """Return the last dimensions, as many as sizes are given."""
     sizes = node.args[1]
     assert isinstance(sizes, list | tuple)
-    return set(range(rank - len(sizes), rank))
+    return last(len(sizes))(node, rank)
 
 
 def padded(node: fx.Node, rank: int) -> set[int]:
@@ -126,10 +115,10 @@ ALONG: dict[object, Worked] = {
     **dict.fromkeys((aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default), named),
     **dict.fromkeys((aten.flip.default, aten.roll.default, aten.unfold.default), named),
     **dict.fromkeys((aten.repeat_interleave.self_int, aten.slice_scatter.default), named),
-    **dict.fromkeys((aten.tril.default, aten.triu.default, aten.linalg_qr.default), matrices),
-    **dict.fromkeys((aten._linalg_eigh.default, aten._linalg_svd.default), matrices),
-    aten.view_as_complex.default: last,
-    aten.view_as_real.default: nothing,
+    **dict.fromkeys((aten.tril.default, aten.triu.default, aten.linalg_qr.default), last(2)),
+    **dict.fromkeys((aten._linalg_eigh.default, aten._linalg_svd.default), last(2)),
+    aten.view_as_complex.default: last(1),
+    aten.view_as_real.default: last(0),  # a dimension is added behind the others
     **dict.fromkeys((aten.layer_norm.default, aten.rms_norm.default), trailing),
     **dict.fromkeys((aten.pad.default, aten.constant_pad_nd.default), padded),
 }

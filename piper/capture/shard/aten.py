@@ -1,7 +1,7 @@
 """Writes a recorded forward in ATen operations: few enough that each can have a rule of its own."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import autocast_mode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map
+from torch.fx.node import Argument, map_aggregate
 
 from piper.capture.shard.compute_rules import POINTWISE
 from piper.capture.shard.rewrites import in_four_dimensions, without_vmap, without_writes
@@ -55,11 +55,6 @@ def _composites() -> Mapping[OpOverload, Callable[..., object]]:
     return composites
 
 
-def _decompositions() -> dict[OpOverload, Callable[..., object]]:
-    """Return how operations that have no rule are written in others, which have one or may have."""
-    return {op: parts for op, parts in _composites().items() if op not in rules() and op not in POINTWISE}
-
-
 def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
     """Return the recording in ATen operations that autograd knows: `linear`, attention and losses stay whole.
 
@@ -84,8 +79,7 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
 def _written(recording: Recording, mode: FakeTensorMode, *, exact: bool) -> Recording:
     """Write a recording in ATen operations. mode: that of its fakes."""
     placeholders = [node for node in recording.graph.nodes if node.op == "placeholder"]
-    module, modes = _copy_of(recording)
-    traced = _traced(_Interpreter(module, modes, exact), placeholders, mode)
+    traced = _traced(_Interpreter(*_copy_of(recording, exact=exact)), placeholders, mode)
     graph = traced.graph
     without_writes(graph)
     graph.eliminate_dead_code()
@@ -125,8 +119,8 @@ def _written(recording: Recording, mode: FakeTensorMode, *, exact: bool) -> Reco
     )
 
 
-def _copy_of(recording: Recording) -> tuple[fx.GraphModule, dict[fx.Node, Mode]]:
-    """Return a copy of a recorded graph, and the modes of its nodes.
+def _copy_of(recording: Recording, *, exact: bool) -> tuple[fx.GraphModule, dict[fx.Node, Mode]]:
+    """Return a copy of a recorded graph, and the modes of its nodes. exact: it casts to float64, not float32.
 
     Nodes note their gradient mode, and the weight of a linear layer, as annotations: a trace keeps these.
     """
@@ -139,17 +133,29 @@ def _copy_of(recording: Recording) -> tuple[fx.GraphModule, dict[fx.Node, Mode]]
         copy.meta["custom"] = {**(node.meta.get("custom") or {}), MODE: mode, **marks}
     source.output(tuple(copies[result] for result in recording.results))
     without_vmap(source, recording.root, {copies[n]: bundle for n, bundle in recording.bundles.items()})
+    for node in source.nodes:
+        if exact and node.op in ("call_function", "call_method"):
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _widened)
+            node.target = {"float": "double", Tensor.float: Tensor.double}.get(node.target, node.target)
+        if getattr(node.target, "__name__", "") == "_get_data_attr":  # x.data: to a trace it is a constant
+            node.target = Tensor.detach
     modes = {copies[node]: mode for node, mode in recording.modes.items()}
     return fx.GraphModule(recording.root, source), modes
+
+
+def _widened(given: Argument) -> Argument:
+    return torch.float64 if given is torch.float32 else given
 
 
 def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: FakeTensorMode) -> fx.GraphModule:
     """Trace a recorded graph again, on fakes like those of its placeholders, in ATen operations."""
     examples = [node.meta["example_value"] for node in placeholders]
+    # Operations that have no rule are written in others, which have one or may have.
+    parts = {op: parts for op, parts in _composites().items() if op not in rules() and op not in POINTWISE}
     with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
         given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
         try:
-            return make_fx(interpreter.run, _decompositions(), pre_dispatch=True)(*given)
+            return make_fx(interpreter.run, parts, pre_dispatch=True)(*given)
         except (RuntimeError, TypeError, ValueError) as error:  # of any operation that the model calls
             raise CaptureError(
                 "the model cannot be written in ATen operations, so it cannot be sharded",
@@ -162,38 +168,13 @@ def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: Fake
 class _Interpreter(fx.Interpreter):
     """Runs a recorded graph, each node in the autocasts it was recorded in."""
 
-    def __init__(self, module: fx.GraphModule, modes: dict[fx.Node, Mode], exact: bool) -> None:
+    def __init__(self, module: fx.GraphModule, modes: Mapping[fx.Node, Mode]) -> None:
         super().__init__(module)
-        self.exact = exact
-        self.by_name = {node.name: mode for node, mode in modes.items()}
+        self.modes = modes
 
     def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401 (the signature is torch's)
-        with _autocasts(self.by_name.get(n.name, Mode())):
+        with ExitStack() as stack:
+            for arguments in self.modes.get(n, Mode()).autocast:
+                entered = autocast_mode._enter_autocast(*arguments)
+                stack.callback(autocast_mode._exit_autocast, entered)
             return super().run_node(n)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
-        if getattr(target, "__name__", "") == "_get_data_attr":  # x.data, which a trace takes for a constant
-            return args[0].detach()
-        if self.exact:
-            target, args, kwargs = _widened(target, args, kwargs)
-        return super().call_function(target, args, kwargs)
-
-    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
-        if self.exact:
-            target, args, kwargs = _widened(target, args, kwargs)
-        return super().call_method(target, args, kwargs)
-
-
-def _widened(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401
-    """Return a call that casts to float64 where it casts to float32."""
-    args, kwargs = tree_map(lambda value: torch.float64 if value is torch.float32 else value, (args, kwargs))
-    return {"float": "double", Tensor.float: Tensor.double}.get(target, target), args, kwargs
-
-
-@contextmanager
-def _autocasts(mode: Mode) -> Iterator[None]:
-    with ExitStack() as stack:
-        for arguments in mode.autocast:
-            entered = autocast_mode._enter_autocast(*arguments)
-            stack.callback(autocast_mode._exit_autocast, entered)
-        yield

@@ -111,12 +111,7 @@ def head_sums_grad(grads: Sequence[Tensor], *operands: Any) -> Sums:  # noqa: AN
 
 
 def _piece_grad(
-    logits: Tensor,
-    grads: Sequence[Tensor],
-    labels: Tensor,
-    scales: Tensor | None,
-    total: Tensor,
-    part: slice,
+    logits: Tensor, grads: Sequence[Tensor], labels: Tensor, scales: Tensor | None, total: Tensor, part: slice
 ) -> Tensor:
     """Return the gradient of a piece of the logits, in their place."""
     of_total, of_picked, of_spread = (grad.to(total.dtype) for grad in grads)

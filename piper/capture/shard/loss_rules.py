@@ -272,30 +272,26 @@ def _reduced(
     d.done(node, total, REPLICATE if rows is None else Partial())
 
 
-def compared(position: int) -> Rule:
-    """Make the rule of a loss that compares element by element; `position` is that of its reduction."""
-
-    def apply(d: Sharder, node: fx.Node) -> None:
-        sources = node.all_input_nodes
-        rank = max(len(d.shape(source)) for source in sources)
-        layout, local = together(d, sources, rank)
-        if layout is None:
-            d.plain(node)
-            return
-        reduction = number(argument(node, "reduction"), 1)
-        args, kwargs = list(map_arg(node.args, local.__getitem__)), dict(node.kwargs)
-        if len(args) > position:
-            args[position] = 0
-        else:
-            kwargs["reduction"] = 0
-        losses = d.emit(node.target, tuple(args), map_arg(kwargs, local.__getitem__))
-        if reduction == 0:
-            d.done(node, losses, layout)
-            return
-        total = d.emit(aten.mean.default if reduction == 1 else aten.sum.default, (losses,))
-        d.done(node, d.emit(aten.div.Scalar, (total, d.degree)) if reduction == 1 else total, Partial())
-
-    return apply
+def compared(d: Sharder, node: fx.Node) -> None:
+    """Compare element by element, and reduce what each device has."""
+    sources = node.all_input_nodes
+    layout, local = together(d, sources, max(len(d.shape(source)) for source in sources))
+    if layout is None:
+        d.plain(node)
+        return
+    reduction = number(argument(node, "reduction"), 1)
+    args, kwargs = map_arg((node.args, node.kwargs), local.__getitem__)
+    position = [each.name for each in node.target._schema.arguments].index("reduction")  # type: ignore[union-attr]
+    if len(args) > position:
+        args = (*args[:position], 0, *args[position + 1 :])
+    else:
+        kwargs = {**kwargs, "reduction": 0}
+    losses = d.emit(node.target, args, kwargs)
+    if reduction == 0:
+        d.done(node, losses, layout)
+        return
+    total = d.emit(aten.mean.default if reduction == 1 else aten.sum.default, (losses,))
+    d.done(node, d.emit(aten.div.Scalar, (total, d.degree)) if reduction == 1 else total, Partial())
 
 
 RULES: dict[object, Rule] = {
@@ -304,9 +300,9 @@ RULES: dict[object, Rule] = {
     aten.logsumexp.default: logsumexp,
     **dict.fromkeys((aten.cross_entropy_loss.default, aten.nll_loss_nd.default), cross_entropy),
     torch.ops.piper.head_sums.default: head_sums,
-    **dict.fromkeys((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default), compared(2)),
-    **dict.fromkeys((aten.huber_loss.default, aten.soft_margin_loss.default), compared(2)),
-    aten.kl_div.default: compared(2),
-    aten.binary_cross_entropy.default: compared(3),
-    aten.binary_cross_entropy_with_logits.default: compared(4),
+    **dict.fromkeys((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default), compared),
+    **dict.fromkeys((aten.huber_loss.default, aten.soft_margin_loss.default, aten.kl_div.default), compared),
+    **dict.fromkeys(
+        (aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default), compared
+    ),
 }
