@@ -11,10 +11,10 @@ from torch import fx
 from piper.capture.shard.aten import as_aten
 from piper.capture.shard.axis_sharding import AxisSharding
 from piper.capture.shard.layout import CopiedShard, divides
-from piper.capture.shard.shard_forward import shard_forward
+from piper.capture.shard.shard_forward import parameter_names, shard_forward
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.linear_layers import WEIGHT
-from piper.capture.trace.recording import FromParameter, Recording
+from piper.capture.trace.recording import Recording
 from piper.capture.trace.regions import find_regions
 from piper.capture.trace.trace import Traced, cut_model
 from piper.errors import ScheduleError
@@ -53,14 +53,6 @@ class Request:
             yield replace(self, regions={tags: m for tags, m in self.regions.items() if m.sharing == axes})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedModel:
-    """A model as one device of its groups computes it."""
-
-    recording: Recording
-    parameters: tuple[Parameter, ...]  # with how each is sharded
-
-
 def shard_model(
     recording: Recording,
     requests: Sequence[Request],
@@ -68,11 +60,12 @@ def shard_model(
     batch: Mapping[str, TensorSpec],
     *,
     exact: bool = False,
-) -> ShardedModel:
+) -> tuple[Recording, Sequence[Parameter]]:
     """Shard a model by one axis after another; the first directive's groups are innermost.
 
-    exact: the model computes in fp64, and casts to float32 inside it are dropped. Sums in another order then
-    differ by rounding of fp64 alone.
+    Return it as one device computes it, and its parameters with how each is sharded. exact: the model
+    computes in fp64, and casts to float32 inside it are dropped. Sums in another order then differ by
+    rounding of fp64 alone.
     """
     recording = as_aten(recording, exact=exact)
     # The outermost axis first: what it leaves of a dimension is what an inner axis then shards.
@@ -82,7 +75,7 @@ def shard_model(
         shared = [other for other in waiting if request.regions.keys() & other.regions.keys()]
         inner = math.prod({other.axis: other.degree for other in shared}.values())
         recording, parameters = _sharded_once(recording, request, parameters, batch, inner)
-    return ShardedModel(recording=recording, parameters=tuple(parameters))
+    return recording, parameters
 
 
 def merged(requests: Sequence[Request]) -> list[Request]:
@@ -108,7 +101,7 @@ def _sharded_once(
     parameters: Sequence[Parameter],
     batch: Mapping[str, TensorSpec],
     inner: int,
-) -> tuple[Recording, tuple[Parameter, ...]]:
+) -> tuple[Recording, list[Parameter]]:
     meshes = request.regions
     used = _parameters_of(recording, meshes)
     weights = _weights(request, parameters, used)
@@ -124,30 +117,22 @@ def _sharded_once(
         zigzag=request.zigzag,
         inner=inner,
     )
-
-    def peers(a: Tags, b: Tags) -> bool:
-        return a in meshes and b in meshes and meshes[a] == meshes[b]
-
-    forward = shard_forward(recording, sharding, meshes.__contains__, peers)
+    forward = shard_forward(
+        recording, sharding, meshes.__contains__, lambda a, b: a in meshes and meshes[a] == meshes.get(b)
+    )
     _check_gradients(request, [each for each in parameters if each.name in used], forward.summed)
     shards = forward.sharding.weights
     copied = {name for name, shard in shards.items() if isinstance(shard, CopiedShard)}
     for node in forward.recording.graph.nodes:
         if node.meta.get(WEIGHT) in copied:  # each device has a term of its gradient, which is not rounded
             node.meta = {key: value for key, value in node.meta.items() if key != WEIGHT}
-    sharded = tuple(
-        replace(
-            parameter,
-            placements=(
-                *_along(request, shards.get(parameter.name), parameter.name in forward.summed),
-                *parameter.placements,
-            ),
-        )
-        if parameter.name in used
-        else parameter
-        for parameter in parameters
-    )
-    return forward.recording, sharded
+    placed = []
+    for each in parameters:
+        if each.name in used:
+            along = _along(request, shards.get(each.name), each.name in forward.summed)
+            each = replace(each, placements=(*along, *each.placements))
+        placed.append(each)
+    return forward.recording, placed
 
 
 def _along(request: Request, shard: Shard | None, partial: bool) -> tuple[AxisPlacement, ...]:
@@ -173,20 +158,16 @@ def _check_gradients(request: Request, parameters: Iterable[Parameter], summed: 
                 )
 
 
-def _parameters_of(recording: Recording, regions: Iterable[Tags]) -> set[str]:
+def _parameters_of(recording: Recording, regions: Collection[Tags]) -> set[str]:
     """Return the parameters that the operations of some regions read."""
-    inside = set(regions)
     region_of = find_regions(recording, simplify(recording)).region_of
-    names = {
-        node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)
-    }
 
     def reads(node: fx.Node) -> bool:
         return any(
-            region_of.get(user) in inside or (user not in region_of and reads(user)) for user in node.users
+            region_of.get(user) in regions or (user not in region_of and reads(user)) for user in node.users
         )
 
-    return {name for node, name in names.items() if reads(node)}
+    return {name for node, name in parameter_names(recording).items() if reads(node)}
 
 
 def _weights(request: Request, parameters: Sequence[Parameter], used: set[str]) -> dict[str, Shard]:
@@ -255,26 +236,22 @@ def _check_fields(request: Request, batch: Mapping[str, TensorSpec]) -> None:
 
 def sharded(traced: Traced, requests: Sequence[Request]) -> Traced:
     """Return the model as one device of its groups computes it, cut into chunks and collectives."""
-    sharded_model = shard_model(
-        traced.recording, requests, traced.outline.parameters, traced.outline.batch, exact=traced.exact
+    before = traced.outline
+    recording, parameters = shard_model(
+        traced.recording, requests, before.parameters, before.batch, exact=traced.exact
     )
-    cut, pieces = cut_model(sharded_model.recording)
+    degrees: dict[Tags, int] = {}  # how many devices share the same samples
+    for request in requests:
+        for tags in request.regions:
+            degrees[tags] = degrees.get(tags, 1) * request.degree
+    cut, pieces = cut_model(recording)
     outline = replace(
-        traced.outline,
+        before,
         chunks=cut.chunks,
         loss=cut.loss,
         weight=cut.weight,
         metrics=cut.metrics,
-        parameters=sharded_model.parameters,
-        degrees=degrees_of(requests),
+        parameters=tuple(parameters),
+        degrees=degrees,
     )
-    return replace(traced, outline=outline, pieces=pieces, recording=sharded_model.recording)
-
-
-def degrees_of(requests: Sequence[Request]) -> dict[Tags, int]:
-    """Return how many devices share the same samples, for each region that is sharded."""
-    degrees: dict[Tags, int] = {}
-    for request in requests:
-        for tags in request.regions:
-            degrees[tags] = degrees.get(tags, 1) * request.degree
-    return degrees
+    return replace(traced, outline=outline, pieces=pieces, recording=recording)

@@ -58,9 +58,7 @@ def shard_forward(
         if not mixed:
             break
         marked |= mixed  # used both ways: its sharded uses go through a collective
-    origins: dict[fx.Node, Origin] = {
-        sharder.local[node]: origin for node, origin in recording.origins.items()
-    }
+    origins: dict[fx.Node, Origin] = {sharder.local[node]: each for node, each in recording.origins.items()}
     origins |= {local: recording.origins[node] for node, local in sharder.unsharded.items()}
     origins |= {node: place for place, node in sharder.ranks.items()}
     own = replace(
@@ -75,6 +73,12 @@ def shard_forward(
     return ShardedForward(recording=own, sharding=sharding, summed=frozenset(sharder.summed))
 
 
+def parameter_names(recording: Recording) -> dict[fx.Node, str]:
+    """Return the parameters among the inputs of a recording."""
+    origins = recording.origins.items()
+    return {node: origin.name for node, origin in origins if isinstance(origin, FromParameter)}
+
+
 def _with_shared(
     recording: Recording,
     sharding: AxisSharding,
@@ -83,10 +87,9 @@ def _with_shared(
 ) -> AxisSharding:
     """Keep the weights whole that regions read which this directive does not shard: tied ones."""
     shared = {
-        origin.name
-        for node, origin in recording.origins.items()
-        if isinstance(origin, FromParameter)
-        and any(user in region_of and not inside(region_of[user]) for user in node.users)
+        name
+        for node, name in parameter_names(recording).items()
+        if any(user in region_of and not inside(region_of[user]) for user in node.users)
     }
     weights = sharding.weights.items()
     return replace(
@@ -110,22 +113,17 @@ def _with_biases(recording: Recording, weights: Mapping[str, Shard], degree: int
     A weight whose outputs are split right away is sharded by blocks: query, key and value each by itself. One
     whose outputs are fewer heads than devices is sharded by heads, each on several devices.
     """
-    names = {
-        node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)
-    }
-    shards = dict(weights)
+    names, shards = parameter_names(recording), dict(weights)
     for node in recording.graph.nodes:
         if node.target not in PRODUCTS:
             continue
         weight, outputs, bias = PRODUCTS[node.target]
-        given = names.get(node.args[weight])
-        shard = weights.get(given) if given is not None else None
-        if given is None or shard is None or shard.dim != outputs:
+        given = names.get(node.args[weight], "")
+        if given not in weights or weights[given].dim != outputs:
             continue
         copies, own = _copies(node, degree), Shard(outputs, _blocks(node))
         shards[given] = CopiedShard(outputs, copies=copies) if copies > 1 else own
-        added = names.get(node.args[bias]) if len(node.args) > bias else None
-        if added is not None:
+        if len(node.args) > bias and (added := names.get(node.args[bias])) is not None:
             shards[added] = shards[given].at(0)
     return shards
 
