@@ -40,9 +40,8 @@ CAUSAL = "piper_causal"  # under which a mask's meta keeps the answer
 
 def attention(d: Sharder, node: fx.Node) -> None:
     """Attend: with all operands sharded by heads or samples, else by the sequence as the directive says."""
-    operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
-    layouts = [d.settle(x) for x in operands]
-    have = next((layout for layout in layouts if isinstance(layout, Shard)), None)
+    operands = [operand(node, position) for position in range(3)]
+    have = _first_shard(d, operands)
     if have is None:  # the mask alone is sharded
         d.plain(node)
     elif have.dim != SEQUENCE:
@@ -54,14 +53,21 @@ def attention(d: Sharder, node: fx.Node) -> None:
     elif d.sharding.attention == "heads":
         heads = _heads_for(d, operands)
         _on_heads(d, node, operands, heads)
-        if node.target is FLEX:  # of its results the output alone
-            output = d.emit(operator.getitem, (d.local[node], 0))
-            by_sequence = d.exchange(output, change(d.sharding.axis, d.degree, heads, have, varies=True))
-        else:
-            by_sequence = d.to(node, have, varies=True)
-        d.done(node, by_sequence, have)  # the heads are exchanged for the sequence
+        output = d.emit(operator.getitem, (d.local[node], 0)) if node.target is FLEX else d.local[node]
+        _by_sequence(d, node, output, heads, have)
     else:
         _by_queries(d, node, operands, have)
+
+
+def _first_shard(d: Sharder, operands: Sequence[fx.Node]) -> Shard | None:
+    """Take the sums among operands, and return the layout of the first that is sharded."""
+    layouts = [d.settle(x) for x in operands]
+    return next((layout for layout in layouts if isinstance(layout, Shard)), None)
+
+
+def _by_sequence(d: Sharder, node: fx.Node, output: fx.Node, heads: Shard, have: Shard) -> None:
+    """Exchange the heads of an output, of several results the only one, for the sequence."""
+    d.done(node, d.exchange(output, change(d.sharding.axis, d.degree, heads, have, varies=True)), have)
 
 
 def _heads_for(d: Sharder, operands: Sequence[fx.Node]) -> Shard:
@@ -324,8 +330,8 @@ def unrepeated(d: Sharder, x: fx.Node) -> fx.Node:
 def by_heads(d: Sharder, node: fx.Node) -> None:
     """Shard attention that is sharded by the sequence already: by heads."""
     sources = [x for x in node.all_input_nodes if len(d.shape(x)) > 1]
-    have = next(layout for x in sources if isinstance(layout := d.settle(x), Shard))
-    if have.dim != HEADS:
+    have = _first_shard(d, sources)
+    if have is None or have.dim != HEADS:
         raise NoRuleError("attention that is sharded by the sequence is sharded by heads alone")
     local = {x: d.local[x] for x in node.all_input_nodes}
     for x in sources:
@@ -341,8 +347,8 @@ def within_documents(d: Sharder, node: fx.Node) -> None:
 
     A sharded sequence is exchanged for heads and back: documents go on from one device to the next.
     """
-    operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
-    have = next((layout for x in operands if isinstance(layout := d.settle(x), Shard)), None)
+    operands = [operand(node, position) for position in range(3)]
+    have = _first_shard(d, operands)
     if have is None:
         d.plain(node)
         return
@@ -355,8 +361,7 @@ def within_documents(d: Sharder, node: fx.Node) -> None:
     result = d.replay(node, local)
     d.copied.discard(result)
     if by_sequence:
-        output = d.emit(operator.getitem, (result, 0))
-        d.done(node, d.exchange(output, change(d.sharding.axis, d.degree, heads, have, varies=True)), have)
+        _by_sequence(d, node, d.emit(operator.getitem, (result, 0)), heads, have)
     else:
         d.done(node, result, [have, have.at(0), REPLICATE])
 
