@@ -127,7 +127,7 @@ def _by_queries(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Sh
         d.done(node, _attend(d, node, local, have, rows), have)
         return
     keys, values = (d.to(unrepeated(d, x), REPLICATE, varies=True) for x in (key, value))
-    how = (d.host_place(), scale_of(d, node), d.degree, have.zigzag)
+    how = (d.place(on_host=True), scale_of(d, node), d.degree, have.zigzag)
     both = d.emit(torch.ops.piper.attend_prefix.default, (own, keys, values, *how))
     d.done(node, d.emit(operator.getitem, (both, 0)), have)
 
@@ -235,7 +235,7 @@ def _by_ring(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard
     causal, mask = _ring_mask(d, node, have)
     own, keys, values = d.to(query, have, varies=True), _Block(d, key, have), _Block(d, value, have)
     turns = [Turn(ways=d.degree, step=i, causal=causal, zigzag=have.zigzag) for i in range(d.degree)]
-    how = (d.host_place(), scale_of(d, node))
+    how = (d.place(on_host=True), scale_of(d, node))
     result: list[fx.Node] = []  # output and log-sum-exp so far
     for turn in turns:
         if turn.step + 1 < d.degree:

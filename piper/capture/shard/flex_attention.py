@@ -17,19 +17,18 @@ from piper.capture.shard.attention_operators import SEQUENCE
 from piper.capture.shard.compute_rules import aligned
 from piper.capture.shard.shape_rules import operand
 from piper.capture.shard.sharder import Sharder, aten
-from piper.capture.trace.recording import Mode
 from piper.ir.sharding import REPLICATE, Shard
 
 FLEX = torch.ops.higher_order.flex_attention
 SCORE, BLOCKS, SCALE, OPTIONS, SCORE_READS, MASK_READS = range(3, 9)  # positions of its arguments
-BY_QUERIES, BY_KEYS = slice(2, 6), slice(6, 10)  # of its blocks: counts and indices, partial then full
+BLOCKS_STOP = 10  # behind its blocks by queries and by keys: counts and indices, partial then full
 INDICES = 4  # a sample, a head, a query, a key
 
 
 def attend(d: Sharder, node: fx.Node, local: Sequence[fx.Node], have: Shard) -> fx.Node:
     """Write the attention of a device's own samples, heads or queries. local: its queries, keys, values."""
     places = own_places(d, d.shape(operand(node))[have.dim], have)
-    mask = _through_table(d, f"{node.name}_mask", _mask(node), have.dim)
+    mask = _through_table(d, f"{node.name}_mask", _blocks(node)[-1], have.dim)
     blocks = (*_own_blocks(d, node, have, places), *_sizes(node), mask)
     score = _through_table(d, f"{node.name}_score", node.args[SCORE], 1 + have.dim)
     score_reads, mask_reads = ((*reads(d, node, position), places) for position in (SCORE_READS, MASK_READS))
@@ -40,8 +39,12 @@ def attend(d: Sharder, node: fx.Node, local: Sequence[fx.Node], have: Shard) -> 
 
 def own_places(d: Sharder, size: int, have: Shard) -> fx.Node:
     """Write the places in the whole of what a device holds of one dimension."""
-    options: dict[str, Argument] = {"dtype": torch.int32, "device": _device(d)}
-    return d.take(d.emit(aten.arange.default, (size,), options), have.at(0))
+    return d.take(_counted(d, size), have.at(0))
+
+
+def _counted(d: Sharder, size: int) -> fx.Node:
+    options: dict[str, Argument] = {"dtype": torch.int32, "device": d.device}
+    return d.emit(aten.arange.default, (size,), options)
 
 
 def reads(d: Sharder, node: fx.Node, position: int) -> list[fx.Node]:
@@ -63,16 +66,15 @@ def mask_rows(d: Sharder, node: fx.Node, have: Shard) -> fx.Node:
     There is one sample or one head where the mask is the same for all.
     """
     query, key = operand(node), operand(node, 1)
-    function = _function(d, _mask(node))
+    function = _function(d, _blocks(node)[-1])
     samples, heads, *_ = function.graph.find_nodes(op="placeholder")
-    options: dict[str, Argument] = {"dtype": torch.int32, "device": _device(d)}
     counts = [
         d.shape(query)[0] if samples.users else 1,
         d.shape(query)[1] if heads.users else 1,
         d.shape(query)[SEQUENCE],
         d.shape(key)[SEQUENCE],
     ]
-    indices = [d.emit(aten.arange.default, (count,), options) for count in counts]
+    indices = [_counted(d, count) for count in counts]
     indices[have.dim] = own_places(d, d.shape(query)[have.dim], have)
     tensors = reads(d, node, MASK_READS)
     whole: Callable[..., Tensor] = function
@@ -91,7 +93,8 @@ def _spliced(d: Sharder, traced: fx.GraphModule, given: Sequence[fx.Node]) -> fx
     values: dict[fx.Node, fx.Node] = dict(zip(placeholders, given, strict=True))
     for node in traced.graph.nodes:
         if node.op == "get_attr":
-            values[node] = _attribute(d, f"{node.target}", getattr(traced, str(node.target)))
+            setattr(d.recording.root, str(node.target), getattr(traced, str(node.target)))
+            values[node] = d.attribute(str(node.target))
         elif node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = d.emit(node.target, args, kwargs)
@@ -100,26 +103,23 @@ def _spliced(d: Sharder, traced: fx.GraphModule, given: Sequence[fx.Node]) -> fx
     return values[result]
 
 
-def _mask(node: fx.Node) -> Argument:
-    """Return the function of an attention's mask, which is the last of its blocks."""
+def _blocks(node: fx.Node) -> Sequence[Argument]:
+    """Return what an attention knows of its mask: the lengths, the blocks, and at last the function."""
     blocks = node.args[BLOCKS]
     assert isinstance(blocks, list | tuple)
-    return blocks[-1]
+    return blocks
 
 
 def _sizes(node: fx.Node) -> tuple[Argument, ...]:
     """Return what stands between the blocks of a mask and its function: orders of writing, their sizes."""
-    blocks = node.args[BLOCKS]
-    assert isinstance(blocks, list | tuple)
-    between = blocks[BY_KEYS.stop : -1]
+    between = _blocks(node)[BLOCKS_STOP:-1]
     return (*(None for _ in between[:-2]), *between[-2:])  # another order of writing is as good
 
 
 def _own_blocks(d: Sharder, node: fx.Node, have: Shard, places: fx.Node) -> tuple[Argument, ...]:
     """Return the lengths and blocks of a mask for a device's own samples, heads or queries."""
-    blocks = node.args[BLOCKS]
-    assert isinstance(blocks, list | tuple)
-    lengths, tensors = list(blocks[:2]), list(blocks[2 : BY_KEYS.stop])
+    blocks = _blocks(node)
+    lengths, tensors = blocks[:2], blocks[2:BLOCKS_STOP]
     if have.dim != SEQUENCE:
         return (*lengths, *(_aligned(d, x, have) for x in tensors))
     whole = [d.to(x, REPLICATE, varies=True) if isinstance(x, fx.Node) else None for x in tensors]
@@ -164,23 +164,8 @@ def _through_table(d: Sharder, name: str, attribute: Argument, position: int) ->
         place = graph.call_function(aten.index.Tensor, (table, [index]))
     index.replace_all_uses_with(place, delete_user_cb=lambda user: user is not place)
     graph.output(result)
-    return _attribute(d, f"{name}_{d.sharding.axis}", fx.GraphModule(function, graph))
-
-
-def _attribute(d: Sharder, name: str, value: object) -> fx.Node:
-    """Write the read of something that the traced model then holds under a name."""
-    setattr(d.recording.root, name, value)
-    local = d.graph.get_attr(name)
-    if isinstance(value, Tensor):
-        with d.fakes:
-            value = d.fakes.from_tensor(value)
-    local.meta["example_value"] = value
-    d.modes[local], d.tags[local] = Mode(), ()
-    return local
-
-
-def _device(d: Sharder) -> torch.device:
-    return d.place().meta["example_value"].device  # type: ignore[no-any-return]
+    setattr(d.recording.root, f"{name}_{d.sharding.axis}", fx.GraphModule(function, graph))
+    return d.attribute(f"{name}_{d.sharding.axis}")
 
 
 @torch.library.custom_op("piper::own_blocks", mutates_args=())

@@ -163,24 +163,34 @@ class LocalGraph:
         own = self.emit(aten.index_select.default, (cut, dim + 1, index))
         return self.emit(aten.reshape.default, (own, [*shape[:dim], size // slices, *shape[dim + 1 :]]))
 
-    def place(self) -> fx.Node:
-        """Return the placeholder of a device's place in its group: a tensor of one number."""
-        device = next(iter(self.recording.origins)).meta["example_value"].device
-        return self._rank(AxisPosition(axis=self.sharding.axis), device)
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.recording.origins)).meta["example_value"].device  # type: ignore[no-any-return]
 
-    def host_place(self) -> fx.Node:
-        """Return the placeholder of the same number in memory of the host, for what decides by it."""
-        return self._rank(AxisPosition(axis=self.sharding.axis, on_host=True), torch.device("cpu"))
+    def place(self, *, on_host: bool = False) -> fx.Node:
+        """Return the placeholder of a device's place in its group: a tensor of one number.
 
-    def _rank(self, place: AxisPosition, device: torch.device) -> fx.Node:
+        on_host: in memory of the host, for what decides by it.
+        """
+        place = AxisPosition(axis=self.sharding.axis, on_host=on_host)
         if place not in self.ranks:
-            first = next(iter(self.graph.nodes), None)
-            with self.graph.inserting_before(first):
-                rank = self.graph.placeholder(f"{'host_' * place.on_host}place_in_{place.axis}")
+            with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
+                rank = self.graph.placeholder(f"{'host_' * on_host}place_in_{place.axis}")
             with self.fakes:
+                device = torch.device("cpu") if on_host else self.device
                 rank.meta["example_value"] = torch.empty(1, dtype=torch.int64, device=device)
             self.ranks[place] = rank
         return self.ranks[place]
+
+    def attribute(self, name: str) -> fx.Node:
+        """Write the read of something that the traced model holds under a name."""
+        local, value = self.graph.get_attr(name), getattr(self.recording.root, name)
+        with self.fakes:
+            local.meta["example_value"] = (
+                self.fakes.from_tensor(value) if isinstance(value, Tensor) else value
+            )
+        self.modes[local], self.tags[local] = Mode(), ()
+        return local
 
     @contextmanager
     def within(self, node: fx.Node) -> Iterator[None]:

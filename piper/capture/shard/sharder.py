@@ -19,7 +19,7 @@ from piper.capture.shard.local_graph import LocalGraph, RegionOf
 from piper.capture.shard.reshapes import REPLAYED, read_later, value_of
 from piper.capture.trace.effects import draws, name_of, writes
 from piper.capture.trace.markers import collective, marker
-from piper.capture.trace.recording import FromParameter, Mode, Recording
+from piper.capture.trace.recording import FromParameter, Recording
 from piper.capture.trace_errors import reason
 from piper.ir.chunk import Batch, Tags
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
@@ -212,7 +212,8 @@ class Sharder(LocalGraph):
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "get_attr":
-                self._attribute(node)
+                self.local[node], self.layouts[node] = self.attribute(str(node.target)), REPLICATE
+                self.local[node].meta = {**node.meta, **self.local[node].meta}
             elif node.op == "call_function":
                 self.node = node
                 written = [(source, self.local[source]) for source in writes(node)]
@@ -284,17 +285,6 @@ class Sharder(LocalGraph):
         self.local[node], self.layouts[node] = local, given
         if isinstance(given, CopiedShard):
             self.copied.add(local)
-
-    def _attribute(self, node: fx.Node) -> None:
-        """Copy a tensor that the trace holds as an attribute."""
-        local = self.graph.node_copy(node)
-        value = getattr(self.recording.root, str(node.target))
-        if isinstance(value, Tensor):
-            with self.fakes:
-                value = self.fakes.from_tensor(value)
-        local.meta["example_value"] = value
-        self.local[node], self.layouts[node] = local, REPLICATE
-        self.modes[local], self.tags[local] = Mode(), ()
 
     def _operation(self, node: fx.Node) -> None:
         tags = self.region_of(node)
