@@ -19,9 +19,8 @@ from piper.capture.shard.attention_operators import SEQUENCE, Turn
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import aligned
 from piper.capture.shard.flex_attention import FLEX
-from piper.capture.shard.layout import CopiedShard, change, divides
+from piper.capture.shard.layout import RESHAPES, CopiedShard, change, divides, tensor_of, value_of
 from piper.capture.shard.loss_rules import softmax
-from piper.capture.shard.reshapes import RESHAPES, tensor_of, value_of
 from piper.capture.shard.shape_rules import operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument, draws

@@ -23,8 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from piper.capture.shard.axis_sharding import NoRuleError
-from piper.capture.shard.layout import CopiedShard, local_shape
-from piper.capture.shard.reshapes import value_of
+from piper.capture.shard.layout import CopiedShard, local_shape, value_of
 from piper.capture.shard.sharder import Rule, Sharder
 from piper.capture.trace.effects import writes
 from piper.capture.trace_errors import reason

@@ -24,7 +24,7 @@ from torch.fx.node import Argument, map_arg
 
 from piper.capture.shard.attention_rules import MASK, WEIGHTS
 from piper.capture.shard.compute_rules import by_family
-from piper.capture.shard.reshapes import read_later, tensor_of, value_of
+from piper.capture.shard.layout import read_later, tensor_of, value_of
 from piper.capture.shard.rules import rules
 from piper.capture.shard.shape_rules import number, operand
 from piper.capture.trace.effects import argument, draws, writes

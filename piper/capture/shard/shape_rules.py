@@ -8,8 +8,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from piper.capture.shard.axis_sharding import NoRuleError
-from piper.capture.shard.layout import local_shape, reshaped, slices_of
-from piper.capture.shard.reshapes import RESHAPES, value_of
+from piper.capture.shard.layout import RESHAPES, local_shape, reshaped, slices_of, value_of
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
 from piper.capture.trace.markers import collective, how_of

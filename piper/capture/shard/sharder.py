@@ -14,9 +14,17 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from piper.capture.shard.axis_sharding import HINT, AxisSharding, NoRuleError, hint_for
-from piper.capture.shard.layout import CopiedShard, OwnOrder, change, divides, local_shape
+from piper.capture.shard.layout import (
+    REPLAYED,
+    CopiedShard,
+    OwnOrder,
+    change,
+    divides,
+    local_shape,
+    read_later,
+    value_of,
+)
 from piper.capture.shard.local_graph import LocalGraph, RegionOf
-from piper.capture.shard.reshapes import REPLAYED, read_later, value_of
 from piper.capture.trace.effects import draws, name_of, writes
 from piper.capture.trace.markers import collective, marker
 from piper.capture.trace.recording import FromParameter, Recording
