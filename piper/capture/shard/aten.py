@@ -16,7 +16,7 @@ from torch.fx.node import Argument, map_aggregate
 
 from piper.capture.shard.compute_rules import POINTWISE
 from piper.capture.shard.rewrites import in_four_dimensions, without_vmap, without_writes
-from piper.capture.shard.rules import rules
+from piper.capture.shard.rules import RULES
 from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import Mode, Recording, number_regions
 from piper.capture.trace_errors import quiet, reason
@@ -62,7 +62,7 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
     Autocasts become explicit casts. exact: casts to float32 become casts to float64. It is the same for all
     shardings of a recording, so it is written once: the caller changes nothing in it.
     """
-    known, key = recording.in_aten, (exact, frozenset(rules()))
+    known, key = recording.in_aten, (exact, frozenset(RULES))
     mode = next(
         value.fake_mode
         for node in recording.origins
@@ -151,7 +151,7 @@ def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: Fake
     """Trace a recorded graph again, on fakes like those of its placeholders, in ATen operations."""
     examples = [node.meta["example_value"] for node in placeholders]
     # Operations that have no rule are written in others, which have one or may have.
-    parts = {op: parts for op, parts in _composites().items() if op not in rules() and op not in POINTWISE}
+    parts = {op: parts for op, parts in _composites().items() if op not in RULES and op not in POINTWISE}
     with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
         given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
         try:

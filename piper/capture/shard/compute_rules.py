@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from piper.capture.shard.along_rules import named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.dtensor_rules import verified
 from piper.capture.shard.layout import tensor_of, value_of
-from piper.capture.shard.shape_rules import getitem, operand
+from piper.capture.shard.shape_rules import getitem, named, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument, draws
 from piper.ir.sharding import REPLICATE, Partial, Placement, Shard

@@ -8,12 +8,11 @@ from torch import fx
 from torch.fx.node import Argument, map_arg
 
 import piper.capture.shard.head_operators  # noqa: F401  registers the operators
-from piper.capture.shard.along_rules import along, named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import CASTS, together
 from piper.capture.shard.layout import RESHAPES
 from piper.capture.shard.lookup_rules import from_own_first, masked, own_rows
-from piper.capture.shard.shape_rules import number, operand
+from piper.capture.shard.shape_rules import along, named, number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
 from piper.ir.sharding import REPLICATE, Partial, Shard

@@ -11,12 +11,11 @@ from dataclasses import replace
 from torch import Tensor, fx
 
 from piper.capture.shard import shape_rules as shapes
-from piper.capture.shard.along_rules import ALONG, along, named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import CASTS, addmm, linear, pointwise, reduction
 from piper.capture.shard.layout import RESHAPES, OwnOrder, RowNumbers, divides, tensor_of, value_of
 from piper.capture.shard.loss_rules import softmax
-from piper.capture.shard.shape_rules import number, operand
+from piper.capture.shard.shape_rules import ALONG, along, named, number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
 from piper.capture.trace.markers import OWN_ROWS

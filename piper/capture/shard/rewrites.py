@@ -25,7 +25,7 @@ from torch.fx.node import Argument, map_arg
 from piper.capture.shard.attention_rules import MASK, WEIGHTS
 from piper.capture.shard.compute_rules import by_family
 from piper.capture.shard.layout import read_later, tensor_of, value_of
-from piper.capture.shard.rules import rules
+from piper.capture.shard.rules import RULES
 from piper.capture.shard.shape_rules import number, operand
 from piper.capture.trace.effects import argument, draws, writes
 
@@ -85,7 +85,7 @@ def without_writes(graph: fx.Graph) -> None:
         views = [writes(node)[0]]
         while views[-1].target in VIEWS:
             views.append(operand(views[-1]))
-        if len(views) == 1 and (node.target in rules() or by_family(node) is not None):
+        if len(views) == 1 and (node.target in RULES or by_family(node) is not None):
             continue
         later = read_later(views[0], node)
         known = all(name.op == "call_function" and (name in views or not later[name]) for name in later)
