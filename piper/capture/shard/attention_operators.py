@@ -46,8 +46,7 @@ class AttentionBlock:
         return rows * columns - (rows * (rows - 1) // 2 if self.causal else 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Turn(NamedTuple):
     """One step of a ring: a device holds the block that began `step` devices before it, or all keys."""
 
     ways: int
@@ -55,16 +54,10 @@ class Turn:
     causal: bool
     zigzag: bool
 
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> "Turn":
-        """Return a step from the numbers by which operators take it."""
-        ways, step, causal, zigzag = numbers
-        return cls(ways=ways, step=step, causal=bool(causal), zigzag=bool(zigzag))
-
     @property
     def numbers(self) -> list[int]:
-        """Return the step as operators take it."""
-        return [self.ways, self.step, int(self.causal), int(self.zigzag)]
+        """Return the step as operators take it, and give it back: `Turn(*numbers)`."""
+        return [int(number) for number in self]
 
     def blocks(self, place: int, rows: int, keys: int) -> list[AttentionBlock]:
         """Return what a device's queries see of the keys that it holds. All keys are under a causal mask."""
@@ -77,7 +70,7 @@ class Turn:
             ]
         source = (place - self.step) % self.ways
         if not self.causal or source == place:
-            return [AttentionBlock(queries=(0, rows), keys=(0, keys), causal=self.causal)]
+            return [AttentionBlock(queries=(0, rows), keys=(0, keys), causal=bool(self.causal))]
         if not self.zigzag:
             return [AttentionBlock(queries=(0, rows), keys=(0, keys))] if source < place else []
         if source < place:
@@ -282,7 +275,7 @@ def ring_attend(
     before: output and log-sum-exp so far; none in the first step. mask: a device's own rows, all columns.
     The output is as wide as sums are until the last step.
     """
-    here, how, wide = int(place), Turn.of(turn), width(query)
+    here, how, wide = int(place), Turn(*turn), width(query)
     if before:
         out, total = before[0].clone(), before[1].clone()
     else:
@@ -298,7 +291,7 @@ def ring_attend(
 
 @ring_attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-    how = Turn.of(rest[-1])
+    how = Turn(*rest[-1])
     dtype = query.dtype if how.step == how.ways - 1 else width(query)
     out = query.new_empty([*query.shape[:3], value.shape[3]], dtype=dtype)
     return out, query.new_empty(query.shape[:3], dtype=width(query))
@@ -329,7 +322,7 @@ def _(passed: Tensor, *_: object) -> Tensor:
 def ring_grad(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
     """Return the share that the keys of a device have in the gradients of queries, keys and values."""
     query, key, value, mask, out, total, place, scale, turn = operands
-    here, how = int(place), Turn.of(turn)
+    here, how = int(place), Turn(*turn)
     blocks = how.blocks(here, query.shape[SEQUENCE], key.shape[SEQUENCE])
     return _grads(grad, Attended(query, key, value, out, total, how.columns(mask, here), scale), blocks)
 
@@ -368,9 +361,9 @@ def _(query: Any, key: Any, value: Any, *rest: Any, **_: object) -> int:  # noqa
 
 @register_flop_formula(torch.ops.piper.ring_attend)
 def _(query: Any, key: Any, value: Any, *rest: Any, **_: object) -> int:  # noqa: ANN401
-    return _flops(query, key, value, Turn.of(rest[-1]), backward=False)
+    return _flops(query, key, value, Turn(*rest[-1]), backward=False)
 
 
 @register_flop_formula(torch.ops.piper.ring_grad)
 def _(_: object, query: Any, key: Any, value: Any, *rest: Any, **__: object) -> int:  # noqa: ANN401
-    return _flops(query, key, value, Turn.of(rest[-1]), backward=True)
+    return _flops(query, key, value, Turn(*rest[-1]), backward=True)

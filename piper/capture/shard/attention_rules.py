@@ -171,7 +171,6 @@ def mask_of(d: Sharder, node: fx.Node, have: Shard) -> fx.Node | None:
 
 def causal_mask(d: Sharder, queries: int, keys: int) -> fx.Node:
     """Return which keys each query attends to: those up to its own place."""
-    assert d.node is not None
     options = {"dtype": None, "device": tensor_of(d.node).device}
     rows, columns = (d.emit(aten.arange.default, (count,), options) for count in (queries, keys))
     return d.emit(aten.ge.Tensor, (d.emit(aten.unsqueeze.default, (rows, 1)), columns))

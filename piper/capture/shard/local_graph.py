@@ -41,7 +41,7 @@ class LocalGraph:
         self.bundle: int | None = None  # of what is being written: all of one stays in one chunk
         self.bundles: dict[fx.Node, int] = {}
         self.bundled = max(recording.bundles.values(), default=0)
-        self.node: fx.Node | None = None  # what is being sharded
+        self.node: fx.Node  # what is being sharded
         example = next(n.meta["example_value"] for n in recording.origins if "example_value" in n.meta)
         self.fakes = example.fake_mode
 
@@ -72,7 +72,6 @@ class LocalGraph:
         self, target: object, args: tuple[Argument, ...], kwargs: Mapping[str, Argument] | None = None
     ) -> fx.Node:
         """Write one operation over local values; its result varies where one of its whole operands does."""
-        assert self.node is not None
         if args and isinstance(args[0], fx.Node) and args[0].target is collective and _writes(target):
             args = (self.emit(aten.clone.default, (args[0],)), *args[1:])  # what a collective gives stays
         call = self.graph.call_function(target, args, dict(kwargs or {}))  # type: ignore[arg-type]
@@ -206,7 +205,6 @@ class LocalGraph:
 
     def refused(self, what: str, hint: str) -> CaptureError:
         """Return the error of an operation: its source line, and how its operands are sharded."""
-        assert self.node is not None
         operands = [
             f"{source.name} {list(value.shape)} {in_words(layout)}"
             for source in self.node.all_input_nodes

@@ -59,7 +59,6 @@ def _exponentials(d: Sharder, x: fx.Node, dim: int, *, varies: bool) -> tuple[fx
 
     varies: sharded work reads the sum. Readers in one region share the three.
     """
-    assert d.node is not None
     keys = [(name, x, dim, varies, d.region_of(d.node)) for name in ("shifted", "total", "largest")]
     if keys[0] not in d.moved:
         local = d.local[x]

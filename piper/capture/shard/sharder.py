@@ -115,7 +115,7 @@ class Sharder(LocalGraph):
         same = have == want == REPLICATE and not (varies or self._is_outside()) and self.trains(local)
         if isinstance(origin, FromParameter) and same:
             self.same.add(origin.name)  # every device reads it for the same work
-        if have == want and not (isinstance(want, Replicate) and varies and self._must_vary(node, local)):
+        if have == want and not (isinstance(want, Replicate) and varies and self._must_vary(node)):
             return local
         key = (node, want, varies if isinstance(want, Replicate) else None, self._place(node, have))
         if key not in self.moved:
@@ -125,7 +125,6 @@ class Sharder(LocalGraph):
 
     def _is_outside(self) -> bool:
         """Return whether what is being sharded is in a region that this axis does not shard."""
-        assert self.node is not None
         region = self.region_of(self.node)
         return region is not None and not self.inside(region)
 
@@ -138,9 +137,9 @@ class Sharder(LocalGraph):
             self.unsharded[node] = local
         return self.unsharded[node]
 
-    def _must_vary(self, node: fx.Node, local: fx.Node) -> bool:
+    def _must_vary(self, node: fx.Node) -> bool:
         """Return whether a whole value's gradient must be summed for sharded work to read it."""
-        if not self.trains(local) or local in self.varying:
+        if not self.trains(self.local[node]) or self.local[node] in self.varying:
             return False
         origin = self.recording.origins.get(node)
         if isinstance(origin, FromParameter) and origin.name not in self.marked:
@@ -159,7 +158,7 @@ class Sharder(LocalGraph):
         if isinstance(want, Shard):
             if not divides(shape[want.dim], want, self.degree):
                 raise NoRuleError(f"dimension {want.dim} of {list(shape)} does not divide by {self.degree}")
-            if isinstance(have, Replicate) and not self._must_vary(node, local):
+            if isinstance(have, Replicate) and not self._must_vary(node):
                 return self.take(local, want)
         if isinstance(have, Shard) and isinstance(want, Replicate) and (base := self.base(node)) is not None:
             given = self.to(base, want, varies=varies)
@@ -199,13 +198,11 @@ class Sharder(LocalGraph):
         self.varying.discard(result)
         if isinstance(want, Replicate):
             self.between.discard(result)
-        if varies and isinstance(want, Replicate):
-            self.varying.add(result)
+            self.varying |= {result} if varies else set()
         return result
 
     def _place(self, node: fx.Node, have: Placement) -> fx.Node:
         """Return the node in whose region a value changes its layout: a sum's maker, a slice's reader."""
-        assert self.node is not None
         if isinstance(have, Partial):
             return node
         here, there = self.region_of(self.node), self.region_of(node)
