@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -63,11 +64,8 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
     shardings of a recording, so it is written once: the caller changes nothing in it.
     """
     known, key = recording.in_aten, (exact, frozenset(RULES))
-    mode = next(
-        value.fake_mode
-        for node in recording.origins
-        if hasattr(value := node.meta["example_value"], "fake_mode")
-    )
+    examples = (node.meta["example_value"] for node in recording.origins)
+    mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
     # An earlier sharding of this recording leaves the sizes of its routed rows.
     if mode.shape_env is not None:
         mode.shape_env.pending_fresh_unbacked_symbols.clear()
@@ -78,7 +76,7 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
 
 def _written(recording: Recording, mode: FakeTensorMode, *, exact: bool) -> Recording:
     """Write a recording in ATen operations. mode: that of its fakes."""
-    placeholders = [node for node in recording.graph.nodes if node.op == "placeholder"]
+    placeholders = recording.graph.find_nodes(op="placeholder")
     traced = _traced(_Interpreter(*_copy_of(recording, exact=exact)), placeholders, mode)
     graph = traced.graph
     without_writes(graph)
@@ -90,9 +88,9 @@ def _written(recording: Recording, mode: FakeTensorMode, *, exact: bool) -> Reco
             by="shard",
             hint="leave out its `options`, or call piper.losses.fused_cross_entropy",
         )
-    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    results = graph.output_node().args[0]
     assert isinstance(results, tuple | list)
-    inputs = dict(zip((node for node in graph.nodes if node.op == "placeholder"), placeholders, strict=True))
+    inputs = dict(zip(graph.find_nodes(op="placeholder"), placeholders, strict=True))
     for new, old in inputs.items():
         new.meta["example_value"] = old.meta["example_value"]
     noted: dict[fx.Node, Mode] = {}
@@ -102,20 +100,17 @@ def _written(recording: Recording, mode: FakeTensorMode, *, exact: bool) -> Reco
         if WEIGHT in custom:
             node.meta[WEIGHT] = custom.pop(WEIGHT)
         node.meta["custom"] = custom
-    return Recording(
+    return replace(
+        recording,
         graph=graph,
         root=traced,
         origins={new: recording.origins[old] for new, old in inputs.items()},
         results=tuple(node for node in results if isinstance(node, fx.Node)),
-        tags=number_regions(
-            {node: node.meta["custom"] for node in graph.nodes}, recording.regions
-        ),  # regions without operations count, as they did before it was sharded
-        regions=recording.regions,
+        # Regions without operations count, as they did before it was sharded.
+        tags=number_regions({node: node.meta["custom"] for node in graph.nodes}, recording.regions),
         modes={node: noted[node] for node in graph.nodes if node.op not in ("placeholder", "output")},
         bundles={},
-        constants=recording.constants,
-        weighted=recording.weighted,
-        metrics=recording.metrics,
+        checkpoints=(),
     )
 
 

@@ -136,33 +136,21 @@ def _product(
 ) -> None:
     given, have = d.settle(x), d.settle(weight)
     last = len(d.shape(x)) - 1
-    if have == REPLICATE:
-        out: Placement = given if isinstance(given, Shard) and given.dim != last else REPLICATE
-        sharded = isinstance(out, Shard)
-        varies = sharded or d.varies([x, weight])
-        args = [d.to(x, out, varies=varies), d.to(weight, REPLICATE, varies=varies)]
-        args += [d.to(bias, REPLICATE, varies=varies)] if bias is not None else []
-        d.done(node, _multiply(d, node, args), out)
-    elif isinstance(have, Shard) and have.dim == out_dim:
-        args = [d.to(x, REPLICATE, varies=True), d.local[weight]]
-        args += [d.to(bias, have.at(0), varies=True)] if bias is not None else []
-        d.done(node, _multiply(d, node, args), have.at(last))
+    out: Placement = Partial()
+    varies = True
+    if not isinstance(have, Shard):
+        out = given if isinstance(given, Shard) and given.dim != last else REPLICATE
+        varies = isinstance(out, Shard) or d.varies([x, weight])
+        wants: tuple[Placement, ...] = (out, REPLICATE, REPLICATE)
+    elif have.dim == out_dim:
+        out, wants = have.at(last), (REPLICATE, have, have.at(0))
     else:
-        assert isinstance(have, Shard)
-        args = [d.to(x, have.at(last), varies=True), d.local[weight]]
-        if bias is not None:  # one device of the group adds it, so that the sum has it once
-            first = d.emit(aten.eq.Scalar, (d.place(), 0))
-            args.append(d.emit(aten.mul.Tensor, (d.to(bias, REPLICATE, varies=True), first)))
-        d.done(node, _multiply(d, node, args), Partial())
-
-
-def _multiply(d: Sharder, node: fx.Node, args: list[fx.Node]) -> fx.Node:
-    """Write a product with its bias, if there is one."""
-    if node.target is aten.linear.default:
-        return d.emit(aten.linear.default, tuple(args))
-    if len(args) == 3:
-        return d.emit(aten.addmm.default, (args[2], args[0], args[1]))
-    return d.emit(aten.mm.default, tuple(args))
+        wants = (have.at(last), have, REPLICATE)
+    pairs = zip((x, weight, bias), wants, strict=True)
+    args = [d.to(each, want, varies=varies) for each, want in pairs if each is not None]
+    if bias is not None and out == Partial():  # one device of the group adds it, so that the sum has it once
+        args[2] = d.emit(aten.mul.Tensor, (args[2], d.emit(aten.eq.Scalar, (d.place(), 0))))
+    d.done(node, d.emit(node.target, tuple(args if out_dim == 0 else (args[2], *args[:2]))), out)
 
 
 def matmul(d: Sharder, node: fx.Node) -> None:

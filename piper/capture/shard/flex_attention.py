@@ -57,7 +57,7 @@ def reads(d: Sharder, node: fx.Node, position: int) -> list[fx.Node]:
 def changes_scores(d: Sharder, node: fx.Node) -> bool:
     """Return whether an attention changes scores: its function returns something else than the score."""
     score, *_ = (graph := _function(d, node.args[SCORE]).graph).find_nodes(op="placeholder")
-    return next(iter(graph.find_nodes(op="output"))).args[0] is not score
+    return graph.output_node().args[0] is not score
 
 
 def mask_rows(d: Sharder, node: fx.Node, have: Shard) -> fx.Node:
@@ -98,7 +98,7 @@ def _spliced(d: Sharder, traced: fx.GraphModule, given: Sequence[fx.Node]) -> fx
         elif node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = d.emit(node.target, args, kwargs)
-    result = next(iter(traced.graph.find_nodes(op="output"))).args[0]
+    result = traced.graph.output_node().args[0]
     assert isinstance(result, fx.Node)
     return values[result]
 
