@@ -23,7 +23,7 @@ from piper.capture.trace.regions import find_regions
 from piper.capture.trace.trace import Traced, cut_model
 from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import Parameter, Tags, TensorSpec
-from piper.ir.mesh import Axis, Mesh, copies_along
+from piper.ir.mesh import Mesh, copies_along
 from piper.ir.sharding import REPLICATE, AxisPlacement, Shard
 
 PRODUCTS = {
@@ -50,13 +50,8 @@ class Request:
 
     def alike(self, other: "Request") -> bool:
         """Return whether two directives shard alike, so that slices may pass between their regions."""
-        asked = replace(self, by="", regions={}) == replace(other, by="", regions={})
-        return asked and self.axes == other.axes
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """Return the axes of the first region: the same for all of a request that `by_axes` returns."""
-        return next(iter(self.regions.values())).sharing
+        axes, others = (next(iter(each.regions.values())).sharing for each in (self, other))  # of all regions
+        return axes == others and replace(self, by="", regions={}) == replace(other, by="", regions={})
 
     def by_axes(self) -> Iterator["Request"]:
         """Yield a request for all regions that have the same axes: slices pass between no others."""
