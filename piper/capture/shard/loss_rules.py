@@ -59,8 +59,8 @@ def _exponentials(d: Sharder, x: fx.Node, dim: int, *, varies: bool) -> tuple[fx
 
     varies: sharded work reads the sum. Readers in one region share the three.
     """
-    keys = [(name, x, dim, varies, d.region_of(d.node)) for name in ("shifted", "total", "largest")]
-    if keys[0] not in d.moved:
+    key = (x, dim, varies, d.region_of(d.node))
+    if key not in d.exponentials:
         local = d.local[x]
         fixed = d.emit(aten.detach.default, (local,))
         largest = d.collect(d.emit(aten.amax.default, (fixed, [dim], True)), Partial("max"))
@@ -69,9 +69,8 @@ def _exponentials(d: Sharder, x: fx.Node, dim: int, *, varies: bool) -> tuple[fx
         shifted = d.emit(aten.add.Tensor, (_widened_again(d, local), below))
         terms = d.emit(aten.sum.dim_IntList, (d.emit(aten.exp.default, (shifted,)), [dim], True))
         total = d.collect(terms, Partial(), varies=varies)
-        d.moved |= dict(zip(keys, (shifted, total, largest), strict=True))
-    shifted, total, largest = map(d.moved.__getitem__, keys)
-    return shifted, total, largest
+        d.exponentials[key] = shifted, total, largest
+    return d.exponentials[key]
 
 
 def _widened_again(d: Sharder, local: fx.Node) -> fx.Node:

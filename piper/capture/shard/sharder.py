@@ -59,6 +59,7 @@ class Sharder(LocalGraph):
             if isinstance(origin, Batch) and isinstance(field := sharding.batch.get(origin.field), Shard)
         ]  # of the fields that are sharded
         self.moved: dict[tuple[object, ...], fx.Node] = {}
+        self.exponentials: dict[tuple[object, ...], tuple[fx.Node, fx.Node, fx.Node]] = {}  # and their sums
         self.routed: dict[fx.Node, Shard] = {}  # routes to which each device gives rows of its own
         self.unsharded: dict[fx.Node, fx.Node] = {}  # of fields that some regions load whole
         self.leaders: dict[Tags | None, fx.Node] = {}  # of each region one node, for all its readers
