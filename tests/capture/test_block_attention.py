@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from piper.capture.shard.attention_operators import attend_prefix, ring_attend, ring_pass
-from piper.capture.shard.block_attention import Turn, prefix_blocks
+from piper.capture.shard.attention_operators import Turn, all_keys, attend_prefix, ring_attend, ring_pass
 
 HEADS, SIZE = 4, 8
 
@@ -128,7 +127,9 @@ def test_zigzag_gives_every_device_as_much_to_do_and_skips_what_is_masked(ways: 
     rows = 32
     length = ways * rows
     left = length * (length + 1) // 2
-    gathered = [sum(b.pairs for b in prefix_blocks(place, ways, True, rows)) for place in range(ways)]
+    gathered = [
+        sum(b.pairs for b in all_keys(ways, True).blocks(place, rows, length)) for place in range(ways)
+    ]
     assert set(gathered) == {left // ways}
     steps = [
         [
@@ -149,4 +150,4 @@ def test_without_balance_the_last_device_has_most_to_do() -> None:
     plain = [Turn(ways=4, step=step, causal=True, zigzag=False) for step in range(4)]
     work = [sum(b.pairs for turn in plain for b in turn.blocks(place, 8, 8)) for place in range(4)]
     assert work == [36, 100, 164, 228]
-    assert [sum(b.pairs for b in prefix_blocks(place, 4, False, 8)) for place in range(4)] == work
+    assert [sum(b.pairs for b in all_keys(4, False).blocks(place, 8, 32)) for place in range(4)] == work

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from piper.capture.shard.rules import rules
+from piper.capture.shard.rules import RULES
 from tests.docs.blocks import blocks_of, pages, saved_before
 from tests.docs.running import Reader
 from tests.runtime.sharing import Shared
@@ -40,7 +40,7 @@ def folder(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
     reader = Reader(Path(page).name)
     # Commands of a page read its recipes again, and compile the same models. A rule that it registers ends with it.
-    with Shared().capturing(), patch.dict(rules()):
+    with Shared().capturing(), patch.dict(RULES):
         for block in (*saved_before(ROOT / page), *blocks_of(PAGES[page], Path(page).name)):
             reader.follow(block)
     reader.finish()

@@ -4,8 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.capture.shard.attention_operators import attend_prefix, ring_attend, ring_pass
-from piper.capture.shard.block_attention import Attended, Turn, attend, attend_grad, prefix_blocks, rows_of
+from piper.capture.shard.attention_operators import (
+    Attended,
+    Turn,
+    all_keys,
+    attend,
+    attend_grad,
+    attend_prefix,
+    ring_attend,
+    ring_pass,
+    rows_of,
+)
 from tests.capture.test_block_attention import own_places
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +46,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tens
 def test_the_flash_kernel_gives_the_sums_and_gradients_of_plain_arithmetic() -> None:
     """More keys than queries: the last query sees all of them."""
     query, key, value, grad = drawn()
-    for block in prefix_blocks(2, 4, True, LENGTH // 4):
+    for block in all_keys(4, True).blocks(2, LENGTH // 4, LENGTH):
         own, given = rows_of(query, block.queries), rows_of(grad, block.queries)
         keys, values = rows_of(key, block.keys), rows_of(value, block.keys)
         out, total = attend(own, keys, values, None, SCALE, True)

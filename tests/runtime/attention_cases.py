@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from piper.capture.shard.request import Request, ShardedModel, shard_model
+from piper.capture.shard.request import Request, shard_model
+from piper.capture.trace.recording import Recording
 from piper.compiler import Program, compile
 from piper.compiler.slices import requests_of
 from piper.directives import Directive, apply, shard
 from piper.errors import CaptureError, ScheduleError
+from piper.ir.chunk import Parameter
 from piper.ir.graph import start
 from piper.ir.select import at
 from piper.ir.sharding import AxisPlacement, Shard
@@ -404,10 +406,12 @@ def refusal_in_lockstep(case: Case, tolerance: float = 1e-12) -> str | None:
     strategy = strategy_of(case)
     try:
         requests = requests_of(apply(start(traced.outline), strategy, orders=False), strategy)
-        made = shard_model(traced.recording, requests, traced.outline.parameters, traced.outline.batch)
+        recording, parameters = shard_model(
+            traced.recording, requests, traced.outline.parameters, traced.outline.batch
+        )
     except (CaptureError, ScheduleError) as error:
         return error.what
-    losses, gradients = stepped(made, one.begin, given(case)[0], requests)
+    losses, gradients = stepped(recording, parameters, one.begin, given(case)[0], requests)
     for got in losses:
         assert abs(got - one.wanted.losses[0]) <= tolerance, f"{case}: loss {got}, not {one.wanted.losses[0]}"
     worst = largest_difference(one.wanted.gradients, gradients)
@@ -416,7 +420,11 @@ def refusal_in_lockstep(case: Case, tolerance: float = 1e-12) -> str | None:
 
 
 def stepped(
-    made: ShardedModel, begin: Mapping[str, Tensor], batch: Mapping[str, Tensor], requests: Sequence[Request]
+    recording: Recording,
+    parameters: Sequence[Parameter],
+    begin: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    requests: Sequence[Request],
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Run a sharded forward and its backward on all devices. requests: of each axis, the innermost first."""
     axes = [(request.axis, request.degree) for request in requests]
@@ -428,7 +436,7 @@ def stepped(
         ]
         for name in batch
     }
-    slices = {p.name: p.placements for p in made.parameters}
+    slices = {p.name: p.placements for p in parameters}
     params = {
         name: [part.requires_grad_() for part in _cut(value, slices[name], axes)]
         for name, value in begin.items()
@@ -442,7 +450,7 @@ def stepped(
         ({n: values[i] for n, values in params.items()}, {n: values[i] for n, values in fields.items()})
         for i in range(count)
     ]
-    losses, _ = lockstep.run_on_axes(made.recording, axes, [p for p, _ in each], {}, [b for _, b in each])
+    losses, _ = lockstep.run_on_axes(recording, axes, [p for p, _ in each], {}, [b for _, b in each])
     torch.autograd.backward(losses)
     gradients = {}
     for name, values in params.items():

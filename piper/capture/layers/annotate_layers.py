@@ -38,9 +38,7 @@ def annotate_layers(model: nn.Module) -> nn.Module:
         )
     if any(region.tag == TAG for region in listed_regions(model)):
         raise ConfigError(
-            f"the model has regions {TAG} already",
-            by="annotate_layers",
-            hint="annotate a model once",
+            f"the model has regions {TAG} already", by="annotate_layers", hint="annotate a model once"
         )
     layers = find_layers(model)
     if not layers:
@@ -57,7 +55,7 @@ def find_layers(model: nn.Module) -> list[str]:
     """Return the paths of a model's layers, in order; none where nothing repeats."""
     stacks: list[Stack] = []
     for path, module in model.named_modules():
-        inside = any(_within(path, block) for stack in stacks for block in stack.blocks)
+        inside = any(f"{path}.".startswith(f"{block}.") for stack in stacks for block in stack.blocks)
         if isinstance(module, CONTAINERS) and not inside and (stack := _stack(path, module)) is not None:
             stacks.append(stack)
     stacks = _of_language(model, stacks)
@@ -118,7 +116,3 @@ def _stack(path: str, container: nn.Module) -> Stack | None:
         kinds=frozenset(kinds),
         size=sum(sizes[name] for name in blocks),
     )
-
-
-def _within(path: str, block: str) -> bool:
-    return path == block or path.startswith(f"{block}.")

@@ -7,9 +7,11 @@ their input. Their regions are then empty in the outline. Here each gets the chu
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from piper.ir.chunk import CapturedModel, Chunk, Output, PhaseSpec, Tags, region_name
 
+Record = TypeVar("Record", Chunk, PhaseSpec)
 FIRST = 4  # blocks at the begin that are traced; the last one is too
 
 
@@ -60,9 +62,10 @@ class _Filler:
 
     def filled(self) -> Filled | None:
         """Return the whole outline. None: the blocks are not equal."""
-        steps, ends = self._steps()
-        if steps is None or ends is None or list(self.outline.chunks) != self.begin + self.block + self.end:
+        growth = self._steps()
+        if growth is None or list(self.outline.chunks) != self.begin + self.block + self.end:
             return None
+        steps, ends = growth
         own = _Copier(self, steps)
         third, fourth, last_block = self.blocks[FIRST - 2], self.blocks[FIRST - 1], self.blocks[-1]
         # A region may end with operations of the block that runs after its own.
@@ -113,7 +116,7 @@ class _Filler:
         )
         return Filled(outline=whole, origins=origins)
 
-    def _steps(self) -> tuple[dict[str, int] | None, dict[str, int] | None]:
+    def _steps(self) -> tuple[dict[str, int], dict[str, int]] | None:
         """Return by how much each tag grows from block to block, and in the end behind the skipped blocks.
 
         A region that is entered while the model runs is counted as it runs, so the end counts too low.
@@ -122,7 +125,7 @@ class _Filler:
         for tag in {tag for chunk in self.outline.chunks for tag, _ in chunk.tags} - {self.tag}:
             before, here, after = (_indices(each, tag) for each in (self.before, self.block, self.end))
             if len(before) != len(here):
-                return None, None
+                return None
             steps[tag] = here[0] - before[0] if here else 0
             skipped = self.skipped * steps[tag]
             if not here or not after or not skipped or after[0] == here[-1] + 1 + skipped:
@@ -130,7 +133,7 @@ class _Filler:
             elif after[0] == here[-1] + 1:
                 ends[tag] = skipped
             else:
-                return None, None
+                return None
         return steps, ends
 
 
@@ -165,34 +168,28 @@ class _Copier:
     def chunk(self, chunk: Chunk, shift: int, paths: Mapping[str, str]) -> Chunk:
         """Return a copy of a chunk so many blocks later. paths: blocks, and those that take their place."""
         reader = self.filler.numbers[chunk.name]
-
-        def named(names: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(_moved(name, paths) for name in names)
-
-        def phase(spec: PhaseSpec) -> PhaseSpec:
-            return replace(
-                spec,
-                params=named(spec.params),
-                buffers=named(spec.buffers),
-                grad_params=named(spec.grad_params),
-                in_place=named(spec.in_place),
-            )
-
+        inputs = (
+            self.output(source, shift, reader) if isinstance(source, Output) else source
+            for source in chunk.inputs
+        )
         return replace(
-            chunk,
+            _renamed(chunk, ("params", "buffers", "mutated", "products", "rowwise"), paths),
             name=self.name(chunk, shift),
             tags=self.tags(chunk.tags, shift),
-            inputs=tuple(
-                self.output(source, shift, reader) if isinstance(source, Output) else source
-                for source in chunk.inputs
-            ),
-            params=named(chunk.params),
-            buffers=named(chunk.buffers),
-            mutated=named(chunk.mutated),
-            products=named(chunk.products),
-            rowwise=named(chunk.rowwise),
-            phases={kind: phase(spec) for kind, spec in chunk.phases.items()},
+            inputs=tuple(inputs),
+            phases={
+                kind: _renamed(spec, ("params", "buffers", "grad_params", "in_place"), paths)
+                for kind, spec in chunk.phases.items()
+            },
         )
+
+
+def _renamed(record: Record, fields: Sequence[str], paths: Mapping[str, str]) -> Record:
+    """Return a record whose fields hold the names of parameters and buffers in other blocks."""
+    changes: dict[str, Any] = {
+        field: tuple(_moved(name, paths) for name in getattr(record, field)) for field in fields
+    }
+    return replace(record, **changes)
 
 
 def _indices(chunks: Sequence[Chunk], tag: str) -> list[int]:

@@ -76,8 +76,7 @@ class _Product(torch.autograd.Function):
 def fp8_grouped(rows: Tensor, weight: Tensor, counts: Tensor, transpose: bool = False) -> Tensor:
     """Multiply each expert's rows by that expert's weight in fp8. transpose: it is [experts, out, in]."""
     stored = weight if transpose else weight.transpose(1, 2)
-    result: Tensor = _GroupedProduct.apply(rows, stored, counts)  # type: ignore[no-untyped-call]
-    return result
+    return _GroupedProduct.apply(rows, stored, counts)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -117,7 +116,7 @@ def peaks_of(values: Tensor) -> Tensor:
     Magnitudes are in the order of their bits, and of those a GPU finds the larger in one instruction. Of
     numbers it takes four, because NaN has to win; as bits it does.
     """
-    magnitudes = values.to(wide(values.dtype)).abs()
+    magnitudes = values.to(torch.promote_types(values.dtype, torch.float32)).abs()
     return magnitudes.view(BITS[magnitudes.dtype]).amax(-1, keepdim=True).view(magnitudes.dtype)
 
 
@@ -138,11 +137,6 @@ def rounded(values: Tensor, peaks: Tensor, kind: torch.dtype) -> Tensor:
     return (values.to(inverse.dtype) * inverse).float().to(kind)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of scales and sums."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply the rows of `a` by the rows of `b`: [m, k] and [n, k] to [m, n].
 
@@ -154,17 +148,11 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
     across = scale_b.t() if by_row else scale_b
     aligned = not any(side % ALIGNED for side in (*a.shape[1:], *b.shape))
     if a.is_cuda and aligned and dtype is not torch.float64:
-        rows = torch._scaled_mm(
-            a,
-            b.t(),
-            scale_a,
-            across.contiguous(),
-            out_dtype=torch.bfloat16,
-            use_fast_accum=by_row,  # kernels with scales of rows are slow otherwise
-        )
+        across, kind = across.contiguous(), torch.bfloat16
+        # Kernels with scales of rows are slow without fast accumulation.
+        rows = torch._scaled_mm(a, b.t(), scale_a, across, out_dtype=kind, use_fast_accum=by_row)
         return rows.to(dtype)
-    emulated: Tensor = fp8_mm(a, b.t(), scale_a, across, dtype)
-    return emulated
+    return fp8_mm(a, b.t(), scale_a, across, dtype)  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("piper::fp8_mm", mutates_args=())
@@ -249,16 +237,13 @@ def _rewritten(body: Body, products: Collection[str]) -> Body:
         if chosen and is_grouped(node):
             args = fx.node.map_arg(node.args, copies.__getitem__)
             copies[node] = graph.call_function(fp8_grouped, args)
-            copies[node].meta = dict(node.meta)
-            continue
-        if factors is None:
+        elif factors is not None:
+            weight = copies[factors.weight]
+            weight = graph.call_method("t", (weight,)) if factors.transposed else weight
+            bias = copies[factors.bias] if isinstance(factors.bias, fx.Node) else None
+            copies[node] = graph.call_function(fp8_linear, (copies[factors.x], weight, bias))
+        else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            continue
-        weight = copies[factors.weight]
-        if factors.transposed:
-            weight = graph.call_method("t", (weight,))
-        bias = copies[factors.bias] if isinstance(factors.bias, fx.Node) else None
-        copies[node] = graph.call_function(fp8_linear, (copies[factors.x], weight, bias))
         copies[node].meta = dict(node.meta)
     return replace(body, graph=graph)
 

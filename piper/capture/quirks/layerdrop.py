@@ -24,15 +24,16 @@ PROBABILITY = "layerdrop"  # of a module, or of its configuration
 def no_layer_dropped(model: nn.Module) -> Iterator[None]:
     """Let a model whose LayerDrop has the probability 0 be traced: its draws are 1, and never below 0."""
     drawing = [module for module in model.modules() if module.training and draws(type(module))]
-    if not drawing or any(chance(module) is None for module in drawing):
+    chances = [chance(module) for module in drawing]
+    if not drawing or None in chances:
         yield  # nothing is drawn, or for something else
         return
-    for module in drawing:
-        if chance(module):
+    for module, probability in zip(drawing, chances, strict=True):
+        if probability:
             raise CaptureError(
                 "LayerDrop skips layers by chance",
                 by="model",
-                facts={"module": type(module).__name__, PROBABILITY: f"{chance(module):g}"},
+                facts={"module": type(module).__name__, PROBABILITY: f"{probability:g}"},
                 hint=f"set its probability to 0 in the model's configuration ({PROBABILITY}=0.0): "
                 "a plan runs the same layers in every step",
             )

@@ -39,10 +39,7 @@ def leaving_out_assignments() -> Iterator[None]:
         wanted = requires_grad is True or _constant(requires_grad) is True
         return value if wanted else requiring(value, tx, requires_grad)
 
-    with (
-        replaced(*SETATTR, set_attribute),
-        replaced(TensorVariable, "method_requires_grad_", require),
-    ):
+    with replaced(*SETATTR, set_attribute), replaced(TensorVariable, "method_requires_grad_", require):
         yield
 
 

@@ -1,7 +1,8 @@
 """Writes a recorded forward in ATen operations: few enough that each can have a rule of its own."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,13 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import autocast_mode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_map
+from torch.fx.node import Argument, map_aggregate
 
-from piper.capture.shard.attention_shapes import in_four_dimensions
 from piper.capture.shard.compute_rules import POINTWISE
-from piper.capture.shard.rules import rules
-from piper.capture.shard.without_vmap import without_vmap
-from piper.capture.shard.without_writes import without_writes
+from piper.capture.shard.rewrites import in_four_dimensions, without_vmap, without_writes
+from piper.capture.shard.rules import RULES
 from piper.capture.trace.linear_layers import WEIGHT
 from piper.capture.trace.recording import Mode, Recording, number_regions
 from piper.capture.trace_errors import quiet, reason
@@ -57,11 +56,6 @@ def _composites() -> Mapping[OpOverload, Callable[..., object]]:
     return composites
 
 
-def _decompositions() -> dict[OpOverload, Callable[..., object]]:
-    """Return how operations that have no rule are written in others, which have one or may have."""
-    return {op: parts for op, parts in _composites().items() if op not in rules() and op not in POINTWISE}
-
-
 def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
     """Return the recording in ATen operations that autograd knows: `linear`, attention and losses stay whole.
 
@@ -69,12 +63,9 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
     Autocasts become explicit casts. exact: casts to float32 become casts to float64. It is the same for all
     shardings of a recording, so it is written once: the caller changes nothing in it.
     """
-    known, key = recording.in_aten, (exact, frozenset(rules()))
-    mode = next(
-        value.fake_mode
-        for node in recording.origins
-        if hasattr(value := node.meta["example_value"], "fake_mode")
-    )
+    known, key = recording.in_aten, (exact, frozenset(RULES))
+    examples = (node.meta["example_value"] for node in recording.origins)
+    mode = next(value.fake_mode for value in examples if hasattr(value, "fake_mode"))
     # An earlier sharding of this recording leaves the sizes of its routed rows.
     if mode.shape_env is not None:
         mode.shape_env.pending_fresh_unbacked_symbols.clear()
@@ -85,9 +76,8 @@ def as_aten(recording: Recording, *, exact: bool = False) -> Recording:
 
 def _written(recording: Recording, mode: FakeTensorMode, *, exact: bool) -> Recording:
     """Write a recording in ATen operations. mode: that of its fakes."""
-    placeholders = [node for node in recording.graph.nodes if node.op == "placeholder"]
-    module, modes = _copy_of(recording)
-    traced = _traced(_Interpreter(module, modes, exact), placeholders, mode)
+    placeholders = recording.graph.find_nodes(op="placeholder")
+    traced = _traced(_Interpreter(*_copy_of(recording, exact=exact)), placeholders, mode)
     graph = traced.graph
     without_writes(graph)
     graph.eliminate_dead_code()
@@ -98,9 +88,9 @@ def _written(recording: Recording, mode: FakeTensorMode, *, exact: bool) -> Reco
             by="shard",
             hint="leave out its `options`, or call piper.losses.fused_cross_entropy",
         )
-    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    results = graph.output_node().args[0]
     assert isinstance(results, tuple | list)
-    inputs = dict(zip((node for node in graph.nodes if node.op == "placeholder"), placeholders, strict=True))
+    inputs = dict(zip(graph.find_nodes(op="placeholder"), placeholders, strict=True))
     for new, old in inputs.items():
         new.meta["example_value"] = old.meta["example_value"]
     noted: dict[fx.Node, Mode] = {}
@@ -110,25 +100,22 @@ def _written(recording: Recording, mode: FakeTensorMode, *, exact: bool) -> Reco
         if WEIGHT in custom:
             node.meta[WEIGHT] = custom.pop(WEIGHT)
         node.meta["custom"] = custom
-    return Recording(
+    return replace(
+        recording,
         graph=graph,
         root=traced,
         origins={new: recording.origins[old] for new, old in inputs.items()},
         results=tuple(node for node in results if isinstance(node, fx.Node)),
-        tags=number_regions(
-            {node: node.meta["custom"] for node in graph.nodes}, recording.regions
-        ),  # regions without operations count, as they did before it was sharded
-        regions=recording.regions,
+        # Regions without operations count, as they did before it was sharded.
+        tags=number_regions({node: node.meta["custom"] for node in graph.nodes}, recording.regions),
         modes={node: noted[node] for node in graph.nodes if node.op not in ("placeholder", "output")},
         bundles={},
-        constants=recording.constants,
-        weighted=recording.weighted,
-        metrics=recording.metrics,
+        checkpoints=(),
     )
 
 
-def _copy_of(recording: Recording) -> tuple[fx.GraphModule, dict[fx.Node, Mode]]:
-    """Return a copy of a recorded graph, and the modes of its nodes.
+def _copy_of(recording: Recording, *, exact: bool) -> tuple[fx.GraphModule, dict[fx.Node, Mode]]:
+    """Return a copy of a recorded graph, and the modes of its nodes. exact: it casts to float64, not float32.
 
     Nodes note their gradient mode, and the weight of a linear layer, as annotations: a trace keeps these.
     """
@@ -141,17 +128,29 @@ def _copy_of(recording: Recording) -> tuple[fx.GraphModule, dict[fx.Node, Mode]]
         copy.meta["custom"] = {**(node.meta.get("custom") or {}), MODE: mode, **marks}
     source.output(tuple(copies[result] for result in recording.results))
     without_vmap(source, recording.root, {copies[n]: bundle for n, bundle in recording.bundles.items()})
+    for node in source.nodes:
+        if exact and node.op in ("call_function", "call_method"):
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _widened)
+            node.target = {"float": "double", Tensor.float: Tensor.double}.get(node.target, node.target)
+        if getattr(node.target, "__name__", "") == "_get_data_attr":  # x.data: to a trace it is a constant
+            node.target = Tensor.detach
     modes = {copies[node]: mode for node, mode in recording.modes.items()}
     return fx.GraphModule(recording.root, source), modes
+
+
+def _widened(given: Argument) -> Argument:
+    return torch.float64 if given is torch.float32 else given
 
 
 def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: FakeTensorMode) -> fx.GraphModule:
     """Trace a recorded graph again, on fakes like those of its placeholders, in ATen operations."""
     examples = [node.meta["example_value"] for node in placeholders]
+    # Operations that have no rule are written in others, which have one or may have.
+    parts = {op: parts for op, parts in _composites().items() if op not in RULES and op not in POINTWISE}
     with quiet(), torch.no_grad(), mode, traceback.preserve_node_meta():
         given = [torch.empty(tuple(t.shape), dtype=t.dtype, device=t.device) for t in examples]
         try:
-            return make_fx(interpreter.run, _decompositions(), pre_dispatch=True)(*given)
+            return make_fx(interpreter.run, parts, pre_dispatch=True)(*given)
         except (RuntimeError, TypeError, ValueError) as error:  # of any operation that the model calls
             raise CaptureError(
                 "the model cannot be written in ATen operations, so it cannot be sharded",
@@ -164,38 +163,13 @@ def _traced(interpreter: "_Interpreter", placeholders: list[fx.Node], mode: Fake
 class _Interpreter(fx.Interpreter):
     """Runs a recorded graph, each node in the autocasts it was recorded in."""
 
-    def __init__(self, module: fx.GraphModule, modes: dict[fx.Node, Mode], exact: bool) -> None:
+    def __init__(self, module: fx.GraphModule, modes: Mapping[fx.Node, Mode]) -> None:
         super().__init__(module)
-        self.exact = exact
-        self.by_name = {node.name: mode for node, mode in modes.items()}
+        self.modes = modes
 
     def run_node(self, n: fx.Node) -> Any:  # noqa: ANN401 (the signature is torch's)
-        with _autocasts(self.by_name.get(n.name, Mode())):
+        with ExitStack() as stack:
+            for arguments in self.modes.get(n, Mode()).autocast:
+                entered = autocast_mode._enter_autocast(*arguments)
+                stack.callback(autocast_mode._exit_autocast, entered)
             return super().run_node(n)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
-        if getattr(target, "__name__", "") == "_get_data_attr":  # x.data, which a trace takes for a constant
-            return args[0].detach()
-        if self.exact:
-            target, args, kwargs = _widened(target, args, kwargs)
-        return super().call_function(target, args, kwargs)
-
-    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
-        if self.exact:
-            target, args, kwargs = _widened(target, args, kwargs)
-        return super().call_method(target, args, kwargs)
-
-
-def _widened(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401
-    """Return a call that casts to float64 where it casts to float32."""
-    args, kwargs = tree_map(lambda value: torch.float64 if value is torch.float32 else value, (args, kwargs))
-    return {"float": "double", Tensor.float: Tensor.double}.get(target, target), args, kwargs
-
-
-@contextmanager
-def _autocasts(mode: Mode) -> Iterator[None]:
-    with ExitStack() as stack:
-        for arguments in mode.autocast:
-            entered = autocast_mode._enter_autocast(*arguments)
-            stack.callback(autocast_mode._exit_autocast, entered)
-        yield

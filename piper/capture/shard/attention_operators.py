@@ -3,6 +3,10 @@
 The devices of a group share one program, so which queries meet which keys is decided where an operator runs,
 from the place of its device in the group. The host holds that number, so nothing waits for an accelerator.
 
+Without balance the i-th of n devices holds the i-th slice of the sequence. With zigzag it holds slices i and
+2 n - 1 - i of 2 n. Under a causal mask a block of other keys is then either seen by all queries in its first
+half, or seen whole by the second half of the queries: the same work on every device, in every step of a ring.
+
 [Note: ring attention] In step s a device attends to the block that began s devices before it. `ring_attend`
 computes the step and merges it with the steps before by log-sum-exp; no gradient goes through it. The
 gradient of a block needs the output and the log-sum-exp of *all* steps, but no other step's values. So after
@@ -11,25 +15,197 @@ the gradients of its block. The output's gradient goes through the blocks from t
 block's gradient of keys and values can travel back while that of the block before is computed.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from piper.capture.shard.block_attention import (
-    SEQUENCE,
-    Attended,
-    AttentionBlock,
-    Turn,
-    attend,
-    attend_grad,
-    merge,
-    prefix_blocks,
-    rows_of,
-    width,
-)
+_aten = torch.ops.aten
+SEQUENCE = 2  # dimension of [batch, heads, sequence, head size]
+ALL_KEYS = -1  # in place of the step of a ring: the device holds the keys of the whole sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBlock:
+    """Queries of a device and the keys that they see.
+
+    causal: the last query sees all of the keys, and every other one key less than the query after it.
+    """
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    causal: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """Return how many pairs of a query and a key this is."""
+        rows, columns = self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
+        return rows * columns - (rows * (rows - 1) // 2 if self.causal else 0)
+
+
+class Turn(NamedTuple):
+    """One step of a ring: a device holds the block that began `step` devices before it, or all keys."""
+
+    ways: int
+    step: int
+    causal: bool
+    zigzag: bool
+
+    @property
+    def numbers(self) -> list[int]:
+        """Return the step as operators take it, and give it back: `Turn(*numbers)`."""
+        return [int(number) for number in self]
+
+    def blocks(self, place: int, rows: int, keys: int) -> list[AttentionBlock]:
+        """Return what a device's queries see of the keys that it holds. All keys are under a causal mask."""
+        if self.step == ALL_KEYS:
+            apart = 2 if self.zigzag else 1  # runs of queries
+            size, slices = rows // apart, [place, 2 * self.ways - 1 - place][:apart]
+            return [
+                AttentionBlock(queries=(i * size, (i + 1) * size), keys=(0, (at + 1) * size), causal=True)
+                for i, at in enumerate(slices)
+            ]
+        source = (place - self.step) % self.ways
+        if not self.causal or source == place:
+            return [AttentionBlock(queries=(0, rows), keys=(0, keys), causal=bool(self.causal))]
+        if not self.zigzag:
+            return [AttentionBlock(queries=(0, rows), keys=(0, keys))] if source < place else []
+        if source < place:
+            return [AttentionBlock(queries=(0, rows), keys=(0, keys // 2))]
+        return [AttentionBlock(queries=(rows // 2, rows), keys=(0, keys))]
+
+    def columns(self, mask: Tensor | None, place: int) -> Tensor | None:
+        """Return the columns of a mask that belong to the block. mask: a device's rows, all columns."""
+        if mask is None or mask.shape[-1] == 1:
+            return mask
+        source = (place - self.step) % self.ways
+        if not self.zigzag:
+            return mask.chunk(self.ways, -1)[source]
+        slices = mask.chunk(2 * self.ways, -1)
+        return torch.cat([slices[source], slices[2 * self.ways - 1 - source]], -1)
+
+
+def all_keys(ways: int, zigzag: bool) -> Turn:
+    """Return how a device's queries meet the keys of the whole sequence, under a causal mask."""
+    return Turn(ways=ways, step=ALL_KEYS, causal=True, zigzag=zigzag)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of queries to keys, and the log-sum-exp of each query's scores.
+
+    There may be fewer heads of keys and values than of queries; each serves neighbouring ones.
+    """
+    if _fast(query, key, value, mask):
+        out, total, *_ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, False, scale=scale
+        )
+        return out, total
+    scores, _, wide = _scores(query, key, value, mask, scale, causal)
+    total = scores.logsumexp(-1)
+    return (_weights(scores, total) @ wide).to(query.dtype), total
+
+
+class Attended(NamedTuple):
+    """An attention that was computed: its operands, its output and the log-sum-exp of its scores.
+
+    out, total: of all the keys that the queries see, of which these may be a part.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    total: Tensor
+    mask: Tensor | None
+    scale: float
+
+    def part(self, block: AttentionBlock) -> "Attended":
+        """Return the attention of the queries and keys of one block."""
+        query, out, total = (rows_of(x, block.queries) for x in (self.query, self.out, self.total))
+        key, value = rows_of(self.key, block.keys), rows_of(self.value, block.keys)
+        return self._replace(query=query, key=key, value=value, out=out, total=total)
+
+
+def attend_grad(grad: Tensor, attended: Attended, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values."""
+    query, key, value, out, total, mask, scale = attended
+    if _fast(query, key, value, mask):
+        unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of dropout
+        lengths = (query.shape[SEQUENCE], key.shape[SEQUENCE])
+        grads: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, out, total.contiguous(), None, None, *lengths, 0.0, causal,
+            unused, unused, scale=scale,
+        )  # fmt: skip
+        return grads
+    scores, keys, values = _scores(query, key, value, mask, scale, causal)
+    weights = _weights(scores, total)
+    given = grad.to(scores.dtype)
+    inner = (given * out.to(scores.dtype)).sum(-1, keepdim=True)
+    changes = weights * (given @ values.transpose(-1, -2) - inner) * scale
+    return (
+        (changes @ keys).to(query.dtype),
+        _per_head(changes.transpose(-1, -2) @ query.to(scores.dtype), key),
+        _per_head(weights.transpose(-1, -2) @ given, value),
+    )
+
+
+def _fast(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return whether the flash kernel takes these operands."""
+    size = query.shape[-1]
+    alike = size == key.shape[-1] == value.shape[-1] and size % 8 == 0 and size <= 256
+    short = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and short and mask is None and alike
+
+
+def _scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores, and keys and values for every head of queries. Masked scores are minus infinity."""
+    heads = query.shape[1]
+    wide = width(query)
+    keys, values = (x.to(wide).repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    scores = query.to(wide) @ keys.transpose(-1, -2) * scale
+    if causal:
+        rows, columns = scores.shape[-2:]
+        seen = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+    return scores, keys, values
+
+
+def _weights(scores: Tensor, total: Tensor) -> Tensor:
+    """Return the weights of keys. A query that sees none of them has zeros."""
+    return (scores - total.masked_fill(total == -torch.inf, 0.0).unsqueeze(-1)).exp()
+
+
+def _per_head(grad: Tensor, like: Tensor) -> Tensor:
+    """Add up the gradients of the heads of queries that one head of keys serves."""
+    apart: Tensor = grad.unflatten(1, (like.shape[1], -1))
+    return apart.sum(2).to(like.dtype)
+
+
+def rows_of(tensor: Tensor, span: tuple[int, int]) -> Tensor:
+    """Return some rows of [batch, heads, sequence, ...]."""
+    return tensor.narrow(SEQUENCE, span[0], span[1] - span[0])
+
+
+def width(tensor: Tensor) -> torch.dtype:
+    """Return the type in which scores and their sums are computed."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def merge(out: Tensor, total: Tensor, new: Tensor, sums: Tensor) -> None:
+    """Merge an attention over other keys into `out` and `total`, in place."""
+    merged = torch.logaddexp(total, sums)
+    base = merged.masked_fill(merged == -torch.inf, 0.0)
+    out.mul_((total - base).exp().unsqueeze(-1)).add_(new * (sums - base).exp().unsqueeze(-1))
+    total.copy_(merged)
 
 
 @torch.library.custom_op("piper::attend_prefix", mutates_args=())
@@ -39,7 +215,7 @@ def attend_prefix(
     """Attend causally from a device's own queries to all keys, which are in the order of the sequence."""
     parts = [
         attend(rows_of(query, b.queries), rows_of(key, b.keys), rows_of(value, b.keys), None, scale, b.causal)
-        for b in prefix_blocks(int(place), ways, zigzag, query.shape[SEQUENCE])
+        for b in all_keys(ways, zigzag).blocks(int(place), query.shape[SEQUENCE], key.shape[SEQUENCE])
     ]
     outs, totals = zip(*parts, strict=True)
     return torch.cat(outs, SEQUENCE).contiguous(), torch.cat(totals, SEQUENCE).contiguous()
@@ -49,24 +225,6 @@ def attend_prefix(
 def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     out = query.new_empty([*query.shape[:3], value.shape[3]])
     return out, query.new_empty(query.shape[:3], dtype=width(query))
-
-
-@torch.library.custom_op("piper::attend_prefix_grad", mutates_args=())
-def attend_prefix_grad(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    total: Tensor,
-    place: Tensor,
-    scale: float,
-    ways: int,
-    zigzag: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `attend_prefix`."""
-    blocks = prefix_blocks(int(place), ways, zigzag, query.shape[SEQUENCE])
-    return _grads(grad, Attended(query, key, value, out, total, None, scale), blocks)
 
 
 def _grads(
@@ -88,13 +246,14 @@ def _grads(
 
 
 def _prefix_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ANN401 (the signature is torch's)
-    query, key, value, place, *ctx.how = inputs
-    ctx.save_for_backward(query, key, value, *output, place)
+    query, key, value, place, ctx.scale, ways, zigzag = inputs
+    ctx.turn = all_keys(ways, zigzag).numbers
+    ctx.save_for_backward(query, key, value, None, *output, place)
     ctx.mark_non_differentiable(output[1])
 
 
 def _prefix_backward(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-    return (*attend_prefix_grad(grad, *ctx.saved_tensors, *ctx.how), None, None, None, None)
+    return (*ring_grad(grad, *ctx.saved_tensors, ctx.scale, ctx.turn), None, None, None, None)
 
 
 attend_prefix.register_autograd(_prefix_backward, setup_context=_prefix_context)
@@ -116,7 +275,7 @@ def ring_attend(
     before: output and log-sum-exp so far; none in the first step. mask: a device's own rows, all columns.
     The output is as wide as sums are until the last step.
     """
-    here, how, wide = int(place), Turn.of(turn), width(query)
+    here, how, wide = int(place), Turn(*turn), width(query)
     if before:
         out, total = before[0].clone(), before[1].clone()
     else:
@@ -132,7 +291,7 @@ def ring_attend(
 
 @ring_attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
-    how = Turn.of(rest[-1])
+    how = Turn(*rest[-1])
     dtype = query.dtype if how.step == how.ways - 1 else width(query)
     out = query.new_empty([*query.shape[:3], value.shape[3]], dtype=dtype)
     return out, query.new_empty(query.shape[:3], dtype=width(query))
@@ -161,14 +320,13 @@ def _(passed: Tensor, *_: object) -> Tensor:
     schema=f"(Tensor grad, {_OPERANDS}, {_TURN}) -> (Tensor, Tensor, Tensor)",
 )
 def ring_grad(grad: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
-    """Return one block's share of the gradients of queries, keys and values."""
+    """Return the share that the keys of a device have in the gradients of queries, keys and values."""
     query, key, value, mask, out, total, place, scale, turn = operands
-    here, how = int(place), Turn.of(turn)
+    here, how = int(place), Turn(*turn)
     blocks = how.blocks(here, query.shape[SEQUENCE], key.shape[SEQUENCE])
     return _grads(grad, Attended(query, key, value, out, total, how.columns(mask, here), scale), blocks)
 
 
-@attend_prefix_grad.register_fake
 @ring_grad.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
@@ -187,84 +345,25 @@ def _pass_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa
 ring_pass.register_autograd(_pass_backward, setup_context=_pass_context)
 
 
-@torch.library.custom_op("piper::own_blocks", mutates_args=())
-def own_blocks(blocks: Sequence[Tensor], places: Tensor, size: int) -> list[Tensor]:
-    """Return the blocks of a sparse mask for some queries: by blocks of queries, then by those of keys.
-
-    blocks: the count and the indices of the blocks of keys that each block of queries sees in part; then, if
-    the mask knows them, of those that it sees whole. places: of the queries in the whole sequence. size: of a
-    block of queries. Queries from several blocks see the keys that any of those sees.
-    """
-    partial, *full = (_dense_blocks(*blocks[i : i + 2]) for i in range(0, len(blocks), 2))
-    seen = partial | full[0] if full else partial
-    number = torch.arange(len(places), device=places.device) // size
-    source = places.long() // size
-
-    def counted(dense: Tensor) -> Tensor:
-        """Count the queries of each new block whose old block sees a block of keys."""
-        shape = [*dense.shape[:2], -(-len(places) // size), dense.shape[3]]
-        rows = dense.index_select(2, source).int()
-        return rows.new_zeros(shape).index_add_(2, number, rows)
-
-    in_any = counted(seen) > 0
-    queries = torch.bincount(number).view(1, 1, -1, 1)
-    dense = [in_any]
-    if full:
-        in_all = (counted(full[0]) == queries) & (queries == size)
-        dense = [in_any & ~in_all, in_all]
-    apart = [*dense, *(each.transpose(-1, -2) for each in dense)]
-    return [tensor for each in apart for tensor in _sparse_blocks(each)]
-
-
-def _dense_blocks(counts: Tensor, indices: Tensor) -> Tensor:
-    """Return which blocks of keys each block of queries sees."""
-    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
-    dense = torch.zeros(indices.shape, dtype=torch.int32, device=indices.device)
-    return dense.scatter_add_(-1, indices.long(), listed.int()) > 0
-
-
-def _sparse_blocks(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks each row sees, and their indices, before those of all others."""
-    order = dense.int().argsort(dim=-1, descending=True, stable=True)
-    return dense.sum(-1, dtype=torch.int32), order.int().contiguous()
-
-
-@own_blocks.register_fake
-def _(blocks: Sequence[Tensor], places: Tensor, size: int) -> list[Tensor]:
-    batch, columns = blocks[1].shape[:2], blocks[1].shape[3]
-    rows = -(-places.shape[0] // size)
-    by_queries = ((*batch, rows), (*batch, rows, columns))
-    by_keys = ((*batch, columns), (*batch, columns, rows))
-    shapes = [shape for each in (by_queries, by_keys) for _ in blocks[::2] for shape in each]
-    return [blocks[0].new_empty(shape) for shape in shapes]
-
-
-Shape = Sequence[int]
-
-
-def _flops(query: Shape, value: Shape, blocks: Sequence[Sequence[AttentionBlock]], *, backward: bool) -> int:
+def _flops(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], turn: Turn, *, backward: bool
+) -> int:
     """Return the floating-point operations of attention, for the device that has most to do."""
-    pairs = max(sum(block.pairs for block in of_device) for of_device in blocks)
-    each = 2 * query[0] * query[1] * pairs
+    of_devices = (turn.blocks(place, query[SEQUENCE], key[SEQUENCE]) for place in range(turn.ways))
+    each = 2 * query[0] * query[1] * max(sum(block.pairs for block in blocks) for blocks in of_devices)
     return each * (3 * query[3] + 2 * value[3] if backward else query[3] + value[3])
 
 
-def _of_prefix(query: Shape, key: Shape, value: Shape, *rest: Any, backward: bool) -> int:  # noqa: ANN401
-    ways, zigzag = rest[-2:]
-    blocks = [prefix_blocks(place, ways, zigzag, query[SEQUENCE]) for place in range(ways)]
-    return _flops(query, value, blocks, backward=backward)
+@register_flop_formula(torch.ops.piper.attend_prefix)
+def _(query: Any, key: Any, value: Any, *rest: Any, **_: object) -> int:  # noqa: ANN401
+    return _flops(query, key, value, all_keys(*rest[-2:]), backward=False)
 
 
-def _of_turn(query: Shape, key: Shape, value: Shape, *rest: Any, backward: bool) -> int:  # noqa: ANN401
-    how = Turn.of(rest[-1])
-    blocks = [how.blocks(place, query[SEQUENCE], key[SEQUENCE]) for place in range(how.ways)]
-    return _flops(query, value, blocks, backward=backward)
+@register_flop_formula(torch.ops.piper.ring_attend)
+def _(query: Any, key: Any, value: Any, *rest: Any, **_: object) -> int:  # noqa: ANN401
+    return _flops(query, key, value, Turn(*rest[-1]), backward=False)
 
 
-def _register_flops(attention: object, gradient: object, count: Callable[..., int]) -> None:
-    register_flop_formula(attention)(lambda *given, **_: count(*given, backward=False))
-    register_flop_formula(gradient)(lambda grad, *given, **_: count(*given, backward=True))
-
-
-_register_flops(torch.ops.piper.attend_prefix, torch.ops.piper.attend_prefix_grad, _of_prefix)
-_register_flops(torch.ops.piper.ring_attend, torch.ops.piper.ring_grad, _of_turn)
+@register_flop_formula(torch.ops.piper.ring_grad)
+def _(_: object, query: Any, key: Any, value: Any, *rest: Any, **__: object) -> int:  # noqa: ANN401
+    return _flops(query, key, value, Turn(*rest[-1]), backward=True)

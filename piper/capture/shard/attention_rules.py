@@ -14,16 +14,14 @@ import torch.nn.attention.varlen
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-import piper.capture.shard.attention_operators  # noqa: F401  registers the operators
 from piper.capture.shard import flex_attention
-from piper.capture.shard.attention_shapes import WEIGHTS
-from piper.capture.shard.axis_sharding import NoRuleError, UnevenError
-from piper.capture.shard.block_attention import SEQUENCE, Turn
+from piper.capture.shard.attention_operators import SEQUENCE, Turn
+from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import aligned
 from piper.capture.shard.flex_attention import FLEX
-from piper.capture.shard.layout import CopiedShard, change, divides
+from piper.capture.shard.layout import RESHAPES, CopiedShard, change, divides, tensor_of, value_of
 from piper.capture.shard.loss_rules import softmax
-from piper.capture.shard.reshapes import RESHAPES, value_of
+from piper.capture.shard.shape_rules import operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument, draws
 from piper.capture.trace.graph_walks import upstream
@@ -34,14 +32,15 @@ HEADS = 1  # dimension of [batch, heads, sequence, head size]
 ATTENTION_RANK = 4  # [batch, heads, queries, keys]
 OTHERWISE = 'use attention="gather" there'
 LARGEST = 2**26  # elements of a mask that is evaluated to see whether it is causal
+MASK = 3  # its position among the arguments of an attention
+WEIGHTS = "piper_weights"  # under which a node's meta keeps the shape of its weights in the program
 CAUSAL = "piper_causal"  # under which a mask's meta keeps the answer
 
 
 def attention(d: Sharder, node: fx.Node) -> None:
     """Attend: with all operands sharded by heads or samples, else by the sequence as the directive says."""
-    operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
-    layouts = [d.settle(x) for x in operands]
-    have = next((layout for layout in layouts if isinstance(layout, Shard)), None)
+    operands = [operand(node, position) for position in range(3)]
+    have = _first_shard(d, operands)
     if have is None:  # the mask alone is sharded
         d.plain(node)
     elif have.dim != SEQUENCE:
@@ -53,14 +52,21 @@ def attention(d: Sharder, node: fx.Node) -> None:
     elif d.sharding.attention == "heads":
         heads = _heads_for(d, operands)
         _on_heads(d, node, operands, heads)
-        if node.target is FLEX:  # of its results the output alone
-            output = d.emit(operator.getitem, (d.local[node], 0))
-            by_sequence = d.exchange(output, change(d.sharding.axis, d.degree, heads, have, varies=True))
-        else:
-            by_sequence = d.to(node, have, varies=True)
-        d.done(node, by_sequence, have)  # the heads are exchanged for the sequence
+        output = d.emit(operator.getitem, (d.local[node], 0)) if node.target is FLEX else d.local[node]
+        _by_sequence(d, node, output, heads, have)
     else:
         _by_queries(d, node, operands, have)
+
+
+def _first_shard(d: Sharder, operands: Sequence[fx.Node]) -> Shard | None:
+    """Take the sums among operands, and return the layout of the first that is sharded."""
+    layouts = [d.settle(x) for x in operands]
+    return next((layout for layout in layouts if isinstance(layout, Shard)), None)
+
+
+def _by_sequence(d: Sharder, node: fx.Node, output: fx.Node, heads: Shard, have: Shard) -> None:
+    """Exchange the heads of an output, of several results the only one, for the sequence."""
+    d.done(node, d.exchange(output, change(d.sharding.axis, d.degree, heads, have, varies=True)), have)
 
 
 def _heads_for(d: Sharder, operands: Sequence[fx.Node]) -> Shard:
@@ -86,7 +92,7 @@ def _own_heads(d: Sharder, x: fx.Node, query: fx.Node, have: Shard) -> fx.Node:
     if isinstance(d.layout(x), CopiedShard) and size != d.shape(query)[have.dim]:
         return d.local[x]
     if not divides(size, have, d.degree) or isinstance(have, CopiedShard):
-        raise UnevenError(f"{size} heads", size, d.degree)
+        raise d.uneven_heads(size)
     return d.to(x, have, varies=True)
 
 
@@ -108,21 +114,19 @@ def _by_queries(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Sh
     query, key, value = operands
     own = d.to(query, have, varies=True)
     lengths = [d.shape(x)[SEQUENCE] for x in (query, key)]
-    if node.target is FLEX:
-        whole = [d.to(unrepeated(d, x), REPLICATE, varies=True) for x in (key, value)]
-        d.done(node, flex_attention.attend(d, node, [own, *whole], have), have)
-        return
-    if not is_causal(node) or have.blocks > 1 or lengths[0] != lengths[1] or draws(node):
-        rows = None
-        if argument(node, "is_causal"):
-            rows = d.take(causal_mask(d, *lengths), have.at(0))
-        local = [own, d.to(key, REPLICATE, varies=True), d.to(value, REPLICATE, varies=True)]
-        d.done(node, _attend(d, node, local, have, rows), have)
-        return
-    keys, values = (d.to(unrepeated(d, x), REPLICATE, varies=True) for x in (key, value))
-    how = (d.host_place(), scale_of(d, node), d.degree, have.zigzag)
-    both = d.emit(torch.ops.piper.attend_prefix.default, (own, keys, values, *how))
-    d.done(node, d.emit(operator.getitem, (both, 0)), have)
+    prefix = is_causal(node) and have.blocks == 1 and lengths[0] == lengths[1] and not draws(node)
+    rows = None
+    if argument(node, "is_causal") and not prefix:
+        rows = d.take(causal_mask(d, *lengths), have.at(0))
+    grouped = prefix or node.target is FLEX  # it repeats heads of keys itself
+    keys, values = (d.to(unrepeated(d, x) if grouped else x, REPLICATE, varies=True) for x in (key, value))
+    if prefix:
+        how = (d.place(on_host=True), scale_of(d, node), d.degree, have.zigzag)
+        both = d.emit(torch.ops.piper.attend_prefix.default, (own, keys, values, *how))
+        result = d.emit(operator.getitem, (both, 0))
+    else:
+        result = _attend(d, node, [own, keys, values], have, rows)
+    d.done(node, result, have)
 
 
 def _attend_and_drop(
@@ -165,21 +169,15 @@ def mask_of(d: Sharder, node: fx.Node, have: Shard) -> fx.Node | None:
 
 def causal_mask(d: Sharder, queries: int, keys: int) -> fx.Node:
     """Return which keys each query attends to: those up to its own place."""
-    assert d.node is not None
-    value = value_of(d.node)
-    assert isinstance(value, Tensor)
-    options: dict[str, Argument] = {"dtype": None, "device": value.device}
+    options = {"dtype": None, "device": tensor_of(d.node).device}
     rows, columns = (d.emit(aten.arange.default, (count,), options) for count in (queries, keys))
     return d.emit(aten.ge.Tensor, (d.emit(aten.unsqueeze.default, (rows, 1)), columns))
 
 
 def scale_of(d: Sharder, node: fx.Node) -> float:
     """Return what the scores of an attention are multiplied by."""
-    query, scale = node.args[0], node.kwargs.get("scale")
-    if node.target is FLEX:
-        scale = node.args[flex_attention.SCALE]
-    assert isinstance(query, fx.Node)
-    return float(scale) if isinstance(scale, int | float) else 1 / math.sqrt(d.shape(query)[-1])
+    scale = node.args[flex_attention.SCALE] if node.target is FLEX else node.kwargs.get("scale")
+    return float(scale) if isinstance(scale, int | float) else 1 / math.sqrt(d.shape(operand(node))[-1])
 
 
 def _size(node: fx.Node, dim: int) -> int:
@@ -233,7 +231,7 @@ def _by_ring(d: Sharder, node: fx.Node, operands: Sequence[fx.Node], have: Shard
     causal, mask = _ring_mask(d, node, have)
     own, keys, values = d.to(query, have, varies=True), _Block(d, key, have), _Block(d, value, have)
     turns = [Turn(ways=d.degree, step=i, causal=causal, zigzag=have.zigzag) for i in range(d.degree)]
-    how = (d.host_place(), scale_of(d, node))
+    how = (d.place(on_host=True), scale_of(d, node))
     result: list[fx.Node] = []  # output and log-sum-exp so far
     for turn in turns:
         if turn.step + 1 < d.degree:
@@ -328,8 +326,8 @@ def unrepeated(d: Sharder, x: fx.Node) -> fx.Node:
 def by_heads(d: Sharder, node: fx.Node) -> None:
     """Shard attention that is sharded by the sequence already: by heads."""
     sources = [x for x in node.all_input_nodes if len(d.shape(x)) > 1]
-    have = next(layout for x in sources if isinstance(layout := d.settle(x), Shard))
-    if have.dim != HEADS:
+    have = _first_shard(d, sources)
+    if have is None or have.dim != HEADS:
         raise NoRuleError("attention that is sharded by the sequence is sharded by heads alone")
     local = {x: d.local[x] for x in node.all_input_nodes}
     for x in sources:
@@ -345,8 +343,8 @@ def within_documents(d: Sharder, node: fx.Node) -> None:
 
     A sharded sequence is exchanged for heads and back: documents go on from one device to the next.
     """
-    operands = [x for x in node.args[:3] if isinstance(x, fx.Node)]
-    have = next((layout for x in operands if isinstance(layout := d.settle(x), Shard)), None)
+    operands = [operand(node, position) for position in range(3)]
+    have = _first_shard(d, operands)
     if have is None:
         d.plain(node)
         return
@@ -359,8 +357,7 @@ def within_documents(d: Sharder, node: fx.Node) -> None:
     result = d.replay(node, local)
     d.copied.discard(result)
     if by_sequence:
-        output = d.emit(operator.getitem, (result, 0))
-        d.done(node, d.exchange(output, change(d.sharding.axis, d.degree, heads, have, varies=True)), have)
+        _by_sequence(d, node, d.emit(operator.getitem, (result, 0)), heads, have)
     else:
         d.done(node, result, [have, have.at(0), REPLICATE])
 

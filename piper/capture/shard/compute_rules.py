@@ -1,18 +1,23 @@
-"""Rules for operations that compute: pointwise work, products, tables, norms, reductions."""
+"""Rules for operations that compute, pointwise work, products, norms and reductions, or that draw.
+
+A device draws random numbers for the whole value and uses its own part, so a sharded model draws what one
+device draws. A value that no other device needs is drawn on each of them, which costs less than to exchange
+it. Generators fill memory in order, so the whole value lies in memory as that of the unsharded program does.
+"""
 
 import math
 import operator
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
-from piper.capture.shard.along_rules import named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.dtensor_rules import verified
-from piper.capture.shard.reshapes import value_of
-from piper.capture.shard.shape_rules import getitem, operand
+from piper.capture.shard.layout import tensor_of, value_of
+from piper.capture.shard.shape_rules import getitem, named, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
-from piper.capture.trace.effects import argument
+from piper.capture.trace.effects import argument, draws
 from piper.ir.sharding import REPLICATE, Partial, Placement, Shard
 
 ADDS = frozenset((aten.add.Tensor, aten.sub.Tensor))
@@ -83,21 +88,14 @@ def together(d: Sharder, sources: list[fx.Node], rank: int) -> tuple[Shard | Non
 def pointwise(d: Sharder, node: fx.Node) -> None:
     """Shard work on single elements as its operands are; a sum passes through what is linear."""
     sources = node.all_input_nodes
-    if _stays_sum(d, node, sources):
+    if all(d.layout(source) == Partial() for source in sources) and _is_linear(node):
+        d.done(node, d.replay(node), Partial())
         return
     layout, local = together(d, sources, len(d.shape(node)))
     if layout is None:
         d.plain(node)
         return
     d.done(node, d.replay(node, local), layout)
-
-
-def _stays_sum(d: Sharder, node: fx.Node, sources: list[fx.Node]) -> bool:
-    """Write linear work on terms of a sum: the result is such a sum too."""
-    if any(d.layout(source) != Partial() for source in sources) or not _is_linear(node):
-        return False
-    d.done(node, d.replay(node), Partial())
-    return True
 
 
 def _is_linear(node: fx.Node) -> bool:
@@ -115,23 +113,19 @@ def _is_linear(node: fx.Node) -> bool:
 
 def _keeps_fractions(node: fx.Node) -> bool:
     """Return whether no cast rounds terms of a sum, each by itself, to integers or truth values."""
-    result, given = value_of(node), value_of(operand(node))
-    assert isinstance(result, Tensor) and isinstance(given, Tensor)
+    result, given = tensor_of(node), tensor_of(operand(node))
     return result.is_floating_point() or (not given.is_floating_point() and result.dtype is not torch.bool)
 
 
 def linear(d: Sharder, node: fx.Node) -> None:
     """Multiply by a weight of [out, in]: sharded outputs need whole inputs, sharded inputs give a sum."""
-    x, weight = node.args[0], node.args[1]
     bias = argument(node, "bias")
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
-    _product(d, node, x, weight, bias if isinstance(bias, fx.Node) else None, out_dim=0)
+    _product(d, node, operand(node), operand(node, 1), bias if isinstance(bias, fx.Node) else None, out_dim=0)
 
 
 def addmm(d: Sharder, node: fx.Node) -> None:
     """Multiply by a weight of [in, out] and add a bias."""
-    bias, x, weight = node.args[:3]
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node) and isinstance(bias, fx.Node)
+    bias, x, weight = (operand(node, position) for position in range(3))
     if node.kwargs or len(d.shape(bias)) != 1:
         raise NoRuleError("only a bias of one dimension is added, unscaled")
     _product(d, node, x, weight, bias, out_dim=1)
@@ -142,39 +136,26 @@ def _product(
 ) -> None:
     given, have = d.settle(x), d.settle(weight)
     last = len(d.shape(x)) - 1
-    if have == REPLICATE:
-        out: Placement = given if isinstance(given, Shard) and given.dim != last else REPLICATE
-        sharded = isinstance(out, Shard)
-        varies = sharded or d.varies([x, weight])
-        args = [d.to(x, out, varies=varies), d.to(weight, REPLICATE, varies=varies)]
-        args += [d.to(bias, REPLICATE, varies=varies)] if bias is not None else []
-        d.done(node, _multiply(d, node, args), out)
-    elif isinstance(have, Shard) and have.dim == out_dim:
-        args = [d.to(x, REPLICATE, varies=True), d.local[weight]]
-        args += [d.to(bias, have.at(0), varies=True)] if bias is not None else []
-        d.done(node, _multiply(d, node, args), have.at(last))
+    out: Placement = Partial()
+    varies = True
+    if not isinstance(have, Shard):
+        out = given if isinstance(given, Shard) and given.dim != last else REPLICATE
+        varies = isinstance(out, Shard) or d.varies([x, weight])
+        wants: tuple[Placement, ...] = (out, REPLICATE, REPLICATE)
+    elif have.dim == out_dim:
+        out, wants = have.at(last), (REPLICATE, have, have.at(0))
     else:
-        assert isinstance(have, Shard)
-        args = [d.to(x, have.at(last), varies=True), d.local[weight]]
-        if bias is not None:  # one device of the group adds it, so that the sum has it once
-            first = d.emit(aten.eq.Scalar, (d.place(), 0))
-            args.append(d.emit(aten.mul.Tensor, (d.to(bias, REPLICATE, varies=True), first)))
-        d.done(node, _multiply(d, node, args), Partial())
-
-
-def _multiply(d: Sharder, node: fx.Node, args: list[fx.Node]) -> fx.Node:
-    """Write a product with its bias, if there is one."""
-    if node.target is aten.linear.default:
-        return d.emit(aten.linear.default, tuple(args))
-    if len(args) == 3:
-        return d.emit(aten.addmm.default, (args[2], args[0], args[1]))
-    return d.emit(aten.mm.default, tuple(args))
+        wants = (have.at(last), have, REPLICATE)
+    pairs = zip((x, weight, bias), wants, strict=True)
+    args = [d.to(each, want, varies=varies) for each, want in pairs if each is not None]
+    if bias is not None and out == Partial():  # one device of the group adds it, so that the sum has it once
+        args[2] = d.emit(aten.mul.Tensor, (args[2], d.emit(aten.eq.Scalar, (d.place(), 0))))
+    d.done(node, d.emit(node.target, tuple(args if out_dim == 0 else (args[2], *args[:2]))), out)
 
 
 def matmul(d: Sharder, node: fx.Node) -> None:
     """Multiply two values: sharded along a batch dimension, a free dimension of one, or the summed one."""
-    a, b = node.args[0], node.args[1]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    a, b = operand(node), operand(node, 1)
     if d.whole(node):
         return
     sa, sb = d.shape(a), d.shape(b)
@@ -185,9 +166,9 @@ def matmul(d: Sharder, node: fx.Node) -> None:
     wa: Placement = REPLICATE
     wb: Placement = REPLICATE
     out: Placement = REPLICATE
-    if (isinstance(la, Shard) and la.dim == len(sa) - 1) or (isinstance(lb, Shard) and lb.dim == len(sb) - 2):
-        have = la if isinstance(la, Shard) and la.dim == len(sa) - 1 else lb
-        assert isinstance(have, Shard)
+    summed = ((la, len(sa) - 1), (lb, len(sb) - 2))
+    have = next((each for each, dim in summed if isinstance(each, Shard) and each.dim == dim), None)
+    if have is not None:
         wa, wb, out = have.at(len(sa) - 1), have.at(len(sb) - 2), Partial()
     elif isinstance(la, Shard) and la.dim == len(sa) - 2:
         wa, out = la, la.at(rank - 2)
@@ -254,10 +235,48 @@ def _maximum(d: Sharder, node: fx.Node, x: fx.Node, own: fx.Node, dims: list[int
     d.done(node, d.emit(aten.sum.dim_IntList, (shares, dims, keep)), Partial())
 
 
+def dropout(d: Sharder, node: fx.Node) -> None:
+    """Drop what one device would drop."""
+    x = operand(node)
+    have = d.settle(x)
+    if not draws(node) or not (isinstance(have, Shard) or d.relaid(x)):
+        pointwise(d, node)
+        return
+    drawn = d.emit(node.target, (_whole(d, x, aten.ones.default), *node.args[1:]))
+    own = d.take(drawn, have) if isinstance(have, Shard) else drawn
+    d.done(node, d.emit(aten.mul.Tensor, (d.local[x], own)), have)
+
+
+def alike(d: Sharder, node: fx.Node) -> None:
+    """Draw a value of the shape of another: for the whole shape, of which a device takes its part."""
+    x = operand(node)
+    have = d.settle(x)
+    whole = _whole(d, x, aten.empty.memory_format)
+    drawn = d.emit(node.target, (whole, *node.args[1:]), node.kwargs)
+    d.done(node, d.take(drawn, have) if isinstance(have, Shard) else drawn, have)
+
+
+def _whole(d: Sharder, x: fx.Node, make: object) -> fx.Node:
+    """Write a new value of the shape that a value has unsharded, laid out in memory as PyTorch would."""
+    local, value = d.local[x].meta["example_value"], tensor_of(x)
+    with d.fakes:
+        strides = torch.empty_like(value).stride()
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    options: dict[str, Argument] = {"dtype": local.dtype, "device": local.device}
+    whole = d.emit(make, ([d.shape(x)[dim] for dim in order],), options)
+    back = [order.index(dim) for dim in range(value.dim())]
+    return whole if back == sorted(back) else d.emit(aten.permute.default, (whole, back))
+
+
 MEANS = frozenset((aten.mean.default, aten.mean.dim))
 MAXIMA = frozenset((aten.amax.default,))
 
+DRAWS: dict[object, Rule] = {
+    **dict.fromkeys((aten.dropout.default, aten.feature_dropout.default), dropout),
+    **dict.fromkeys((aten.rand_like.default, aten.randn_like.default), alike),
+}
 RULES: dict[object, Rule] = {
+    **DRAWS,
     aten.linear.default: linear,
     aten.addmm.default: addmm,
     **dict.fromkeys((aten.matmul.default, aten.mm.default, aten.bmm.default), matmul),

@@ -2,7 +2,10 @@
 
 DTensor maps the placements of operands to those of results, for the same operation on each device's part.
 That is what a rule here says. Autograd differentiates the local operation, so the backward follows. Not every
-rule of DTensor is right: only those are asked that tests have compared with eager, forward and backward.
+rule of DTensor is right: only those are asked that tests have compared with eager, forward and backward, on
+samples in every layout (`tests/capture/shard/dtensor_verified.txt`). Not among them are `index_put`, whose
+rule gives devices parts that do not fit where values broadcast, and norms over a batch, which would write
+running statistics into slices of a whole tensor.
 """
 
 from collections.abc import Sequence
@@ -10,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,15 +23,41 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from piper.capture.shard.axis_sharding import NoRuleError
-from piper.capture.shard.dtensor_verified import VERIFIED
-from piper.capture.shard.layout import CopiedShard, local_shape
-from piper.capture.shard.reshapes import value_of
+from piper.capture.shard.layout import CopiedShard, local_shape, value_of
 from piper.capture.shard.sharder import Rule, Sharder
 from piper.capture.trace.effects import writes
 from piper.capture.trace_errors import reason
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
 
 REFUSES = (RuntimeError, ValueError, TypeError, AssertionError, IndexError)  # how DTensor refuses
+_NAMES = """
+    _adaptive_avg_pool2d.default _adaptive_avg_pool3d.default _conj.default _fft_c2c.default
+    _fft_c2r.default _fft_r2c.default _linalg_det.default _linalg_slogdet.default _linalg_solve_ex.default
+    _prelu_kernel.default _upsample_bicubic2d_aa.default _upsample_bilinear2d_aa.default
+    _weight_norm_interface.default adaptive_max_pool2d.default adaptive_max_pool3d.default addmv.default
+    addr.default alias_copy.default avg_pool2d.default avg_pool3d.default baddbmm.default bucketize.Tensor
+    channel_shuffle.default cholesky.default cholesky_inverse.default cholesky_solve.default
+    convolution.default cummax.default cummin.default diagonal_scatter.default expand_copy.default
+    fill.Scalar fill_.Scalar floor_divide.default fractional_max_pool2d.default
+    fractional_max_pool3d.default geqrf.default grid_sampler_2d.default grid_sampler_3d.default
+    hardswish.default histc.default index_copy.default index_fill.int_Scalar index_reduce.default
+    isin.Tensor_Tensor linalg_cholesky_ex.default linalg_cross.default linalg_inv_ex.default
+    linalg_lu.default linalg_lu_factor_ex.default linalg_matrix_exp.default linalg_pinv.atol_rtol_tensor
+    linalg_solve_triangular.default log_sigmoid_forward.default max_pool2d_with_indices.default
+    max_pool3d_with_indices.default max_unpool2d.default max_unpool3d.default mode.default nanmedian.dim
+    nansum.default narrow_copy.default native_group_norm.default native_layer_norm.default
+    new_empty.default new_empty_strided.default new_full.default new_ones.default new_zeros.default
+    norm.ScalarOpt_dim ormqr.default permute_copy.default pixel_shuffle.default pixel_unshuffle.default
+    rot90.default rsub.Tensor scatter.src scatter.value select_scatter.default
+    split_with_sizes_copy.default squeeze_copy.default squeeze_copy.dim std_mean.correction t_copy.default
+    transpose_copy.int unbind_copy.int unsafe_split.Tensor unsqueeze_copy.default var_mean.correction
+    vdot.default view_copy.default zero_.default
+"""
+# In torch 2.11 it takes slices of an image, whose edges DTensor then exchanges outside of the rule.
+_SINCE = {"convolution.default": "2.13"}
+VERIFIED = frozenset(
+    f"aten.{name}" for name in _NAMES.split() if torch.__version__ >= _SINCE.get(name, "2.11")
+)
 
 
 def verified(node: fx.Node) -> Rule | None:

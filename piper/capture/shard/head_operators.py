@@ -56,15 +56,10 @@ def head_sums(
     number; the sum of the logits times `scales`, one for each class, 0 without them.
     """
     parts = _parts(weight.shape[0], pieces)
-    with _as_given(hidden):
+    with torch.autocast(hidden.device.type, enabled=False):  # the caller has cast
         sums = [_piece(_logits(hidden, weight, bias, part), labels, scales, part) for part in parts]
     logs, picked, spread = map(torch.stack, zip(*sums, strict=True))
     return logs.logsumexp(0), picked.sum(0), spread.sum(0)
-
-
-def _as_given(hidden: Tensor) -> torch.autocast:
-    """Return a context without autocasts: the caller has cast."""
-    return torch.autocast(hidden.device.type, enabled=False)
 
 
 def _piece(logits: Tensor, labels: Tensor, scales: Tensor | None, part: slice) -> Sums:
@@ -96,7 +91,7 @@ def head_sums_grad(grads: Sequence[Tensor], *operands: Any) -> Sums:  # noqa: AN
     hidden, weight, bias, labels, scales, total, pieces, wanted = operands
     rows, table, offsets = _gradients(hidden, weight, bias, wanted)
     for part in _parts(weight.shape[0], pieces):
-        with _as_given(hidden):
+        with torch.autocast(hidden.device.type, enabled=False):
             logits = _piece_grad(_logits(hidden, weight, bias, part), grads, labels, scales, total, part)
             if wanted[2]:
                 offsets[part] = logits.sum(0)
@@ -111,12 +106,7 @@ def head_sums_grad(grads: Sequence[Tensor], *operands: Any) -> Sums:  # noqa: AN
 
 
 def _piece_grad(
-    logits: Tensor,
-    grads: Sequence[Tensor],
-    labels: Tensor,
-    scales: Tensor | None,
-    total: Tensor,
-    part: slice,
+    logits: Tensor, grads: Sequence[Tensor], labels: Tensor, scales: Tensor | None, total: Tensor, part: slice
 ) -> Tensor:
     """Return the gradient of a piece of the logits, in their place."""
     of_total, of_picked, of_spread = (grad.to(total.dtype) for grad in grads)

@@ -1,9 +1,31 @@
-"""How the devices of a group hold one value between them, and the collectives from one layout to another."""
+"""How the devices of a group hold one value between them, and the collectives and reshapes that change it."""
 
+import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor, fx
+
+from piper.capture.trace.graph_walks import reached
 from piper.ir.chunk import Collective, CollectiveOp
-from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
+from piper.ir.sharding import Partial, Placement, Replicate, Shard
+
+aten = torch.ops.aten
+RESHAPES = frozenset(
+    (
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.alias.default,
+    )
+)
+REPLAYED = RESHAPES | {aten.expand.default, aten.transpose.int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,80 +101,35 @@ def local_shape(shape: tuple[int, ...], layout: Placement, degree: int) -> tuple
     return tuple(size // slices if i == layout.dim else size for i, size in enumerate(shape))
 
 
-def reshaped(old: tuple[int, ...], new: tuple[int, ...], layout: Shard, degree: int) -> Shard | None:
+def reshaped(old: Sequence[int], new: Sequence[int], layout: Shard, degree: int) -> Shard | None:
     """Return the layout of a reshaped value, or None where a device's part is not one slice of the result.
 
-    Dimensions are matched in groups of equal size: [4, 6] -> [2, 2, 6] has the groups 4 -> 2, 2 and 6 -> 6.
+    A reshape keeps the order of elements. So the dimension that is sharded then is the one at which as many
+    equal runs end, of which each device has a slice, as before.
     """
-    for olds, news in _groups(old, new):
-        if layout.dim not in olds:
-            continue
-        if any(old[dim] == 0 for dim in olds):
-            return None
-        if isinstance(layout, CopiedShard) and slices_of(layout, degree) == 1 and news:
-            return layout.at(news[0])  # every device holds all of it: the first dimension is that of heads
-        outer = layout.blocks
-        for dim in olds:
-            if dim < layout.dim:
-                outer *= old[dim]
-        prefix = 1
-        for dim in news:
-            size = new[dim]
-            if outer % prefix == 0 and outer < prefix * size:
-                result = replace(layout, dim=dim, blocks=outer // prefix)
-                return result if divides(size, result, degree) else None
-            prefix *= size
-        return None
+    old, new = ([size or 1 for size in shape] for shape in (old, new))  # a value without elements has any
+    if isinstance(layout, CopiedShard) and slices_of(layout, degree) == 1:
+        return _all_held(old, new, layout)
+    runs = layout.blocks * math.prod(old[: layout.dim])
+    for dim, size in enumerate(new):
+        before = math.prod(new[:dim])
+        if runs % before == 0 and runs < before * size:
+            result = replace(layout, dim=dim, blocks=runs // before)
+            return result if divides(size, result, degree) else None
     return None
 
 
-def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Match the dimensions of two shapes in the smallest groups that have equal products."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(old) or j < len(new):
-        olds: list[int] = []
-        news: list[int] = []
-        a = b = 1
-        if i < len(old):
-            olds.append(i)
-            a, i = old[i], i + 1
-        if j < len(new):
-            news.append(j)
-            b, j = new[j], j + 1
-        while a != b:
-            if a == 0 or b == 0:  # no elements: what is left matches in any order
-                olds, news = [*olds, *range(i, len(old))], [*news, *range(j, len(new))]
-                i, j = len(old), len(new)
-                break
-            if a < b:
-                olds.append(i)
-                a, i = a * old[i], i + 1
-            else:
-                news.append(j)
-                b, j = b * new[j], j + 1
-        groups.append((olds, news))
-    return _joined(groups, old, new)
+def _all_held(old: Sequence[int], new: Sequence[int], layout: CopiedShard) -> Shard | None:
+    """Return the layout of a reshaped value that every device holds whole: the dimension is that of heads.
 
-
-def _joined(
-    groups: list[tuple[list[int], list[int]]], old: tuple[int, ...], new: tuple[int, ...]
-) -> list[tuple[list[int], list[int]]]:
-    """Join a group of ones on one side only, which holds nothing, to the group after it."""
-    joined: list[tuple[list[int], list[int]]] = []
-    waiting: tuple[list[int], list[int]] = ([], [])
-    for olds, news in groups:
-        olds, news = [*waiting[0], *olds], [*waiting[1], *news]
-        waiting = ([], [])
-        ones = all(old[i] == 1 for i in olds) and all(new[j] == 1 for j in news)
-        if ones and (not olds or not news):
-            waiting = (olds, news)
-        else:
-            joined.append((olds, news))
-    if any(waiting):
-        last = joined.pop() if joined else ([], [])
-        joined.append(([*last[0], *waiting[0]], [*last[1], *waiting[1]]))
-    return joined
+    It may have the size 1, so the first that begins at the same element as before is taken.
+    """
+    same = next((i for i, sizes in enumerate(zip(old, new, strict=False)) if len({*sizes}) > 1), len(old))
+    for start in range(layout.dim, -1, -1):
+        for dim in range(min(same, start), len(new)):
+            if math.prod(new[:dim]) == math.prod(old[:start]):
+                return layout.at(dim)
+    return None
 
 
 def change(axis: str, degree: int, have: Placement, want: Placement, varies: bool) -> Collective:
@@ -161,31 +138,61 @@ def change(axis: str, degree: int, have: Placement, want: Placement, varies: boo
     varies: the reader's work is sharded, so the gradient of a whole value comes back as a sum over the group.
     """
 
-    def collective(
-        op: CollectiveOp, back: CollectiveOp, joined: Placement = REPLICATE, cut: Placement = REPLICATE
-    ) -> Collective:
-        return Collective(
-            axis=axis,
-            degree=degree,
-            op=op,
-            back=back,
-            joined=joined if isinstance(joined, Shard) else None,
-            cut=cut if isinstance(cut, Shard) else None,
-        )
-
+    ops: tuple[CollectiveOp, CollectiveOp]  # forward and backward
     match have, want:
         case Shard(), Replicate():
-            return collective("all_gather", "reduce_scatter" if varies else "slice", joined=have)
+            ops = "all_gather", "reduce_scatter" if varies else "slice"
         case Shard(), Shard():
-            return collective("all_to_all", "all_to_all", joined=have, cut=want)
+            ops = "all_to_all", "all_to_all"
         case Partial(op="max"), Replicate():
-            return collective("max", "none")
+            ops = "max", "none"
         case Partial(), Replicate():
-            return collective("all_reduce", "none")
+            ops = "all_reduce", "none"
         case Partial(op="sum"), Shard():
-            return collective("reduce_scatter", "all_gather", cut=want)
+            ops = "reduce_scatter", "all_gather"
         case Replicate(), Shard():
-            return collective("slice", "all_gather", cut=want)
+            ops = "slice", "all_gather"
         case Replicate(), Replicate():
-            return collective("none", "all_reduce")
-    raise AssertionError(f"no collective leads from {have} to {want}")
+            ops = "none", "all_reduce"
+        case _:
+            raise AssertionError(f"no collective leads from {have} to {want}")
+    return Collective(
+        axis=axis,
+        degree=degree,
+        op=ops[0],
+        back=ops[1],
+        joined=have if isinstance(have, Shard) else None,
+        cut=want if isinstance(want, Shard) else None,
+    )
+
+
+def value_of(node: fx.Node) -> object:
+    """Return what a node of an unsharded forward computes, as fakes."""
+    return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+
+
+def tensor_of(node: fx.Node) -> Tensor:
+    """Return the tensor that a node of an unsharded forward computes, as a fake."""
+    value = value_of(node)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def read_later(source: fx.Node, write: fx.Node) -> dict[fx.Node, list[fx.Node]]:
+    """Return the names from before a write of the memory that it writes, and who reads each of them later."""
+    order = {node: i for i, node in enumerate(source.graph.nodes)}
+    base = source
+    while _is_view(base):
+        base = base.all_input_nodes[0]
+
+    def views(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if _is_view(user) and user.all_input_nodes[0] is node]
+
+    earlier = [name for name in reached([base], views) if order[name] < order[write]]
+    return {name: [user for user in name.users if order[user] > order[write]] for name in earlier}
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return any(result.alias_info is not None for result in node.target._schema.returns)

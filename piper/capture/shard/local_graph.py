@@ -9,8 +9,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.node import Argument, map_arg
 
 from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError
-from piper.capture.shard.layout import CopiedShard, in_words, local_shape, slices_of
-from piper.capture.shard.reshapes import value_of
+from piper.capture.shard.layout import CopiedShard, in_words, local_shape, slices_of, tensor_of, value_of
 from piper.capture.trace.linear_layers import WEIGHT, weight_of
 from piper.capture.trace.markers import OWN_ROWS, collective
 from piper.capture.trace.recording import Mode, Recording
@@ -42,7 +41,7 @@ class LocalGraph:
         self.bundle: int | None = None  # of what is being written: all of one stays in one chunk
         self.bundles: dict[fx.Node, int] = {}
         self.bundled = max(recording.bundles.values(), default=0)
-        self.node: fx.Node | None = None  # what is being sharded
+        self.node: fx.Node  # what is being sharded
         example = next(n.meta["example_value"] for n in recording.origins if "example_value" in n.meta)
         self.fakes = example.fake_mode
 
@@ -59,10 +58,8 @@ class LocalGraph:
 
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Return the shape of the unsharded value."""
-        value = value_of(node)
-        assert isinstance(value, Tensor)
         try:
-            return tuple(int(size) for size in value.shape)
+            return tuple(int(size) for size in tensor_of(node).shape)
         except GuardOnDataDependentSymNode as error:
             raise NoRuleError("its sizes depend on values") from error
 
@@ -75,20 +72,16 @@ class LocalGraph:
         self, target: object, args: tuple[Argument, ...], kwargs: Mapping[str, Argument] | None = None
     ) -> fx.Node:
         """Write one operation over local values; its result varies where one of its whole operands does."""
-        assert self.node is not None
         if args and isinstance(args[0], fx.Node) and args[0].target is collective and _writes(target):
             args = (self.emit(aten.clone.default, (args[0],)), *args[1:])  # what a collective gives stays
         call = self.graph.call_function(target, args, dict(kwargs or {}))  # type: ignore[arg-type]
         mode = self.recording.modes.get(self.node, Mode())
         marks = ("custom", "stack_trace", OWN_ROWS, *((WEIGHT,) if weight_of(call) is not None else ()))
         call.meta = {key: self.node.meta[key] for key in marks if key in self.node.meta}
-
-        def value(used: fx.Node) -> Argument:
-            return used.meta["example_value"]  # type: ignore[no-any-return]
-
+        fakes, options = map_arg((args, call.kwargs), lambda used: used.meta["example_value"])
         with self.fakes, torch.set_grad_enabled(mode.grad):
             try:
-                result = target(*map_arg(args, value), **map_arg(dict(kwargs or {}), value))  # type: ignore[operator]
+                result = target(*fakes, **options)  # type: ignore[operator]
             except GuardOnDataDependentSymNode as error:
                 raise NoRuleError("its sizes depend on values") from error
         call.meta["example_value"] = result
@@ -168,24 +161,34 @@ class LocalGraph:
         own = self.emit(aten.index_select.default, (cut, dim + 1, index))
         return self.emit(aten.reshape.default, (own, [*shape[:dim], size // slices, *shape[dim + 1 :]]))
 
-    def place(self) -> fx.Node:
-        """Return the placeholder of a device's place in its group: a tensor of one number."""
-        device = next(iter(self.recording.origins)).meta["example_value"].device
-        return self._rank(AxisPosition(axis=self.sharding.axis), device)
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.recording.origins)).meta["example_value"].device  # type: ignore[no-any-return]
 
-    def host_place(self) -> fx.Node:
-        """Return the placeholder of the same number in memory of the host, for what decides by it."""
-        return self._rank(AxisPosition(axis=self.sharding.axis, on_host=True), torch.device("cpu"))
+    def place(self, *, on_host: bool = False) -> fx.Node:
+        """Return the placeholder of a device's place in its group: a tensor of one number.
 
-    def _rank(self, place: AxisPosition, device: torch.device) -> fx.Node:
+        on_host: in memory of the host, for what decides by it.
+        """
+        place = AxisPosition(axis=self.sharding.axis, on_host=on_host)
         if place not in self.ranks:
-            first = next(iter(self.graph.nodes), None)
-            with self.graph.inserting_before(first):
-                rank = self.graph.placeholder(f"{'host_' * place.on_host}place_in_{place.axis}")
+            with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
+                rank = self.graph.placeholder(f"{'host_' * on_host}place_in_{place.axis}")
             with self.fakes:
+                device = torch.device("cpu") if on_host else self.device
                 rank.meta["example_value"] = torch.empty(1, dtype=torch.int64, device=device)
             self.ranks[place] = rank
         return self.ranks[place]
+
+    def attribute(self, name: str) -> fx.Node:
+        """Write the read of something that the traced model holds under a name."""
+        local, value = self.graph.get_attr(name), getattr(self.recording.root, name)
+        with self.fakes:
+            local.meta["example_value"] = (
+                self.fakes.from_tensor(value) if isinstance(value, Tensor) else value
+            )
+        self.modes[local], self.tags[local] = Mode(), ()
+        return local
 
     @contextmanager
     def within(self, node: fx.Node) -> Iterator[None]:
@@ -202,7 +205,6 @@ class LocalGraph:
 
     def refused(self, what: str, hint: str) -> CaptureError:
         """Return the error of an operation: its source line, and how its operands are sharded."""
-        assert self.node is not None
         operands = [
             f"{source.name} {list(value.shape)} {in_words(layout)}"
             for source in self.node.all_input_nodes
@@ -211,6 +213,12 @@ class LocalGraph:
         ]
         facts = {"operation": f"{self.node.target}{node_line(self.node)}", "operands": ", ".join(operands)}
         return CaptureError(what, by=self.sharding.by, facts=facts, hint=hint)
+
+    def uneven_heads(self, heads: int) -> CaptureError:
+        """Return the error of heads that do not divide by the devices of a group."""
+        ways = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        hint = f"choose `ways` among the divisors of {heads}: {ways}"
+        return self.refused(f"{heads} heads do not divide by {self.degree}", hint)
 
 
 def _writes(target: object) -> bool:

@@ -13,8 +13,7 @@ from piper.ir.sharding import REPLICATE, Partial, Shard
 
 def embedding(d: Sharder, node: fx.Node) -> None:
     """Look up rows of a table: a whole one, or one sharded by columns or by rows."""
-    table, index = node.args[0], node.args[1]
-    assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
+    table, index = operand(node), operand(node, 1)
     if d.whole(node):
         return
     have, given = d.layout(table), d.layout(index)
@@ -67,8 +66,7 @@ def masked(d: Sharder, values: fx.Node, outside: fx.Node) -> fx.Node:
 
 def gather(d: Sharder, node: fx.Node) -> None:
     """Pick elements along a dimension: each device in its own rows, or in its part of that dimension."""
-    x, index = node.args[0], node.args[2]
-    assert isinstance(x, fx.Node) and isinstance(index, fx.Node)
+    x, index = operand(node), operand(node, 2)
     dim = number(node.args[1]) % max(1, len(d.shape(x)))
     if d.whole(node):
         return

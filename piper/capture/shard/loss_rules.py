@@ -8,12 +8,11 @@ from torch import fx
 from torch.fx.node import Argument, map_arg
 
 import piper.capture.shard.head_operators  # noqa: F401  registers the operators
-from piper.capture.shard.along_rules import along, named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.compute_rules import CASTS, together
+from piper.capture.shard.layout import RESHAPES
 from piper.capture.shard.lookup_rules import from_own_first, masked, own_rows
-from piper.capture.shard.reshapes import RESHAPES
-from piper.capture.shard.shape_rules import number, operand
+from piper.capture.shard.shape_rules import along, named, number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
 from piper.ir.sharding import REPLICATE, Partial, Shard
@@ -60,9 +59,8 @@ def _exponentials(d: Sharder, x: fx.Node, dim: int, *, varies: bool) -> tuple[fx
 
     varies: sharded work reads the sum. Readers in one region share the three.
     """
-    assert d.node is not None
-    keys = [(name, x, dim, varies, d.region_of(d.node)) for name in ("shifted", "total", "largest")]
-    if keys[0] not in d.moved:
+    key = (x, dim, varies, d.region_of(d.node))
+    if key not in d.exponentials:
         local = d.local[x]
         fixed = d.emit(aten.detach.default, (local,))
         largest = d.collect(d.emit(aten.amax.default, (fixed, [dim], True)), Partial("max"))
@@ -71,9 +69,8 @@ def _exponentials(d: Sharder, x: fx.Node, dim: int, *, varies: bool) -> tuple[fx
         shifted = d.emit(aten.add.Tensor, (_widened_again(d, local), below))
         terms = d.emit(aten.sum.dim_IntList, (d.emit(aten.exp.default, (shifted,)), [dim], True))
         total = d.collect(terms, Partial(), varies=varies)
-        d.moved |= dict(zip(keys, (shifted, total, largest), strict=True))
-    shifted, total, largest = map(d.moved.__getitem__, keys)
-    return shifted, total, largest
+        d.exponentials[key] = shifted, total, largest
+    return d.exponentials[key]
 
 
 def _widened_again(d: Sharder, local: fx.Node) -> fx.Node:
@@ -92,8 +89,7 @@ def _widened_again(d: Sharder, local: fx.Node) -> fx.Node:
 
 def cross_entropy(d: Sharder, node: fx.Node) -> None:
     """Compare logits with labels: by rows where the samples are sharded, else over a sharded vocabulary."""
-    logits, labels = node.args[0], node.args[1]
-    assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
+    logits, labels = operand(node), operand(node, 1)
     have = d.settle(logits)
     weight, smoothing = argument(node, "weight"), argument(node, "label_smoothing", 0.0)
     assert isinstance(smoothing, int | float)
@@ -143,8 +139,7 @@ def _with_labels(
     The loss is a sum over classes of a coefficient times the negative logarithm of the class's share. Label y
     gives its own class (1 - smoothing) * weight[y], and every class smoothing / classes * weight[class].
     """
-    logits, labels = node.args[0], node.args[1]
-    assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
+    logits, labels = operand(node), operand(node, 1)
     classes = d.shape(logits)[have.dim]
     shifted, exponentials = _logarithms(d, node, logits, have.dim)
     whole = d.to(labels, REPLICATE, varies=False)  # labels have no gradient
@@ -180,8 +175,7 @@ def _with_probabilities(
     d: Sharder, node: fx.Node, have: Shard, weight: Argument, smoothing: float, _: int
 ) -> tuple[fx.Node, fx.Node]:
     """Return the loss of every row of probabilities over a sharded vocabulary; each row counts once."""
-    logits, labels = node.args[0], node.args[1]
-    assert isinstance(logits, fx.Node) and isinstance(labels, fx.Node)
+    logits, labels = operand(node), operand(node, 1)
     shifted, exponentials = _logarithms(d, node, logits, have.dim)
     shares = d.to(labels, have, varies=True)
     if smoothing:
@@ -227,8 +221,7 @@ def _compared(
 
 def head_sums(d: Sharder, node: fx.Node) -> None:
     """Compute sums over the logits of a head: by rows, or over a sharded vocabulary each device its part."""
-    hidden, weight, _, labels, *_ = node.args
-    assert isinstance(hidden, fx.Node) and isinstance(weight, fx.Node) and isinstance(labels, fx.Node)
+    hidden, weight, labels = operand(node), operand(node, 1), operand(node, 3)
     rows, have = d.settle(hidden), d.settle(weight)
     if isinstance(have, Shard) and have.dim == 0:
         _over_classes(d, node, have)
@@ -245,8 +238,7 @@ def head_sums(d: Sharder, node: fx.Node) -> None:
 
 def _over_classes(d: Sharder, node: fx.Node, have: Shard) -> None:
     """Compute the sums over a device's own classes, and add them up: exponentials less the maximum of all."""
-    hidden, weight, _, labels, *_ = node.args
-    assert isinstance(weight, fx.Node) and isinstance(labels, fx.Node)
+    hidden, weight, labels = operand(node), operand(node, 1), operand(node, 3)
     by_row = (hidden, labels)
     local = {x: d.to(x, REPLICATE if x in by_row else have, varies=True) for x in node.all_input_nodes}
     # A label of another device's part is no class here.
@@ -277,30 +269,26 @@ def _reduced(
     d.done(node, total, REPLICATE if rows is None else Partial())
 
 
-def compared(position: int) -> Rule:
-    """Make the rule of a loss that compares element by element; `position` is that of its reduction."""
-
-    def apply(d: Sharder, node: fx.Node) -> None:
-        sources = node.all_input_nodes
-        rank = max(len(d.shape(source)) for source in sources)
-        layout, local = together(d, sources, rank)
-        if layout is None:
-            d.plain(node)
-            return
-        reduction = number(argument(node, "reduction"), 1)
-        args, kwargs = list(map_arg(node.args, local.__getitem__)), dict(node.kwargs)
-        if len(args) > position:
-            args[position] = 0
-        else:
-            kwargs["reduction"] = 0
-        losses = d.emit(node.target, tuple(args), map_arg(kwargs, local.__getitem__))
-        if reduction == 0:
-            d.done(node, losses, layout)
-            return
-        total = d.emit(aten.mean.default if reduction == 1 else aten.sum.default, (losses,))
-        d.done(node, d.emit(aten.div.Scalar, (total, d.degree)) if reduction == 1 else total, Partial())
-
-    return apply
+def compared(d: Sharder, node: fx.Node) -> None:
+    """Compare element by element, and reduce what each device has."""
+    sources = node.all_input_nodes
+    layout, local = together(d, sources, max(len(d.shape(source)) for source in sources))
+    if layout is None:
+        d.plain(node)
+        return
+    reduction = number(argument(node, "reduction"), 1)
+    args, kwargs = map_arg((node.args, node.kwargs), local.__getitem__)
+    position = [each.name for each in node.target._schema.arguments].index("reduction")  # type: ignore[union-attr]
+    if len(args) > position:
+        args = (*args[:position], 0, *args[position + 1 :])
+    else:
+        kwargs = {**kwargs, "reduction": 0}
+    losses = d.emit(node.target, args, kwargs)
+    if reduction == 0:
+        d.done(node, losses, layout)
+        return
+    total = d.emit(aten.mean.default if reduction == 1 else aten.sum.default, (losses,))
+    d.done(node, d.emit(aten.div.Scalar, (total, d.degree)) if reduction == 1 else total, Partial())
 
 
 RULES: dict[object, Rule] = {
@@ -309,9 +297,9 @@ RULES: dict[object, Rule] = {
     aten.logsumexp.default: logsumexp,
     **dict.fromkeys((aten.cross_entropy_loss.default, aten.nll_loss_nd.default), cross_entropy),
     torch.ops.piper.head_sums.default: head_sums,
-    **dict.fromkeys((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default), compared(2)),
-    **dict.fromkeys((aten.huber_loss.default, aten.soft_margin_loss.default), compared(2)),
-    aten.kl_div.default: compared(2),
-    aten.binary_cross_entropy.default: compared(3),
-    aten.binary_cross_entropy_with_logits.default: compared(4),
+    **dict.fromkeys((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default), compared),
+    **dict.fromkeys((aten.huber_loss.default, aten.soft_margin_loss.default, aten.kl_div.default), compared),
+    **dict.fromkeys(
+        (aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default), compared
+    ),
 }

@@ -10,32 +10,19 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
-from piper.capture.shard import along_rules, compute_rules, loss_rules, shape_rules
-from piper.capture.shard.along_rules import along, named
+from piper.capture.shard import shape_rules as shapes
 from piper.capture.shard.axis_sharding import NoRuleError
-from piper.capture.shard.layout import OwnOrder, RowNumbers, divides
-from piper.capture.shard.reshapes import RESHAPES, value_of
-from piper.capture.shard.shape_rules import operand
+from piper.capture.shard.compute_rules import CASTS, addmm, linear, pointwise, reduction
+from piper.capture.shard.layout import RESHAPES, OwnOrder, RowNumbers, divides, tensor_of, value_of
+from piper.capture.shard.loss_rules import softmax
+from piper.capture.shard.shape_rules import ALONG, along, named, number, operand
 from piper.capture.shard.sharder import Rule, Sharder, aten
 from piper.capture.trace.effects import argument
 from piper.capture.trace.markers import OWN_ROWS
 from piper.ir.sharding import REPLICATE, Partial, Shard
 
-ROW_BY_ROW: frozenset[Rule] = frozenset(
-    (
-        compute_rules.pointwise,
-        compute_rules.linear,
-        compute_rules.addmm,
-        compute_rules.reduction,
-        loss_rules.softmax,
-        shape_rules.same_shape,
-        shape_rules.permute,
-        shape_rules.select,
-        shape_rules.slice_,
-        shape_rules.split,
-        shape_rules.getitem,
-    )
-)
+MOVES = (shapes.same_shape, shapes.permute, shapes.getitem, shapes.select, shapes.slice_, shapes.split)
+ROW_BY_ROW: frozenset[Rule] = frozenset((*MOVES, pointwise, linear, addmm, reduction, softmax))
 COUNTING = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 KEPT = (*LIKE, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default)
@@ -53,8 +40,8 @@ def in_own_order(rule: Rule | None) -> Rule:
         elif any(isinstance(d.layouts[source], RowNumbers) for source in node.all_input_nodes):
             _keep_numbers(d, node)
         elif node.target in RESHAPES and _keeps_rows(d, node):
-            shape_rules.reshape(d, node)
-        elif rule is not None and (rule in ROW_BY_ROW or node.target in along_rules.ALONG):
+            shapes.reshape(d, node)
+        elif rule is not None and (rule in ROW_BY_ROW or node.target in ALONG):
             rule(d, node)
         else:
             raise NoRuleError(OTHER_ORDER)
@@ -71,9 +58,7 @@ def _keeps_rows(d: Sharder, node: fx.Node) -> bool:
 def _keep_numbers(d: Sharder, node: fx.Node) -> None:
     """Write an operation that leaves numbers of rows what they are, or takes their shape alone."""
     have, result = d.layout(operand(node)), value_of(node)
-    casts = (
-        node.target in compute_rules.CASTS and isinstance(result, Tensor) and not result.is_floating_point()
-    )
+    casts = node.target in CASTS and isinstance(result, Tensor) and not result.is_floating_point()
     if not isinstance(have, RowNumbers) or not (casts or node.target in KEPT):
         raise NoRuleError(OTHER_NUMBERS)
     d.done(node, d.replay(node), have.places if node.target in LIKE else have)
@@ -100,8 +85,8 @@ def _inverted(numbers: RowNumbers) -> RowNumbers:
     """Return the layout of the numbers by which rows go back to their places."""
     if numbers.per != 1:
         raise NoRuleError("several rows have the same number")
-    order = numbers.rows.order if isinstance(numbers.rows, OwnOrder) else ""
     rows = numbers.rows
+    order = rows.order if isinstance(rows, OwnOrder) else ""
     return RowNumbers(0, rows.blocks, rows.zigzag, order=order, rows=numbers.places)
 
 
@@ -110,7 +95,7 @@ def divide(d: Sharder, node: fx.Node) -> None:
     x, by = operand(node), node.args[1]
     have = d.layout(x)
     if not isinstance(have, RowNumbers):
-        in_own_order(compute_rules.pointwise)(d, node)
+        in_own_order(pointwise)(d, node)
         return
     floors = node.target in FLOORS and argument(node, "rounding_mode", "floor") == "floor"
     if not isinstance(by, int) or by < 1 or not (floors or have.per == 1):
@@ -123,29 +108,23 @@ def divide(d: Sharder, node: fx.Node) -> None:
 
 def look_up(d: Sharder, node: fx.Node) -> None:
     """Take rows by their numbers: each device has those that its numbers count."""
-    x, index = operand(node), _picks(node)
-    numbers = None if index is None else d.layout(index)
-    if index is None or not isinstance(numbers, RowNumbers):
-        raise NoRuleError(OTHER_ORDER)
-    rows = _own_rows(d, x, d.shape(index)[0], numbers)
+    index, numbers = _numbers(d, node)
+    rows = _own_rows(d, operand(node), d.shape(index)[0], numbers)
     args = (rows, [d.local[index]]) if node.target is aten.index.Tensor else (rows, 0, d.local[index])
     d.done(node, d.emit(node.target, args), numbers.places)
 
 
 def put_back(d: Sharder, node: fx.Node) -> None:
     """Put rows where their numbers say, or add them there. Rows that count themselves invert the numbers."""
-    x, index = operand(node), _picks(node)
+    (index, numbers), x = _numbers(d, node), operand(node)
     values = node.args[2 if node.target in PUTS else 3]
-    numbers = None if index is None else d.layout(index)
-    if index is None or not isinstance(numbers, RowNumbers) or not isinstance(values, fx.Node):
+    if not isinstance(values, fx.Node):
         raise NoRuleError(OTHER_ORDER)
     count, own = d.shape(index)[0], d.local[index]
     upwards = {(count,), (0, count), (0, count, 1)}  # 0, 1, 2, ... up to the number of rows
     if values.target in COUNTING and values.args in upwards:
-        kind = value_of(node)
-        assert isinstance(kind, Tensor)
-        where = own.meta["example_value"].device
-        upward = d.emit(aten.arange.default, (count // d.degree,), {"dtype": kind.dtype, "device": where})
+        options = {"dtype": tensor_of(node).dtype, "device": own.meta["example_value"].device}
+        upward = d.emit(aten.arange.default, (count // d.degree,), options)
         empty = d.emit(aten.empty_like.default, (upward,))
         d.done(node, d.emit(aten.scatter.src, (empty, 0, own, upward)), _inverted(numbers))
         return
@@ -165,6 +144,15 @@ def _picks(node: fx.Node) -> fx.Node | None:
         return first if isinstance(first, fx.Node) and not any(others) else None
     index = node.args[2] if given == 0 else None
     return index if isinstance(index, fx.Node) else None
+
+
+def _numbers(d: Sharder, node: fx.Node) -> tuple[fx.Node, RowNumbers]:
+    """Return the numbers by which an operation picks rows, and their layout."""
+    index = _picks(node)
+    numbers = None if index is None else d.layout(index)
+    if index is None or not isinstance(numbers, RowNumbers):
+        raise NoRuleError(OTHER_ORDER)
+    return index, numbers
 
 
 def _own_rows(d: Sharder, x: fx.Node, count: int, numbers: RowNumbers) -> fx.Node:
@@ -197,8 +185,7 @@ def route(d: Sharder, node: fx.Node) -> None:
     The rows that arrive are as good as whole: all that the experts do with them is work on single rows, and
     the gradients of their weights are summed over the group.
     """
-    x, counts = node.args[:2]
-    assert isinstance(x, fx.Node) and isinstance(counts, fx.Node)
+    x, counts = operand(node), operand(node, 1)
     have = d.layout(x)
     if not isinstance(have, OwnOrder) or have.dim != 0 or d.layout(counts) != Partial():
         raise NoRuleError("its rows are not sorted by expert on each device, or counted there")
@@ -211,8 +198,7 @@ def route(d: Sharder, node: fx.Node) -> None:
 
 def unroute(d: Sharder, node: fx.Node) -> None:
     """Take back the rows that a device has sent to experts."""
-    y, counts, total = node.args
-    assert isinstance(y, fx.Node) and isinstance(counts, fx.Node) and isinstance(total, int)
+    y, counts, total = operand(node), operand(node, 1), number(node.args[2])
     have = d.routed[counts.all_input_nodes[0]]
     rows = d.emit(node.target, (d.local[y], d.local[counts], total // d.degree))
     d.varying.discard(rows)

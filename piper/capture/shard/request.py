@@ -1,26 +1,37 @@
 """What `shard` over an axis asks of a captured model, and the model as one device then computes it."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from piper.capture.shard.aten import as_aten
 from piper.capture.shard.axis_sharding import AxisSharding
-from piper.capture.shard.layout import CopiedShard, divides
-from piper.capture.shard.shard_forward import shard_forward
+from piper.capture.shard.layout import RESHAPES, CopiedShard, divides, value_of
+from piper.capture.shard.rules import rule_of
+from piper.capture.shard.shape_rules import heads_of, number
+from piper.capture.shard.sharder import Sharder, aten
+from piper.capture.trace.effects import argument
 from piper.capture.trace.functionalize import simplify
 from piper.capture.trace.linear_layers import WEIGHT
-from piper.capture.trace.recording import FromParameter, Recording
+from piper.capture.trace.recording import FromParameter, Origin, Recording
 from piper.capture.trace.regions import find_regions
 from piper.capture.trace.trace import Traced, cut_model
-from piper.errors import ScheduleError
+from piper.errors import CaptureError, ScheduleError
 from piper.ir.chunk import Parameter, Tags, TensorSpec
-from piper.ir.mesh import Axis, Mesh, copies_along
+from piper.ir.mesh import Mesh, copies_along
 from piper.ir.sharding import REPLICATE, AxisPlacement, Shard
+
+PRODUCTS = {
+    aten.linear.default: (1, 0, 2),
+    aten.addmm.default: (2, 1, 0),
+    torch.ops.piper.head_sums.default: (1, 0, 2),
+}  # weight, its dimension of outputs, bias
+SPLITS = frozenset((aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,26 +50,13 @@ class Request:
 
     def alike(self, other: "Request") -> bool:
         """Return whether two directives shard alike, so that slices may pass between their regions."""
-        asked = replace(self, by="", regions={}) == replace(other, by="", regions={})
-        return asked and self.axes == other.axes
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """Return the axes of the first region: the same for all of a request that `by_axes` returns."""
-        return next(iter(self.regions.values())).sharing
+        axes, others = (next(iter(each.regions.values())).sharing for each in (self, other))  # of all regions
+        return axes == others and replace(self, by="", regions={}) == replace(other, by="", regions={})
 
     def by_axes(self) -> Iterator["Request"]:
         """Yield a request for all regions that have the same axes: slices pass between no others."""
         for axes in dict.fromkeys(mesh.sharing for mesh in self.regions.values()):
             yield replace(self, regions={tags: m for tags, m in self.regions.items() if m.sharing == axes})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedModel:
-    """A model as one device of its groups computes it."""
-
-    recording: Recording
-    parameters: tuple[Parameter, ...]  # with how each is sharded
 
 
 def shard_model(
@@ -68,11 +66,12 @@ def shard_model(
     batch: Mapping[str, TensorSpec],
     *,
     exact: bool = False,
-) -> ShardedModel:
+) -> tuple[Recording, Sequence[Parameter]]:
     """Shard a model by one axis after another; the first directive's groups are innermost.
 
-    exact: the model computes in fp64, and casts to float32 inside it are dropped. Sums in another order then
-    differ by rounding of fp64 alone.
+    Return it as one device computes it, and its parameters with how each is sharded. exact: the model
+    computes in fp64, and casts to float32 inside it are dropped. Sums in another order then differ by
+    rounding of fp64 alone.
     """
     recording = as_aten(recording, exact=exact)
     # The outermost axis first: what it leaves of a dimension is what an inner axis then shards.
@@ -82,7 +81,7 @@ def shard_model(
         shared = [other for other in waiting if request.regions.keys() & other.regions.keys()]
         inner = math.prod({other.axis: other.degree for other in shared}.values())
         recording, parameters = _sharded_once(recording, request, parameters, batch, inner)
-    return ShardedModel(recording=recording, parameters=tuple(parameters))
+    return recording, parameters
 
 
 def merged(requests: Sequence[Request]) -> list[Request]:
@@ -108,7 +107,7 @@ def _sharded_once(
     parameters: Sequence[Parameter],
     batch: Mapping[str, TensorSpec],
     inner: int,
-) -> tuple[Recording, tuple[Parameter, ...]]:
+) -> tuple[Recording, list[Parameter]]:
     meshes = request.regions
     used = _parameters_of(recording, meshes)
     weights = _weights(request, parameters, used)
@@ -124,30 +123,22 @@ def _sharded_once(
         zigzag=request.zigzag,
         inner=inner,
     )
-
-    def peers(a: Tags, b: Tags) -> bool:
-        return a in meshes and b in meshes and meshes[a] == meshes[b]
-
-    forward = shard_forward(recording, sharding, meshes.__contains__, peers)
+    forward = shard_forward(
+        recording, sharding, meshes.__contains__, lambda a, b: a in meshes and meshes[a] == meshes.get(b)
+    )
     _check_gradients(request, [each for each in parameters if each.name in used], forward.summed)
     shards = forward.sharding.weights
     copied = {name for name, shard in shards.items() if isinstance(shard, CopiedShard)}
     for node in forward.recording.graph.nodes:
         if node.meta.get(WEIGHT) in copied:  # each device has a term of its gradient, which is not rounded
             node.meta = {key: value for key, value in node.meta.items() if key != WEIGHT}
-    sharded = tuple(
-        replace(
-            parameter,
-            placements=(
-                *_along(request, shards.get(parameter.name), parameter.name in forward.summed),
-                *parameter.placements,
-            ),
-        )
-        if parameter.name in used
-        else parameter
-        for parameter in parameters
-    )
-    return forward.recording, sharded
+    placed = []
+    for each in parameters:
+        if each.name in used:
+            along = _along(request, shards.get(each.name), each.name in forward.summed)
+            each = replace(each, placements=(*along, *each.placements))
+        placed.append(each)
+    return forward.recording, placed
 
 
 def _along(request: Request, shard: Shard | None, partial: bool) -> tuple[AxisPlacement, ...]:
@@ -173,20 +164,16 @@ def _check_gradients(request: Request, parameters: Iterable[Parameter], summed: 
                 )
 
 
-def _parameters_of(recording: Recording, regions: Iterable[Tags]) -> set[str]:
+def _parameters_of(recording: Recording, regions: Collection[Tags]) -> set[str]:
     """Return the parameters that the operations of some regions read."""
-    inside = set(regions)
     region_of = find_regions(recording, simplify(recording)).region_of
-    names = {
-        node: origin.name for node, origin in recording.origins.items() if isinstance(origin, FromParameter)
-    }
 
     def reads(node: fx.Node) -> bool:
         return any(
-            region_of.get(user) in inside or (user not in region_of and reads(user)) for user in node.users
+            region_of.get(user) in regions or (user not in region_of and reads(user)) for user in node.users
         )
 
-    return {name for node, name in names.items() if reads(node)}
+    return {name for node, name in parameter_names(recording).items() if reads(node)}
 
 
 def _weights(request: Request, parameters: Sequence[Parameter], used: set[str]) -> dict[str, Shard]:
@@ -255,26 +242,154 @@ def _check_fields(request: Request, batch: Mapping[str, TensorSpec]) -> None:
 
 def sharded(traced: Traced, requests: Sequence[Request]) -> Traced:
     """Return the model as one device of its groups computes it, cut into chunks and collectives."""
-    sharded_model = shard_model(
-        traced.recording, requests, traced.outline.parameters, traced.outline.batch, exact=traced.exact
+    before = traced.outline
+    recording, parameters = shard_model(
+        traced.recording, requests, before.parameters, before.batch, exact=traced.exact
     )
-    cut, pieces = cut_model(sharded_model.recording)
+    degrees: dict[Tags, int] = {}  # how many devices share the same samples
+    for request in requests:
+        for tags in request.regions:
+            degrees[tags] = degrees.get(tags, 1) * request.degree
+    cut, pieces = cut_model(recording)
     outline = replace(
-        traced.outline,
+        before,
         chunks=cut.chunks,
         loss=cut.loss,
         weight=cut.weight,
         metrics=cut.metrics,
-        parameters=sharded_model.parameters,
-        degrees=degrees_of(requests),
+        parameters=tuple(parameters),
+        degrees=degrees,
     )
-    return replace(traced, outline=outline, pieces=pieces, recording=sharded_model.recording)
+    return replace(traced, outline=outline, pieces=pieces, recording=recording)
 
 
-def degrees_of(requests: Sequence[Request]) -> dict[Tags, int]:
-    """Return how many devices share the same samples, for each region that is sharded."""
-    degrees: dict[Tags, int] = {}
-    for request in requests:
-        for tags in request.regions:
-            degrees[tags] = degrees.get(tags, 1) * request.degree
-    return degrees
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedForward:
+    """The forward of one device of a group, and what became of the parameters."""
+
+    recording: Recording
+    sharding: AxisSharding
+    summed: frozenset[str]  # whole parameters whose gradient is a sum over the group
+
+
+def shard_forward(
+    recording: Recording,
+    sharding: AxisSharding,
+    inside: Callable[[Tags], bool],
+    peers: Callable[[Tags, Tags], bool],
+) -> ShardedForward:
+    """Shard a forward in ATen operations over the devices of a group.
+
+    inside: whether a region is sharded. peers: whether two regions' devices hold the same slices.
+    """
+    sharding = replace(sharding, weights=_with_biases(recording, sharding.weights, sharding.degree))
+    regions = find_regions(recording, simplify(recording))
+    region_of: Mapping[fx.Node, Tags] = regions.region_of
+    sharding = _with_shared(recording, sharding, region_of, inside)
+    marked: frozenset[str] = frozenset()
+    while True:
+        sharder = Sharder(recording, sharding, rule_of, region_of.get, inside, peers, marked)
+        try:
+            sharder.run()
+        except CaptureError:
+            if sharding.between is None or sharding.batch or sharding.gathers_rows:
+                raise
+            sharding = replace(sharding, gathers_rows=True)
+            continue
+        mixed = (sharder.summed & sharder.same) - marked
+        if not mixed:
+            break
+        marked |= mixed  # used both ways: its sharded uses go through a collective
+    origins: dict[fx.Node, Origin] = {sharder.local[node]: each for node, each in recording.origins.items()}
+    origins |= {local: recording.origins[node] for node, local in sharder.unsharded.items()}
+    origins |= {node: place for place, node in sharder.ranks.items()}
+    own = replace(
+        recording,
+        graph=sharder.graph,
+        origins=origins,
+        results=tuple(sharder.local[result] for result in recording.results),
+        tags={node: sharder.tags.get(node, ()) for node in sharder.graph.nodes},
+        modes=sharder.modes,
+        bundles=sharder.bundles,
+    )
+    return ShardedForward(recording=own, sharding=sharding, summed=frozenset(sharder.summed))
+
+
+def parameter_names(recording: Recording) -> dict[fx.Node, str]:
+    """Return the parameters among the inputs of a recording."""
+    origins = recording.origins.items()
+    return {node: origin.name for node, origin in origins if isinstance(origin, FromParameter)}
+
+
+def _with_shared(
+    recording: Recording,
+    sharding: AxisSharding,
+    region_of: Mapping[fx.Node, Tags],
+    inside: Callable[[Tags], bool],
+) -> AxisSharding:
+    """Keep the weights whole that regions read which this directive does not shard: tied ones."""
+    shared = {
+        name
+        for node, name in parameter_names(recording).items()
+        if any(user in region_of and not inside(region_of[user]) for user in node.users)
+    }
+    weights = sharding.weights.items()
+    return replace(
+        sharding,
+        weights={name: shard for name, shard in weights if name not in shared},
+        shared={name: shard for name, shard in weights if name in shared},
+    )
+
+
+def _with_biases(recording: Recording, weights: Mapping[str, Shard], degree: int) -> dict[str, Shard]:
+    """Shard a bias as the outputs of its weight.
+
+    A weight whose outputs are split right away is sharded by blocks: query, key and value each by itself. One
+    whose outputs are fewer heads than devices is sharded by heads, each on several devices.
+    """
+    names, shards = parameter_names(recording), dict(weights)
+    for node in recording.graph.nodes:
+        if node.target not in PRODUCTS:
+            continue
+        weight, outputs, bias = PRODUCTS[node.target]
+        given = names.get(node.args[weight], "")
+        if given not in weights or weights[given].dim != outputs:
+            continue
+        copies, own = _copies(node, degree), Shard(outputs, _blocks(node))
+        shards[given] = CopiedShard(outputs, copies=copies) if copies > 1 else own
+        if len(node.args) > bias and (added := names.get(node.args[bias])) is not None:
+            shards[added] = shards[given].at(0)
+    return shards
+
+
+def _copies(node: fx.Node, degree: int) -> int:
+    """Return how many devices hold each head that the outputs of a product become, if these are fewer."""
+    given = value_of(node)
+    for user in node.users if isinstance(given, Tensor) else ():
+        result = value_of(user)
+        if user.target in RESHAPES and isinstance(result, Tensor) and isinstance(given, Tensor):
+            heads = heads_of(tuple(given.shape), tuple(result.shape), Shard(given.dim() - 1))
+            if 0 < heads < degree and degree % heads == 0:
+                return degree // heads
+    return 1
+
+
+def _blocks(node: fx.Node) -> int:
+    """Return into how many equal parts the last dimension of a product is split."""
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        result, given = value_of(user), value_of(node)
+        if user.target in SPLITS:
+            assert isinstance(result, tuple | list)
+            last = result[0].dim() - 1
+            dim = number(argument(user, "dim"))
+            sizes = {int(part.shape[last]) for part in result}
+            return len(result) if dim % (last + 1) == last and len(sizes) == 1 else 1
+        if user.target is aten.glu.default and isinstance(given, Tensor):
+            return 2 if number(argument(user, "dim")) in (-1, given.dim() - 1) else 1
+        if user.target not in RESHAPES or not isinstance(result, Tensor) or not isinstance(given, Tensor):
+            return 1
+        if not result.dim() or result.shape[-1] != given.shape[-1]:
+            return 1
+        node = user
+    return 1

@@ -1,24 +1,21 @@
 """The table of rules: for every operation how it is sharded, and which collectives its operands need."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import fx
 
 from piper.capture.shard import (
-    along_rules,
     attention_rules,
     compute_rules,
-    draws,
     lookup_rules,
     loss_rules,
     own_order_rules,
     shape_rules,
 )
-from piper.capture.shard.along_rules import along, named
 from piper.capture.shard.axis_sharding import NoRuleError
 from piper.capture.shard.layout import OwnOrder
+from piper.capture.shard.shape_rules import along, named
 from piper.capture.shard.sharder import Rule, Sharder, aten
+from piper.capture.trace.effects import draws
 from piper.capture.trace.markers import marker
 from piper.errors import ConfigError
 
@@ -47,25 +44,17 @@ def scatter_add(d: Sharder, node: fx.Node) -> None:
         own_order_rules.add_up(d, node)
 
 
-_RULES: dict[object, Rule] = {
+RULES: dict[object, Rule] = {  # grows by `sharding_rule` alone
     **shape_rules.RULES,
     **compute_rules.RULES,
-    **along_rules.RULES,
     **lookup_rules.RULES,
     **loss_rules.RULES,
     **attention_rules.RULES,
-    **draws.RULES,
     **dict.fromkeys(own_order_rules.SORTS, own_order_rules.sort),
     aten.argsort.stable: or_all_rows(own_order_rules.sort),
     aten.index.Tensor: or_all_rows(lookup_rules.indexed),
     aten.scatter_add.default: or_all_rows(scatter_add),
 }
-# ^ grows by `sharding_rule` alone
-
-
-def rules() -> Mapping[object, Rule]:
-    """Return the rule of every operation that has one."""
-    return _RULES
 
 
 def rule_of(d: Sharder, node: fx.Node) -> Rule | None:
@@ -73,7 +62,12 @@ def rule_of(d: Sharder, node: fx.Node) -> Rule | None:
     kind = marker(node)
     if kind in ("route", "unroute"):
         return own_order_rules.route if kind == "route" else own_order_rules.unroute
-    rule = _RULES.get(node.target) or compute_rules.by_family(node)
+    if draws(node) and node.target not in RULES:  # by its rule a device draws what one device would
+        raise d.refused(
+            f"{node.target} draws random numbers for a sharded value",
+            "leave it out of sharded regions; dropout, rand_like and randn_like have rules",
+        )
+    rule = RULES.get(node.target) or compute_rules.by_family(node)
     own = any(isinstance(d.layouts[source], OwnOrder) for source in node.all_input_nodes)
     return own_order_rules.in_own_order(rule) if own else rule
 
@@ -92,4 +86,4 @@ def sharding_rule(op: torch._ops.OpOverload, fn: Rule) -> None:
             facts={"rule": repr(fn)},
             hint="name one overload and a function: piper.sharding_rule(torch.ops.aten.erf.default, rule)",
         )
-    _RULES[op] = fn
+    RULES[op] = fn

@@ -6,21 +6,28 @@ summed: it *varies*. A value goes from the first kind to the second through a co
 sums its gradient. A parameter goes without one, because its bucket takes the sum.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from piper.capture.shard.axis_sharding import AxisSharding, NoRuleError, UnevenError
-from piper.capture.shard.layout import CopiedShard, OwnOrder, change, divides, local_shape
+from piper.capture.shard.axis_sharding import HINT, AxisSharding, NoRuleError, hint_for
+from piper.capture.shard.layout import (
+    REPLAYED,
+    CopiedShard,
+    OwnOrder,
+    change,
+    divides,
+    local_shape,
+    read_later,
+    value_of,
+)
 from piper.capture.shard.local_graph import LocalGraph, RegionOf
-from piper.capture.shard.refusal_hints import HINT, hint_for
-from piper.capture.shard.reshapes import REPLAYED, read_again, value_of
 from piper.capture.trace.effects import draws, name_of, writes
 from piper.capture.trace.markers import collective, marker
-from piper.capture.trace.recording import FromParameter, Mode, Recording
+from piper.capture.trace.recording import FromParameter, Recording
 from piper.capture.trace_errors import reason
 from piper.ir.chunk import Batch, Tags
 from piper.ir.sharding import REPLICATE, Partial, Placement, Replicate, Shard
@@ -36,7 +43,6 @@ class Sharder(LocalGraph):
         self,
         recording: Recording,
         sharding: AxisSharding,
-        rules: Mapping[object, Rule],
         rule_of: Callable[["Sharder", fx.Node], Rule | None],
         region_of: RegionOf,
         inside: Callable[[Tags], bool],
@@ -44,8 +50,7 @@ class Sharder(LocalGraph):
         marked: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(recording, sharding, region_of)
-        self.rules, self.rule_of = rules, rule_of
-        self.inside, self.peers, self.marked = inside, peers, marked
+        self.rule_of, self.inside, self.peers, self.marked = rule_of, inside, peers, marked
         self.summed: set[str] = set()  # parameters whose gradient is a sum over the group
         self.same: set[str] = set()  # parameters whose gradient is the same on every device
         self.lengths = [
@@ -54,6 +59,7 @@ class Sharder(LocalGraph):
             if isinstance(origin, Batch) and isinstance(field := sharding.batch.get(origin.field), Shard)
         ]  # of the fields that are sharded
         self.moved: dict[tuple[object, ...], fx.Node] = {}
+        self.exponentials: dict[tuple[object, ...], tuple[fx.Node, fx.Node, fx.Node]] = {}  # and their sums
         self.routed: dict[fx.Node, Shard] = {}  # routes to which each device gives rows of its own
         self.unsharded: dict[fx.Node, fx.Node] = {}  # of fields that some regions load whole
         self.leaders: dict[Tags | None, fx.Node] = {}  # of each region one node, for all its readers
@@ -110,7 +116,7 @@ class Sharder(LocalGraph):
         same = have == want == REPLICATE and not (varies or self._is_outside()) and self.trains(local)
         if isinstance(origin, FromParameter) and same:
             self.same.add(origin.name)  # every device reads it for the same work
-        if have == want and not (isinstance(want, Replicate) and varies and self._must_vary(node, local)):
+        if have == want and not (isinstance(want, Replicate) and varies and self._must_vary(node)):
             return local
         key = (node, want, varies if isinstance(want, Replicate) else None, self._place(node, have))
         if key not in self.moved:
@@ -120,7 +126,6 @@ class Sharder(LocalGraph):
 
     def _is_outside(self) -> bool:
         """Return whether what is being sharded is in a region that this axis does not shard."""
-        assert self.node is not None
         region = self.region_of(self.node)
         return region is not None and not self.inside(region)
 
@@ -133,9 +138,9 @@ class Sharder(LocalGraph):
             self.unsharded[node] = local
         return self.unsharded[node]
 
-    def _must_vary(self, node: fx.Node, local: fx.Node) -> bool:
+    def _must_vary(self, node: fx.Node) -> bool:
         """Return whether a whole value's gradient must be summed for sharded work to read it."""
-        if not self.trains(local) or local in self.varying:
+        if not self.trains(self.local[node]) or self.local[node] in self.varying:
             return False
         origin = self.recording.origins.get(node)
         if isinstance(origin, FromParameter) and origin.name not in self.marked:
@@ -154,7 +159,7 @@ class Sharder(LocalGraph):
         if isinstance(want, Shard):
             if not divides(shape[want.dim], want, self.degree):
                 raise NoRuleError(f"dimension {want.dim} of {list(shape)} does not divide by {self.degree}")
-            if isinstance(have, Replicate) and not self._must_vary(node, local):
+            if isinstance(have, Replicate) and not self._must_vary(node):
                 return self.take(local, want)
         if isinstance(have, Shard) and isinstance(want, Replicate) and (base := self.base(node)) is not None:
             given = self.to(base, want, varies=varies)
@@ -194,13 +199,11 @@ class Sharder(LocalGraph):
         self.varying.discard(result)
         if isinstance(want, Replicate):
             self.between.discard(result)
-        if varies and isinstance(want, Replicate):
-            self.varying.add(result)
+            self.varying |= {result} if varies else set()
         return result
 
     def _place(self, node: fx.Node, have: Placement) -> fx.Node:
         """Return the node in whose region a value changes its layout: a sum's maker, a slice's reader."""
-        assert self.node is not None
         if isinstance(have, Partial):
             return node
         here, there = self.region_of(self.node), self.region_of(node)
@@ -215,7 +218,8 @@ class Sharder(LocalGraph):
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "get_attr":
-                self._attribute(node)
+                self.local[node], self.layouts[node] = self.attribute(str(node.target)), REPLICATE
+                self.local[node].meta = {**node.meta, **self.local[node].meta}
             elif node.op == "call_function":
                 self.node = node
                 written = [(source, self.local[source]) for source in writes(node)]
@@ -288,17 +292,6 @@ class Sharder(LocalGraph):
         if isinstance(given, CopiedShard):
             self.copied.add(local)
 
-    def _attribute(self, node: fx.Node) -> None:
-        """Copy a tensor that the trace holds as an attribute."""
-        local = self.graph.node_copy(node)
-        value = getattr(self.recording.root, str(node.target))
-        if isinstance(value, Tensor):
-            with self.fakes:
-                value = self.fakes.from_tensor(value)
-        local.meta["example_value"] = value
-        self.local[node], self.layouts[node] = local, REPLICATE
-        self.modes[local], self.tags[local] = Mode(), ()
-
     def _operation(self, node: fx.Node) -> None:
         tags = self.region_of(node)
         sources = node.all_input_nodes
@@ -308,14 +301,9 @@ class Sharder(LocalGraph):
         if marker(node) == "unroute":  # it may take back rows that each device has routed by itself
             sharded = sharded or sources[1].all_input_nodes[0] in self.routed
         if sharded and (tags is None or self.inside(tags)):
-            self._check_draws(node)
             rule = self.rule_of(self, node)
         try:
             self._by_rule(node, rule)
-        except UnevenError as error:
-            ways = [n for n in range(1, error.size + 1) if error.size % n == 0]
-            hint = f"choose `ways` among the divisors of {error.size}: {', '.join(map(str, ways))}"
-            raise self.refused(str(error), hint) from None
         except NoRuleError as error:
             what = name_of(node) if node.target is collective else node.target
             raise self.refused(
@@ -323,13 +311,18 @@ class Sharder(LocalGraph):
             ) from None
 
     def _by_rule(self, node: fx.Node, rule: Rule | None) -> None:
-        """Write an operation by its rule; one that this refuses, on operands that may be gathered."""
-        try:
-            (rule or Sharder._without_rule)(self, node)
-        except NoRuleError:
-            if rule is Sharder.gathered or not self._may_gather(node):
-                raise
-            self.gathered(node)
+        """Write an operation by its rule; one that has none or that it refuses, on gathered operands."""
+        if rule is None and not self.whole(node):
+            if not self._may_gather(node):
+                raise self.refused(f"{node.target} has no rule for how it is sharded", hint_for(node.target))
+            self.plain(node)
+        elif rule is not None:
+            try:
+                rule(self, node)
+            except NoRuleError:
+                if rule is Sharder.gathered or not self._may_gather(node):
+                    raise
+                self.gathered(node)
 
     def relaid(self, node: fx.Node) -> bool:
         """Return whether a whole value lies in memory in another order than in the unsharded program.
@@ -341,13 +334,6 @@ class Sharder(LocalGraph):
             return False
         return local.stride() != value.stride()
 
-    def _check_draws(self, node: fx.Node) -> None:
-        if draws(node) and node.target not in self.rules:  # by which a device draws what one device would
-            raise self.refused(
-                f"{node.target} draws random numbers for a sharded value",
-                "leave it out of sharded regions; dropout, rand_like and randn_like have rules",
-            )
-
     def gathered(self, node: fx.Node) -> None:
         """Write an operation as it stands, on operands that are made whole."""
         if not self.whole(node):
@@ -355,18 +341,11 @@ class Sharder(LocalGraph):
 
     def _check_write(self, node: fx.Node, source: fx.Node, local: fx.Node) -> None:
         """Refuse a write in place that went into a copy, where the value is read again under another name."""
-        if local not in self.local[node].all_input_nodes and read_again(source, node):
+        if local not in self.local[node].all_input_nodes and any(read_later(source, node).values()):
             raise self.refused(
                 f"{node.target} writes into a copy, because a layout changes, of what a view reads later",
                 "write `x = f(x)` in place of `f_(x)`, or read the view after the write",
             )
-
-    def _without_rule(self, node: fx.Node) -> None:
-        if self.whole(node):
-            return
-        if not self._may_gather(node):
-            raise self.refused(f"{node.target} has no rule for how it is sharded", hint_for(node.target))
-        self.plain(node)
 
     def whole(self, node: fx.Node) -> bool:
         """Take the sums among the operands of an operation, and write it if all operands are whole then."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from piper.capture.shard.rules import rule_of, rules
+from piper.capture.shard.rules import rule_of
 from piper.capture.shard.sharder import Sharder
 from piper.capture.trace.markers import how_of, is_collective
 from piper.capture.trace.recording import Recording
@@ -40,9 +40,7 @@ def ours(recording: Recording, layouts: Sequence[placements.Placement]) -> list[
     """Return the placements of results under Piper's rules."""
     sharding = sharding_of(recording, layouts, DEGREE)
     bare = replace(recording, results=())  # results stay as their operations leave them
-    sharder = Sharder(
-        bare, sharding, rules(), rule_of, lambda node: None, lambda tags: True, lambda a, b: True
-    )
+    sharder = Sharder(bare, sharding, rule_of, lambda node: None, lambda tags: True, lambda a, b: True)
     try:
         sharder.run()
     except CaptureError as error:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from piper.capture.shard.dtensor_verified import VERIFIED
-from piper.capture.shard.refusal_hints import HINT, INSTEAD, hint_for
+from piper.capture.shard.axis_sharding import HINT, INSTEAD, hint_for
+from piper.capture.shard.dtensor_rules import VERIFIED
 from piper.errors import CaptureError
 from piper.ir.sharding import REPLICATE, Partial, Placement, Shard
 from tests.capture.shard.dtensor_samples import MATRICES, dtensor_samples, values

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from piper.capture.shard import attention_rules
-from piper.capture.shard.compute_rules import POINTWISE
-from piper.capture.shard.draws import RULES as DRAWS
-from piper.capture.shard.rules import rules
+from piper.capture.shard.compute_rules import DRAWS, POINTWISE
+from piper.capture.shard.rules import RULES
 from piper.capture.trace.markers import collective
 from tests.capture.shard.every_rule import DEVICES, LAYOUTS, SAMPLES, Report, judged, main, suite
 from tests.capture.shard.hand_samples import hand_samples
@@ -28,7 +27,7 @@ def nothing_is_wrong(report: Report) -> None:
 def test_every_rule_has_a_sample_and_is_right() -> None:
     report = judged((sample for sample in hand_samples() if not sample.direct), [2], 0)
     nothing_is_wrong(report)
-    named = {str(target) for target in {*rules(), *POINTWISE} - ELSEWHERE}
+    named = {str(target) for target in {*RULES, *POINTWISE} - ELSEWHERE}
     assert named <= report.exercised, f"no sample exercises {sorted(named - report.exercised)}"
 
 

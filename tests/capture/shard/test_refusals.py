@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from piper.capture.shard.compute_rules import pointwise
-from piper.capture.shard.rules import rules, sharding_rule
+from piper.capture.shard.rules import RULES, sharding_rule
 from piper.capture.shard.sharder import Sharder
 from piper.check.check import check
 from piper.compiler import compile
@@ -259,7 +259,7 @@ def test_words_that_are_not_known(keys: dict[str, Any], text: str) -> None:
 
 def test_a_rule_of_the_user_divides_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     op = torch.ops.aten.sort.default
-    monkeypatch.delitem(rules(), op, raising=False)
+    monkeypatch.delitem(RULES, op, raising=False)
 
     def by_rows(sharder: Sharder, node: torch.fx.Node) -> None:
         """Sort whole rows: what every device holds of them is gathered first."""
@@ -271,7 +271,7 @@ def test_a_rule_of_the_user_divides_an_operation(monkeypatch: pytest.MonkeyPatch
         made = job(Sorted(), axis="TP", weights=FFN)
         assert check(compile(made, device="cpu"), launch_inline, [*made.data()]).ok
     finally:
-        rules().pop(op)  # type: ignore[attr-defined]
+        RULES.pop(op)
 
 
 def test_a_rule_needs_an_operation() -> None:

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piper.capture.shard.aten import as_aten
 from piper.capture.shard.axis_sharding import AxisSharding
 from piper.capture.shard.layout import reshaped
-from piper.capture.shard.shard_forward import ShardedForward, shard_forward
+from piper.capture.shard.request import ShardedForward, shard_forward
 from piper.capture.trace.build_model import build_fake
 from piper.capture.trace.record import record
 from piper.errors import CaptureError

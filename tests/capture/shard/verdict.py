@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from piper.capture.shard.aten import as_aten
 from piper.capture.shard.axis_sharding import AxisSharding
 from piper.capture.shard.layout import divides
-from piper.capture.shard.shard_forward import ShardedForward, shard_forward
+from piper.capture.shard.request import ShardedForward, shard_forward
 from piper.capture.trace.recording import FromParameter, Mode, Origin, Recording
 from piper.errors import CaptureError
 from piper.ir.chunk import Batch
