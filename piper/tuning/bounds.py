@@ -12,7 +12,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import accumulate
 
 import numpy as np
@@ -24,7 +23,7 @@ from piper.schedules.synthesis.bound import bound as least_makespan
 from piper.schedules.synthesis.synthesise import one_by_one
 from piper.schedules.timing import Memory, StageCosts, makespan
 from piper.simulate.costs import Costs
-from piper.tuning.choice import Divide, StrategyChoice
+from piper.tuning.choice import StrategyChoice
 from piper.tuning.model_layers import ModelLayers, Stage, Walk
 from piper.tuning.space import Sizes
 
@@ -188,23 +187,6 @@ def link_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs) -> flo
             levels[talk.level] = levels.get(talk.level, 0.0) + times * talk.seconds
         worst = max(worst, *levels.values(), 0.0)
     return worst
-
-
-def collective_time(choice: StrategyChoice, layers: ModelLayers, costs: Costs, divide: Divide) -> float:
-    """Return the time of the all-reduces that tensor parallelism puts behind weights divided by their inputs.
-
-    Each of their products is a sum over the group, in the forward as in the backward. Other microbatches
-    could hide some of that time, so this is the one part of a bound that is an estimate.
-    """
-    group = choice.devices_of(0)[: choice.tensor]
-    patterns = [pattern for one, dim in divide.weights if dim == 1 for pattern in one.split("|")]
-    spent = 0.0
-    for layer in layers.layers:
-        sums = sum(any(fnmatchcase(name, f"{one}.weight") for one in patterns) for name in layer.parameters)
-        nbytes = 2 * layer.sends * choice.tensor * (choice.tensor - 1) // choice.tensor
-        talk = costs.talk("all_reduce", nbytes, group)
-        spent += 2 * sums * (talk.latency + talk.seconds)
-    return spent * choice.microbatches / choice.ranks
 
 
 def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list[tuple[Op, int]]:

@@ -11,7 +11,6 @@ from piper.schedules.synthesis.synthesise import synthesis
 from piper.schedules.timing import Memory, Placement, StageCosts
 from piper.tuning.bounds import (
     LeastMemory,
-    collective_time,
     link_bound,
     loads_of,
     memory_bound,
@@ -144,7 +143,8 @@ class StrategySearch:
         shortest.sort(key=lambda one: (one.needs > limit, one.step, one.choice.label))
         for choice in list(dict.fromkeys(one.choice for one in shortest))[:REFINED]:
             layers = self.layers(choice)
-            bound = max(self.least(choice), order_bound(choice, layers, self.model.costs, None))
+            costs = self.model.costs
+            bound = max(work_bound(choice, layers, costs), order_bound(choice, layers, costs, None))
             memory = memory_bound(choice, layers, self.model.optimizer_bytes, None)
             queue = list(self.synthesised(Leaf(choice=choice, bound=bound, memory=memory), limit, trials))
             while queue:
@@ -242,14 +242,6 @@ class StrategySearch:
                     sized = replace(choice, sizes=sizes)
                     bound = work_bound(sized, self.layers(sized), self.model.costs)
                     yield CandidateGroup(choice=sized, bound=bound)
-
-    def least(self, choice: StrategyChoice) -> float:
-        """Return the time of a candidate's busiest rank."""
-        layers = self.layers(choice)
-        bound = work_bound(choice, layers, self.model.costs)
-        if choice.tensor > 1:
-            bound += collective_time(choice, layers, self.model.costs, self.model.divide)
-        return bound
 
     def layers(self, choice: StrategyChoice) -> ModelLayers:
         """Return the costs of the layers under a candidate."""
