@@ -153,8 +153,7 @@ def hop_seconds(choice: StrategyChoice, layers: ModelLayers, costs: Costs, stage
     nbytes = layers.layers[choice.stages[stage][-1]].sends
     if not nbytes:
         return 0.0
-    pair = (choice.first_device(source), choice.first_device(target))
-    talk = costs.talk("send", nbytes, pair)
+    talk = costs.talk("send", nbytes, (choice.devices_of(source)[0], choice.devices_of(target)[0]))
     return talk.latency + talk.seconds
 
 

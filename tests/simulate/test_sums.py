@@ -166,7 +166,7 @@ def test_a_table_tells_of_one_device_in_one_step() -> None:
     profile = profile_of(ROWS, ROWS)
     twice = replace(profile, tracks=tuple(replace(track, steps=track.steps * 2) for track in profile.tracks))
     console = Console(file=io.StringIO(), width=160, markup=False)
-    print_rows(rows_of(twice, by_node=False), "op", twice, 18.0, console)
+    print_rows(rows_of(twice, by_node=False), "op", 18.0, console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert next(line.split() for line in lines if line.startswith("compute"))[:5] == [
         "compute",
