@@ -35,16 +35,12 @@ def account_of(plan: Plan, timeline: Timeline, step: float, contention: float = 
     Time in which several communications are under way and nothing computes counts for the one that began
     first. Copies of offloaded values count as communications.
     """
-    spans = timeline.spans
-    busy = merged(
-        (span.start, span.end)
-        for ins, span in zip(plan.instrs, spans, strict=True)
-        if OPS[ins.op].takes == "device"
-    )
+    rows = [(OPS[ins.op], ins.op, span) for ins, span in zip(plan.instrs, timeline.spans, strict=True)]
+    busy = merged((span.start, span.end) for known, _, span in rows if known.takes == "device")
     talking = sorted(
-        (span.start, span.end, ins.op)
-        for ins, span in zip(plan.instrs, spans, strict=True)
-        if (OPS[ins.op].communicates or offloads(ins.op)) and span.end > span.start
+        (span.start, span.end, op)
+        for known, op, span in rows
+        if (known.communicates or (known.host and known.hands_on)) and span.end > span.start
     )
     exposed: dict[Op, float] = {}
     total: dict[Op, float] = {}
@@ -63,11 +59,6 @@ def account_of(plan: Plan, timeline: Timeline, step: float, contention: float = 
         communication=total,
         contention=contention,
     )
-
-
-def offloads(op: Op) -> bool:
-    """Return whether an operation moves values between device and host that the step itself needs."""
-    return OPS[op].host and OPS[op].hands_on
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:

@@ -4,7 +4,7 @@ Each program is simulated once, for all its devices. A communication is one even
 part in it: a send with its receive, a collective with all members of its groups.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from piper.ir.chunk import Chunk, Phase
@@ -110,20 +110,19 @@ class InstructionCosts:
         self.computes: dict[tuple[Phase, str], float] = {}
         self.talks: dict[tuple[str, str, int, int], Talk] = {}
         self.slowest: dict[tuple[str, str], Devices] = {}  # by op and communicator
-        self.shapes: dict[str, tuple[Devices, ...]] = {}  # of the groups of a communicator
 
     def seconds(self, number: int) -> float:
         """Return the seconds of an instruction that does not communicate."""
         ins = self.graph.instrs[number]
+        plan = self.graph.plans.plans[self.graph.program[number]]
         if ins.op != "compute":
-            return self.costs.touch(ins.op, touched(self.graph.plans.plans[self.graph.program[number]], ins))
+            return self.costs.touch(ins.op, touched(plan, ins))
         key = (ins.computes.phase, ins.computes.chunk)
         if key not in self.computes:
             self.computes[key] = self.costs.compute(self.chunks.get(key[1]), key[0])
         if not ins.adds_to:
             return self.computes[key]
         # It writes its gradients in any case. Where it adds them to a sum, it reads that as well.
-        plan = self.graph.plans.plans[self.graph.program[number]]
         read = sum(plan.slots[slot].nbytes for slot in ins.adds_to)
         return self.computes[key] + self.costs.touch("compute", read)
 
@@ -131,7 +130,10 @@ class InstructionCosts:
         """Return the cost of a communication in the slowest of its groups."""
         ins = self.graph.instrs[number]
         assert ins.comm is not None
-        apart = gradient_bytes(self.graph.plans.plans[self.graph.program[number]], ins)
+        apart = 0  # bytes of a backward's gradients that it reads, before any sum of them
+        if ins.op == "reduce_scatter":
+            slots = self.graph.plans.plans[self.graph.program[number]].slots
+            apart = sum(slots[name].nbytes for name in ins.reads if name.kind == "gradient")
         key = (ins.travels_as, ins.comm, ins.nbytes, apart)
         if key not in self.talks:
             talk = self.costs.talk(ins.travels_as, ins.nbytes, self._slowest(ins, ins.comm))
@@ -142,31 +144,15 @@ class InstructionCosts:
 
     def _slowest(self, ins: Instr, comm: str) -> Devices:
         """Return the group in which a communication takes longest: the others end up waiting for it."""
-        if (ins.travels_as, comm) not in self.slowest:
-
-            def cost(group: Devices) -> float:
-                talk = self.costs.talk(ins.travels_as, ins.nbytes, group)
-                return talk.latency + talk.seconds
-
-            self.slowest[ins.travels_as, comm] = max(self._shapes(comm), key=cost)
-        return self.slowest[ins.travels_as, comm]
-
-    def _shapes(self, comm: str) -> Iterable[Devices]:
-        """Return the first of all groups that lie alike in the network: the others cost the same."""
-        if comm not in self.shapes:
-            first: dict[tuple[int, ...], Devices] = {}
+        key = (ins.travels_as, comm)
+        if key not in self.slowest:
+            first: dict[tuple[int, ...], Devices] = {}  # of all groups that lie alike in the network
             for group in self.graph.plans.comms[comm].groups:
                 lowest = group[0] - group[0] % self.costs.period
                 first.setdefault(tuple(device - lowest for device in group), group)
-            self.shapes[comm] = tuple(first.values())
-        return self.shapes[comm]
-
-
-def gradient_bytes(plan: Plan, ins: Instr) -> int:
-    """Return the bytes of a backward's gradients that an instruction reads, before any sum of them."""
-    if ins.op != "reduce_scatter":
-        return 0
-    return sum(plan.slots[name].nbytes for name in ins.reads if name.kind == "gradient")
+            talks = [(self.costs.talk(ins.travels_as, ins.nbytes, group), group) for group in first.values()]
+            _, self.slowest[key] = max(talks, key=lambda entry: entry[0].latency + entry[0].seconds)
+        return self.slowest[key]
 
 
 def touched(plan: Plan, ins: Instr) -> int:

@@ -13,10 +13,10 @@ from statistics import median
 
 from piper.errors import CONTENT, ConfigError, file_errors
 from piper.ir.chunk import PHASES, CapturedModel, Chunk
+from piper.ir.devices import Devices
 from piper.ir.json_fields import from_json, to_json
-from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION, OPS
-from piper.plan.plan import Comm, Plans
+from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
 from piper.simulate.timeline import Span, Timeline
 from piper.version import VERSION
@@ -97,28 +97,21 @@ class Profile:
 
 def meetings(plans: Plans, steps: Mapping[int, Sequence[Times]]) -> dict[tuple[int, int], float]:
     """Return when the last member of each communication was ready, by device and place of the instruction."""
-    latest: dict[tuple[str, str, tuple[int, ...]], float] = {}
-    keys: dict[tuple[int, int], tuple[str, str, tuple[int, ...]]] = {}
+    latest: dict[tuple[str, str, Devices], float] = {}
+    keys: dict[tuple[int, int], tuple[str, str, Devices]] = {}
     for device, rows in steps.items():
-        groups: dict[tuple[str, str], tuple[int, ...]] = {}
+        groups: dict[tuple[str, str], Devices] = {}
         for place, ins in enumerate(plans.of(device).instrs):
             if ins.comm is None or ins.op not in COMMUNICATION:
                 continue
             if (ins.comm, ins.op) not in groups:
-                groups[ins.comm, ins.op] = group_of(plans.comms[ins.comm], ins, device)
+                comm = plans.comms[ins.comm]
+                pair_of = comm.pair_from if OPS[ins.op].sends else comm.pair_to
+                groups[ins.comm, ins.op] = pair_of(device) if comm.kind == "pairs" else comm.group_of(device)
             key = (ins.node, ins.comm, groups[ins.comm, ins.op])
             keys[device, place] = key
             latest[key] = max(latest.get(key, 0.0), rows[place][0])
     return {where: latest[key] for where, key in keys.items()}
-
-
-def group_of(comm: Comm, ins: Instr, device: int) -> tuple[int, ...]:
-    """Return the group in which a device takes part in a communication."""
-    end = (0 if OPS[ins.op].sends else -1) if comm.kind == "pairs" else None
-    for group in comm.groups:
-        if device == group[end] if end is not None else device in group:
-            return group
-    raise AssertionError(f"device {device} is not in {comm.name}")
 
 
 def fingerprint(outline: CapturedModel) -> str:

@@ -1,6 +1,6 @@
 """Simulates a step from plans and costs: the times of all instructions, and the critical path."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -77,16 +77,12 @@ def simulate(
         engine = Engine(graph, InstructionCosts(graph, chunks, costs), costs)
         engine.run()
         step = max(engine.end, default=0.0)
-        timelines = tuple(timeline_of(engine, number, plan) for number, plan in enumerate(plans))
-        accounts = tuple(
-            account_of(plan, timelines[number], step, contention(engine, number, plan))
-            for number, plan in enumerate(plans)
-        )
+        timed = [(plan, *times_of(engine, number, plan)) for number, plan in enumerate(plans)]
         return Simulation(
             step=step,
-            timelines=timelines,
-            accounts=accounts,
-            memories=tuple(memory_of(plan, times) for plan, times in zip(plans, timelines, strict=True)),
+            timelines=tuple(timeline for _, timeline, _ in timed),
+            accounts=tuple(account_of(plan, times, step, contention) for plan, times, contention in timed),
+            memories=tuple(memory_of(plan, timeline) for plan, timeline, _ in timed),
             path=critical_path(engine),
         )
 
@@ -105,30 +101,17 @@ def simulate_alone(plans: Plans, outline: CapturedModel, costs: Costs, device: i
     return simulate(replace(plans, plans=(plans.of(device),)), outline, costs)
 
 
-def numbers_of(engine: Engine, program: int, plan: Plan) -> Iterable[int]:
-    """Return the numbers of the instructions of one program."""
+def times_of(engine: Engine, program: int, plan: Plan) -> tuple[Timeline, float]:
+    """Return when one program ran, and the extra time its communications took because they shared links."""
+    spans: list[Span] = []
+    contention = 0.0
     first = engine.graph.first[program]
-    return range(first, first + len(plan.instrs))
-
-
-def timeline_of(engine: Engine, program: int, plan: Plan) -> Timeline:
-    """Return the times of the instructions of one program."""
-    start, end, ready = engine.start, engine.end, engine.ready
-    spans = tuple(
-        Span(start=start[n], end=end[n], waited=start[n] - ready[n])
-        for n in numbers_of(engine, program, plan)
-    )
-    return Timeline(devices=plan.devices, spans=spans)
-
-
-def contention(engine: Engine, program: int, plan: Plan) -> float:
-    """Return the extra time one device's communications took because they shared links."""
-    lost = 0.0
-    for n in numbers_of(engine, program, plan):
-        meeting = engine.graph.meeting[n]
+    for number in range(first, first + len(plan.instrs)):
+        start, end, meeting = engine.start[number], engine.end[number], engine.graph.meeting[number]
+        spans.append(Span(start=start, end=end, waited=start - engine.ready[number]))
         if meeting >= 0:
-            lost += max(0.0, engine.end[n] - engine.start[n] - engine.nominal[meeting])
-    return lost
+            contention += max(0.0, end - start - engine.nominal[meeting])
+    return Timeline(devices=plan.devices, spans=tuple(spans)), contention
 
 
 def critical_path(engine: Engine) -> tuple[PathNode, ...]:
