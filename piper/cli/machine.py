@@ -17,7 +17,7 @@ from piper.process.files import write_output
 from piper.run.launch import launcher
 from piper.runtime.accelerator import accelerators, device_kind, is_accelerator
 from piper.runtime.worker import Options
-from piper.simulate.calibrate import samples_of
+from piper.simulate.calibrate import MeasuredTimes, collect_times
 from piper.simulate.cluster import FP8, Cluster, Link
 from piper.simulate.measured import line_through
 from piper.train.profiling import profile_of
@@ -157,7 +157,8 @@ def conversation() -> tuple[float, float, float]:
         for batch in batches():
             run.step(batch)
         profile = profile_of(run, program, "", "local")
-    samples = samples_of(profile, by_thread=False)
+    samples = MeasuredTimes()
+    collect_times(profile, samples, by_thread=False)
     quickest: dict[float, float] = {}  # by size: what else the machine does can only slow it down
     for nbytes, took in samples.talks["all_reduce"]:
         quickest[nbytes] = min(took, quickest.get(nbytes, took))

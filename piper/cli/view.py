@@ -12,7 +12,7 @@ from piper.plan.plan import Plans
 from piper.plan.text import read_plans
 from piper.process.files import write_output
 from piper.simulate.prices import CLUSTER, prices_of
-from piper.simulate.profile import ABOUT, FOLDER, read_profile
+from piper.simulate.profile import FOLDER, find_profile, read_profile
 from piper.view import plan_trace, report, svg_writer
 from piper.view.cells import of_plans
 from piper.view.provenance import FILE, Subject, read_background, read_losses, subject_from
@@ -98,8 +98,7 @@ def subject_of(
 
 def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None) -> Subject:
     """Return a run: its plans as they were, with the background that it saved."""
-    has_profile = (folder / FOLDER / ABOUT).is_file() or (folder / ABOUT).is_file()
-    profile = read_profile(folder) if has_profile else None
+    profile = read_profile(folder) if find_profile(folder) else None
     plans = profile.plans if profile else plans_of_run(folder)
     background = read_background(folder, plans)
     if background is None and profile is not None:  # of an earlier layout, which the profile has kept

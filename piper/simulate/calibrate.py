@@ -49,7 +49,7 @@ def calibrate(
     for one in (profile, *others):
         check_same_model(profile, one)
         samples.chunks = {}
-        samples_of(one, samples, by_thread=one.accelerator == "cpu")
+        collect_times(one, samples, by_thread=one.accelerator == "cpu")
         for (name, phase), found in samples.chunks.items():
             keyed.setdefault((one.works[name].key, phase), []).extend(found)
     chunks: dict[str, dict[str, float]] = {}
@@ -79,12 +79,11 @@ def calibrate(
     )
 
 
-def samples_of(profile: Profile, into: MeasuredTimes | None = None, *, by_thread: bool) -> MeasuredTimes:
-    """Collect the times of all recorded steps of all devices; `into`: what they are added to.
+def collect_times(profile: Profile, samples: MeasuredTimes, *, by_thread: bool) -> None:
+    """Add the times of all recorded steps of all devices.
 
     by_thread: count the time for which an instruction's thread was computing, not the clock on the wall.
     """
-    samples = MeasuredTimes() if into is None else into
     for step in range(profile.count):
         timelines = profile.timelines(step)
         found = samples if by_thread else replace(samples, talks={}, late={})
@@ -100,7 +99,6 @@ def samples_of(profile: Profile, into: MeasuredTimes | None = None, *, by_thread
                 )
             for op, times in found.late.items():
                 samples.late.setdefault(op, []).append(mean(times))
-    return samples
 
 
 def add_spans(samples: MeasuredTimes, plan: Plan, timeline: Timeline, host: list[float] | None) -> None:

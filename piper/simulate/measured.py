@@ -67,28 +67,17 @@ class Measured:
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
         """Return the seconds of a phase as measured, or estimated from phases that were measured."""
         assert chunk is not None, "measured costs need the outline"
-        found = {**self.sized(chunk), **self.chunks.get(chunk.key, {})}
+        lines = self.sizes.get(chunk.name, {})  # at another size than those that were measured
+        sized = {p: lines[p].at(s.flops + s.bytes_moved) for p, s in chunk.phases.items() if p in lines}
+        found = {**sized, **self.chunks.get(chunk.key, {})}
         if phase in found:
             return self.gap + found[phase]
         if phase in HALVES and "B" in found:
             return self.gap + found["B"] * share_of(chunk, phase)
         if phase == "B" and all(half in found for half in HALVES):
             return self.gap + sum(found[half] for half in HALVES)
-        return self.gap + self.estimate(chunk, phase)
-
-    def sized(self, chunk: Chunk) -> Mapping[str, float]:
-        """Return the seconds of each phase of a chunk at another size than those that were measured."""
-        lines = self.sizes.get(chunk.name, {})
-        return {
-            phase: lines[phase].at(spec.flops + spec.bytes_moved)
-            for phase, spec in chunk.phases.items()
-            if phase in lines
-        }
-
-    def estimate(self, chunk: Chunk, phase: Phase) -> float:
-        """Estimate a phase from its arithmetic and traffic, at the speeds measured for other chunks."""
-        spec = chunk.phases.get(phase)
-        return self.arithmetic * spec.flops + self.traffic * spec.bytes_moved if spec else 0.0
+        spec = chunk.phases.get(phase)  # at the speeds measured for other chunks
+        return self.gap + (self.arithmetic * spec.flops + self.traffic * spec.bytes_moved if spec else 0.0)
 
     def touch(self, op: Op, nbytes: int) -> float:
         """Return the seconds of another local instruction, which reads and writes `nbytes` bytes."""
@@ -115,10 +104,7 @@ class MeasuredOn:
         self.measured, self.links = measured, Roofline(cluster)
         self.cores, self.node, self.wake = cluster.cores, cluster.devices, measured.wake
         self.period = cluster.period
-
-    def compute(self, chunk: Chunk | None, phase: Phase) -> float:
-        """Return the seconds of a phase as measured, or estimated from phases that were measured."""
-        return self.measured.compute(chunk, phase)
+        self.compute, self.talk = measured.compute, self.links.talk
 
     def touch(self, op: Op, nbytes: int) -> float:
         """Return the seconds of another local instruction, at the speeds measured.
@@ -128,10 +114,6 @@ class MeasuredOn:
         if OPS[op].host and op not in self.measured.touches:
             return self.links.touch(op, nbytes)
         return self.measured.touch(op, nbytes)
-
-    def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
-        """Return the cost of a communication on the cluster's links."""
-        return self.links.talk(op, nbytes, devices)
 
 
 def share_of(chunk: Chunk, half: Phase) -> float:

@@ -181,22 +181,21 @@ def files_of(profile: Profile) -> Iterator[tuple[str, str]]:
         )
 
 
-def find_profile(path: Path) -> Path:
-    """Return the folder of a profile: the one given, or the one inside a run's folder."""
-    for folder in (path, path / FOLDER):
-        if (folder / ABOUT).is_file():
-            return folder
-    raise ConfigError(
-        "there is no profile" if path.exists() else "there is no such folder",
-        by=str(path),
-        facts={"looked": f"for {path / FOLDER / ABOUT}"},
-        hint="record one: piper train RECIPE --profile 5 --out DIR",
-    )
+def find_profile(path: Path) -> Path | None:
+    """Return the folder of a profile: the one given, or that inside a run's folder. None: there is none."""
+    return next((folder for folder in (path, path / FOLDER) if (folder / ABOUT).is_file()), None)
 
 
 def read_profile(path: Path) -> Profile:
     """Read a profile back from its folder, or from that of its run."""
     folder = find_profile(path)
+    if folder is None:
+        raise ConfigError(
+            "there is no profile" if path.exists() else "there is no such folder",
+            by=str(path),
+            facts={"looked": f"for {path / FOLDER / ABOUT}"},
+            hint="record one: piper train RECIPE --profile 5 --out DIR",
+        )
     hint = "record it again: piper train RECIPE --profile 5 --out DIR"
     with file_errors("this profile cannot be read", folder, hint, *CONTENT):
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))

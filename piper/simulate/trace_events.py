@@ -42,13 +42,8 @@ def events_of(pid: int, process: Process) -> Iterator[Event]:
         for place, (ins, span) in enumerate(zip(instrs, timeline.spans, strict=True)):
             where = {"ph": "X", "pid": pid, "tid": streams[ins.stream]}
             if span.waited > WORTH:
-                name = f"wait for peers of {ins.node}"
-                yield {
-                    **where,
-                    "name": name,
-                    "cat": "wait",
-                    **times(begin + span.start - span.waited, span.waited),
-                }
+                long = times(begin + span.start - span.waited, span.waited)
+                yield {**where, "name": f"wait for peers of {ins.node}", "cat": "wait", **long}
             args: Event = {"instruction": place, "op": ins.op, "step": step}
             if ins.comm:
                 args |= {"communicator": ins.comm, "bytes": ins.nbytes}
