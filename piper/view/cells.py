@@ -1,6 +1,7 @@
 """A pipeline as cells in rows: the common form from which schedules and plans are drawn, and its text."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -16,7 +17,6 @@ from piper.plan.prove import in_order
 from piper.schedules.grid import LETTERS, Grid
 from piper.schedules.timing import UNIT, Costs, cost_of, timeline
 
-Region = tuple[str, int] | None  # a chunk's outermost tag; None: it has none
 Rows = tuple[tuple["Cell", ...], ...]
 
 
@@ -81,19 +81,12 @@ def of_schedule(grid: Grid, title: str, costs: Costs = UNIT) -> Pipeline:
     rows = []
     for row, starts in zip(grid.rows, timeline(grid, costs).starts, strict=True):
         cells: list[Cell] = []
-        for number, (group, start) in enumerate(zip(row, starts, strict=True)):
-            clock = start
+        for number, (group, clock) in enumerate(zip(row, starts, strict=True)):
+            pair = number if len(group) > 1 else -1
             for action in group:
-                cost = cost_of(costs, action)
+                cost, part = cost_of(costs, action), (action.microbatch,)
                 cells.append(
-                    Cell(
-                        start=clock,
-                        cost=cost,
-                        phase=action.phase,
-                        stage=action.stage,
-                        part=(action.microbatch,),
-                        pair=number if len(group) > 1 else -1,
-                    )
+                    Cell(start=clock, cost=cost, phase=action.phase, stage=action.stage, part=part, pair=pair)
                 )
                 clock += cost
         rows.append(tuple(cells))
@@ -167,11 +160,10 @@ class PlanCells:
 
         Where each chunk is recomputed just before its own backward, another chunk's backward may be there.
         """
-        if not cell.again:
-            return len(row)
-        mates = ((c.phase != "F", c.stage, c.part) for c in (self.cells[i] for i in row))
-        backwards = (turn for turn, mate in enumerate(mates) if mate == (True, cell.stage, cell.part))
-        return next(backwards, len(row))
+        for turn, other in enumerate(self.cells[i] for i in row):
+            if cell.again and other.phase != "F" and (other.stage, other.part) == (cell.stage, cell.part):
+                return turn
+        return len(row)
 
     def link(self, number: int, plan: Plan, row: list[int]) -> None:
         """Add to each cell's needs the cells whose values it reads, directly or through transfers."""
@@ -252,9 +244,7 @@ def pairs_of(orderings: Iterable[Ordering], tags: Mapping[str, Tags]) -> dict[st
 def lone_unpaired(row: Iterable[Cell]) -> list[Cell]:
     """Return a row in which a cell is paired only if another cell of its pair is in the same row."""
     cells = list(row)
-    count: dict[int, int] = {}
-    for cell in cells:
-        count[cell.pair] = count.get(cell.pair, 0) + 1
+    count = Counter(cell.pair for cell in cells)
     return [cell if count[cell.pair] > 1 else replace(cell, pair=-1) for cell in cells]
 
 
@@ -269,24 +259,20 @@ def stage_tags(outline: CapturedModel, orderings: Iterable[Ordering]) -> Mapping
     LAYER=0 and LAYER=1 are stage 0, LAYER=2 and LAYER=3 are stage 1
     """
     tags = {chunk.name: chunk.tags for chunk in outline.chunks}
-    groups: dict[Region, set[tuple[int, int, Tags]]] = {}
+    groups: dict[Tags, set[tuple[int, int, Tags]]] = {}  # by the outermost tag of a chunk, if it has one
     for number, ordering in enumerate(orderings):
         for place, group in enumerate(ordering.groups):
             for step in group:
                 if step.phase == "F" and step.chunk in tags:
-                    groups.setdefault(_outermost(tags[step.chunk]), set()).add((number, place, step.part))
-    regions = dict.fromkeys(_outermost(own) for own in tags.values())
+                    groups.setdefault(tags[step.chunk][:1], set()).add((number, place, step.part))
+    regions = dict.fromkeys(own[:1] for own in tags.values())
     if not groups.keys() >= regions.keys():
         return tags
     stages: dict[frozenset[tuple[int, int, Tags]], int] = {}
     numbers = {region: stages.setdefault(frozenset(groups[region]), len(stages)) for region in regions}
     if len(stages) == len(regions):
         return tags
-    return {chunk: (("stage", numbers[_outermost(own)]), *own[1:]) for chunk, own in tags.items()}
-
-
-def _outermost(tags: Tags) -> Region:
-    return tags[0] if tags else None
+    return {chunk: (("stage", numbers[own[:1]]), *own[1:]) for chunk, own in tags.items()}
 
 
 IDLE = "."

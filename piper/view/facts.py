@@ -7,7 +7,7 @@ from math import ceil, log10
 
 from piper.ir.devices import show
 from piper.ir.format import count, seconds
-from piper.ir.ids import AGAIN, Phase, SlotId, Tags
+from piper.ir.ids import AGAIN, Phase, SlotId
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS, TRAVELS
 from piper.plan.plan import Plan
@@ -270,22 +270,14 @@ class Shade:
 
 def shade_of(ins: Instr) -> Shade:
     """Return the phase and microbatch of the pass that an instruction is or works for, or of its values."""
-    part = tuple(index for _, index in part_of(ins))
     if ins.run is not None:
-        return Shade(phase=ins.run.phase, part=part, again=ins.run.again)
+        return Shade(phase=ins.run.phase, part=tuple(i for _, i in ins.run.part), again=ins.run.again)
     phase: Phase | None = "F" if ins.op == "load" else None
     if OPS[ins.op].pattern == "pair":
         (moved,) = ins.reads or ins.writes
         phase = "F" if moved.kind == "output" else "B"
-    return Shade(phase=phase, part=part)
-
-
-def part_of(ins: Instr) -> Tags:
-    """Return the microbatch that an instruction works for."""
-    if ins.run is not None:
-        return ins.run.part
-    slots = (*ins.reads, *ins.writes)
-    return ins.part or next((slot.part for slot in slots if slot.part), ())
+    part = ins.part or next((slot.part for slot in (*ins.reads, *ins.writes) if slot.part), ())
+    return Shade(phase=phase, part=tuple(index for _, index in part))
 
 
 def caption(ins: Instr) -> str:
