@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from piper.ir.ids import PHASES
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
-from piper.simulate.timeline import Span, Timeline
+from piper.simulate.account import Span, Timeline
 from piper.view.facts import Shade, caption, shade_of
 from piper.view.svg_writer import Legend, drawing, element, hatched, hatching, hue, number, sheet, words
 

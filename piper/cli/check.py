@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from piper.cli.answer import NO, SUCCESS, Answer, Compile, Device, Recipe, StrategyFile
+from piper.cli.application import NO, SUCCESS, Answer, Compile, Device, Recipe, StrategyFile
 from piper.cli.reports import CheckReport
 from piper.workers.rank_zero import on_rank_zero
 

@@ -8,7 +8,7 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from piper.cli.answer import Answer, ClusterName, CostsFile
+from piper.cli.application import Answer, ClusterName, CostsFile
 from piper.cli.plan import moved
 from piper.cli.reports import ChangesReport, DiffReport, SeatReport, ShiftedReport, SideReport
 from piper.ir.chunk import CapturedModel
@@ -17,7 +17,7 @@ from piper.ir.format import percent, seconds, size, table_of
 from piper.plan.plan import Plan, Plans
 from piper.plan.text import read_plans
 from piper.simulate.costs import Unit
-from piper.simulate.prices import prices_of
+from piper.simulate.measured import prices_of
 from piper.simulate.simulate import Simulation, simulate
 from piper.view.provenance import read_background
 

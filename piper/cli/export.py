@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.answer import Answer, Recipe, RunFolder
+from piper.cli.application import Answer, Recipe, RunFolder
 from piper.cli.reports import ExportReport
 from piper.errors import ConfigError, deprecated
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.answer import Answer
+from piper.cli.application import Answer
 from piper.errors import file_errors
 
 TEMPLATE = '''"""A small decoder that learns to count, and three strategies. Put your own model and data in.

@@ -10,7 +10,7 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from piper.cli.answer import Answer
+from piper.cli.application import Answer
 from piper.cli.reports import NodeReport, OpReport, ProfileReport
 from piper.errors import ConfigError
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.answer import Answer
+from piper.cli.application import Answer
 from piper.errors import ConfigError
 from piper.process.files import write_output
 from piper.schedules.grid import SYNTHESISED, Grid, grid_for, group_text, known

@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 import typer
 
-from piper.cli.answer import NO, SUCCESS, Answer, Compile, Device
+from piper.cli.application import NO, SUCCESS, Answer, Compile, Device
 from piper.cli.reports import SelftestReport
 from piper.ir.format import wide_console
 from piper.process.files import check_output, write_output

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from piper.cli.answer import Answer, ClusterName, Compile, CostsFile, Recipe, StrategyFile
+from piper.cli.application import Answer, ClusterName, Compile, CostsFile, Recipe, StrategyFile
 from piper.cli.reports import LengthStepReport, MoveReport, SimulateReport
 from piper.ir.devices import show
 from piper.ir.dtypes import DTYPES
@@ -19,10 +19,9 @@ from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 from piper.plan.protected import survival
 from piper.simulate.cluster import Cluster
-from piper.simulate.prices import Prices, prices_of
-from piper.simulate.simulate import PathNode, Simulation, simulate_cycle
+from piper.simulate.measured import Prices, prices_of
+from piper.simulate.simulate import PathNode, Simulation, Throughput, amount_of, model_flops, simulate_cycle
 from piper.simulate.simulate import simulate as simulate_step
-from piper.simulate.throughput import Throughput, amount_of, model_flops
 
 if TYPE_CHECKING:
     from piper.compiler import Program

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 import typer
 from rich.console import Console
 
-from piper.cli.answer import INTERRUPTED, PREEMPTED, Answer, Compile, Device, Recipe, RunFolder, StrategyFile
+from piper.cli.application import (
+    INTERRUPTED,
+    PREEMPTED,
+    Answer,
+    Compile,
+    Device,
+    Recipe,
+    RunFolder,
+    StrategyFile,
+)
 from piper.cli.reports import RankReport, TrainReport
 from piper.train.interrupt import GRACE
 from piper.workers.rank_zero import on_rank_zero

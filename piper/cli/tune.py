@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from piper.cli.answer import Answer, Compile, CostsFile, Recipe
+from piper.cli.application import Answer, Compile, CostsFile, Recipe
 from piper.cli.reports import TuneLengthsReport, TuneReport
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.answer import Answer, Compile, CostsFile, StrategyFile
+from piper.cli.application import Answer, Compile, CostsFile, StrategyFile
 from piper.errors import ConfigError
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans
 from piper.process.files import write_output
-from piper.simulate.prices import CLUSTER, prices_of
+from piper.simulate.measured import CLUSTER, prices_of
 from piper.simulate.profile import FOLDER, find_profile, read_profile
 from piper.view import plan_trace, report, svg_writer
 from piper.view.cells import of_plans

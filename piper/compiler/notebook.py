@@ -11,7 +11,7 @@ from piper.job import strategy_of
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import OPS
 from piper.process.files import write_output
-from piper.simulate.prices import prices_of
+from piper.simulate.measured import prices_of
 from piper.simulate.simulate import Simulation, simulate
 from piper.view.cells import of_plans, stage_tags
 from piper.view.provenance import Provenance, StrategyLine, subject_from

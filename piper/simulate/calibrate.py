@@ -7,11 +7,11 @@ from statistics import mean, median
 from piper.errors import ConfigError
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plan
+from piper.simulate.account import Timeline
 from piper.simulate.cluster import Cluster
 from piper.simulate.dependencies import touched
 from piper.simulate.measured import Line, Measured, by_size, line_through, two_features
 from piper.simulate.profile import ChunkWork, Profile
-from piper.simulate.timeline import Timeline
 
 LEAST = 1e-7  # seconds: the clock cannot tell a shorter time from zero
 Points = list[tuple[float, float]]  # size, seconds

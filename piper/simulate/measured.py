@@ -15,9 +15,11 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.devices import Devices
 from piper.ir.json_fields import from_json, to_json
 from piper.plan.ops import OPS, Op
+from piper.plan.plan import Plans
 from piper.process.files import write_output
-from piper.simulate.cluster import Cluster
-from piper.simulate.costs import Roofline, Talk
+from piper.simulate.account import communicators_of
+from piper.simulate.cluster import Cluster, load_cluster
+from piper.simulate.costs import Costs, Roofline, Talk
 from piper.simulate.profile import fingerprint
 from piper.version import VERSION
 
@@ -203,3 +205,48 @@ def two_features(points: Sequence[tuple[float, float, float]]) -> tuple[float, f
             return a, b
     alone = [(sx / xx if xx else 0.0, 0.0), (0.0, sy / yy if yy else 0.0)]
     return min(alone, key=lambda ab: sum((ab[0] * x + ab[1] * y - 1) ** 2 for x, y in scaled))
+
+
+CLUSTER = "h100"  # where nothing is named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Costs, and the cluster or run that they come from."""
+
+    costs: Costs
+    name: str
+    cluster: Cluster | None = None  # None: only costs are known
+    measured: Measured | None = None
+
+    def usable(self, plans: Plans) -> tuple[float, ...]:
+        """Return the bytes of a device that each program may use. Empty: its memory is not known."""
+        if self.cluster is None:
+            return ()
+        return tuple(self.cluster.usable(communicators_of(plan)) for plan in plans)
+
+    def check(self, outline: CapturedModel) -> None:
+        """Refuse what was measured on another model."""
+        if self.measured is not None:
+            check_model(self.measured, outline)
+
+
+def prices_of(cluster: str | Path | None, costs: Path | None, *, default: str = CLUSTER) -> Prices:
+    """Read measured costs, a cluster, or both. Refuse what cannot be read before anything costly.
+
+    Both: computing takes as long as it was measured, communication as long as the cluster's links take.
+    default: the cluster where neither is named.
+    """
+    if costs is None:
+        machine = load_cluster(cluster or default)
+        return Prices(costs=Roofline(machine), name=machine.name, cluster=machine)
+    measured = read_costs(costs)
+    if cluster is None:
+        return Prices(costs=measured, name=measured.source, measured=measured)
+    machine = load_cluster(cluster)
+    return Prices(
+        costs=MeasuredOn(measured, machine),
+        name=f"{measured.source} with the links of {machine.name}",
+        cluster=machine,
+        measured=measured,
+    )

@@ -18,7 +18,7 @@ from piper.ir.json_fields import from_json, to_json
 from piper.plan.ops import COMMUNICATION, OPS
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
-from piper.simulate.timeline import Span, Timeline
+from piper.simulate.account import Span, Timeline
 from piper.version import VERSION
 
 FOLDER, ABOUT, PLANS, DEVICE = "profile", "profile.json", "plan.txt", "device-{}.json"

@@ -13,7 +13,7 @@ from piper.job import Job
 from piper.plan.bucket import Bucket
 from piper.runtime.standins import Sizes
 from piper.runtime.trainers import advance, empty_optimizer, make_scheduler
-from piper.simulate.throughput import TOKENS
+from piper.simulate.simulate import TOKENS
 from piper.view.provenance import METRICS
 
 

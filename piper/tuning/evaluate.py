@@ -17,9 +17,8 @@ from piper.plan.plan import Plans
 from piper.process.gc_pause import no_collection
 from piper.runtime.memory_release import predicted_peak
 from piper.schedules.grid import Grid
-from piper.simulate.memory import communicators_of
-from piper.simulate.simulate import simulate
-from piper.simulate.throughput import model_flops
+from piper.simulate.account import communicators_of
+from piper.simulate.simulate import model_flops, simulate
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.choice import GIVEN, SYNTHESISED, StrategyChoice, directives_of
 from piper.tuning.forked_calls import ForkedCall, wait_for_any

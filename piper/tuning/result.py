@@ -8,7 +8,7 @@ from piper.directives import Directive
 from piper.directives.json import show_strategy
 from piper.errors import ConfigError
 from piper.ir.format import percent, seconds, size
-from piper.simulate.throughput import Throughput
+from piper.simulate.simulate import Throughput
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.evaluate import Discard, Evaluation
 from piper.tuning.strategy_search import StrategySearch

@@ -27,7 +27,7 @@ from piper.schedules.grid import Grid
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import MeasuredOn, read_costs
-from piper.simulate.throughput import Throughput, amount_of
+from piper.simulate.simulate import Throughput, amount_of
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.choice import GIVEN, StrategyChoice, divided_as, own_strategy
 from piper.tuning.evaluate import CandidateKey, Evaluation

@@ -11,9 +11,7 @@ from piper.ir.ids import AGAIN, Phase, SlotId
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS, TRAVELS
 from piper.plan.plan import Plan
-from piper.simulate.account import account_of, mean_seconds
-from piper.simulate.memory import MemoryUse, memory_of
-from piper.simulate.timeline import Timeline
+from piper.simulate.account import MemoryUse, Timeline, account_of, mean_seconds, memory_of
 from piper.view.cells import Pipeline, of_plans
 from piper.view.provenance import Subject
 from piper.view.svg_writer import DARK, LIGHT, Paper

@@ -20,11 +20,11 @@ from piper.ir.graph import Ordering
 from piper.ir.json_fields import from_json, to_json
 from piper.plan.plan import Plans
 from piper.plan.text import show_plans
+from piper.simulate.account import Timeline
 from piper.simulate.costs import type_of
-from piper.simulate.prices import Prices
+from piper.simulate.measured import Prices
 from piper.simulate.profile import Profile
 from piper.simulate.simulate import Simulation, simulate
-from piper.simulate.timeline import Timeline
 from piper.view.cells import stage_tags
 
 

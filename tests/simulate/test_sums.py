@@ -14,14 +14,13 @@ from piper.ir.ids import Pass, SlotId
 from piper.plan.instr import Instr
 from piper.plan.ops import Adding, Op
 from piper.plan.plan import Plan, Plans, Slot
-from piper.simulate.account import account_of, merged, uncovered
+from piper.simulate.account import Span, Timeline, account_of, merged, uncovered
 from piper.simulate.calibrate import calibrate
 from piper.simulate.cluster import Cluster, Link
 from piper.simulate.costs import Roofline
 from piper.simulate.dependencies import touched
 from piper.simulate.measured import Line, Measured, line_through, share_of, two_features
 from piper.simulate.profile import ChunkWork, Profile, Times, Track
-from piper.simulate.timeline import Span, Timeline
 from tests.slots import slot, slots
 
 CLUSTER = Cluster(
