@@ -139,11 +139,7 @@ def memory(kind: str) -> float:
 
 
 def conversation() -> tuple[float, float, float]:
-    """Run a small job on two workers, and return how they communicate.
-
-    The latency and the bandwidth, by how long sums take by their size, and the time from an instruction to
-    the next.
-    """
+    """Run a small job on two workers. Return latency and bandwidth, and the time between two instructions."""
     job = piper.Job(
         model=Layers,
         loss=loss,

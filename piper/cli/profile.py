@@ -97,10 +97,7 @@ def profile_at(target: str, on: str, steps: int, console: Console) -> Profile:
 
 
 def rows_of(profile: Profile, *, by_node: bool) -> list[NodeReport]:
-    """Return the instructions in groups, largest first: by op, or by node.
-
-    Amounts are those of one device in one step, on average.
-    """
+    """Return the instructions by op or by node, largest first: of one device in one step, on average."""
     groups: dict[tuple[str, str], list[tuple[float, float, float, int]]] = {}
     for step in range(profile.count):
         timelines = profile.timelines(step)
@@ -130,10 +127,7 @@ def rows_of(profile: Profile, *, by_node: bool) -> list[NodeReport]:
 
 
 def node_name(ins: Instr, axes: Iterable[str]) -> str:
-    """Return the name of a node with `*` for its microbatch: all microbatches are counted together.
-
-    That of a transfer says which side of it.
-    """
+    """Return a node's name, of a transfer with its side, with `*` for the microbatch: all count together."""
     node = f"{ins.op} of {ins.node}" if ins.op in ("send", "recv") else ins.node
     for axis in axes:
         node = re.sub(rf"\b{re.escape(axis)}=\d+", f"{axis}=*", node)

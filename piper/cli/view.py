@@ -67,10 +67,7 @@ def subject_of(
     strategy: Path | None = None,
     compiled: bool = False,
 ) -> Subject:
-    """Find what a target names: `file.py:function`, or the folder of a run.
-
-    strategy: a JSON file that takes the place of a recipe's own. compiled: with Inductor's kernels.
-    """
+    """Find what a target names: `file.py:function`, or the folder of a run. strategy: replaces a recipe's."""
     if Path(target).is_dir():
         asked = f"--strategy {strategy}" if strategy is not None else "--compile" if compiled else None
         if asked is not None:

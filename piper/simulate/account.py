@@ -141,11 +141,7 @@ class MemoryUse:
 
 
 def memory_of(plan: Plan, timeline: Timeline) -> MemoryUse:
-    """Count the live bytes over the times of a step.
-
-    At the same time, instructions that end count before instructions that start, but an instruction that
-    takes no time still starts before it ends.
-    """
+    """Count the live bytes over the times of a step."""
     ledger = Ledger(plan)
     running: dict[int, int] = {}  # by instruction: its workspace
     times: list[float] = []

@@ -80,10 +80,7 @@ def calibrate(
 
 
 def collect_times(profile: Profile, samples: MeasuredTimes, *, by_thread: bool) -> None:
-    """Add the times of all recorded steps of all devices.
-
-    by_thread: count the time for which an instruction's thread was computing, not the clock on the wall.
-    """
+    """Add the times of all recorded steps. by_thread: of computing threads, not of the wall clock."""
     for step in range(profile.count):
         timelines = profile.timelines(step)
         found = samples if by_thread else replace(samples, talks={}, late={})

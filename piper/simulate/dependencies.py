@@ -34,10 +34,7 @@ class DependencyGraph:
 
 
 def weave(plans: Plans, together: Sequence[Sequence[str]] = ()) -> DependencyGraph:
-    """Number every instruction and link it to those that wait for it.
-
-    together: groups of nodes. On a device, no node of a group starts before all can.
-    """
+    """Number every instruction and link it to those that wait for it. together: as in `simulate`."""
     graph = DependencyGraph(
         plans=plans, instrs=[], program=[], first=[], followers=[], waiting=[], meeting=[]
     )

@@ -27,7 +27,7 @@ from piper.tuning.choice import StrategyChoice
 from piper.tuning.model_layers import ModelLayers, Stage, Walk
 from piper.tuning.space import Sizes
 
-PICO = 1e12
+PICO = 1e12  # loads are whole picoseconds, so that equal ones compare as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,7 @@ class LeastMemory:
 
 
 def loads_of(choice: StrategyChoice, layers: ModelLayers) -> Callable[[Sizes], Sizes]:
-    """Return a function from sizes of stages to the time of each rank, the heaviest first, and of a stage.
-
-    Times are whole picoseconds, so that equal loads compare as equal.
-    """
+    """Return a function from sizes of stages to the time of each rank, the heaviest first, and of a stage."""
     works = [layer.work for layer in layers.layers]
     whole, halves = (
         np.array([0, *accumulate(round(one * PICO) for one in spent)])
@@ -158,10 +155,7 @@ def hop_seconds(choice: StrategyChoice, layers: ModelLayers, costs: Costs, stage
 
 
 def order_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, grid: Grid | None) -> float:
-    """Return the time of a schedule, without all but its passes and transfers.
-
-    grid: its order. None: it is not known, and the time is one that no order can beat.
-    """
+    """Return the time of a schedule's passes and transfers alone. grid: None: no order can beat that time."""
     whole = grid is not None and all(action.phase in ("F", "B") for action in grid.actions())
     seconds = stage_costs(choice, layers, costs, whole=whole)
     if seconds is None:
@@ -189,10 +183,7 @@ def link_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs) -> flo
 
 
 def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list[tuple[Op, int]]:
-    """Return the least that a device of a rank sends for parameters and gradients: the operation and bytes.
-
-    Experts that are divided are reduced in smaller groups, so they are left out.
-    """
+    """Return the least that a device of a rank sends for parameters and gradients: operations and bytes."""
     replicas = choice.replicas
     if replicas < 2:
         return []
@@ -200,6 +191,7 @@ def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list
     several = sum(len(stage.layers) for stage in stages) > 1
     for stage in stages:
         for place, layer in enumerate(stage.layers):
+            # Experts that are divided are reduced in smaller groups, so they are left out.
             whole = [*layer.parameters.values()] if choice.experts == 1 else []
             sums, nbytes = (
                 sum(sizes) // choice.context * (replicas - 1) // replicas
@@ -260,10 +252,7 @@ def resident(
     optimizer_bytes: int,
     rank: int,
 ) -> LeastMemory:
-    """Return what a rank with some stages holds between steps, and the gradients it sums during one.
-
-    optimizer_bytes: of the optimizer's state and the master copy, for each element that is trained.
-    """
+    """Return what a rank with some stages holds between steps, and the gradients it sums during one."""
     sums = layers.sums(stages)
     replicas = choice.replicas * choice.context  # ZeRO may shard over both
     alone = replicas == 1 and choice.microbatches == 1  # its gradients are added to nothing
@@ -316,12 +305,9 @@ def synthesis_memory(
     layers: ModelLayers,
     optimizer_bytes: int,
     limit: int,
-    beyond: Sequence[int] = (),
+    beyond: Sequence[int] = (),  # bytes that each rank is known to hold beyond what is counted here
 ) -> Memory | None:
-    """Return what the stages of a candidate hold, and what each rank has left. None: one has too little.
-
-    beyond: bytes that each rank is known to hold beyond what is counted here.
-    """
+    """Return what the stages of a candidate hold, and what each rank has left. None: one has too little."""
     stages, ranges = stages_of(choice, layers), choice.stages
     limits = []
     for rank in range(choice.ranks):

@@ -99,10 +99,7 @@ class Queue:
         return heapq.heappop(self.entries)[-1]
 
     def upcoming(self, until: float, leaves: Callable[[CandidateGroup], Iterable[Leaf]]) -> Iterator[Leaf]:
-        """Yield the next candidates whose bounds are below `until`, in order. The queue stays as it is.
-
-        leaves: expands a group.
-        """
+        """Yield the next candidates below `until`, in order. The queue stays as it is. leaves: of a group."""
         ahead = Queue(self.gap, self.recorded, list(self.entries), self.pushed)
         for _ in range(AHEAD):
             if not ahead.entries:
@@ -226,10 +223,7 @@ class EvaluationsAhead:
     captured: set[tuple[object, ...]] = field(default_factory=set)  # what candidates so far were captured for
 
     def take(self, leaf: Leaf, following: Callable[[], Iterable[Leaf]], workers: int) -> Attempt:
-        """Return the evaluation of a candidate, or why the compiler refuses it.
-
-        following: returns the candidates that may be next.
-        """
+        """Return the evaluation of a candidate, or why it is refused. following: returns what may be next."""
         result = self.waiting.pop(leaf.key, None) or self.prepared.pop(leaf.key, None)
         if result is None and leaf.key not in self.running:
             asked = leaf.choice.captured_for

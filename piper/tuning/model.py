@@ -99,10 +99,7 @@ class Model:
         return self.tables[key]
 
     def outline(self, rows: int, recompute: Recompute, experts: int, *, flat: bool = False) -> CapturedModel:
-        """Return the differentiated model: as recorded, or from two sizes that were.
-
-        flat: its compiled backwards write gradients into given memory, and can add to it.
-        """
+        """Return the differentiated model: as recorded, or from two sizes that were. flat: of all chunks."""
         if rows not in self.recorded and len(self.recorded) > 1:
             one, other = (
                 self._differentiated(size, recompute, experts, lambda chunk: flat)
@@ -153,10 +150,7 @@ class Model:
 
 
 def layers_of(outline: CapturedModel) -> tuple[str, int]:
-    """Return the tag that numbers a model's layers, and how many there are.
-
-    That is LAYER, or else the tag that every chunk has with the most indices.
-    """
+    """Return the tag that numbers layers, LAYER or that of all chunks with most indices, and how many."""
     tags: dict[str, set[int]] = {}
     for chunk in outline.chunks:
         for tag, index in chunk.tags:

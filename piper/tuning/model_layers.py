@@ -75,10 +75,7 @@ class ModelLayers:
         across: bool = False,
         shares: Mapping[str, int] | None = None,
     ) -> None:
-        """Read an outline whose chunks are differentiated.
-
-        across: layers save only their inputs. shares: the devices that divide a chunk's experts, by its name.
-        """
+        """Read a differentiated outline. across: only inputs are saved. shares: of experts, by chunk."""
         self.tag, self.costs, self.across = tag, costs, across
         self.outline, self.shares = outline, shares or {}
         self.numbers = {chunk.name: dict(chunk.tags)[tag] for chunk in outline.chunks}
@@ -235,10 +232,8 @@ class ModelLayers:
         }
 
     def _adds(self, chunks: Sequence[Chunk]) -> float:
-        """Return the seconds to add gradients to those of other microbatches.
-
-        A compiled backward that adds them itself only reads the sum in addition.
-        """
+        """Return the seconds to add gradients to those of other microbatches."""
+        # A compiled backward that adds them itself only reads the sum in addition.
         adding = [
             chunk for chunk in chunks if any(chunk.phases[p].in_place for p in WEIGHTS if p in chunk.phases)
         ]

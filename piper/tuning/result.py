@@ -75,11 +75,7 @@ class Tuned:
 
     @property
     def ranked(self) -> list[Evaluation]:
-        """Return what was evaluated: those that fit first, then those measured, the shortest step first.
-
-        Those that were measured are in the order of `trial`.
-        """
-
+        """Return those that fit first, of these those measured, as `trial` has them, then the shortest."""
         runs = () if self.trial is None else self.trial.runs
         places = {id(run.candidate): place for place, run in enumerate(runs) if run.times}
 

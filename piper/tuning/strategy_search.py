@@ -182,10 +182,7 @@ class StrategySearch:
         self.report(self, evaluation)
 
     def evaluate(self, leaf: Leaf, following: Callable[[], Iterable[Leaf]] = tuple) -> Evaluation | None:
-        """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted.
-
-        following: returns candidates that may be next, see [Note: candidates evaluated ahead].
-        """
+        """Evaluate a candidate. None: it is refused. following: see [Note: candidates evaluated ahead]."""
         if leaf.choice.rows not in self.model.recorded:
             self.model.record(leaf.choice.rows)
             self.drop_bounds(leaf.choice.rows)
@@ -340,15 +337,13 @@ class StrategySearch:
     def synthesised(
         self, leaf: Leaf, limit: int, trials: int | None = None, following: Iterable[Leaf] = ()
     ) -> Iterator[Leaf]:
-        """Yield a candidate with an order within the memory that its ranks have left, if there is one.
-
-        following: candidates that may be next. Other processes search for their orders meanwhile.
-        """
+        """Yield a candidate with an order within the memory that its ranks have left, if there is one."""
         asked = self.asked(leaf, limit, trials)
         if asked is None:
             self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, memory=leaf.memory))
             return
         if asked not in self.grids:
+            # Other processes search for the orders of candidates that may be next meanwhile.
             wanted = (self.asked(one, limit, trials) for one in following if one.open)
             others = (one for one in wanted if one is not None and one != asked and one not in self.grids)
             every = [asked, *dict.fromkeys(islice(others, self.workers - 1))]

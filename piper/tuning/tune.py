@@ -154,12 +154,7 @@ def prove_best(
     front: bool,
     measure: int | None,
 ) -> tuple[list[Evaluation], bool]:
-    """Search, and prove the best strategies. Ctrl-C ends the search with the best so far.
-
-    Return the shortest that fit, the best first, and whether Ctrl-C ended it.
-
-    start: the strategy that is evaluated first. front, measure: as in `tune`.
-    """
+    """Search, and return the shortest that fit, proven, the best first, and whether Ctrl-C ended it."""
     interrupted = False
     try:
         if start is not None:
@@ -243,10 +238,7 @@ def widen_front(search: StrategySearch, best: Evaluation) -> None:
 def with_front_ahead(
     search: StrategySearch, best: Evaluation, call: Callable[[], object], *, front: bool
 ) -> None:
-    """Make a call while another process searches for the front of `best`: [Note: the front ahead].
-
-    front: the front will be asked for. Else only the call is made.
-    """
+    """Make a call, and if the front will be asked for, search for it meanwhile: [Note: the front ahead]."""
     workers = search.workers
     if workers == 1 or not front:
         call()

@@ -294,10 +294,7 @@ KINDS = ("computing", "communication that no computing hides", "waiting and gaps
 
 
 def two_idles(subject: Subject, pipeline: Pipeline) -> str:
-    """Return why devices are idle for another fraction of simulated time than of the schedule's units.
-
-    Empty: one device waits for no other.
-    """
+    """Return why devices idle for another share of simulated time than of units. Empty: there is one."""
     if len(subject.devices) == 1:
         return ""
     simulated = subject.planned

@@ -87,10 +87,7 @@ def subject_from(
     profile: Profile | None = None,
     losses: tuple[tuple[int, float], ...] = (),
 ) -> Subject:
-    """Return plans with their background as pages need them, timed at some prices.
-
-    profile, losses: what a run measured.
-    """
+    """Return plans with their background, timed at some prices. profile, losses: what a run measured."""
     prices.check(background.outline)
     kept = {field.name: getattr(background, field.name) for field in fields(background)}
     return Subject(

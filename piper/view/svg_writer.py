@@ -132,10 +132,7 @@ def drawing(
 
 
 def sheet() -> str:
-    """Return the style sheet, the same classes on light and on dark paper.
-
-    It uses no CSS variables, because converters do not know them.
-    """
+    """Return the style sheet for light and dark paper, without CSS variables: converters know none."""
     shapes = [
         f"text{{font-family:{FONT};font-size:12px}}",
         ".title{font-size:15px;font-weight:600}",
