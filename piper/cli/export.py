@@ -90,8 +90,7 @@ def export(
 def import_weights(
     recipe: Recipe,
     weights: Annotated[
-        Path,
-        typer.Argument(help="A DCP folder, a folder of safetensors files, or a file of torch.save."),
+        Path, typer.Argument(help="A DCP folder, a folder of safetensors files, or a file of torch.save.")
     ],
     out: RunFolder = None,
 ) -> Answer:

@@ -94,9 +94,7 @@ def four() -> piper.Job:
 '''
 
 
-def init(
-    name: Annotated[str, typer.Argument(help="The recipe's file: NAME.py.", metavar="NAME")],
-) -> Answer:
+def init(name: Annotated[str, typer.Argument(help="The recipe's file: NAME.py.", metavar="NAME")]) -> Answer:
     """Write a recipe to begin with: a small model and strategies for one, two and four devices."""
     path = Path(name) if Path(name).suffix == ".py" else Path(f"{name}.py")
     hint = "name a new file in a folder that exists and is yours: init replaces nothing"

@@ -37,13 +37,7 @@ def selftest(
     if out is not None:
         check_output(out, MARK)
     console = wide_console(stderr=True)
-    page = try_machine(
-        devices,
-        device=device,
-        compiled=compiled,
-        only=only or (),
-        progress=console.print,
-    )
+    page = try_machine(devices, device=device, compiled=compiled, only=only or (), progress=console.print)
     if out is not None:
         write_output(out, page.markdown(), MARK)
     return Answer(

@@ -56,23 +56,20 @@ def train(
         bool, typer.Option("--graphs", help="On CUDA, issue each step as one graph, after the first few.")
     ] = False,
     share: Annotated[
-        str,
-        typer.Option(help="Devices that share a GPU exchange values through the host, or by NCCL."),
+        str, typer.Option(help="Devices that share a GPU exchange values through the host, or by NCCL.")
     ] = "host",
     grace: Annotated[
         float, typer.Option(help="Seconds from SIGTERM to the end, in which the run is saved.", metavar="S")
     ] = GRACE,
     retries: Annotated[
-        int,
-        typer.Option(help="Failures in a row from which the run recovers; 100 good steps refill them."),
+        int, typer.Option(help="Failures in a row from which the run recovers; 100 good steps refill them.")
     ] = 3,
     stall: Annotated[
         float | None,
         typer.Option(help="Seconds without progress that are a failure; else by the steps.", metavar="S"),
     ] = None,
     spares: Annotated[
-        int,
-        typer.Option(help="On Ray, under torchrun: workers more than devices.", metavar="N"),
+        int, typer.Option(help="On Ray, under torchrun: workers more than devices.", metavar="N")
     ] = 0,
 ) -> Answer:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""

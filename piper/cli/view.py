@@ -51,10 +51,7 @@ def view(
         write_output(written, report.page(subject), report.MARK)
     files = {"page": written, "svg": svg, "trace": trace}
     return Answer(
-        report={
-            "title": subject.title,
-            "files": {kind: str(file) for kind, file in files.items() if file},
-        },
+        report={"title": subject.title, "files": {kind: str(file) for kind, file in files.items() if file}},
         show=lambda: sys.stdout.write(f"{written}: open it in a browser\n" if written else ""),
     )
 
