@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, product
+from itertools import chain, islice, product
 
 from piper.directives import Directive
 from piper.schedules.grid import Grid
@@ -220,8 +220,8 @@ class StrategySearch:
             parts = [part or call() for part, call in zip(run_together(calls), calls, strict=True)]
             for _, sizes in parts:
                 self.sizes |= sizes
-            listed = [parts[number % several][0][number // several] for number in range(len(every))]
-            self.listed[divided] = [group for groups in listed for group in groups]
+            listed = (parts[number % several][0][number // several] for number in range(len(every)))
+            self.listed[divided] = [*chain.from_iterable(listed)]
         return self.listed[divided]
 
     def groups_of(self, every: Sequence[StrategyChoice]) -> tuple[list[list[CandidateGroup]], Boundaries]:
@@ -230,15 +230,13 @@ class StrategySearch:
 
     def _groups(self, mesh: StrategyChoice) -> Iterator[CandidateGroup]:
         kinds = dict.fromkeys((count, shape) for _, count, shape in schedules_of(self.space, mesh.ranks))
-        for count, shape in kinds:
-            if mesh.ranks * count > self.shapes.layers:
-                continue
-            for recompute in self.space.recompute:
-                choice = replace(mesh, recompute=recompute, shape=shape)
-                for sizes in self.boundaries(choice, mesh.ranks * count):
-                    sized = replace(choice, sizes=sizes)
-                    bound = work_bound(sized, self.layers(sized), self.model.costs)
-                    yield CandidateGroup(choice=sized, bound=bound)
+        possible = [kind for kind in kinds if mesh.ranks * kind[0] <= self.shapes.layers]
+        for (count, shape), recompute in product(possible, self.space.recompute):
+            choice = replace(mesh, recompute=recompute, shape=shape)
+            for sizes in self.boundaries(choice, mesh.ranks * count):
+                sized = replace(choice, sizes=sizes)
+                bound = work_bound(sized, self.layers(sized), self.model.costs)
+                yield CandidateGroup(choice=sized, bound=bound)
 
     def layers(self, choice: StrategyChoice) -> ModelLayers:
         """Return the costs of the layers under a candidate."""
@@ -288,11 +286,12 @@ class StrategySearch:
 
     def ordered(self, choice: StrategyChoice) -> float:
         """Return the least time of a candidate's passes and transfers, which ZeRO levels do not change."""
+        if choice.ranks == 1:
+            return 0.0
         key = replace(choice, zeros=())
         if key not in self.times:
-            layers, grid, costs = self.layers(choice), grid_of(choice), self.model.costs
-            pipeline = choice.ranks > 1
-            self.times[key] = order_bound(choice, layers, costs, grid) if pipeline else 0.0
+            layers, grid = self.layers(choice), grid_of(choice)
+            self.times[key] = order_bound(choice, layers, self.model.costs, grid)
         return self.times[key]
 
     def choices(self, plain: StrategyChoice, limit: int) -> Iterator[StrategyChoice]:
@@ -308,10 +307,8 @@ class StrategySearch:
         between = space.between if plain.tensor > 1 else (False,)
         for name in names:
             levels = self.levels(replace(plain, schedule=name), limit)
-            for near, wide in product(neighbours, between):
-                named = replace(plain, schedule=name, neighbours=near, between=wide)
-                for zeros in levels:
-                    yield replace(named, zeros=zeros)
+            for near, wide, zeros in product(neighbours, between, levels):
+                yield replace(plain, schedule=name, neighbours=near, between=wide, zeros=zeros)
 
     def levels(self, choice: StrategyChoice, limit: int) -> list[tuple[int, ...]]:
         """Return the ZeRO levels to try: one for all ranks, or for each rank the lowest that fits."""
@@ -320,17 +317,12 @@ class StrategySearch:
         levels = [(level,) * choice.ranks for level in self.space.zeros]
         if self.space.mixed and choice.ranks > 1 and len(self.space.zeros) > 1:
             layers, grid, state_bytes = self.layers(choice), grid_of(choice), self.model.optimizer_bytes
-            lowest = [
-                next(
-                    (
-                        level
-                        for level in sorted(self.space.zeros)
-                        if rank_memory(choice, layers, state_bytes, grid, rank, level).total <= FULL * limit
-                    ),
-                    max(self.space.zeros),
-                )
-                for rank in range(choice.ranks)
-            ]
+
+            def fits(rank: int, level: int) -> bool:
+                return rank_memory(choice, layers, state_bytes, grid, rank, level).total <= FULL * limit
+
+            *below, most = sorted(self.space.zeros)
+            lowest = (next((n for n in below if fits(rank, n)), most) for rank in range(choice.ranks))
             levels.append(tuple(lowest))
         return list(dict.fromkeys(levels))
 
@@ -347,8 +339,9 @@ class StrategySearch:
             wanted = (self.asked(one, limit, trials) for one in following if one.open)
             others = (one for one in wanted if one is not None and one != asked and one not in self.grids)
             every = [asked, *dict.fromkeys(islice(others, self.workers - 1))]
-            grids = run_together([partial(synthesised_grid, *one) for one in every])
-            self.grids |= {one: grid for one, grid in zip(every, grids, strict=True) if grid is not None}
+            calls = [partial(synthesis, *one[:4], trials=one[4]) for one in every]
+            made = zip(every, run_together(calls), strict=True)
+            self.grids |= {one: found.grid for one, found in made if found is not None}
         choice, grid = leaf.choice, self.grids[asked]
         bound = max(leaf.bound, order_bound(choice, self.layers(choice), self.model.costs, grid))
         yield replace(leaf, grid=grid, bound=bound, tries=leaf.tries + 1)
@@ -362,10 +355,3 @@ class StrategySearch:
             return None
         trials = self.synthesis_trials if trials is None else trials
         return costs, choice.placement, choice.microbatches, memory, trials
-
-
-def synthesised_grid(
-    costs: StageCosts, placement: Placement, microbatches: int, memory: Memory, trials: int
-) -> Grid:
-    """Return the shortest schedule that a synthesis finds."""
-    return synthesis(costs, placement, microbatches, memory, trials=trials).grid
