@@ -1,6 +1,6 @@
 """`piper simulate`: how long a step would take, and why."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -300,7 +300,9 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
     )
     parts: dict[str, float] = {}
     for link in path:
-        kind = link.op if link.op in COMMUNICATION else kind_of(link)
+        kind: str = link.op
+        if link.op == "compute" and link.run is not None:
+            kind = AGAIN if link.run.again else link.run.phase
         parts[kind] = parts.get(kind, 0.0) + link.end - link.start
     for kind, spent in sorted(parts.items(), key=lambda entry: (-entry[1], entry[0])):
         if spent > step * NOTHING:
@@ -310,9 +312,10 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
     worth = (link for link in path if link.end > link.start)
     by = groupby(worth, key=lambda link: (link.program, link.op in COMMUNICATION))
     stretches = [each for _, links in by if spent_in(each := [*links]) > step * NOTHING]
-    shown, hidden = picked(stretches)
+    half = MOST_STRETCHES // 2
+    shown = stretches if len(stretches) <= MOST_STRETCHES else [*stretches[:half], *stretches[-half:]]
     for number, stretch in enumerate(shown):
-        if number == hidden:
+        if number == half and len(shown) < len(stretches):
             console.print(f"  ... {len(stretches) - len(shown)} stretches more: --json has all nodes")
         first, devices = stretch[0], show(simulated.plans.plans[stretch[0].program].devices)
         what = first.op if first.op in COMMUNICATION else "computes"
@@ -321,24 +324,9 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
         console.print(f"  {where} {what:14} {first.node}{more}; {REASONS[first.reason]}")
 
 
-def kind_of(link: PathNode) -> str:
-    """Return what a computing link of the path is counted as: `F`, `BW`, `update`."""
-    if link.op != "compute" or link.run is None:
-        return link.op
-    return AGAIN if link.run.again else link.run.phase
-
-
 def spent_in(stretch: Iterable[PathNode]) -> float:
     """Return the seconds of some links of the path."""
     return sum(link.end - link.start for link in stretch)
-
-
-def picked(stretches: Sequence[list[PathNode]]) -> tuple[list[list[PathNode]], int]:
-    """Return the first and the last stretches, and where the rest is left out. -1: none is left out."""
-    if len(stretches) <= MOST_STRETCHES:
-        return list(stretches), -1
-    half = MOST_STRETCHES // 2
-    return [*stretches[:half], *stretches[-half:]], half
 
 
 def lengths_of(program: "Program", prices: Prices) -> LengthSteps | None:

@@ -20,6 +20,7 @@ from piper.cli.application import (
 )
 from piper.cli.reports import RankReport, TrainReport
 from piper.train.interrupt import GRACE
+from piper.view.provenance import METRICS
 from piper.workers.rank_zero import on_rank_zero
 
 if TYPE_CHECKING:
@@ -113,8 +114,6 @@ def train_and_report(asked: "TrainOptions") -> Answer:
 
 def train_report(outcome: "Outcome") -> TrainReport:
     """Return how a run ended, for scripts."""
-    from piper.view.provenance import METRICS
-
     first, last = outcome.first, outcome.last
     stopped = ("preempted" if outcome.preempted else "interrupted") if outcome.stopped else None
     return {
