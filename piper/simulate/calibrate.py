@@ -1,6 +1,6 @@
 """Makes a profile into costs: the time of chunks, copies and communication over all recorded steps."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
 
@@ -11,7 +11,7 @@ from piper.simulate.account import Timeline
 from piper.simulate.cluster import Cluster
 from piper.simulate.dependencies import touched
 from piper.simulate.measured import Line, Measured, by_size, line_through, two_features
-from piper.simulate.profile import ChunkWork, Profile
+from piper.simulate.profile import Profile
 
 LEAST = 1e-7  # seconds: the clock cannot tell a shorter time from zero
 Points = list[tuple[float, float]]  # size, seconds
@@ -29,9 +29,7 @@ class MeasuredTimes:
     wakes: list[float] = field(default_factory=list)
 
 
-def calibrate(
-    profile: Profile, *others: Profile, cores: int = 0, node: int = 64, cluster: Cluster | None = None
-) -> Measured:
+def calibrate(profile: Profile, *others: Profile, cores: int = 0, cluster: Cluster | None = None) -> Measured:
     """Make a profile into costs. On a host, `cores` is how many its devices share.
 
     others: more profiles of the model. If their microbatches have another size, the time of a chunk at any
@@ -50,13 +48,19 @@ def calibrate(
         check_same_model(profile, one)
         samples.chunks = {}
         collect_times(one, samples, by_thread=one.accelerator == "cpu")
-        for (name, phase), found in samples.chunks.items():
-            keyed.setdefault((one.works[name].key, phase), []).extend(found)
+        for (name, phase), times in samples.chunks.items():
+            keyed.setdefault((one.works[name].key, phase), []).extend(times)
     chunks: dict[str, dict[str, float]] = {}
-    for (key, phase), found in keyed.items():
-        chunks.setdefault(key, {})[phase] = median(found)
-    works = [work for one in (profile, *others) for work in one.works.values()]
-    arithmetic, traffic = two_features(list(chunk_points(works, chunks)))
+    for (key, phase), times in keyed.items():
+        chunks.setdefault(key, {})[phase] = median(times)
+    works = {work.key: work.phases for one in (profile, *others) for work in one.works.values()}
+    arithmetic, traffic = two_features(
+        [
+            (*amounts.get(phase, (0, 0)), seconds)
+            for key, amounts in works.items()
+            for phase, seconds in chunks.get(key, {}).items()
+        ]
+    )
     any_touch = line_through([point for points in samples.touches.values() for point in points])
     any_talk = line_through([point for points in samples.talks.values() for point in points])
     if cluster is not None:
@@ -75,7 +79,7 @@ def calibrate(
         gap=median(samples.gaps) if samples.gaps else 0.0,
         wake=median(samples.wakes) if samples.wakes else 0.0,
         cores=cores,
-        node=node,
+        node=64,
     )
 
 
@@ -162,18 +166,3 @@ def sizes_of(
         if len({size for size, _ in measured}) > 1:
             found.setdefault(name, {})[phase] = line_through(measured)
     return found
-
-
-def chunk_points(
-    works: Iterable[ChunkWork], chunks: Mapping[str, Mapping[str, float]]
-) -> Iterator[tuple[float, float, float]]:
-    """Yield the arithmetic, the memory traffic and the seconds of every phase that was measured."""
-    seen: set[str] = set()
-    for work in works:
-        if work.key in seen:
-            continue
-        seen.add(work.key)
-        for phase, seconds in chunks.get(work.key, {}).items():
-            flops, moved = work.phases.get(phase, (0, 0))
-            if flops or moved:
-                yield float(flops), float(moved), seconds

@@ -71,6 +71,10 @@ def facts_of(subject: Subject) -> Columns:
         }
         for number, plan in enumerate(subject.plans)
     ]
+    measured: Columns = {}
+    for device, timeline in sorted(subject.measured.items()):
+        memory = memory_facts(memory_of(subject.plans.of(device), timeline), clock)
+        measured[str(device)] = {**clock.columns(timeline), "end": clock(timeline.end), "memory": memory}
     return {
         "title": subject.title,
         "clock": subject.clock,
@@ -89,7 +93,7 @@ def facts_of(subject: Subject) -> Columns:
         "programs": programs,
         "path": [[link.program, link.place, link.reason] for link in subject.planned.path],
         "comms": list(comm_facts(subject)),
-        "measured": {device: measured_facts(subject, device, clock) for device in sorted(subject.measured)},
+        "measured": measured,
         "nodes": nodes.values,
         "origins": origins.values,
         "ops": op_facts(),
@@ -248,13 +252,6 @@ def comm_facts(subject: Subject) -> Iterator[Columns]:
         shown = [show(group) for group in groups[:MOST_GROUPS]]
         more = [f"{len(groups) - MOST_GROUPS} more"] if len(groups) > MOST_GROUPS else []
         yield {"name": name, "op": op, "groups": shown + more, "nbytes": nbytes, "times": times}
-
-
-def measured_facts(subject: Subject, device: int, clock: TickScale) -> Columns:
-    """Return one measured step of a device, and its memory over the measured times."""
-    timeline = subject.measured[device]
-    memory = memory_of(subject.plans.of(device), timeline)
-    return {**clock.columns(timeline), "end": clock(timeline.end), "memory": memory_facts(memory, clock)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
