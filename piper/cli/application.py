@@ -12,16 +12,7 @@ from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    NotRequired,
-    TypeAlias,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import Annotated, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import typer
 from rich.console import Console
@@ -182,7 +173,7 @@ def printing(text: Callable[[], str]) -> Callable[[bool], None]:
     return act
 
 
-Schema: TypeAlias = dict[str, object]
+Schema = dict[str, object]
 SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
 
 

@@ -219,11 +219,9 @@ class Prices:
     cluster: Cluster | None = None  # None: only costs are known
     measured: Measured | None = None
 
-    def usable(self, plans: Plans) -> tuple[float, ...]:
-        """Return the bytes of a device that each program may use. Empty: its memory is not known."""
-        if self.cluster is None:
-            return ()
-        return tuple(self.cluster.usable(communicators_of(plan)) for plan in plans)
+    def usable(self, plans: Plans) -> tuple[float | None, ...]:
+        """Return the bytes of a device that each program may use. None: its memory is not known."""
+        return tuple(self.cluster and self.cluster.usable(communicators_of(plan)) for plan in plans)
 
     def check(self, outline: CapturedModel) -> None:
         """Refuse what was measured on another model."""

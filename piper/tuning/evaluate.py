@@ -136,7 +136,7 @@ class Evaluation:
     rank_peaks: tuple[int, ...]  # bytes of each rank's fullest device, with its communicators
     busy: float  # seconds a device computes, on average
     exposed: float  # seconds a device waits for communication that nothing hides, on average
-    bound: float  # the step was known to be at least this long
+    bound: float = 0.0  # the step was known to be at least this long
     flops: float = 0.0  # of the model, over all devices
 
     @property
@@ -155,15 +155,13 @@ class Evaluation:
         return max(0.0, self.step - self.busy - self.exposed)
 
 
-def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None, bound: float = 0.0) -> Evaluation:
+def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None) -> Evaluation:
     """Compile, prove and simulate a candidate."""
     strategy = directives_of(choice, grid, model.tag, model.divide, routed=model.experts > 0)
-    return evaluate_strategy(model, choice, strategy, bound)
+    return evaluate_strategy(model, choice, strategy)
 
 
-def evaluate_strategy(
-    model: Model, choice: StrategyChoice, strategy: Sequence[Directive], bound: float = 0.0
-) -> Evaluation:
+def evaluate_strategy(model: Model, choice: StrategyChoice, strategy: Sequence[Directive]) -> Evaluation:
     """Compile, prove and simulate a strategy."""
     with no_collection():
         program = model.compile(list(strategy))
@@ -181,7 +179,6 @@ def evaluate_strategy(
         rank_peaks=rank_peaks(model, choice, program.plans, peaks),
         busy=busy,
         exposed=exposed,
-        bound=bound,
         flops=model_flops(program.plans, program.outline),
     )
 

@@ -101,10 +101,8 @@ def tune(
         model = captured_model(
             job, priced, wanted, devices, captured, measured, compile=compile, workers=several
         )
-        if memory is None:
-            reserve = machine.communicator * (1 - machine.fragmentation)
-            model = replace(model, communicator=reserve)
-        model = replace(model, divide=divided_as(start or (), model.divide))
+        reserve = machine.communicator * (1 - machine.fragmentation) if memory is None else 0.0
+        model = replace(model, communicator=reserve, divide=divided_as(start or (), model.divide))
         shapes = shapes_of(model, devices)
         if wanted.context is not None:  # it divides no weights, so none need be known
             shapes = replace(shapes, context=bool(model.divide.fields))
@@ -259,12 +257,11 @@ def with_front_ahead(
 
 def prepare_front(search: StrategySearch, best: Evaluation, workers: int) -> PreparedFront:
     """Search for a front in a forked process, whose own state of the search ends with it."""
-    evaluated, grids = set(search.evaluated), set(search.grids)
     search.workers, search.report = workers, lambda search, evaluation: None
     widen_front(search, best)
     return PreparedFront(
-        evaluated={key: one for key, one in search.evaluated.items() if key not in evaluated},
-        grids={asked: grid for asked, grid in search.grids.items() if asked not in grids},
+        evaluated=search.evaluated,
+        grids=search.grids,
         holds=search.holds,
         times=search.times,
         recorded=frozenset(search.model.recorded),

@@ -67,7 +67,7 @@ def facts_of(subject: Subject) -> Columns:
             **instruction_facts(subject, plan, nodes, origins),
             **clock.columns(subject.planned.timelines[number]),
             "memory": memory_facts(subject.planned.memories[number], clock),
-            "usable": subject.usable[number] if subject.usable else None,
+            "usable": subject.usable[number],
         }
         for number, plan in enumerate(subject.plans)
     ]

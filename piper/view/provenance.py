@@ -63,7 +63,7 @@ class Subject(Provenance):
 
     plans: Plans
     planned: Simulation
-    usable: tuple[float, ...] = ()  # bytes of a device that each program may use. Empty: not known
+    usable: tuple[float | None, ...]  # bytes of a device that each program may use. None: not known
     clock: str  # the costs behind the planned times: "h100"
     measured: Mapping[int, Timeline] = field(default_factory=dict)  # by device: one step of a run
     on: str = ""  # the launcher, if devices share the machine's CPUs

@@ -101,5 +101,5 @@ def everything(search: StrategySearch, limit: int) -> Everything:
             done = list(search.synthesised(leaf, limit)) if leaf.open else [leaf]
             for one in done:
                 made.leaves.append(one)
-                made.found.append(evaluate(search.model, one.choice, one.grid, one.bound))
+                made.found.append(evaluate(search.model, one.choice, one.grid))
     return made
