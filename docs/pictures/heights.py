@@ -9,7 +9,7 @@ from piper.plan.instr import Instr
 from piper.plan.plan import Plan
 from piper.simulate.account import MemoryUse, Span, Timeline
 from piper.view.facts import caption, shade_of
-from piper.view.svg_writer import (
+from piper.view.svg import (
     LETTER,
     Legend,
     drawing,

@@ -14,8 +14,8 @@ from piper.schedules.synthesis.synthesise import Alike, summary, synthesised
 from piper.schedules.timing import UNIT, Costs
 from piper.schedules.torch_csv import to_csv
 from piper.view.cells import of_schedule, picture
-from piper.view.svg_grid import grid as draw_grid
-from piper.view.svg_writer import MARK
+from piper.view.svg import MARK
+from piper.view.svg import grid as draw_grid
 
 STAGES_PER_RANK = 2
 

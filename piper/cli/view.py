@@ -13,10 +13,10 @@ from piper.plan.text import read_plans
 from piper.process.files import write_output
 from piper.simulate.measured import CLUSTER, prices_of
 from piper.simulate.profile import FOLDER, find_profile, read_profile
-from piper.view import plan_trace, report, svg_writer
+from piper.view import plan_trace, report
 from piper.view.cells import of_plans
 from piper.view.provenance import FILE, Subject, read_background, read_losses, subject_from
-from piper.view.svg_grid import grid
+from piper.view.svg import MARK, grid
 
 CPU = "cpu"
 Target = Annotated[
@@ -43,7 +43,7 @@ def view(
     subject = subject_of(target, cluster=cluster, costs=costs, strategy=strategy, compiled=compiled)
     if svg:
         drawn = grid(of_plans(subject.plans, subject.tags, subject.title, subject.orderings))
-        write_output(svg, drawn, svg_writer.MARK)
+        write_output(svg, drawn, MARK)
     if trace:
         write_output(trace, plan_trace.plan_trace(subject), plan_trace.MARK)
     written = out if out or svg or trace else REPORT

@@ -16,7 +16,7 @@ from piper.simulate.simulate import Simulation, simulate
 from piper.view.cells import of_plans, stage_tags
 from piper.view.provenance import Provenance, StrategyLine, subject_from
 from piper.view.report import MARK, page
-from piper.view.svg_grid import grid
+from piper.view.svg import grid
 
 if TYPE_CHECKING:
     from piper.compiler.build import Program

@@ -9,7 +9,7 @@ from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plan
 from piper.simulate.account import Timeline
 from piper.simulate.cluster import Cluster
-from piper.simulate.dependencies import touched
+from piper.simulate.engine import touched
 from piper.simulate.measured import Line, Measured, by_size, line_through, two_features
 from piper.simulate.profile import Profile
 

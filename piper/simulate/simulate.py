@@ -14,8 +14,7 @@ from piper.plan.plan import Plan, Plans
 from piper.process.gc_pause import no_collection
 from piper.simulate.account import Account, MemoryUse, Span, Timeline, account_of, mean_seconds, memory_of
 from piper.simulate.costs import Costs
-from piper.simulate.dependencies import InstructionCosts, weave
-from piper.simulate.engine import NO_INSTRUCTION, Engine
+from piper.simulate.engine import NO_INSTRUCTION, Engine, InstructionCosts, weave
 
 TOKENS = ("tokens", "input_ids")  # the fields whose elements are tokens, where a batch has one
 

@@ -14,7 +14,7 @@ from piper.plan.plan import Plan
 from piper.simulate.account import MemoryUse, Timeline, account_of, mean_seconds, memory_of
 from piper.view.cells import Pipeline, of_plans
 from piper.view.provenance import Subject
-from piper.view.svg_writer import DARK, LIGHT, Paper
+from piper.view.svg import DARK, LIGHT, Paper
 
 DIGITS = 7  # of the longest time: finer than a pixel of any screen
 MOST_AT_PEAK = 8  # slots that are listed as live at the peak

@@ -18,7 +18,7 @@ from piper.simulate.account import Span, Timeline, account_of, merged, uncovered
 from piper.simulate.calibrate import calibrate
 from piper.simulate.cluster import Cluster, Link
 from piper.simulate.costs import Roofline
-from piper.simulate.dependencies import touched
+from piper.simulate.engine import touched
 from piper.simulate.measured import Line, Measured, line_through, share_of, two_features
 from piper.simulate.profile import ChunkWork, Profile, Times, Track
 from tests.slots import slot, slots

@@ -8,7 +8,7 @@ from piper.simulate.account import MemoryUse, Span, Timeline
 from piper.view.cells import Cell, Pipeline, lone_unpaired
 from piper.view.facts import TickScale, data_edges, memory_facts
 from piper.view.plan_trace import Process, events_of
-from piper.view.svg_grid import pair_spans
+from piper.view.svg import pair_spans
 from tests.slots import slots
 
 
