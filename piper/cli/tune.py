@@ -229,7 +229,7 @@ def print_ranked(tuned: "Tuned", console: Console) -> None:
             *(() if tuned.trial is None else ("" if measured is None else seconds(measured),)),
             seconds(one.step),
             seconds(one.bound),
-            percent(one.bubble, 1),
+            percent(one.step - one.busy, one.step),
             percent(one.exposed, one.step),
             size(one.peak),
             one.choice.label,

@@ -185,30 +185,25 @@ def link_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs) -> flo
 def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list[tuple[Op, int]]:
     """Return the least that a device of a rank sends for parameters and gradients: operations and bytes."""
     replicas = choice.replicas
-    if replicas < 2:
+    if replicas < 2 or choice.experts > 1:  # divided experts are reduced in smaller groups, and left out
         return []
     sent: list[tuple[Op, int]] = []
-    several = sum(len(stage.layers) for stage in stages) > 1
+    times = choice.microbatches if sum(len(stage.layers) for stage in stages) > 1 else 1
     for stage in stages:
         for place, layer in enumerate(stage.layers):
-            # Experts that are divided are reduced in smaller groups, so they are left out.
-            whole = [*layer.parameters.values()] if choice.experts == 1 else []
+            whole = layer.parameters.values()
             sums, nbytes = (
                 sum(sizes) // choice.context * (replicas - 1) // replicas
                 for sizes in ([p.sum_bytes for p in whole], [p.trained_bytes for p in whole])
             )
             if not nbytes:
                 continue
-            times = choice.microbatches if several else 1
             if zero == 0:
                 sent.append(("all_reduce", 2 * sums))
-            elif zero == 1:
-                sent += [("reduce_scatter", sums), ("gather", nbytes)]
-            elif zero == 2:
-                sent += [("reduce_scatter", sums * times), ("gather", nbytes)]
-            else:
-                uses = times if place + 1 == len(stage.layers) else 2 * times
-                sent += [("reduce_scatter", sums * times), ("gather", nbytes * (uses if several else 1))]
+                continue
+            uses = times if place + 1 == len(stage.layers) else 2 * times
+            sent.append(("reduce_scatter", sums * times if zero >= 2 else sums))
+            sent.append(("gather", nbytes * uses if zero == 3 else nbytes))
     return sent
 
 

@@ -145,11 +145,6 @@ class Evaluation:
         return max(self.rank_peaks)
 
     @property
-    def bubble(self) -> float:
-        """Return the fraction of the step in which a device computes nothing, on average."""
-        return 1 - self.busy / self.step if self.step else 0.0
-
-    @property
     def idle(self) -> float:
         """Return the seconds in which a device neither computes nor waits for exposed communication."""
         return max(0.0, self.step - self.busy - self.exposed)
