@@ -71,7 +71,7 @@ class Measured:
         assert chunk is not None, "measured costs need the outline"
         lines = self.sizes.get(chunk.name, {})  # at another size than those that were measured
         sized = {p: lines[p].at(s.flops + s.bytes_moved) for p, s in chunk.phases.items() if p in lines}
-        found = {**sized, **self.chunks.get(chunk.key, {})}
+        found: dict[str, float] = {**sized, **self.chunks.get(chunk.key, {})}
         if phase in found:
             return self.gap + found[phase]
         if phase in HALVES and "B" in found:
@@ -221,7 +221,8 @@ class Prices:
 
     def usable(self, plans: Plans) -> tuple[float | None, ...]:
         """Return the bytes of a device that each program may use. None: its memory is not known."""
-        return tuple(self.cluster and self.cluster.usable(communicators_of(plan)) for plan in plans)
+        cluster = self.cluster
+        return tuple(cluster.usable(communicators_of(plan)) if cluster else None for plan in plans)
 
     def check(self, outline: CapturedModel) -> None:
         """Refuse what was measured on another model."""

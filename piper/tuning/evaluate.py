@@ -152,7 +152,7 @@ class Evaluation:
 
 def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None) -> Evaluation:
     """Compile, prove and simulate a candidate."""
-    strategy = directives_of(choice, grid, model.tag, model.divide, routed=model.experts > 0)
+    strategy = directives_of(choice, grid, model.tag, model.divide, routed=model.shapes.experts > 0)
     return evaluate_strategy(model, choice, strategy)
 
 

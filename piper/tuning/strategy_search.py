@@ -35,7 +35,7 @@ from piper.tuning.evaluate import (
 from piper.tuning.forked_calls import run_together
 from piper.tuning.model import Model
 from piper.tuning.model_layers import ModelLayers
-from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, late, meshes, schedules_of
+from piper.tuning.space import Space, balanced, even, exists, grid_of, late, meshes, schedules_of
 
 FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bound, which is a little low
 REFINED = 2  # candidates whose orders are searched for longer at the end
@@ -51,7 +51,6 @@ class StrategySearch:
 
     model: Model
     space: Space
-    shapes: Shapes
     gap: float  # a candidate must promise to be shorter by this fraction
     synthesis_trials: int
     report: Callable[["StrategySearch", Evaluation], None]
@@ -173,7 +172,7 @@ class StrategySearch:
 
     def begin(self, strategy: Sequence[Directive], limit: int) -> None:
         """Evaluate a given strategy."""
-        shapes = self.shapes
+        shapes = self.model.shapes
         choice = given_choice(strategy, shapes.devices, shapes.samples, shapes.layers)
         evaluation = evaluate_strategy(self.model, choice, strategy)
         self.evaluated[choice, None] = evaluation
@@ -212,7 +211,7 @@ class StrategySearch:
     def groups(self, *, divided: bool = False) -> list[CandidateGroup]:
         """Return every group of candidates, with the time of its busiest rank."""
         if divided not in self.listed:
-            every = [mesh for mesh in meshes(self.space, self.shapes) if mesh.divided == divided]
+            every = [mesh for mesh in meshes(self.space, self.model.shapes) if mesh.divided == divided]
             for mesh, recompute in product(every, self.space.recompute):
                 self.layers(replace(mesh, recompute=recompute))  # what a forked process captures is lost
             several = 1 if divided else self.workers  # stages are as without a division
@@ -230,7 +229,7 @@ class StrategySearch:
 
     def _groups(self, mesh: StrategyChoice) -> Iterator[CandidateGroup]:
         kinds = dict.fromkeys((count, shape) for _, count, shape in schedules_of(self.space, mesh.ranks))
-        possible = [kind for kind in kinds if mesh.ranks * kind[0] <= self.shapes.layers]
+        possible = [kind for kind in kinds if mesh.ranks * kind[0] <= self.model.shapes.layers]
         for (count, shape), recompute in product(possible, self.space.recompute):
             choice = replace(mesh, recompute=recompute, shape=shape)
             for sizes in self.boundaries(choice, mesh.ranks * count):
@@ -246,7 +245,7 @@ class StrategySearch:
 
     def boundaries(self, choice: StrategyChoice, stages: int) -> list[tuple[int, ...]]:
         """Return the sizes of stages to try: even, balanced by cost, and balanced with more layers late."""
-        plain = even(self.shapes.layers, stages)
+        plain = even(self.model.shapes.layers, stages)
         if stages == 1:
             return [plain]
         key = (choice.rows, choice.recompute, choice.experts, stages, choice.shape, choice.ranks)

@@ -29,10 +29,10 @@ from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import MeasuredOn, read_costs
 from piper.simulate.simulate import Throughput, amount_of
 from piper.tuning.bounds import LeastMemory
-from piper.tuning.choice import GIVEN, StrategyChoice, divided_as, own_strategy
+from piper.tuning.choice import GIVEN, StrategyChoice, own_strategy
 from piper.tuning.evaluate import CandidateKey, Evaluation
 from piper.tuning.forked_calls import run_beside
-from piper.tuning.model import BY, Model, captured_model, shapes_of
+from piper.tuning.model import BY, Model, captured_model
 from piper.tuning.result import Tuned, none_fits
 from piper.tuning.space import Space
 from piper.tuning.strategy_search import Asked, StrategySearch
@@ -98,18 +98,13 @@ def tune(
     wanted = space or Space()
     with no_collection():
         several = workers or min(WORKERS_LIMIT, len(os.sched_getaffinity(0)))
-        model = captured_model(
-            job, priced, wanted, devices, captured, measured, compile=compile, workers=several
-        )
-        reserve = machine.communicator * (1 - machine.fragmentation) if memory is None else 0.0
-        model = replace(model, communicator=reserve, divide=divided_as(start or (), model.divide))
-        shapes = shapes_of(model, devices)
-        if wanted.context is not None:  # it divides no weights, so none need be known
-            shapes = replace(shapes, context=bool(model.divide.fields))
+        given = captured, measured, start or ()
+        model = captured_model(job, priced, wanted, devices, *given, compile=compile, workers=several)
+        if memory is None:
+            model = replace(model, communicator=machine.communicator * (1 - machine.fragmentation))
         search = StrategySearch(
             model=model,
             space=wanted,
-            shapes=shapes,
             gap=gap,
             synthesis_trials=SYNTHESIS_TRIALS,
             report=progress or (lambda search, evaluation: None),
