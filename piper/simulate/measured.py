@@ -70,8 +70,10 @@ class Measured:
         """Return the seconds of a phase as measured, or estimated from phases that were measured."""
         assert chunk is not None, "measured costs need the outline"
         lines = self.sizes.get(chunk.name, {})  # at another size than those that were measured
-        sized = {p: lines[p].at(s.flops + s.bytes_moved) for p, s in chunk.phases.items() if p in lines}
-        found: dict[str, float] = {**sized, **self.chunks.get(chunk.key, {})}
+        found: dict[str, float] = {
+            p: lines[p].at(s.flops + s.bytes_moved) for p, s in chunk.phases.items() if p in lines
+        }
+        found |= self.chunks.get(chunk.key, {})
         if phase in found:
             return self.gap + found[phase]
         if phase in HALVES and "B" in found:

@@ -8,13 +8,14 @@ from math import ceil, log10
 from piper.ir.devices import show
 from piper.ir.format import count, seconds
 from piper.ir.ids import AGAIN, Phase, SlotId
+from piper.ir.json_fields import to_json
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS, TRAVELS
 from piper.plan.plan import Plan
 from piper.simulate.account import MemoryUse, Timeline, account_of, mean_seconds, memory_of
 from piper.view.cells import Pipeline, of_plans
 from piper.view.provenance import Subject
-from piper.view.svg import DARK, LIGHT, Paper
+from piper.view.svg import DARK, LIGHT
 
 DIGITS = 7  # of the longest time: finer than a pixel of any screen
 MOST_AT_PEAK = 8  # slots that are listed as live at the peak
@@ -83,7 +84,7 @@ def facts_of(subject: Subject) -> Columns:
         "step": clock(subject.planned.step),
         "bubble": round(subject.planned.bubble, 6),
         "devices": subject.devices,
-        "strategy": [{"title": s.title, "text": s.text, "source": s.source} for s in subject.strategy],
+        "strategy": to_json(subject.strategy),
         "losses": loss_facts(subject.losses),
         "source": subject.source,
         "sourceName": subject.source_name,
@@ -97,7 +98,7 @@ def facts_of(subject: Subject) -> Columns:
         "nodes": nodes.values,
         "origins": origins.values,
         "ops": op_facts(),
-        "colours": {"light": paper_facts(LIGHT), "dark": paper_facts(DARK)},
+        "colours": {"light": to_json(LIGHT), "dark": to_json(DARK)},
     }
 
 
@@ -126,13 +127,6 @@ def op_facts() -> Columns:
     for op, travels in TRAVELS.items():
         found.setdefault(op, {"label": op.replace("_", "-"), "short": OPS[travels].caption, **NETWORK})
     return found
-
-
-def paper_facts(paper: Paper) -> Columns:
-    """Return the colours of one scheme."""
-    single = {name: getattr(paper, name) for name in Paper.__slots__ if name != "phases"}
-    phases = {phase: {"fills": ink.fills, "text": ink.text} for phase, ink in paper.phases.items()}
-    return {**single, "phases": phases}
 
 
 def pipeline_facts(pipeline: Pipeline) -> Columns:
