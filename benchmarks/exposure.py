@@ -7,8 +7,7 @@ from piper.ir.graph import Graph
 from piper.ir.node import compute_name
 from piper.plan.ops import OPS, Op
 from piper.plan.plan import Plan
-from piper.simulate.account import Interval, merged, uncovered
-from piper.simulate.timeline import Span
+from piper.simulate.account import Interval, Span, merged, uncovered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,9 +29,9 @@ from piper.plan.plan import Plan
 from piper.run.launch import SingleRankRun, launch_single_rank
 from piper.runtime.debug.profiler import WARM
 from piper.runtime.worker import Options
-from piper.simulate.timeline import Span
-from piper.simulate.trace_events import profile_trace
+from piper.simulate.account import Span
 from piper.train.measure import profile_of
+from piper.view.plan_trace import profile_trace
 
 RATIO = 0.5  # of exchanges to compute
 RECORDED = 4  # steps

@@ -482,7 +482,7 @@ def measure(case: Case, out: Path, *, device: str = "cuda", compile: bool = True
             for _ in range(WARM + RECORDED):
                 run.step(batch)
             profile = profile_of(run, program, case.name, "rank:0")
-    found = calibrate(profile, node=8)
+    found = replace(calibrate(profile), node=8)
     named = {
         chunk.name: found.chunks[chunk.key] for chunk in program.outline.chunks if chunk.key in found.chunks
     }

@@ -44,9 +44,9 @@ from piper.models import decoder
 from piper.models.layers import rope
 from piper.plan.bucket import Bucket
 from piper.process.gc_pause import no_collection
+from piper.simulate.account import communicators_of
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
-from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import simulate
 
 sys.path.append(str(Path(__file__).parent))

@@ -39,7 +39,7 @@ from piper.run.launch import launch_local
 from piper.schedules.grid import grid_for, orders
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Costs
-from piper.simulate.dependencies import InstructionCosts, weave
+from piper.simulate.engine import InstructionCosts, weave
 from piper.simulate.measured import MeasuredOn, read_costs
 from piper.simulate.simulate import simulate
 from piper.tuning.result import Tuned

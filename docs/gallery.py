@@ -29,7 +29,7 @@ from piper.simulate.costs import Talk, Unit
 from piper.simulate.simulate import simulate
 from piper.view.cells import of_plans, of_schedule
 from piper.view.facts import shade_of
-from piper.view.svg_grid import grid
+from piper.view.svg import grid
 
 sys.path.append(str(Path(__file__).parents[1]))  # where `tests` is found
 from tests.chain import chain

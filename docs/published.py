@@ -37,7 +37,7 @@ def picture(recipe: Path) -> str:
     from piper.compiler import compile as compile_job  # torch is paid for only where it is used
     from piper.recipe import load_recipe
     from piper.view.cells import of_plans, stage_tags
-    from piper.view.svg_grid import grid
+    from piper.view.svg import grid
 
     program = compile_job(load_recipe(f"{recipe}:small"), device="cpu")
     return grid(

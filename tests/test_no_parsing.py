@@ -60,7 +60,7 @@ ALLOWED = {
     "simulate/cluster.py": "names of files, and keys of a TOML table",
     "train/run_folder.py": "names of folders",
     "cli/profile.py": "the ending of a file; microbatches shown together: `MB=*` for each in a printed name",
-    "view/svg_writer.py": "colours written in one line",
+    "view/svg.py": "colours written in one line",
     "view/facts.py": "names that differ in their microbatch alone are sent to the page once",
     "view/report.py": "the page's template",
 }

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from piper.view.svg_writer import Legend, drawing, element, sheet, words
+from piper.view.svg import Legend, drawing, element, sheet, words
 
 MARGIN, HEADER, BAR, GAP, LEGEND = 20.0, 62.0, 18.0, 14.0, 40.0
 WIDTH, LETTER_WIDTH, VALUE = 840.0, 6.6, 190.0

@@ -27,7 +27,7 @@ from piper.simulate.costs import Roofline, Talk, Unit
 from piper.simulate.simulate import simulate
 from piper.strategies import tensor
 from piper.view.cells import of_plans
-from piper.view.svg_grid import grid
+from piper.view.svg import grid
 
 sys.path.append(str(Path(__file__).parents[2]))  # where `tests` is found
 from tests.chain import UNIT, chain

@@ -7,10 +7,9 @@ from lanes import draw_phases
 
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
-from piper.simulate.memory import MemoryUse
-from piper.simulate.timeline import Span, Timeline
+from piper.simulate.account import MemoryUse, Span, Timeline
 from piper.view.facts import caption, shade_of
-from piper.view.svg_writer import (
+from piper.view.svg import (
     LETTER,
     Legend,
     drawing,

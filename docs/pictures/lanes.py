@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from piper.ir.ids import PHASES
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
-from piper.simulate.timeline import Span, Timeline
+from piper.simulate.account import Span, Timeline
 from piper.view.facts import Shade, caption, shade_of
-from piper.view.svg_writer import Legend, drawing, element, hatched, hatching, hue, number, sheet, words
+from piper.view.svg import Legend, drawing, element, hatched, hatching, hue, number, sheet, words
 
 MARGIN, HEADER, LANE, FOOT = 20.0, 62.0, 30.0, 52.0
 TIGHT, LOOSE = 8.0, 26.0  # between lanes: arrows need space

@@ -6,7 +6,7 @@ from math import prod
 
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans
-from piper.view.svg_writer import HUES, drawing, element, hatching, sheet, words
+from piper.view.svg import HUES, drawing, element, hatching, sheet, words
 
 MARGIN, HEADER, COLUMN, GAP = 20.0, 86.0, 104.0, 12.0
 BAR, BETWEEN, ROW_GAP, SAMPLES = 9.0, 3.0, 14.0, 20.0

@@ -4,16 +4,13 @@ import math
 import sys
 from dataclasses import asdict, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 import typer
 
-from piper.cli.answer import NO, SUCCESS, Answer, Compile, Device, Recipe, StrategyFile
+from piper.cli.application import NO, SUCCESS, Answer, Compile, Device, Recipe, StrategyFile
 from piper.cli.reports import CheckReport
 from piper.workers.rank_zero import on_rank_zero
-
-if TYPE_CHECKING:
-    pass
 
 
 @on_rank_zero
@@ -40,10 +37,12 @@ def check(
     program = compile(job, device=device, compile=compiled)
     batches = list(islice(batches_of(job.data), steps))
     report = compare(program, lambda started, options: launcher(started, on, options), batches, tol)
-    apart = f"loss {report.max_loss_diff:.2g}, gradients {report.max_grad_diff:.2g}"
-    apart = f"largest relative differences: {apart}, parameters {report.max_param_diff:.2g}"
-    notes = [f"note: {note}" for note in report.notes]
-    lines = [report.verdict, f"{len(batches)} steps on {on}; {apart}", *notes]
+    lines = [
+        report.verdict,
+        f"{len(batches)} steps on {on}; largest relative differences: loss {report.max_loss_diff:.2g}, "
+        f"gradients {report.max_grad_diff:.2g}, parameters {report.max_param_diff:.2g}",
+        *(f"note: {note}" for note in report.notes),
+    ]
     fields = {**asdict(report), "notes": [*report.notes]}
     for name in ("max_loss_diff", "max_grad_diff", "max_param_diff"):
         fields[name] = fields[name] if math.isfinite(fields[name]) else None  # JSON has no number for it

@@ -8,16 +8,16 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from piper.cli.answer import Answer, ClusterName, CostsFile
+from piper.cli.application import Answer, ClusterName, CostsFile
 from piper.cli.plan import moved
 from piper.cli.reports import ChangesReport, DiffReport, SeatReport, ShiftedReport, SideReport
 from piper.ir.chunk import CapturedModel
-from piper.ir.devices import Devices, show
+from piper.ir.devices import show
 from piper.ir.format import percent, seconds, size, table_of
 from piper.plan.plan import Plan, Plans
 from piper.plan.text import read_plans
 from piper.simulate.costs import Unit
-from piper.simulate.prices import prices_of
+from piper.simulate.measured import prices_of
 from piper.simulate.simulate import Simulation, simulate
 from piper.view.provenance import read_background
 
@@ -90,7 +90,7 @@ def changes(first: Plans, second: Plans) -> ChangesReport:
         "only_a": [node for node in before if node not in after],
         "only_b": [node for node in after if node not in before],
         "moved": [
-            {"node": node, "a": seat_report(*seat), "b": seat_report(*after[node])}
+            {"node": node, "a": seat, "b": after[node]}
             for node, seat in before.items()
             if node in after and after[node] != seat
         ],
@@ -98,21 +98,19 @@ def changes(first: Plans, second: Plans) -> ChangesReport:
     }
 
 
-def seats(plans: Plans) -> dict[str, tuple[Devices, str]]:
+def seats(plans: Plans) -> dict[str, SeatReport]:
     """Return the devices and the stream of every node; for a transfer, its first stream."""
-    devices: dict[str, dict[int, None]] = {}
+    devices: dict[str, set[int]] = {}
     streams: dict[str, str] = {}
     for plan in plans:
         for node in order(plan):
-            devices.setdefault(node, {}).update(dict.fromkeys(plan.devices))
+            devices.setdefault(node, set()).update(plan.devices)
         for ins in plan.instrs:
             streams.setdefault(ins.node, ins.stream)
-    return {node: (tuple(sorted(found)), streams[node]) for node, found in devices.items()}
-
-
-def seat_report(devices: Devices, stream: str) -> SeatReport:
-    """Return where a node runs, as an object."""
-    return {"devices": show(devices), "stream": stream}
+    return {
+        node: {"devices": show(tuple(sorted(found))), "stream": streams[node]}
+        for node, found in devices.items()
+    }
 
 
 def shifts(first: Plans, second: Plans) -> Iterator[ShiftedReport]:
@@ -162,7 +160,7 @@ def print_compared(report: DiffReport, console: Console) -> None:
     left, right = (cast("dict[str, float]", side) for side in (report["a"], report["b"]))
     time = units if report["clock"] == UNITS else seconds
     for label, key, shown in LINES:
-        write = time if shown is None else shown
+        write = shown or time
         ratio = f"{right[key] / left[key]:.2f}" if left[key] else ""
         table.add_row(label, write(left[key]), write(right[key]), ratio)
     console.print(f"A  {report['a']['name']}")
@@ -172,16 +170,25 @@ def print_compared(report: DiffReport, console: Console) -> None:
     console.print()
     console.print(table)
     console.print()
-    moves = [
-        f"{m['node']}: {m['a']['devices']} {m['a']['stream']} -> {m['b']['devices']} {m['b']['stream']}"
-        for m in report["moved"]
-    ]
-    shifted = [f"{s['node']} on device {s['device']}: place {s['a']} -> {s['b']}" for s in report["shifted"]]
-    print_some("Only in A", report["only_a"], console)
-    print_some("Only in B", report["only_b"], console)
-    print_some("On other devices, or another stream", moves, console)
-    print_some("At another place in their device's order", shifted, console)
-    if not (report["only_a"] or report["only_b"] or moves or shifted):
+    differing: dict[str, Sequence[str]] = {
+        "Only in A": report["only_a"],
+        "Only in B": report["only_b"],
+        "On other devices, or another stream": [
+            f"{m['node']}: {m['a']['devices']} {m['a']['stream']} -> {m['b']['devices']} {m['b']['stream']}"
+            for m in report["moved"]
+        ],
+        "At another place in their device's order": [
+            f"{s['node']} on device {s['device']}: place {s['a']} -> {s['b']}" for s in report["shifted"]
+        ],
+    }
+    for title, nodes in differing.items():
+        if nodes:
+            console.print(f"{title}: {len(nodes)}", style="bold")
+        for node in nodes[:MOST_NODES]:
+            console.print(f"  {node}")
+        if len(nodes) > MOST_NODES:
+            console.print(f"  ... and {len(nodes) - MOST_NODES} more: --json has all")
+    if not any(differing.values()):
         console.print("Every node runs on the same devices and streams, in the same order")
 
 
@@ -201,14 +208,3 @@ LINES: tuple[tuple[str, str, Callable[[float], str] | None], ...] = (
     ("programs", "programs", units),
     ("instructions, all devices", "instructions", units),
 )
-
-
-def print_some(title: str, nodes: Sequence[str], console: Console) -> None:
-    """Print the first of some nodes, and how many there are."""
-    if not nodes:
-        return
-    console.print(f"{title}: {len(nodes)}", style="bold")
-    for node in nodes[:MOST_NODES]:
-        console.print(f"  {node}")
-    if len(nodes) > MOST_NODES:
-        console.print(f"  ... and {len(nodes) - MOST_NODES} more: --json has all")

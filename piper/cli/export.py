@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.answer import Answer, Recipe, RunFolder
+from piper.cli.application import Answer, Recipe, RunFolder
 from piper.cli.reports import ExportReport
 from piper.errors import ConfigError, deprecated
 
@@ -90,8 +90,7 @@ def export(
 def import_weights(
     recipe: Recipe,
     weights: Annotated[
-        Path,
-        typer.Argument(help="A DCP folder, a folder of safetensors files, or a file of torch.save."),
+        Path, typer.Argument(help="A DCP folder, a folder of safetensors files, or a file of torch.save.")
     ],
     out: RunFolder = None,
 ) -> Answer:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.answer import Answer
+from piper.cli.application import Answer
 from piper.errors import file_errors
 
 TEMPLATE = '''"""A small decoder that learns to count, and three strategies. Put your own model and data in.
@@ -94,9 +94,7 @@ def four() -> piper.Job:
 '''
 
 
-def init(
-    name: Annotated[str, typer.Argument(help="The recipe's file: NAME.py.", metavar="NAME")],
-) -> Answer:
+def init(name: Annotated[str, typer.Argument(help="The recipe's file: NAME.py.", metavar="NAME")]) -> Answer:
     """Write a recipe to begin with: a small model and strategies for one, two and four devices."""
     path = Path(name) if Path(name).suffix == ".py" else Path(f"{name}.py")
     hint = "name a new file in a folder that exists and is yours: init replaces nothing"

@@ -17,7 +17,7 @@ from piper.process.files import write_output
 from piper.run.launch import launcher
 from piper.runtime.accelerator import accelerators, device_kind, is_accelerator
 from piper.runtime.worker import Options
-from piper.simulate.calibrate import samples_of
+from piper.simulate.calibrate import MeasuredTimes, collect_times
 from piper.simulate.cluster import FP8, Cluster, Link
 from piper.simulate.measured import line_through
 from piper.train.measure import profile_of
@@ -139,11 +139,7 @@ def memory(kind: str) -> float:
 
 
 def conversation() -> tuple[float, float, float]:
-    """Run a small job on two workers, and return how they communicate.
-
-    The latency and the bandwidth, by how long sums take by their size, and the time from an instruction to
-    the next.
-    """
+    """Run a small job on two workers. Return latency and bandwidth, and the time between two instructions."""
     job = piper.Job(
         model=Layers,
         loss=loss,
@@ -157,7 +153,8 @@ def conversation() -> tuple[float, float, float]:
         for batch in batches():
             run.step(batch)
         profile = profile_of(run, program, "", "local")
-    samples = samples_of(profile, by_thread=False)
+    samples = MeasuredTimes()
+    collect_times(profile, samples, by_thread=False)
     quickest: dict[float, float] = {}  # by size: what else the machine does can only slow it down
     for nbytes, took in samples.talks["all_reduce"]:
         quickest[nbytes] = min(took, quickest.get(nbytes, took))

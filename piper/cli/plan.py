@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from piper.checkpoint.moves import peak_while_moving
-from piper.cli.answer import Answer, Compile, Recipe, StrategyFile
+from piper.cli.application import Answer, Compile, Recipe, StrategyFile
 from piper.cli.reports import PlanReport
 from piper.errors import ConfigError
 from piper.ir.devices import show

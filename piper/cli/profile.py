@@ -2,16 +2,15 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
 
-from piper.cli.answer import Answer
+from piper.cli.application import Answer
 from piper.cli.reports import NodeReport, OpReport, ProfileReport
 from piper.errors import ConfigError
 from piper.ir.format import count, percent, seconds, size, table_of, wide_console
@@ -97,41 +96,38 @@ def profile_at(target: str, on: str, steps: int, console: Console) -> Profile:
     return read_profile(train_recipe(asked, console).folder)
 
 
-@dataclass(slots=True)
-class Row:
-    """The times of a group of instructions, over all devices and recorded steps."""
-
-    name: str
-    op: str
-    spans: list[float]
-    waited: float = 0.0
-    cpu: float = 0.0
-    nbytes: int = 0
-
-
-def rows_of(profile: Profile, *, by_node: bool) -> list[Row]:
-    """Return the instructions in groups, largest first: by op, or by node."""
-    rows: dict[tuple[str, str], Row] = {}
+def rows_of(profile: Profile, *, by_node: bool) -> list[NodeReport]:
+    """Return the instructions by op or by node, largest first: of one device in one step, on average."""
+    groups: dict[tuple[str, str], list[tuple[float, float, float, int]]] = {}
     for step in range(profile.count):
         timelines = profile.timelines(step)
         for track in profile.tracks:
-            timeline = timelines[track.device]
-            instrs = profile.plans.of(track.device).instrs
-            for ins, span, times in zip(instrs, timeline.spans, track.steps[step], strict=True):
+            instrs, spans = profile.plans.of(track.device).instrs, timelines[track.device].spans
+            for ins, span, times in zip(instrs, spans, track.steps[step], strict=True):
                 name = node_name(ins, profile.plans.axes) if by_node else ins.op
-                row = rows.setdefault((ins.op, name), Row(name=name, op=ins.op, spans=[]))
-                row.spans.append(span.end - span.start)
-                row.waited += span.waited
-                row.cpu += times[2]
-                row.nbytes += ins.nbytes
-    return sorted(rows.values(), key=lambda row: (-sum(row.spans), row.name))
+                call = span.end - span.start, span.waited, times[2], ins.nbytes
+                groups.setdefault((ins.op, name), []).append(call)
+    scale = profile.count * len(profile.tracks)
+    rows: list[NodeReport] = []
+    for (op, name), calls in groups.items():
+        took, waited, cpu, nbytes = zip(*calls, strict=True)
+        rows.append(
+            {
+                "node": name,
+                "op": op,
+                "calls": len(calls) / scale,
+                "total_s": sum(took) / scale,
+                "median_s": median(took),
+                "waited_s": sum(waited) / scale,
+                "cpu_s": sum(cpu) / scale,
+                "bytes": sum(nbytes) / scale,
+            }
+        )
+    return sorted(rows, key=lambda row: (-row["total_s"], row["node"]))
 
 
 def node_name(ins: Instr, axes: Iterable[str]) -> str:
-    """Return the name of a node with `*` for its microbatch: all microbatches are counted together.
-
-    That of a transfer says which side of it.
-    """
+    """Return a node's name, of a transfer with its side, with `*` for the microbatch: all count together."""
     node = f"{ins.op} of {ins.node}" if ins.op in ("send", "recv") else ins.node
     for axis in axes:
         node = re.sub(rf"\b{re.escape(axis)}=\d+", f"{axis}=*", node)
@@ -139,8 +135,10 @@ def node_name(ins: Instr, axes: Iterable[str]) -> str:
 
 
 def profile_report(profile: Profile) -> ProfileReport:
-    """Return what `--json` prints: seconds of one device in one step, on average."""
-    scale = profile.count * len(profile.tracks)
+    """Return what `--json` prints."""
+    ops = [
+        {key: value for key, value in row.items() if key != "node"} for row in rows_of(profile, by_node=False)
+    ]
     return {
         "recipe": profile.recipe,
         "on": profile.on,
@@ -149,73 +147,47 @@ def profile_report(profile: Profile) -> ProfileReport:
         "first_step": profile.first,
         "step_s": [profile.seconds(step) for step in range(profile.count)],
         "clock_error_s": profile.error,
-        "ops": [row_report(row, scale) for row in rows_of(profile, by_node=False)],
-        "nodes": [
-            NodeReport(node=row.name, **row_report(row, scale)) for row in rows_of(profile, by_node=True)
-        ],
-    }
-
-
-def row_report(row: Row, scale: int) -> OpReport:
-    """Return one group of instructions as an object."""
-    return {
-        "op": row.op,
-        "calls": len(row.spans) / scale,
-        "total_s": sum(row.spans) / scale,
-        "median_s": median(row.spans),
-        "waited_s": row.waited / scale,
-        "cpu_s": row.cpu / scale,
-        "bytes": row.nbytes / scale,
+        "ops": cast(list[OpReport], ops),
+        "nodes": rows_of(profile, by_node=True),
     }
 
 
 def print_profile(profile: Profile, console: Console) -> None:
     """Print how long steps took, and what of it each op and each piece of the model took."""
     times = [profile.seconds(step) for step in range(profile.count)]
-    devices = len(profile.tracks)
-    last = profile.first + profile.count - 1
-    what = f"{count(devices, 'device')} ({profile.on})"
+    middle, last = median(times), profile.first + profile.count - 1
+    what = f"{count(len(profile.tracks), 'device')} ({profile.on})"
     console.print(
         f"Steps {profile.first} to {last} on {what}: "
-        f"median {seconds(median(times))}, from {seconds(min(times))} to {seconds(max(times))}",
+        f"median {seconds(middle)}, from {seconds(min(times))} to {seconds(max(times))}",
         style="bold",
     )
     console.print(f"One clock over devices, to within {seconds(profile.error)}")
     console.print()
-    middle = median(times)
-    print_rows(rows_of(profile, by_node=False), "op", profile, middle, console)
+    print_rows(rows_of(profile, by_node=False), "op", middle, console)
     console.print()
     rows = rows_of(profile, by_node=True)
-    print_rows(rows[:MOST_NODES], "node", profile, middle, console)
+    print_rows(rows[:MOST_NODES], "node", middle, console)
     if len(rows) > MOST_NODES:
         console.print(f"... and {len(rows) - MOST_NODES} more: --json has all")
 
 
-def print_rows(rows: list[Row], heading: str, profile: Profile, step: float, console: Console) -> None:
+def print_rows(rows: Sequence[NodeReport], heading: str, step: float, console: Console) -> None:
     """Print groups of instructions: for each, what one device spends on it in a step, on average."""
     columns = COLUMNS if heading == "op" else COLUMNS[:SHORT]
     table = table_of(heading, *columns, left=(heading,))
-    scale = profile.count * len(profile.tracks)
     for row in rows:
-        total = sum(row.spans) / scale
+        total, talks = row["total_s"], row["op"] in COMMUNICATION
+        sent = row["bytes"] if talks else 0.0
         cells = [
-            f"{len(row.spans) / scale:.3g}",
+            f"{row['calls']:.3g}",
             seconds(total),
             percent(total, step),
-            seconds(median(row.spans)),
-            seconds(row.waited / scale) if row.op in COMMUNICATION else "",
-            seconds(row.cpu / scale),
-            *sent(row, scale),
+            seconds(row["median_s"]),
+            seconds(row["waited_s"]) if talks else "",
+            seconds(row["cpu_s"]),
+            size(sent) if sent else "",
+            f"{size(sent / total)}/s" if sent and total else "",
         ]
-        table.add_row(row.name, *cells[: len(columns)])
+        table.add_row(row["node"], *cells[: len(columns)])
     console.print(table)
-
-
-def sent(row: Row, scale: int) -> Iterator[str]:
-    """Yield the bytes of a step and their rate, empty where nothing travels."""
-    if row.op not in COMMUNICATION or not row.nbytes:
-        yield from ("", "")
-        return
-    yield size(row.nbytes / scale)
-    total = sum(row.spans)
-    yield f"{size(row.nbytes / total)}/s" if total else ""

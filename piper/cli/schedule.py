@@ -6,14 +6,16 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.answer import Answer
+from piper.cli.application import Answer
 from piper.errors import ConfigError
 from piper.process.files import write_output
 from piper.schedules.grid import SYNTHESISED, Grid, grid_for, group_text, known
 from piper.schedules.synthesis.synthesise import Alike, summary, synthesised
 from piper.schedules.timing import UNIT, Costs
 from piper.schedules.torch_csv import to_csv
-from piper.view.cells import picture
+from piper.view.cells import of_schedule, picture
+from piper.view.svg import MARK
+from piper.view.svg import grid as draw_grid
 
 STAGES_PER_RANK = 2
 
@@ -68,10 +70,6 @@ def schedule(
                 )
         grid = grid_for(name, ranks, microbatches, stages_per_rank)
     if svg is not None:
-        from piper.view.cells import of_schedule
-        from piper.view.svg_grid import grid as draw_grid
-        from piper.view.svg_writer import MARK
-
         title = f"{name}, {ranks} ranks, {microbatches} microbatches"
         write_output(svg, draw_grid(of_schedule(grid, title, times)), MARK)
     text = to_csv(grid) if csv else f"{picture(grid, times)}\n" + (f"\n{below}\n" if below else "")

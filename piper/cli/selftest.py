@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 import typer
 
-from piper.cli.answer import NO, SUCCESS, Answer, Compile, Device
+from piper.cli.application import NO, SUCCESS, Answer, Compile, Device
 from piper.cli.reports import SelftestReport
 from piper.ir.format import wide_console
 from piper.process.files import check_output, write_output
@@ -37,13 +37,7 @@ def selftest(
     if out is not None:
         check_output(out, MARK)
     console = wide_console(stderr=True)
-    page = try_machine(
-        devices,
-        device=device,
-        compiled=compiled,
-        only=only or (),
-        progress=console.print,
-    )
+    page = try_machine(devices, device=device, compiled=compiled, only=only or (), progress=console.print)
     if out is not None:
         write_output(out, page.markdown(), MARK)
     return Answer(

@@ -1,13 +1,13 @@
 """`piper simulate`: how long a step would take, and why."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from piper.cli.answer import Answer, ClusterName, Compile, CostsFile, Recipe, StrategyFile
+from piper.cli.application import Answer, ClusterName, Compile, CostsFile, Recipe, StrategyFile
 from piper.cli.reports import LengthStepReport, MoveReport, SimulateReport
 from piper.ir.devices import show
 from piper.ir.dtypes import DTYPES
@@ -19,10 +19,9 @@ from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plans
 from piper.plan.protected import survival
 from piper.simulate.cluster import Cluster
-from piper.simulate.prices import Prices, prices_of
-from piper.simulate.simulate import PathNode, Simulation, simulate_cycle
+from piper.simulate.measured import Prices, prices_of
+from piper.simulate.simulate import PathNode, Simulation, Throughput, amount_of, model_flops, simulate_cycle
 from piper.simulate.simulate import simulate as simulate_step
-from piper.simulate.throughput import Throughput, amount_of, model_flops
 
 if TYPE_CHECKING:
     from piper.compiler import Program
@@ -117,11 +116,6 @@ class SimulatedStep:
         """Return the most bytes of the host's memory that a device of each program uses."""
         return [host_peak(plan) for plan in self.plans]
 
-    def usable(self, program: int) -> float | None:
-        """Return the bytes of a device that a program may use: not those of context and communicators."""
-        usable = self.prices.usable(self.plans)
-        return usable[program] if usable else None
-
 
 def simulation_report(simulated: SimulatedStep) -> SimulateReport:
     """Return what `--json` prints."""
@@ -130,7 +124,7 @@ def simulation_report(simulated: SimulatedStep) -> SimulateReport:
     devices = sorted(program)
     rows = [program[device] for device in devices]
     accounts, memories = simulation.accounts, simulation.memories
-    survives = survival(simulated.plans)
+    usable, survives = simulated.prices.usable(simulated.plans), survival(simulated.plans)
     report: SimulateReport = {
         "on": simulated.prices.name,
         "step_s": simulation.step,
@@ -140,11 +134,11 @@ def simulation_report(simulated: SimulatedStep) -> SimulateReport:
         "busy_s": [accounts[row].busy for row in rows],
         "bubble_s": [accounts[row].bubble for row in rows],
         "bubble_rate": [accounts[row].rate for row in rows],
-        "exposed_s": [dict(accounts[row].exposed.items()) for row in rows],
-        "communication_s": [dict(accounts[row].communication.items()) for row in rows],
+        "exposed_s": [{**accounts[row].exposed} for row in rows],
+        "communication_s": [{**accounts[row].communication} for row in rows],
         "contention_s": [accounts[row].contention for row in rows],
         "peak_bytes": [memories[row].peak for row in rows],
-        "usable_bytes": [simulated.usable(row) for row in rows],
+        "usable_bytes": [usable[row] for row in rows],
         "at_peak": [dict(memories[row].at_peak[:MOST_LIVE]) for row in rows],
         "critical_path": [
             {
@@ -206,8 +200,8 @@ def print_programs(simulated: SimulatedStep, console: Console) -> None:
     """Print where each program's time and memory go."""
     simulation = simulated.simulation
     table = table_of(*COLUMNS, left=("devices",))
-    for number, plan in enumerate(simulated.plans.plans[:MOST_PROGRAMS]):
-        account, memory = simulation.accounts[number], simulation.memories[number]
+    rows = zip(simulated.plans, simulation.accounts, simulation.memories, strict=True)
+    for plan, account, memory in islice(rows, MOST_PROGRAMS):
         table.add_row(
             show(plan.devices),
             seconds(account.busy),
@@ -229,26 +223,27 @@ def amount(spent: float, step: float) -> str:
 
 def print_exposed(simulated: SimulatedStep, console: Console) -> None:
     """Print the communication that nothing hides, by kind, where there is most of it."""
-    accounts = simulated.simulation.accounts
-    worst = max(range(len(accounts)), key=lambda number: sum(accounts[number].exposed.values()))
-    exposed = accounts[worst].exposed
-    largest = sorted(exposed.items(), key=lambda entry: (-entry[1], entry[0]))
+    rows = zip(simulated.plans, simulated.simulation.accounts, strict=True)
+    plan, worst = max(rows, key=lambda row: sum(row[1].exposed.values()))
+    largest = sorted(worst.exposed.items(), key=lambda entry: (-entry[1], entry[0]))
     worth = [(op, spent) for op, spent in largest if spent > simulated.simulation.step * NOTHING]
     if worth:
         console.print()
-        console.print(f"Exposed communication of {show(simulated.plans.plans[worst].devices)}", style="bold")
+        console.print(f"Exposed communication of {show(plan.devices)}", style="bold")
         for op, spent in worth:
-            hidden = accounts[worst].communication[op] - spent
+            hidden = worst.communication[op] - spent
             console.print(f"  {seconds(spent):>10}  {op}, beside {seconds(hidden)} that computing hides")
 
 
 def print_fit(simulated: SimulatedStep, console: Console) -> None:
     """Say which devices do not have the memory."""
-    full = []
-    for number, memory in enumerate(simulated.simulation.memories):
-        usable = simulated.usable(number)
-        if usable is not None and memory.peak > usable:
-            full.append((memory.peak, usable, show(simulated.plans.plans[number].devices)))
+    plans = simulated.plans
+    rows = zip(plans, simulated.simulation.memories, simulated.prices.usable(plans), strict=True)
+    full = [
+        (memory.peak, usable, show(plan.devices))
+        for plan, memory, usable in rows
+        if usable is not None and memory.peak > usable
+    ]
     if full and simulated.prices.cluster is not None:
         peak, usable, devices = max(full)
         more = f" and {len(full) - 1} programs more" if len(full) > 1 else ""
@@ -281,11 +276,10 @@ def print_host(simulated: SimulatedStep, console: Console) -> None:
 
 def print_peak(simulated: SimulatedStep, console: Console) -> None:
     """Print what is live at the fullest device's peak."""
-    memories = simulated.simulation.memories
-    fullest = max(range(len(memories)), key=lambda number: memories[number].peak)
-    memory = memories[fullest]
+    rows = zip(simulated.plans, simulated.simulation.memories, strict=True)
+    plan, memory = max(rows, key=lambda row: row[1].peak)
     console.print()
-    console.print(f"Live at the peak of {show(simulated.plans.plans[fullest].devices)}", style="bold")
+    console.print(f"Live at the peak of {show(plan.devices)}", style="bold")
     for name, nbytes in memory.at_peak[:MOST_LIVE]:
         console.print(f"  {size(nbytes):>10}  {name}")
     if len(memory.at_peak) > MOST_LIVE:
@@ -301,7 +295,9 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
     )
     parts: dict[str, float] = {}
     for link in path:
-        kind = link.op if link.op in COMMUNICATION else kind_of(link)
+        kind: str = link.op
+        if link.op == "compute" and link.run is not None:
+            kind = AGAIN if link.run.again else link.run.phase
         parts[kind] = parts.get(kind, 0.0) + link.end - link.start
     for kind, spent in sorted(parts.items(), key=lambda entry: (-entry[1], entry[0])):
         if spent > step * NOTHING:
@@ -311,9 +307,10 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
     worth = (link for link in path if link.end > link.start)
     by = groupby(worth, key=lambda link: (link.program, link.op in COMMUNICATION))
     stretches = [each for _, links in by if spent_in(each := [*links]) > step * NOTHING]
-    shown, hidden = picked(stretches)
+    half = MOST_STRETCHES // 2
+    shown = stretches if len(stretches) <= MOST_STRETCHES else [*stretches[:half], *stretches[-half:]]
     for number, stretch in enumerate(shown):
-        if number == hidden:
+        if number == half and len(shown) < len(stretches):
             console.print(f"  ... {len(stretches) - len(shown)} stretches more: --json has all nodes")
         first, devices = stretch[0], show(simulated.plans.plans[stretch[0].program].devices)
         what = first.op if first.op in COMMUNICATION else "computes"
@@ -322,24 +319,9 @@ def print_path(simulated: SimulatedStep, console: Console) -> None:
         console.print(f"  {where} {what:14} {first.node}{more}; {REASONS[first.reason]}")
 
 
-def kind_of(link: PathNode) -> str:
-    """Return what a computing link of the path is counted as: `F`, `BW`, `update`."""
-    if link.op != "compute" or link.run is None:
-        return link.op
-    return AGAIN if link.run.again else link.run.phase
-
-
 def spent_in(stretch: Iterable[PathNode]) -> float:
     """Return the seconds of some links of the path."""
     return sum(link.end - link.start for link in stretch)
-
-
-def picked(stretches: Sequence[list[PathNode]]) -> tuple[list[list[PathNode]], int]:
-    """Return the first and the last stretches, and where the rest is left out. -1: none is left out."""
-    if len(stretches) <= MOST_STRETCHES:
-        return list(stretches), -1
-    half = MOST_STRETCHES // 2
-    return [*stretches[:half], *stretches[-half:]], half
 
 
 def lengths_of(program: "Program", prices: Prices) -> LengthSteps | None:
@@ -357,8 +339,8 @@ def lengths_of(program: "Program", prices: Prices) -> LengthSteps | None:
         limit = limit_of(one.job)
         steps.append({"length": length, "limit": limit, "step_s": simulation.step, "peak_bytes": peak})
     moves: list[MoveReport] = [to_json(move) for move in simulated_moves(programs, prices.costs)]
-    usable = min((each for one in programs.values() for each in prices.usable(one.plans)), default=None)
-    return LengthSteps(steps=steps, moves=moves, usable=usable)
+    usable = [each for one in programs.values() for each in prices.usable(one.plans) if each is not None]
+    return LengthSteps(steps=steps, moves=moves, usable=min(usable, default=None))
 
 
 def print_lengths(lengths: LengthSteps, console: Console) -> None:

@@ -8,9 +8,19 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 import typer
 from rich.console import Console
 
-from piper.cli.answer import INTERRUPTED, PREEMPTED, Answer, Compile, Device, Recipe, RunFolder, StrategyFile
+from piper.cli.application import (
+    INTERRUPTED,
+    PREEMPTED,
+    Answer,
+    Compile,
+    Device,
+    Recipe,
+    RunFolder,
+    StrategyFile,
+)
 from piper.cli.reports import RankReport, TrainReport
 from piper.train.interrupt import GRACE
+from piper.view.provenance import METRICS
 from piper.workers.rank_zero import on_rank_zero
 
 if TYPE_CHECKING:
@@ -47,23 +57,20 @@ def train(
         bool, typer.Option("--graphs", help="On CUDA, issue each step as one graph, after the first few.")
     ] = False,
     share: Annotated[
-        str,
-        typer.Option(help="Devices that share a GPU exchange values through the host, or by NCCL."),
+        str, typer.Option(help="Devices that share a GPU exchange values through the host, or by NCCL.")
     ] = "host",
     grace: Annotated[
         float, typer.Option(help="Seconds from SIGTERM to the end, in which the run is saved.", metavar="S")
     ] = GRACE,
     retries: Annotated[
-        int,
-        typer.Option(help="Failures in a row from which the run recovers; 100 good steps refill them."),
+        int, typer.Option(help="Failures in a row from which the run recovers; 100 good steps refill them.")
     ] = 3,
     stall: Annotated[
         float | None,
         typer.Option(help="Seconds without progress that are a failure; else by the steps.", metavar="S"),
     ] = None,
     spares: Annotated[
-        int,
-        typer.Option(help="On Ray, under torchrun: workers more than devices.", metavar="N"),
+        int, typer.Option(help="On Ray, under torchrun: workers more than devices.", metavar="N")
     ] = 0,
 ) -> Answer:
     """Train a recipe: a live display, and a folder with metrics, checkpoints, the strategy and the plan."""
@@ -107,8 +114,6 @@ def train_and_report(asked: "TrainOptions") -> Answer:
 
 def train_report(outcome: "Outcome") -> TrainReport:
     """Return how a run ended, for scripts."""
-    from piper.view.provenance import METRICS
-
     first, last = outcome.first, outcome.last
     stopped = ("preempted" if outcome.preempted else "interrupted") if outcome.stopped else None
     return {

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from piper.cli.answer import Answer, Compile, CostsFile, Recipe
+from piper.cli.application import Answer, Compile, CostsFile, Recipe
 from piper.cli.reports import TuneLengthsReport, TuneReport
 from piper.directives.json import load_strategy
 from piper.errors import ConfigError
@@ -229,7 +229,7 @@ def print_ranked(tuned: "Tuned", console: Console) -> None:
             *(() if tuned.trial is None else ("" if measured is None else seconds(measured),)),
             seconds(one.step),
             seconds(one.bound),
-            percent(one.bubble, 1),
+            percent(one.step - one.busy, one.step),
             percent(one.exposed, one.step),
             size(one.peak),
             one.choice.label,
@@ -253,22 +253,18 @@ def print_front(tuned: "Tuned", console: Console) -> None:
 
 def print_discarded(tuned: "Tuned", console: Console) -> None:
     """Print why candidates were discarded without compiling them."""
-    from piper.tuning.result import reason_of, tally
-
     if not tuned.discarded:
         return
     console.print()
     console.print("Discarded without compiling", style="bold")
-    for kind, number in tally(tuned.discarded):
+    for kind, number in tuned.tally.items():
         console.print(f"  {number:>6}  {kind}")
     closest = min(tuned.discarded, key=lambda one: (one.bound, one.choice.label))
-    console.print(f"  such as {closest.choice.label}: {reason_of(closest, tuned.best.step)}")
+    console.print(f"  such as {closest.choice.label}: {tuned.reason_discarded(closest)}")
 
 
 def tuned_report(tuned: "Tuned") -> TuneReport:
     """Return the outcome as one object."""
-    from piper.tuning.result import reason_of, tally
-
     return {
         "best": {
             "step_s": tuned.best.step,
@@ -297,9 +293,9 @@ def tuned_report(tuned: "Tuned") -> TuneReport:
             for one in tuned.ranked
         ],
         "front": [{"step_s": one.step, "peak_bytes": one.peak} for one in tuned.front],
-        "discarded": dict(tally(tuned.discarded)),
+        "discarded": tuned.tally,
         "losers": [
-            {"label": one.choice.label, "group": one.grouped, "reason": reason_of(one, tuned.best.step)}
+            {"label": one.choice.label, "group": one.grouped, "reason": tuned.reason_discarded(one)}
             for one in tuned.discarded
         ],
     }

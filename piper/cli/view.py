@@ -6,17 +6,17 @@ from typing import Annotated
 
 import typer
 
-from piper.cli.answer import Answer, Compile, CostsFile, StrategyFile
+from piper.cli.application import Answer, Compile, CostsFile, StrategyFile
 from piper.errors import ConfigError
 from piper.plan.plan import Plans
 from piper.plan.text import read_plans
 from piper.process.files import write_output
-from piper.simulate.prices import CLUSTER, prices_of
-from piper.simulate.profile import ABOUT, FOLDER, read_profile
-from piper.view import plan_trace, report, svg_writer
+from piper.simulate.measured import CLUSTER, prices_of
+from piper.simulate.profile import FOLDER, find_profile, read_profile
+from piper.view import plan_trace, report
 from piper.view.cells import of_plans
 from piper.view.provenance import FILE, Subject, read_background, read_losses, subject_from
-from piper.view.svg_grid import grid
+from piper.view.svg import MARK, grid
 
 CPU = "cpu"
 Target = Annotated[
@@ -43,7 +43,7 @@ def view(
     subject = subject_of(target, cluster=cluster, costs=costs, strategy=strategy, compiled=compiled)
     if svg:
         drawn = grid(of_plans(subject.plans, subject.tags, subject.title, subject.orderings))
-        write_output(svg, drawn, svg_writer.MARK)
+        write_output(svg, drawn, MARK)
     if trace:
         write_output(trace, plan_trace.plan_trace(subject), plan_trace.MARK)
     written = out if out or svg or trace else REPORT
@@ -51,10 +51,7 @@ def view(
         write_output(written, report.page(subject), report.MARK)
     files = {"page": written, "svg": svg, "trace": trace}
     return Answer(
-        report={
-            "title": subject.title,
-            "files": {kind: str(file) for kind, file in files.items() if file},
-        },
+        report={"title": subject.title, "files": {kind: str(file) for kind, file in files.items() if file}},
         show=lambda: sys.stdout.write(f"{written}: open it in a browser\n" if written else ""),
     )
 
@@ -67,10 +64,7 @@ def subject_of(
     strategy: Path | None = None,
     compiled: bool = False,
 ) -> Subject:
-    """Find what a target names: `file.py:function`, or the folder of a run.
-
-    strategy: a JSON file that takes the place of a recipe's own. compiled: with Inductor's kernels.
-    """
+    """Find what a target names: `file.py:function`, or the folder of a run. strategy: replaces a recipe's."""
     if Path(target).is_dir():
         asked = f"--strategy {strategy}" if strategy is not None else "--compile" if compiled else None
         if asked is not None:
@@ -98,8 +92,7 @@ def subject_of(
 
 def subject_of_run(folder: Path, *, cluster: str | None, costs: Path | None) -> Subject:
     """Return a run: its plans as they were, with the background that it saved."""
-    has_profile = (folder / FOLDER / ABOUT).is_file() or (folder / ABOUT).is_file()
-    profile = read_profile(folder) if has_profile else None
+    profile = read_profile(folder) if find_profile(folder) else None
     plans = profile.plans if profile else plans_of_run(folder)
     background = read_background(folder, plans)
     if background is None and profile is not None:  # of an earlier layout, which the profile has kept

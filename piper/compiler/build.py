@@ -112,7 +112,7 @@ class Program:
 
     def simulate(self, cluster: Path | str | None = None) -> "Simulation":
         """Simulate a step on a cluster: a100, h100, h200, b200, cpu, or a TOML file. None: h100."""
-        from piper.simulate.prices import prices_of
+        from piper.simulate.measured import prices_of
         from piper.simulate.simulate import simulate
 
         return simulate(self.plans, self.outline, prices_of(cluster, None).costs)

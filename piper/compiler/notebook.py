@@ -11,11 +11,11 @@ from piper.job import strategy_of
 from piper.plan.memory_timeline import timeline
 from piper.plan.ops import OPS
 from piper.process.files import write_output
-from piper.simulate.prices import prices_of
+from piper.simulate.measured import prices_of
 from piper.view.cells import of_plans, stage_tags
 from piper.view.provenance import Provenance, StrategyLine, subject_from
 from piper.view.report import MARK, page
-from piper.view.svg_grid import grid
+from piper.view.svg import grid
 
 if TYPE_CHECKING:
     from piper.compiler.build import Program

@@ -1,13 +1,41 @@
-"""Accounts of a device's time: computation, bubbles, and communication that computation does not hide."""
+"""What a device does with its time and its memory in a step, simulated or measured.
+
+Time is computation, bubbles, and communication that computation does not hide. Of memory a slot is live from
+its first write to its free.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
+from piper.ir.ids import SlotId
+from piper.plan.memory_timeline import Ledger
 from piper.plan.ops import OPS, Op
 from piper.plan.plan import Plan
-from piper.simulate.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One instruction in time, in seconds from the beginning of the step."""
+
+    start: float
+    end: float
+    waited: float = 0.0  # for peers of the communication, before `start`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One step of one or more devices: a span for each instruction of their plan, in the plan's order."""
+
+    devices: Sequence[int]  # all devices of a program where simulated, one where measured
+    spans: Sequence[Span]
+
+    @property
+    def end(self) -> float:
+        """Return when the last instruction ends."""
+        return max((span.end for span in self.spans), default=0.0)
+
 
 Interval = tuple[float, float]
 
@@ -35,16 +63,12 @@ def account_of(plan: Plan, timeline: Timeline, step: float, contention: float = 
     Time in which several communications are under way and nothing computes counts for the one that began
     first. Copies of offloaded values count as communications.
     """
-    spans = timeline.spans
-    busy = merged(
-        (span.start, span.end)
-        for ins, span in zip(plan.instrs, spans, strict=True)
-        if OPS[ins.op].takes == "device"
-    )
+    rows = [(OPS[ins.op], ins.op, span) for ins, span in zip(plan.instrs, timeline.spans, strict=True)]
+    busy = merged((span.start, span.end) for known, _, span in rows if known.takes == "device")
     talking = sorted(
-        (span.start, span.end, ins.op)
-        for ins, span in zip(plan.instrs, spans, strict=True)
-        if (OPS[ins.op].communicates or offloads(ins.op)) and span.end > span.start
+        (span.start, span.end, op)
+        for known, op, span in rows
+        if (known.communicates or (known.host and known.hands_on)) and span.end > span.start
     )
     exposed: dict[Op, float] = {}
     total: dict[Op, float] = {}
@@ -63,11 +87,6 @@ def account_of(plan: Plan, timeline: Timeline, step: float, contention: float = 
         communication=total,
         contention=contention,
     )
-
-
-def offloads(op: Op) -> bool:
-    """Return whether an operation moves values between device and host that the step itself needs."""
-    return OPS[op].host and OPS[op].hands_on
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
@@ -104,3 +123,78 @@ def mean_seconds(
     exposed = sum(weight * sum(account.exposed.values()) for account, weight in rows) / total
     bubble = sum(weight * account.bubble for account, weight in rows) / total
     return busy, exposed, bubble - exposed
+
+
+START, END = 0, 1  # of one instruction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """The bytes a device holds over a step, and what it holds at the peak."""
+
+    resident: int  # held between steps
+    times: tuple[float, ...]
+    live: tuple[int, ...]  # from each time to the next: residents, slots and workspaces
+    peak: int
+    peak_at: int  # the instruction that starts at the peak
+    at_peak: tuple[tuple[str, int], ...]  # largest first
+
+
+def memory_of(plan: Plan, timeline: Timeline) -> MemoryUse:
+    """Count the live bytes over the times of a step."""
+    ledger = Ledger(plan)
+    running: dict[int, int] = {}  # by instruction: its workspace
+    times: list[float] = []
+    live: list[int] = []
+    peak, peak_at, snapshot = ledger.resident, 0, (set[SlotId](), dict[int, int]())
+    for time, kind, place in moments(timeline):
+        ins = plan.instrs[place]
+        if kind == START:
+            ledger.hold(ins.writes)
+            running[place] = ins.workspace
+        else:
+            running.pop(place, None)
+            ledger.release(ins.frees)
+        now = ledger.live + sum(running.values())
+        if now > peak:
+            peak, peak_at, snapshot = now, place, (set(ledger.slots), dict(running))
+        if times and times[-1] == time:
+            live[-1] = now
+        else:
+            times.append(time)
+            live.append(now)
+    return MemoryUse(
+        resident=ledger.resident,
+        times=tuple(times),
+        live=tuple(live),
+        peak=peak,
+        peak_at=peak_at,
+        at_peak=sizes_of(plan, *snapshot),
+    )
+
+
+def communicators_of(plan: Plan) -> int:
+    """Return how many communicators a device of a plan is part of."""
+    return len({ins.comm for ins in plan.instrs if ins.comm is not None})
+
+
+def moments(timeline: Timeline) -> list[tuple[float, int, int]]:
+    """Return every start and end of an instruction, in order of time."""
+    found: list[tuple[float, int, int, int]] = []
+    for place, span in enumerate(timeline.spans):
+        # What takes no time starts and ends in issue order, after ends and before starts of the same time.
+        found.append((span.start, 1 if span.end > span.start else 0, place, START))
+        found.append((span.end, 0, place, END))
+    found.sort()
+    return [(time, kind, place) for time, _, place, kind in found]
+
+
+def sizes_of(plan: Plan, held: set[SlotId], running: dict[int, int]) -> tuple[tuple[str, int], ...]:
+    """Return the live slots and workspaces, largest first. A storage that slots share counts once."""
+    sizes: dict[str, int] = {name: slot.nbytes for name, slot in plan.residents.items()}
+    for name in held:
+        sizes[name] = plan.slots[name].nbytes
+        sizes.update(plan.slots[name].shares)
+    for place, workspace in running.items():
+        sizes[f"workspace of {plan.instrs[place].node}"] = workspace
+    return tuple(sorted(((n, b) for n, b in sizes.items() if b), key=lambda entry: (-entry[1], entry[0])))

@@ -1,17 +1,17 @@
 """Makes a profile into costs: the time of chunks, copies and communication over all recorded steps."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
 
 from piper.errors import ConfigError
 from piper.plan.ops import COMMUNICATION
 from piper.plan.plan import Plan
+from piper.simulate.account import Timeline
 from piper.simulate.cluster import Cluster
-from piper.simulate.dependencies import touched
+from piper.simulate.engine import touched
 from piper.simulate.measured import Line, Measured, by_size, line_through, two_features
-from piper.simulate.profile import ChunkWork, Profile
-from piper.simulate.timeline import Timeline
+from piper.simulate.profile import Profile
 
 LEAST = 1e-7  # seconds: the clock cannot tell a shorter time from zero
 Points = list[tuple[float, float]]  # size, seconds
@@ -29,9 +29,7 @@ class MeasuredTimes:
     wakes: list[float] = field(default_factory=list)
 
 
-def calibrate(
-    profile: Profile, *others: Profile, cores: int = 0, node: int = 64, cluster: Cluster | None = None
-) -> Measured:
+def calibrate(profile: Profile, *others: Profile, cores: int = 0, cluster: Cluster | None = None) -> Measured:
     """Make a profile into costs. On a host, `cores` is how many its devices share.
 
     others: more profiles of the model. If their microbatches have another size, the time of a chunk at any
@@ -49,14 +47,20 @@ def calibrate(
     for one in (profile, *others):
         check_same_model(profile, one)
         samples.chunks = {}
-        samples_of(one, samples, by_thread=one.accelerator == "cpu")
-        for (name, phase), found in samples.chunks.items():
-            keyed.setdefault((one.works[name].key, phase), []).extend(found)
+        collect_times(one, samples, by_thread=one.accelerator == "cpu")
+        for (name, phase), times in samples.chunks.items():
+            keyed.setdefault((one.works[name].key, phase), []).extend(times)
     chunks: dict[str, dict[str, float]] = {}
-    for (key, phase), found in keyed.items():
-        chunks.setdefault(key, {})[phase] = median(found)
-    works = [work for one in (profile, *others) for work in one.works.values()]
-    arithmetic, traffic = two_features(list(chunk_points(works, chunks)))
+    for (key, phase), times in keyed.items():
+        chunks.setdefault(key, {})[phase] = median(times)
+    works = {work.key: work.phases for one in (profile, *others) for work in one.works.values()}
+    arithmetic, traffic = two_features(
+        [
+            (*amounts.get(phase, (0, 0)), seconds)
+            for key, amounts in works.items()
+            for phase, seconds in chunks.get(key, {}).items()
+        ]
+    )
     any_touch = line_through([point for points in samples.touches.values() for point in points])
     any_talk = line_through([point for points in samples.talks.values() for point in points])
     if cluster is not None:
@@ -75,16 +79,12 @@ def calibrate(
         gap=median(samples.gaps) if samples.gaps else 0.0,
         wake=median(samples.wakes) if samples.wakes else 0.0,
         cores=cores,
-        node=node,
+        node=64,
     )
 
 
-def samples_of(profile: Profile, into: MeasuredTimes | None = None, *, by_thread: bool) -> MeasuredTimes:
-    """Collect the times of all recorded steps of all devices; `into`: what they are added to.
-
-    by_thread: count the time for which an instruction's thread was computing, not the clock on the wall.
-    """
-    samples = MeasuredTimes() if into is None else into
+def collect_times(profile: Profile, samples: MeasuredTimes, *, by_thread: bool) -> None:
+    """Add the times of all recorded steps. by_thread: of computing threads, not of the wall clock."""
     for step in range(profile.count):
         timelines = profile.timelines(step)
         found = samples if by_thread else replace(samples, talks={}, late={})
@@ -100,7 +100,6 @@ def samples_of(profile: Profile, into: MeasuredTimes | None = None, *, by_thread
                 )
             for op, times in found.late.items():
                 samples.late.setdefault(op, []).append(mean(times))
-    return samples
 
 
 def add_spans(samples: MeasuredTimes, plan: Plan, timeline: Timeline, host: list[float] | None) -> None:
@@ -167,18 +166,3 @@ def sizes_of(
         if len({size for size, _ in measured}) > 1:
             found.setdefault(name, {})[phase] = line_through(measured)
     return found
-
-
-def chunk_points(
-    works: Iterable[ChunkWork], chunks: Mapping[str, Mapping[str, float]]
-) -> Iterator[tuple[float, float, float]]:
-    """Yield the arithmetic, the memory traffic and the seconds of every phase that was measured."""
-    seen: set[str] = set()
-    for work in works:
-        if work.key in seen:
-            continue
-        seen.add(work.key)
-        for phase, seconds in chunks.get(work.key, {}).items():
-            flops, moved = work.phases.get(phase, (0, 0))
-            if flops or moved:
-                yield float(flops), float(moved), seconds

@@ -50,9 +50,7 @@ class Cluster:
     host_bandwidth: float | None = None  # bytes per second to the host's memory. None: they are the same
     attained: float = 1.0  # the part of the arithmetic peak that large products reach
     attained_attention: float | None = None  # that attention reaches. None: as products
-    attained_memory: float | None = (
-        None  # of the memory bandwidth that large kernels reach. None: as products
-    )
+    attained_memory: float | None = None  # of the memory bandwidth, by large kernels. None: as products
     processors: int = 0  # of a device, over which a product is divided in tiles; 0: products divide evenly
     launch: float = 0.0  # seconds before an instruction does anything
     kernel: float = 0.0  # seconds that a kernel takes to start, on the device

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from piper.ir.chunk import Chunk, Kernel, Phase
 from piper.ir.devices import Devices
@@ -12,22 +12,15 @@ from piper.simulate.cluster import Cluster
 SLOWED_LIMIT = 0.9  # of a device's speed that communication takes: computing never stands still
 
 
-class Tile(NamedTuple):
-    """The part of a product that one processor computes at a time, and how fast, against the largest."""
-
-    rows: int
-    columns: int
-    speed: float
-
-
+# The rows and columns of a product that one processor computes at a time, and how fast, against the largest.
 # Smaller tiles read more for each number that they compute.
 TILES = (
-    Tile(256, 128, 1.0),
-    Tile(128, 256, 1.0),
-    Tile(128, 128, 0.92),
-    Tile(128, 64, 0.75),
-    Tile(64, 128, 0.75),
-    Tile(64, 64, 0.55),
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.92),
+    (128, 64, 0.75),
+    (64, 128, 0.75),
+    (64, 64, 0.55),
 )
 SPLITS = (1, 2, 4, 8)  # of the depth, so that the last round is not mostly empty
 LEAST_DEPTH = 1024  # of a split
@@ -197,9 +190,9 @@ def product_seconds(flops: float, shape: tuple[int, ...], speed: float, processo
         return flops / speed
     many, rows, columns, depth = shape
     best = float("inf")
-    for tile in TILES:
-        tiles = many * ceil(rows / tile.rows) * ceil(columns / tile.columns)
-        work = 2 * tile.rows * tile.columns / tile.speed
+    for high, wide, fraction in TILES:
+        tiles = many * ceil(rows / high) * ceil(columns / wide)
+        work = 2 * high * wide / fraction
         for split in SPLITS:
             if split > 1 and depth < split * LEAST_DEPTH:
                 break

@@ -15,9 +15,11 @@ from piper.ir.chunk import CapturedModel, Chunk, Phase
 from piper.ir.devices import Devices
 from piper.ir.json_fields import from_json, to_json
 from piper.plan.ops import OPS, Op
+from piper.plan.plan import Plans
 from piper.process.files import write_output
-from piper.simulate.cluster import Cluster
-from piper.simulate.costs import Roofline, Talk
+from piper.simulate.account import communicators_of
+from piper.simulate.cluster import Cluster, load_cluster
+from piper.simulate.costs import Costs, Roofline, Talk
 from piper.simulate.profile import fingerprint
 from piper.version import VERSION
 
@@ -67,28 +69,19 @@ class Measured:
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
         """Return the seconds of a phase as measured, or estimated from phases that were measured."""
         assert chunk is not None, "measured costs need the outline"
-        found = {**self.sized(chunk), **self.chunks.get(chunk.key, {})}
+        lines = self.sizes.get(chunk.name, {})  # at another size than those that were measured
+        found: dict[str, float] = {
+            p: lines[p].at(s.flops + s.bytes_moved) for p, s in chunk.phases.items() if p in lines
+        }
+        found |= self.chunks.get(chunk.key, {})
         if phase in found:
             return self.gap + found[phase]
         if phase in HALVES and "B" in found:
             return self.gap + found["B"] * share_of(chunk, phase)
         if phase == "B" and all(half in found for half in HALVES):
             return self.gap + sum(found[half] for half in HALVES)
-        return self.gap + self.estimate(chunk, phase)
-
-    def sized(self, chunk: Chunk) -> Mapping[str, float]:
-        """Return the seconds of each phase of a chunk at another size than those that were measured."""
-        lines = self.sizes.get(chunk.name, {})
-        return {
-            phase: lines[phase].at(spec.flops + spec.bytes_moved)
-            for phase, spec in chunk.phases.items()
-            if phase in lines
-        }
-
-    def estimate(self, chunk: Chunk, phase: Phase) -> float:
-        """Estimate a phase from its arithmetic and traffic, at the speeds measured for other chunks."""
-        spec = chunk.phases.get(phase)
-        return self.arithmetic * spec.flops + self.traffic * spec.bytes_moved if spec else 0.0
+        spec = chunk.phases.get(phase)  # at the speeds measured for other chunks
+        return self.gap + (self.arithmetic * spec.flops + self.traffic * spec.bytes_moved if spec else 0.0)
 
     def touch(self, op: Op, nbytes: int) -> float:
         """Return the seconds of another local instruction, which reads and writes `nbytes` bytes."""
@@ -115,10 +108,7 @@ class MeasuredOn:
         self.measured, self.links = measured, Roofline(cluster)
         self.cores, self.node, self.wake = cluster.cores, cluster.devices, measured.wake
         self.period = cluster.period
-
-    def compute(self, chunk: Chunk | None, phase: Phase) -> float:
-        """Return the seconds of a phase as measured, or estimated from phases that were measured."""
-        return self.measured.compute(chunk, phase)
+        self.compute, self.talk = measured.compute, self.links.talk
 
     def touch(self, op: Op, nbytes: int) -> float:
         """Return the seconds of another local instruction, at the speeds measured.
@@ -128,10 +118,6 @@ class MeasuredOn:
         if OPS[op].host and op not in self.measured.touches:
             return self.links.touch(op, nbytes)
         return self.measured.touch(op, nbytes)
-
-    def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
-        """Return the cost of a communication on the cluster's links."""
-        return self.links.talk(op, nbytes, devices)
 
 
 def share_of(chunk: Chunk, half: Phase) -> float:
@@ -221,3 +207,47 @@ def two_features(points: Sequence[tuple[float, float, float]]) -> tuple[float, f
             return a, b
     alone = [(sx / xx if xx else 0.0, 0.0), (0.0, sy / yy if yy else 0.0)]
     return min(alone, key=lambda ab: sum((ab[0] * x + ab[1] * y - 1) ** 2 for x, y in scaled))
+
+
+CLUSTER = "h100"  # where nothing is named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Costs, and the cluster or run that they come from."""
+
+    costs: Costs
+    name: str
+    cluster: Cluster | None = None  # None: only costs are known
+    measured: Measured | None = None
+
+    def usable(self, plans: Plans) -> tuple[float | None, ...]:
+        """Return the bytes of a device that each program may use. None: its memory is not known."""
+        cluster = self.cluster
+        return tuple(cluster.usable(communicators_of(plan)) if cluster else None for plan in plans)
+
+    def check(self, outline: CapturedModel) -> None:
+        """Refuse what was measured on another model."""
+        if self.measured is not None:
+            check_model(self.measured, outline)
+
+
+def prices_of(cluster: str | Path | None, costs: Path | None, *, default: str = CLUSTER) -> Prices:
+    """Read measured costs, a cluster, or both. Refuse what cannot be read before anything costly.
+
+    Both: computing takes as long as it was measured, communication as long as the cluster's links take.
+    default: the cluster where neither is named.
+    """
+    if costs is None:
+        machine = load_cluster(cluster or default)
+        return Prices(costs=Roofline(machine), name=machine.name, cluster=machine)
+    measured = read_costs(costs)
+    if cluster is None:
+        return Prices(costs=measured, name=measured.source, measured=measured)
+    machine = load_cluster(cluster)
+    return Prices(
+        costs=MeasuredOn(measured, machine),
+        name=f"{measured.source} with the links of {machine.name}",
+        cluster=machine,
+        measured=measured,
+    )

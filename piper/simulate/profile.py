@@ -13,12 +13,12 @@ from statistics import median
 
 from piper.errors import CONTENT, ConfigError, file_errors
 from piper.ir.chunk import PHASES, CapturedModel, Chunk
+from piper.ir.devices import Devices
 from piper.ir.json_fields import from_json, to_json
-from piper.plan.instr import Instr
 from piper.plan.ops import COMMUNICATION, OPS
-from piper.plan.plan import Comm, Plans
+from piper.plan.plan import Plans
 from piper.plan.text import read_plans, show_plans
-from piper.simulate.timeline import Span, Timeline
+from piper.simulate.account import Span, Timeline
 from piper.version import VERSION
 
 FOLDER, ABOUT, PLANS, DEVICE = "profile", "profile.json", "plan.txt", "device-{}.json"
@@ -97,28 +97,21 @@ class Profile:
 
 def meetings(plans: Plans, steps: Mapping[int, Sequence[Times]]) -> dict[tuple[int, int], float]:
     """Return when the last member of each communication was ready, by device and place of the instruction."""
-    latest: dict[tuple[str, str, tuple[int, ...]], float] = {}
-    keys: dict[tuple[int, int], tuple[str, str, tuple[int, ...]]] = {}
+    latest: dict[tuple[str, str, Devices], float] = {}
+    keys: dict[tuple[int, int], tuple[str, str, Devices]] = {}
     for device, rows in steps.items():
-        groups: dict[tuple[str, str], tuple[int, ...]] = {}
+        groups: dict[tuple[str, str], Devices] = {}
         for place, ins in enumerate(plans.of(device).instrs):
             if ins.comm is None or ins.op not in COMMUNICATION:
                 continue
             if (ins.comm, ins.op) not in groups:
-                groups[ins.comm, ins.op] = group_of(plans.comms[ins.comm], ins, device)
+                comm = plans.comms[ins.comm]
+                pair_of = comm.pair_from if OPS[ins.op].sends else comm.pair_to
+                groups[ins.comm, ins.op] = pair_of(device) if comm.kind == "pairs" else comm.group_of(device)
             key = (ins.node, ins.comm, groups[ins.comm, ins.op])
             keys[device, place] = key
             latest[key] = max(latest.get(key, 0.0), rows[place][0])
     return {where: latest[key] for where, key in keys.items()}
-
-
-def group_of(comm: Comm, ins: Instr, device: int) -> tuple[int, ...]:
-    """Return the group in which a device takes part in a communication."""
-    end = (0 if OPS[ins.op].sends else -1) if comm.kind == "pairs" else None
-    for group in comm.groups:
-        if device == group[end] if end is not None else device in group:
-            return group
-    raise AssertionError(f"device {device} is not in {comm.name}")
 
 
 def fingerprint(outline: CapturedModel) -> str:
@@ -188,22 +181,21 @@ def files_of(profile: Profile) -> Iterator[tuple[str, str]]:
         )
 
 
-def find_profile(path: Path) -> Path:
-    """Return the folder of a profile: the one given, or the one inside a run's folder."""
-    for folder in (path, path / FOLDER):
-        if (folder / ABOUT).is_file():
-            return folder
-    raise ConfigError(
-        "there is no profile" if path.exists() else "there is no such folder",
-        by=str(path),
-        facts={"looked": f"for {path / FOLDER / ABOUT}"},
-        hint="record one: piper train RECIPE --profile 5 --out DIR",
-    )
+def find_profile(path: Path) -> Path | None:
+    """Return the folder of a profile: the one given, or that inside a run's folder. None: there is none."""
+    return next((folder for folder in (path, path / FOLDER) if (folder / ABOUT).is_file()), None)
 
 
 def read_profile(path: Path) -> Profile:
     """Read a profile back from its folder, or from that of its run."""
     folder = find_profile(path)
+    if folder is None:
+        raise ConfigError(
+            "there is no profile" if path.exists() else "there is no such folder",
+            by=str(path),
+            facts={"looked": f"for {path / FOLDER / ABOUT}"},
+            hint="record one: piper train RECIPE --profile 5 --out DIR",
+        )
     hint = "record it again: piper train RECIPE --profile 5 --out DIR"
     with file_errors("this profile cannot be read", folder, hint, *CONTENT):
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))

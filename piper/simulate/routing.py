@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from piper.ir.chunk import CapturedModel, Chunk, Output, Phase
-from piper.ir.devices import Devices
 from piper.plan.bucket import Bucket
 from piper.plan.expert_table import ExpertTable, balanced_tables, first_table, fits
 from piper.plan.instr import Instr
-from piper.plan.ops import OfBucket, Op, Routing
+from piper.plan.ops import OfBucket, Routing
 from piper.plan.plan import Plans
-from piper.simulate.costs import Costs, Talk
+from piper.simulate.costs import Costs
 from piper.simulate.simulate import simulate
 
 MOST_TRIES = 12  # numbers of clones that are simulated
@@ -27,19 +26,12 @@ class RoutedCosts:
     def __init__(self, costs: Costs, factors: Mapping[str, float]) -> None:
         self.costs, self.factors = costs, factors
         self.cores, self.node, self.period, self.wake = costs.cores, costs.node, costs.period, costs.wake
+        self.touch, self.talk = costs.touch, costs.talk
 
     def compute(self, chunk: Chunk | None, phase: Phase) -> float:
         """Return the cost of a phase; of experts on the device with the most rows."""
         factor = 1.0 if chunk is None else self.factors.get(chunk.name, 1.0)
         return factor * self.costs.compute(chunk, phase)
-
-    def touch(self, op: Op, nbytes: int) -> float:
-        """Return the cost of another local instruction."""
-        return self.costs.touch(op, nbytes)
-
-    def talk(self, op: Op, nbytes: int, devices: Devices) -> Talk:
-        """Return the cost of a communication."""
-        return self.costs.talk(op, nbytes, devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +113,10 @@ def present_step(
     tables: Mapping[str, ExpertTable],
 ) -> RoutedStep:
     """Simulate a step with the tables that a run has: the first ones, where it has moved nothing."""
-    present = {}
-    for region, bucket in plans.cloned.items():
-        table = tables.get(region)
-        fitting = table is not None and fits(table, *bucket.table_sizes)
-        present[region] = table if table is not None and fitting else first_table(*bucket.table_sizes)
+    present = {
+        region: table
+        if (table := tables.get(region)) is not None and fits(table, *bucket.table_sizes)
+        else first_table(*bucket.table_sizes)
+        for region, bucket in plans.cloned.items()
+    }
     return routed_step(plans, outline, costs, rows, present)

@@ -1,21 +1,72 @@
-"""Simulates a step from plans and costs: the times of all instructions, and the critical path."""
+"""Simulates a step from plans and costs: the times of all instructions, the critical path, the throughput."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
-from piper.ir.chunk import CapturedModel, Chunk
+from piper.ir.chunk import CapturedModel, Chunk, Phase
+from piper.ir.format import percent
 from piper.ir.ids import Pass
 from piper.plan.groups import kinds_of_step
 from piper.plan.ops import Op
 from piper.plan.plan import Plan, Plans
 from piper.process.gc_pause import no_collection
-from piper.simulate.account import Account, account_of, mean_seconds
+from piper.simulate.account import Account, MemoryUse, Span, Timeline, account_of, mean_seconds, memory_of
 from piper.simulate.costs import Costs
-from piper.simulate.dependencies import InstructionCosts, weave
-from piper.simulate.engine import NO_INSTRUCTION, Engine
-from piper.simulate.memory import MemoryUse, memory_of
-from piper.simulate.timeline import Span, Timeline
+from piper.simulate.engine import NO_INSTRUCTION, Engine, InstructionCosts, weave
+
+TOKENS = ("tokens", "input_ids")  # the fields whose elements are tokens, where a batch has one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """What a step trains on and computes, and what all devices together could compute."""
+
+    amount: int  # of a global batch
+    unit: str  # "tokens", or "samples" of a batch without tokens
+    flops: float  # of the model
+    peak: float | None = None  # FLOP/s of all devices. None: not known
+
+    def mfu(self, step: float) -> float | None:
+        """Return the model FLOP/s utilisation of a step of so many seconds. None: the peak is not known."""
+        return None if self.peak is None or not step else self.flops / (self.peak * step)
+
+    def text(self, step: float) -> str:
+        """Return the throughput for people: `52,000 tokens/s, MFU 41 %`."""
+        rate = f"{self.amount / step:,.0f} {self.unit}/s"
+        mfu = self.mfu(step)
+        return rate if mfu is None else f"{rate}, MFU {percent(mfu, 1)}"
+
+
+def amount_of(shapes: Mapping[str, Sequence[int]]) -> tuple[int, str]:
+    """Return how much a global batch holds, and of what, from the shapes of its fields."""
+    tokens = next((prod(shapes[name]) for name in TOKENS if name in shapes), None)
+    if tokens is not None:
+        return tokens, "tokens"
+    return next((shape[0] for shape in shapes.values()), 0), "samples"
+
+
+def model_flops(plans: Plans, outline: CapturedModel) -> float:
+    """Return the FLOPs of the model in a step, over all devices. Recomputation does not count."""
+    known = {chunk.name: float(flops_of(chunk)) for chunk in outline.chunks}
+    return sum(
+        known[ins.computes.chunk] * len(plan.devices)
+        for plan in plans
+        for ins in plan.instrs
+        if ins.op == "compute" and ins.computes.phase == "F" and not ins.computes.again
+    )
+
+
+def flops_of(chunk: Chunk) -> int:
+    """Return the FLOPs of a chunk on one microbatch: a backward takes at most twice those of the forward.
+
+    What it takes beyond that are activations that it computes a second time.
+    """
+    forward = chunk.phases["F"].flops if "F" in chunk.phases else 0
+    halves: tuple[Phase, ...] = ("B",) if "B" in chunk.phases else ("BI", "BW")
+    return forward + min(sum(chunk.phases[p].flops for p in halves if p in chunk.phases), 2 * forward)
+
 
 Reason = Literal["first", "stream", "event", "peer"]
 
@@ -77,16 +128,12 @@ def simulate(
         engine = Engine(graph, InstructionCosts(graph, chunks, costs), costs)
         engine.run()
         step = max(engine.end, default=0.0)
-        timelines = tuple(timeline_of(engine, number, plan) for number, plan in enumerate(plans))
-        accounts = tuple(
-            account_of(plan, timelines[number], step, contention(engine, number, plan))
-            for number, plan in enumerate(plans)
-        )
+        timed = [(plan, *times_of(engine, number, plan)) for number, plan in enumerate(plans)]
         return Simulation(
             step=step,
-            timelines=timelines,
-            accounts=accounts,
-            memories=tuple(memory_of(plan, times) for plan, times in zip(plans, timelines, strict=True)),
+            timelines=tuple(timeline for _, timeline, _ in timed),
+            accounts=tuple(account_of(plan, times, step, contention) for plan, times, contention in timed),
+            memories=tuple(memory_of(plan, timeline) for plan, timeline, _ in timed),
             path=critical_path(engine),
         )
 
@@ -105,30 +152,17 @@ def simulate_alone(plans: Plans, outline: CapturedModel, costs: Costs, device: i
     return simulate(replace(plans, plans=(plans.of(device),)), outline, costs)
 
 
-def numbers_of(engine: Engine, program: int, plan: Plan) -> Iterable[int]:
-    """Return the numbers of the instructions of one program."""
+def times_of(engine: Engine, program: int, plan: Plan) -> tuple[Timeline, float]:
+    """Return when one program ran, and the extra time its communications took because they shared links."""
+    spans: list[Span] = []
+    contention = 0.0
     first = engine.graph.first[program]
-    return range(first, first + len(plan.instrs))
-
-
-def timeline_of(engine: Engine, program: int, plan: Plan) -> Timeline:
-    """Return the times of the instructions of one program."""
-    start, end, ready = engine.start, engine.end, engine.ready
-    spans = tuple(
-        Span(start=start[n], end=end[n], waited=start[n] - ready[n])
-        for n in numbers_of(engine, program, plan)
-    )
-    return Timeline(devices=plan.devices, spans=spans)
-
-
-def contention(engine: Engine, program: int, plan: Plan) -> float:
-    """Return the extra time one device's communications took because they shared links."""
-    lost = 0.0
-    for n in numbers_of(engine, program, plan):
-        meeting = engine.graph.meeting[n]
+    for number in range(first, first + len(plan.instrs)):
+        start, end, meeting = engine.start[number], engine.end[number], engine.graph.meeting[number]
+        spans.append(Span(start=start, end=end, waited=start - engine.ready[number]))
         if meeting >= 0:
-            lost += max(0.0, engine.end[n] - engine.start[n] - engine.nominal[meeting])
-    return lost
+            contention += max(0.0, end - start - engine.nominal[meeting])
+    return Timeline(devices=plan.devices, spans=tuple(spans)), contention
 
 
 def critical_path(engine: Engine) -> tuple[PathNode, ...]:

@@ -18,8 +18,8 @@ from piper.runtime.debug.profiler import WARM, ClockOffset, DeviceProfile
 from piper.runtime.standins import Sizes
 from piper.runtime.trainers import advance, empty_optimizer, make_scheduler
 from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile
-from piper.simulate.throughput import TOKENS
-from piper.simulate.trace_events import profile_trace
+from piper.simulate.simulate import TOKENS
+from piper.view.plan_trace import profile_trace
 from piper.view.provenance import FILE, METRICS
 
 

@@ -12,7 +12,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from itertools import accumulate
 
 import numpy as np
@@ -24,11 +23,11 @@ from piper.schedules.synthesis.synthesise import bound as least_makespan
 from piper.schedules.synthesis.synthesise import one_by_one
 from piper.schedules.timing import Memory, StageCosts, makespan
 from piper.simulate.costs import Costs
-from piper.tuning.choice import Divide, StrategyChoice
+from piper.tuning.choice import StrategyChoice
 from piper.tuning.model_layers import ModelLayers, Stage, Walk
 from piper.tuning.space import Sizes
 
-PICO = 1e12
+PICO = 1e12  # loads are whole picoseconds, so that equal ones compare as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +58,7 @@ class LeastMemory:
 
 
 def loads_of(choice: StrategyChoice, layers: ModelLayers) -> Callable[[Sizes], Sizes]:
-    """Return a function from sizes of stages to the time of each rank, the heaviest first, and of a stage.
-
-    Times are whole picoseconds, so that equal loads compare as equal.
-    """
+    """Return a function from sizes of stages to the time of each rank, the heaviest first, and of a stage."""
     works = [layer.work for layer in layers.layers]
     whole, halves = (
         np.array([0, *accumulate(round(one * PICO) for one in spent)])
@@ -154,16 +150,12 @@ def hop_seconds(choice: StrategyChoice, layers: ModelLayers, costs: Costs, stage
     nbytes = layers.layers[choice.stages[stage][-1]].sends
     if not nbytes:
         return 0.0
-    pair = (choice.first_device(source), choice.first_device(target))
-    talk = costs.talk("send", nbytes, pair)
+    talk = costs.talk("send", nbytes, (choice.devices_of(source)[0], choice.devices_of(target)[0]))
     return talk.latency + talk.seconds
 
 
 def order_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs, grid: Grid | None) -> float:
-    """Return the time of a schedule, without all but its passes and transfers.
-
-    grid: its order. None: it is not known, and the time is one that no order can beat.
-    """
+    """Return the time of a schedule's passes and transfers alone. grid: None: no order can beat that time."""
     whole = grid is not None and all(action.phase in ("F", "B") for _, action in grid.actions())
     seconds = stage_costs(choice, layers, costs, whole=whole)
     if seconds is None:
@@ -190,52 +182,28 @@ def link_bound(choice: StrategyChoice, layers: ModelLayers, costs: Costs) -> flo
     return worst
 
 
-def collective_time(choice: StrategyChoice, layers: ModelLayers, costs: Costs, divide: Divide) -> float:
-    """Return the time of the all-reduces that tensor parallelism puts behind weights divided by their inputs.
-
-    Each of their products is a sum over the group, in the forward as in the backward. Other microbatches
-    could hide some of that time, so this is the one part of a bound that is an estimate.
-    """
-    group = choice.devices_of(0)[: choice.tensor]
-    patterns = [pattern for one, dim in divide.weights if dim == 1 for pattern in one.split("|")]
-    spent = 0.0
-    for layer in layers.layers:
-        sums = sum(any(fnmatchcase(name, f"{one}.weight") for one in patterns) for name in layer.parameters)
-        nbytes = 2 * layer.sends * choice.tensor * (choice.tensor - 1) // choice.tensor
-        talk = costs.talk("all_reduce", nbytes, group)
-        spent += 2 * sums * (talk.latency + talk.seconds)
-    return spent * choice.microbatches / choice.ranks
-
-
 def messages(choice: StrategyChoice, stages: Sequence[Stage], zero: int) -> list[tuple[Op, int]]:
-    """Return the least that a device of a rank sends for parameters and gradients: the operation and bytes.
-
-    Experts that are divided are reduced in smaller groups, so they are left out.
-    """
+    """Return the least that a device of a rank sends for parameters and gradients: operations and bytes."""
     replicas = choice.replicas
-    if replicas < 2:
+    if replicas < 2 or choice.experts > 1:  # divided experts are reduced in smaller groups, and left out
         return []
     sent: list[tuple[Op, int]] = []
-    several = sum(len(stage.layers) for stage in stages) > 1
+    times = choice.microbatches if sum(len(stage.layers) for stage in stages) > 1 else 1
     for stage in stages:
         for place, layer in enumerate(stage.layers):
-            whole = [*layer.parameters.values()] if choice.experts == 1 else []
+            whole = layer.parameters.values()
             sums, nbytes = (
                 sum(sizes) // choice.context * (replicas - 1) // replicas
                 for sizes in ([p.sum_bytes for p in whole], [p.trained_bytes for p in whole])
             )
             if not nbytes:
                 continue
-            times = choice.microbatches if several else 1
             if zero == 0:
                 sent.append(("all_reduce", 2 * sums))
-            elif zero == 1:
-                sent += [("reduce_scatter", sums), ("gather", nbytes)]
-            elif zero == 2:
-                sent += [("reduce_scatter", sums * times), ("gather", nbytes)]
-            else:
-                uses = times if place + 1 == len(stage.layers) else 2 * times
-                sent += [("reduce_scatter", sums * times), ("gather", nbytes * (uses if several else 1))]
+                continue
+            uses = times if place + 1 == len(stage.layers) else 2 * times
+            sent.append(("reduce_scatter", sums * times if zero >= 2 else sums))
+            sent.append(("gather", nbytes * uses if zero == 3 else nbytes))
     return sent
 
 
@@ -279,10 +247,7 @@ def resident(
     optimizer_bytes: int,
     rank: int,
 ) -> LeastMemory:
-    """Return what a rank with some stages holds between steps, and the gradients it sums during one.
-
-    optimizer_bytes: of the optimizer's state and the master copy, for each element that is trained.
-    """
+    """Return what a rank with some stages holds between steps, and the gradients it sums during one."""
     sums = layers.sums(stages)
     replicas = choice.replicas * choice.context  # ZeRO may shard over both
     alone = replicas == 1 and choice.microbatches == 1  # its gradients are added to nothing
@@ -335,12 +300,9 @@ def synthesis_memory(
     layers: ModelLayers,
     optimizer_bytes: int,
     limit: int,
-    beyond: Sequence[int] = (),
+    beyond: Sequence[int] = (),  # bytes that each rank is known to hold beyond what is counted here
 ) -> Memory | None:
-    """Return what the stages of a candidate hold, and what each rank has left. None: one has too little.
-
-    beyond: bytes that each rank is known to hold beyond what is counted here.
-    """
+    """Return what the stages of a candidate hold, and what each rank has left. None: one has too little."""
     stages, ranges = stages_of(choice, layers), choice.stages
     limits = []
     for rank in range(choice.ranks):

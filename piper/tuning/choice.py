@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -48,7 +48,7 @@ class Divide:
     balance: str | None = None  # which pieces of the sequence a device has
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StrategyChoice:
     """A candidate: everything that a strategy is made of, but for the order of a synthesised schedule."""
 
@@ -87,15 +87,16 @@ class StrategyChoice:
         """Return whether tensor or context parallelism divides the model."""
         return self.tensor * self.context > 1
 
-    @property
+    @cached_property  # bounds ask for it many times
     def placement(self) -> Placement:
         """Return which rank runs each stage."""
-        return dealt(self.shape, self.ranks, self.stages_per_rank)
+        kind = Placement.v if self.shape == "v" else Placement.loop
+        return kind(self.ranks, self.stages_per_rank)
 
-    @property
+    @cached_property
     def stages(self) -> tuple[range, ...]:
         """Return the layers of each stage."""
-        return ranges_of(self.sizes)
+        return tuple(range(first, last) for first, last in pairwise(accumulate(self.sizes, initial=0)))
 
     def devices_of(self, rank: int) -> tuple[int, ...]:
         """Return the devices of a rank: groups of `tensor * context` neighbours, one for each replica."""
@@ -105,38 +106,25 @@ class StrategyChoice:
         firsts = ((replica * self.ranks + rank) * group for replica in range(self.replicas))
         return tuple(first + place for first in firsts for place in range(group))
 
-    def first_device(self, rank: int) -> int:
-        """Return the first device of a rank."""
-        return rank * (self.width if self.neighbours == "replicas" else self.tensor * self.context)
-
     @property
     def label(self) -> str:
         """Return the candidate in a few words: `PP8 DP8 zero 1, 16 microbatches of 1, zbv, stages 5 4`."""
         if self.schedule == GIVEN:
             return "the given strategy"
-        parallel = [
-            f"{name}{count}"
-            for name, count in (
-                ("PP", self.ranks),
-                ("DP", self.replicas),
-                ("TP", self.tensor),
-                ("CP", self.context),
-                ("EP", self.experts),
-            )
-            if count > 1
-        ]
+        degrees = zip(
+            ("PP", "DP", "TP", "CP", "EP"),
+            (self.ranks, self.replicas, self.tensor, self.context, self.experts),
+            strict=True,
+        )
+        parallel = [f"{name}{degree}" for name, degree in degrees if degree > 1]
         if self.width > 1:
-            levels = sorted(set(self.zeros))
-            parallel.append(
-                f"zero {levels[0]}" if len(levels) == 1 else f"zero {'/'.join(map(str, self.zeros))}"
-            )
+            levels = self.zeros if len(set(self.zeros)) > 1 else self.zeros[:1]
+            parallel.append("zero " + "/".join(map(str, levels)))
         microbatches = "microbatch" if self.microbatches == 1 else "microbatches"
         words = [" ".join(parallel) or "one device", f"{self.microbatches} {microbatches} of {self.rows}"]
         if self.ranks > 1:
-            words += [
-                self.schedule + (f" {self.shape}" if self.schedule == SYNTHESISED else ""),
-                "stages " + " ".join(map(str, self.sizes)),
-            ]
+            words.append(self.schedule + (f" {self.shape}" if self.schedule == SYNTHESISED else ""))
+            words.append("stages " + " ".join(map(str, self.sizes)))
         if self.between:
             words.append("sequence parallel")
         if self.ranks > 1 and self.replicas > 1 and self.neighbours == "ranks":
@@ -166,19 +154,6 @@ class StrategyChoice:
             self.neighbours == "ranks",
             self.label,
         )
-
-
-@lru_cache(maxsize=1024)  # bounds ask for those of every candidate, many times
-def dealt(shape: Shape, ranks: int, stages_per_rank: int) -> Placement:
-    """Return which rank runs each stage."""
-    kind = Placement.v if shape == "v" else Placement.loop
-    return kind(ranks, stages_per_rank)
-
-
-@lru_cache(maxsize=4096)
-def ranges_of(sizes: tuple[int, ...]) -> tuple[range, ...]:
-    """Return the layers of stages of these sizes."""
-    return tuple(range(first, last) for first, last in pairwise(accumulate(sizes, initial=0)))
 
 
 def directives_of(

@@ -17,9 +17,8 @@ from piper.plan.plan import Plans
 from piper.process.gc_pause import no_collection
 from piper.runtime.memory_release import predicted_peak
 from piper.schedules.grid import Grid
-from piper.simulate.memory import communicators_of
-from piper.simulate.simulate import simulate
-from piper.simulate.throughput import model_flops
+from piper.simulate.account import communicators_of
+from piper.simulate.simulate import model_flops, simulate
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.choice import GIVEN, SYNTHESISED, StrategyChoice, directives_of
 from piper.tuning.forked_calls import ForkedCall, wait_for_any
@@ -100,10 +99,7 @@ class Queue:
         return heapq.heappop(self.entries)[-1]
 
     def upcoming(self, until: float, leaves: Callable[[CandidateGroup], Iterable[Leaf]]) -> Iterator[Leaf]:
-        """Yield the next candidates whose bounds are below `until`, in order. The queue stays as it is.
-
-        leaves: expands a group.
-        """
+        """Yield the next candidates below `until`, in order. The queue stays as it is. leaves: of a group."""
         ahead = Queue(self.gap, self.recorded, list(self.entries), self.pushed)
         for _ in range(AHEAD):
             if not ahead.entries:
@@ -140,7 +136,7 @@ class Evaluation:
     rank_peaks: tuple[int, ...]  # bytes of each rank's fullest device, with its communicators
     busy: float  # seconds a device computes, on average
     exposed: float  # seconds a device waits for communication that nothing hides, on average
-    bound: float  # the step was known to be at least this long
+    bound: float = 0.0  # the step was known to be at least this long
     flops: float = 0.0  # of the model, over all devices
 
     @property
@@ -149,25 +145,18 @@ class Evaluation:
         return max(self.rank_peaks)
 
     @property
-    def bubble(self) -> float:
-        """Return the fraction of the step in which a device computes nothing, on average."""
-        return 1 - self.busy / self.step if self.step else 0.0
-
-    @property
     def idle(self) -> float:
         """Return the seconds in which a device neither computes nor waits for exposed communication."""
         return max(0.0, self.step - self.busy - self.exposed)
 
 
-def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None, bound: float = 0.0) -> Evaluation:
+def evaluate(model: Model, choice: StrategyChoice, grid: Grid | None) -> Evaluation:
     """Compile, prove and simulate a candidate."""
-    strategy = directives_of(choice, grid, model.tag, model.divide, routed=model.experts > 0)
-    return evaluate_strategy(model, choice, strategy, bound)
+    strategy = directives_of(choice, grid, model.tag, model.divide, routed=model.shapes.experts > 0)
+    return evaluate_strategy(model, choice, strategy)
 
 
-def evaluate_strategy(
-    model: Model, choice: StrategyChoice, strategy: Sequence[Directive], bound: float = 0.0
-) -> Evaluation:
+def evaluate_strategy(model: Model, choice: StrategyChoice, strategy: Sequence[Directive]) -> Evaluation:
     """Compile, prove and simulate a strategy."""
     with no_collection():
         program = model.compile(list(strategy))
@@ -185,7 +174,6 @@ def evaluate_strategy(
         rank_peaks=rank_peaks(model, choice, program.plans, peaks),
         busy=busy,
         exposed=exposed,
-        bound=bound,
         flops=model_flops(program.plans, program.outline),
     )
 
@@ -227,10 +215,7 @@ class EvaluationsAhead:
     captured: set[tuple[object, ...]] = field(default_factory=set)  # what candidates so far were captured for
 
     def take(self, leaf: Leaf, following: Callable[[], Iterable[Leaf]], workers: int) -> Attempt:
-        """Return the evaluation of a candidate, or why the compiler refuses it.
-
-        following: returns the candidates that may be next.
-        """
+        """Return the evaluation of a candidate, or why it is refused. following: returns what may be next."""
         result = self.waiting.pop(leaf.key, None) or self.prepared.pop(leaf.key, None)
         if result is None and leaf.key not in self.running:
             asked = leaf.choice.captured_for

@@ -130,10 +130,7 @@ def tune_lengths(
 def sets_of_strategies(
     given: Mapping[int, Batch], allowed: Space, searched: Callable[[int, Space], Tuned]
 ) -> Iterator[dict[int, Tuned] | ConfigError]:
-    """Yield strategies for all lengths: the best of each, and the best of each layout.
-
-    Or an error: of one length none fits with such a layout.
-    """
+    """Yield the best strategy of each length, and the best with each layout, or why one length has none."""
     free = {length: searched(length, allowed) for length in given}
     yield free
     layouts = {length: alike(allowed, tuned.best.choice) for length, tuned in free.items()}

@@ -1,6 +1,6 @@
 """The model that is tuned: its layers, what can be divided, and tables of costs for every microbatch size."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -15,7 +15,7 @@ from piper.errors import ConfigError
 from piper.ir.chunk import CapturedModel, Chunk
 from piper.ir.chunk_options import CodeOptions
 from piper.ir.dtypes import job_precision
-from piper.ir.graph import start
+from piper.ir.graph import start as start_graph
 from piper.ir.select import at
 from piper.job import Batch, Job
 from piper.lower.buckets import make_buckets
@@ -23,7 +23,7 @@ from piper.models.tensor_plan import tensor_plan
 from piper.runtime.accelerator import device_kind
 from piper.simulate.costs import Costs
 from piper.simulate.measured import Measured, check_model
-from piper.tuning.choice import Divide, Recompute, StrategyChoice
+from piper.tuning.choice import Divide, Recompute, StrategyChoice, divided_as
 from piper.tuning.forked_calls import run_beside
 from piper.tuning.model_layers import ModelLayers
 from piper.tuning.space import Shapes, Space, divisors, rows_of
@@ -44,11 +44,9 @@ class Model:
     capturing: Capturing
     costs: Costs
     tag: str  # numbers the layers
-    count: int  # of layers
-    experts: int  # of each expert region; 0: there are none
+    shapes: Shapes
     divide: Divide
     optimizer_bytes: int  # of the optimizer's state and the master copy, for each element that is trained
-    samples: int  # in a global batch
     communicator: float = 0.0  # bytes that each communicator of a device takes
     tables: dict[Key, ModelLayers] = field(default_factory=dict, repr=False)
 
@@ -91,7 +89,7 @@ class Model:
             self.tables[key] = whole.divided(tensor, context)
         elif key not in self.tables:
             # Fewer experts on a device have less weights to read, and the same rows: the fewest give a bound.
-            outline = self.outline(rows, recompute, self.experts if experts > 1 else 1, flat=flat)
+            outline = self.outline(rows, recompute, self.shapes.experts if experts > 1 else 1, flat=flat)
             shares = {chunk.name: experts for chunk in outline.chunks if chunk.kind == "expert"}
             self.tables[key] = ModelLayers(
                 outline, self.costs, self.tag, across=recompute.across, shares=shares
@@ -99,10 +97,7 @@ class Model:
         return self.tables[key]
 
     def outline(self, rows: int, recompute: Recompute, experts: int, *, flat: bool = False) -> CapturedModel:
-        """Return the differentiated model: as recorded, or from two sizes that were.
-
-        flat: its compiled backwards write gradients into given memory, and can add to it.
-        """
+        """Return the differentiated model: as recorded, or from two sizes that were. flat: of all chunks."""
         if rows not in self.recorded and len(self.recorded) > 1:
             one, other = (
                 self._differentiated(size, recompute, experts, lambda chunk: flat)
@@ -153,10 +148,7 @@ class Model:
 
 
 def layers_of(outline: CapturedModel) -> tuple[str, int]:
-    """Return the tag that numbers a model's layers, and how many there are.
-
-    That is LAYER, or else the tag that every chunk has with the most indices.
-    """
+    """Return the tag that numbers layers, LAYER or that of all chunks with most indices, and how many."""
     tags: dict[str, set[int]] = {}
     for chunk in outline.chunks:
         for tag, index in chunk.tags:
@@ -184,11 +176,15 @@ def captured_model(
     devices: int,
     captured: Program | Recordings | None = None,
     measured: Measured | None = None,
+    start: Sequence[Directive] = (),
     *,
     compile: bool = False,
     workers: int = 1,
 ) -> Model:
-    """Record a job's model for the two smallest microbatch sizes, and find what it is made of."""
+    """Record a job's model for the two smallest microbatch sizes, and find what it is made of.
+
+    start: a strategy that says how tensor and context parallelism divide the model.
+    """
     batch = first_batch(job)
     recordings = known_recordings(job, device_kind(None), batch, captured, compiled=compile)
     samples = len(next(iter(batch.values())))
@@ -204,34 +200,42 @@ def captured_model(
     if measured is not None:
         check_model(measured, outline)
     tag, count = layers_of(outline)
-    first = Model(
-        job=replace(job, strategy=[], elastic=None),
-        capturing=capturing,
-        costs=costs,
-        tag=tag,
-        count=count,
-        experts=max(chunk.experts for chunk in outline.chunks),
-        divide=Divide(fields=sequence_fields(batch)),
-        optimizer_bytes=0,
-        samples=samples,
-    )
+    alone = replace(job, strategy=[], elastic=None)
 
     def second_size() -> None:
         for rows in sizes[1:2]:
-            first.record(rows)
+            capturing.traced(rows)
 
     def facts() -> tuple[tuple[tuple[str, int], ...], int]:
-        return weights_of(recordings), optimizer_bytes(first, sizes[0])
+        return weights_of(recordings), optimizer_bytes(alone, outline)
 
     weights, optimizer = run_beside(second_size, facts, workers=workers) or facts()
-    return replace(first, divide=replace(first.divide, weights=weights), optimizer_bytes=optimizer)
+    divide = divided_as(start, Divide(weights=weights, fields=sequence_fields(batch)))
+    # Context parallelism divides no weights, so where it is asked for none need be known.
+    by_context = bool(divide.fields) and (bool(divide.weights) or space.context is not None)
+    return Model(
+        job=alone,
+        capturing=capturing,
+        costs=costs,
+        tag=tag,
+        shapes=Shapes(
+            devices=devices,
+            samples=samples,
+            layers=count,
+            experts=max(chunk.experts for chunk in outline.chunks),
+            tensor=bool(divide.weights),
+            context=by_context,
+        ),
+        divide=divide,
+        optimizer_bytes=optimizer,
+    )
 
 
-def optimizer_bytes(model: Model, rows: int) -> int:
-    """Try the job's optimizer on one device, and return its bytes for each element, with the master copy."""
-    graph = apply(start(model.capturing.traced(rows).outline), [place(at(), [0])])
-    state = facts_of_optimizer(model.job, graph, make_buckets(graph)).state_bytes
-    return state + job_precision(model.job.precision).master_bytes
+def optimizer_bytes(job: Job, outline: CapturedModel) -> int:
+    """Try a job's optimizer on one device, and return its bytes for each element, with the master copy."""
+    graph = apply(start_graph(outline), [place(at(), [0])])
+    state = facts_of_optimizer(job, graph, make_buckets(graph)).state_bytes
+    return state + job_precision(job.precision).master_bytes
 
 
 def weights_of(recordings: Recordings) -> tuple[tuple[str, int], ...]:
@@ -249,18 +253,6 @@ def sequence_fields(batch: Batch) -> tuple[tuple[str, int], ...]:
     if len(sequences) != len(batch) or len(set(sequences.values())) != 1:
         return ()
     return tuple((name, 1) for name in sequences)
-
-
-def shapes_of(model: Model, devices: int) -> Shapes:
-    """Return the numbers that limit the space."""
-    return Shapes(
-        devices=devices,
-        samples=model.samples,
-        layers=model.count,
-        experts=model.experts,
-        tensor=bool(model.divide.weights),
-        context=bool(model.divide.weights) and bool(model.divide.fields),
-    )
 
 
 class UnlikeLayersError(Exception):

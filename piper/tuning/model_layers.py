@@ -67,20 +67,11 @@ class ModelLayers:
     """The layers of one captured model at one microbatch size, with sums over ranges of them."""
 
     def __init__(
-        self,
-        outline: CapturedModel,
-        costs: Costs,
-        tag: str,
-        *,
-        across: bool = False,
-        shares: Mapping[str, int] | None = None,
+        self, outline: CapturedModel, costs: Costs, tag: str, *, across: bool, shares: Mapping[str, int]
     ) -> None:
-        """Read an outline whose chunks are differentiated.
-
-        across: layers save only their inputs. shares: the devices that divide a chunk's experts, by its name.
-        """
+        """Read a differentiated outline. across: only inputs are saved. shares: of experts, by chunk."""
         self.tag, self.costs, self.across = tag, costs, across
-        self.outline, self.shares = outline, shares or {}
+        self.outline, self.shares = outline, shares
         self.numbers = {chunk.name: dict(chunk.tags)[tag] for chunk in outline.chunks}
         self.by_name = {chunk.name: chunk for chunk in outline.chunks}
         self.chunks: list[list[Chunk]] = [[] for _ in range(1 + max(self.numbers.values()))]
@@ -115,9 +106,7 @@ class ModelLayers:
     def _layer(self, number: int) -> Layer:
         chunks = self.chunks[number]
         work = {phase: sum(self._seconds(chunk, phase) for chunk in chunks) for phase in PHASES}
-        path: dict[Phase, float] = {"BW": 0.0}
-        for phase in CHAINED:
-            path[phase] = self._path(number, phase)
+        path: dict[Phase, float] = {"BW": 0.0, **{phase: self._path(number, phase) for phase in CHAINED}}
         if self.across:
             again = sum(self._seconds(chunk, "F") for chunk in chunks if chunk.saved and "B" in chunk.phases)
             work = {**work, "B": work["B"] + again, "BI": work["BI"] + again}
@@ -138,7 +127,9 @@ class ModelLayers:
             saved=saved,
             late=late,
             extra=extra,
-            sends=self._sends(number),
+            sends=max(
+                (self.by_name[n].outputs[i].nbytes for n, i in self._read_next(number, "F")), default=0
+            ),
             adds=self._adds(chunks),
         )
 
@@ -176,11 +167,6 @@ class ModelLayers:
             if isinstance(source, Output) and self.numbers[source.chunk] == number
             if phase == "F" or differentiates(chunk, place)
         ]
-
-    def _sends(self, number: int) -> int:
-        read = self._read_next(number, "F")
-        sizes = (self.by_name[name].outputs[index].nbytes for name, index in read)
-        return max(sizes, default=0)
 
     def _saved(self, chunk: Chunk, number: int) -> dict[Storage, int]:
         """Return what a chunk's forward leaves for its backward: saved values, and inputs that it reads."""
@@ -235,10 +221,8 @@ class ModelLayers:
         }
 
     def _adds(self, chunks: Sequence[Chunk]) -> float:
-        """Return the seconds to add gradients to those of other microbatches.
-
-        A compiled backward that adds them itself only reads the sum in addition.
-        """
+        """Return the seconds to add gradients to those of other microbatches."""
+        # A compiled backward that adds them itself only reads the sum in addition.
         adding = [
             chunk for chunk in chunks if any(chunk.phases[p].in_place for p in WEIGHTS if p in chunk.phases)
         ]

@@ -1,14 +1,13 @@
 """The outcome of a search: the best strategy, all that was evaluated, and one reason for each loser."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from piper.directives import Directive
 from piper.directives.json import show_strategy
 from piper.errors import ConfigError
 from piper.ir.format import percent, seconds, size
-from piper.simulate.throughput import Throughput
+from piper.simulate.simulate import Throughput
 from piper.tuning.bounds import LeastMemory
 from piper.tuning.evaluate import Discard, Evaluation
 from piper.tuning.strategy_search import StrategySearch
@@ -75,11 +74,7 @@ class Tuned:
 
     @property
     def ranked(self) -> list[Evaluation]:
-        """Return what was evaluated: those that fit first, then those measured, the shortest step first.
-
-        Those that were measured are in the order of `trial`.
-        """
-
+        """Return those that fit first, of these those measured, as `trial` has them, then the shortest."""
         runs = () if self.trial is None else self.trial.runs
         places = {id(run.candidate): place for place, run in enumerate(runs) if run.times}
 
@@ -116,37 +111,32 @@ class Tuned:
             return f"does not fit: {size(loser.needs)} of {size(self.limit)}"
         if self.trial is not None and loser.step <= self.best.step:
             return "not measured"
-        more = {
-            "bubble": loser.idle - self.best.idle,
-            "exposed communication": loser.exposed - self.best.exposed,
-            "computes longer": loser.busy - self.best.busy,
+        busier = loser.busy - self.best.busy
+        more = {  # seconds, by what there is more of
+            f"bubble {percent(loser.idle, loser.step)}": loser.idle - self.best.idle,
+            f"exposed communication {percent(loser.exposed, loser.step)}": loser.exposed - self.best.exposed,
+            f"computes {seconds(busier)} longer": busier,
         }
-        what = max(more, key=lambda name: more[name])
-        if what == "bubble":
-            return f"bubble {percent(loser.idle, loser.step)}"
-        if what == "exposed communication":
-            return f"exposed communication {percent(loser.exposed, loser.step)}"
-        return f"computes {seconds(more[what])} longer"
+        return max(more, key=lambda reason: more[reason])
 
+    def reason_discarded(self, one: Discard) -> str:
+        """Return why a candidate was discarded without compiling it."""
+        if one.refused:
+            return f"cannot be compiled: {one.refused}"
+        if one.memory is not None:
+            return f"does not fit: at least {size(one.memory.total)}, most of it {one.memory.largest}"
+        return f"bound above best: at least {seconds(one.bound)}, against {seconds(self.best.step)}"
 
-def reason_of(discard: Discard, best: float) -> str:
-    """Return why a candidate was discarded without compiling it."""
-    if discard.refused:
-        return f"cannot be compiled: {discard.refused}"
-    if discard.memory is not None:
-        return f"does not fit: at least {size(discard.memory.total)}, most of it {discard.memory.largest}"
-    return f"bound above best: at least {seconds(discard.bound)}, against {seconds(best)}"
-
-
-def tally(discarded: Sequence[Discard]) -> list[tuple[str, int]]:
-    """Return how many were discarded for each kind of reason, the most frequent first."""
-    kinds = Counter(
-        f"do not fit: most of it {one.memory.largest}"
-        if one.memory is not None
-        else ("cannot be compiled" if one.refused else "bound above best")
-        for one in discarded
-    )
-    return kinds.most_common()
+    @property
+    def tally(self) -> dict[str, int]:
+        """Return how many were discarded for each kind of reason, the most frequent first."""
+        kinds = Counter(
+            f"do not fit: most of it {one.memory.largest}"
+            if one.memory is not None
+            else ("cannot be compiled" if one.refused else "bound above best")
+            for one in self.discarded
+        )
+        return dict(kinds.most_common())
 
 
 def none_fits(search: StrategySearch, limit: int, machine: str) -> ConfigError:

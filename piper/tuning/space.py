@@ -28,11 +28,7 @@ class Space:
     schedules: Sequence[str] = (*NAMED, SYNTHESISED)
     zeros: Sequence[int] = (0, 1, 2, 3)
     mixed: bool = True  # also a level for each rank: the lowest that fits
-    recompute: Sequence[Recompute] = (
-        Recompute(),
-        Recompute(budget=0.5),
-        Recompute(across=True),
-    )
+    recompute: Sequence[Recompute] = (Recompute(), Recompute(budget=0.5), Recompute(across=True))
     neighbours: Sequence[Neighbours] = ("replicas", "ranks")
     tensor: Sequence[int] | None = None
     between: Sequence[bool] = (False, True)

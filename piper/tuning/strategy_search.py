@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, product
+from itertools import chain, islice, product
 
 from piper.directives import Directive
 from piper.schedules.grid import Grid
@@ -11,7 +11,6 @@ from piper.schedules.synthesis.synthesise import synthesise
 from piper.schedules.timing import Memory, Placement, StageCosts
 from piper.tuning.bounds import (
     LeastMemory,
-    collective_time,
     link_bound,
     loads_of,
     memory_bound,
@@ -36,7 +35,7 @@ from piper.tuning.evaluate import (
 from piper.tuning.forked_calls import run_together
 from piper.tuning.model import Model
 from piper.tuning.model_layers import ModelLayers
-from piper.tuning.space import Shapes, Space, balanced, even, exists, grid_of, late, meshes, schedules_of
+from piper.tuning.space import Space, balanced, even, exists, grid_of, late, meshes, schedules_of
 
 FULL = 0.98  # of the limit: what a ZeRO level for each rank may fill by the bound, which is a little low
 REFINED = 2  # candidates whose orders are searched for longer at the end
@@ -52,7 +51,6 @@ class StrategySearch:
 
     model: Model
     space: Space
-    shapes: Shapes
     gap: float  # a candidate must promise to be shorter by this fraction
     synthesis_trials: int
     report: Callable[["StrategySearch", Evaluation], None]
@@ -144,7 +142,8 @@ class StrategySearch:
         shortest.sort(key=lambda one: (one.needs > limit, one.step, one.choice.label))
         for choice in list(dict.fromkeys(one.choice for one in shortest))[:REFINED]:
             layers = self.layers(choice)
-            bound = max(self.least(choice), order_bound(choice, layers, self.model.costs, None))
+            costs = self.model.costs
+            bound = max(work_bound(choice, layers, costs), order_bound(choice, layers, costs, None))
             memory = memory_bound(choice, layers, self.model.optimizer_bytes, None)
             queue = list(self.synthesised(Leaf(choice=choice, bound=bound, memory=memory), limit, trials))
             while queue:
@@ -173,7 +172,7 @@ class StrategySearch:
 
     def begin(self, strategy: Sequence[Directive], limit: int) -> None:
         """Evaluate a given strategy."""
-        shapes = self.shapes
+        shapes = self.model.shapes
         choice = given_choice(strategy, shapes.devices, shapes.samples, shapes.layers)
         evaluation = evaluate_strategy(self.model, choice, strategy)
         self.evaluated[choice, None] = evaluation
@@ -182,10 +181,7 @@ class StrategySearch:
         self.report(self, evaluation)
 
     def evaluate(self, leaf: Leaf, following: Callable[[], Iterable[Leaf]] = tuple) -> Evaluation | None:
-        """Evaluate a candidate. None: the compiler refuses it, for a reason that is noted.
-
-        following: returns candidates that may be next, see [Note: candidates evaluated ahead].
-        """
+        """Evaluate a candidate. None: it is refused. following: see [Note: candidates evaluated ahead]."""
         if leaf.choice.rows not in self.model.recorded:
             self.model.record(leaf.choice.rows)
             self.drop_bounds(leaf.choice.rows)
@@ -215,7 +211,7 @@ class StrategySearch:
     def groups(self, *, divided: bool = False) -> list[CandidateGroup]:
         """Return every group of candidates, with the time of its busiest rank."""
         if divided not in self.listed:
-            every = [mesh for mesh in meshes(self.space, self.shapes) if mesh.divided == divided]
+            every = [mesh for mesh in meshes(self.space, self.model.shapes) if mesh.divided == divided]
             for mesh, recompute in product(every, self.space.recompute):
                 self.layers(replace(mesh, recompute=recompute))  # what a forked process captures is lost
             several = 1 if divided else self.workers  # stages are as without a division
@@ -223,8 +219,8 @@ class StrategySearch:
             parts = [part or call() for part, call in zip(run_together(calls), calls, strict=True)]
             for _, sizes in parts:
                 self.sizes |= sizes
-            listed = [parts[number % several][0][number // several] for number in range(len(every))]
-            self.listed[divided] = [group for groups in listed for group in groups]
+            listed = (parts[number % several][0][number // several] for number in range(len(every)))
+            self.listed[divided] = [*chain.from_iterable(listed)]
         return self.listed[divided]
 
     def groups_of(self, every: Sequence[StrategyChoice]) -> tuple[list[list[CandidateGroup]], Boundaries]:
@@ -233,23 +229,13 @@ class StrategySearch:
 
     def _groups(self, mesh: StrategyChoice) -> Iterator[CandidateGroup]:
         kinds = dict.fromkeys((count, shape) for _, count, shape in schedules_of(self.space, mesh.ranks))
-        for count, shape in kinds:
-            if mesh.ranks * count > self.shapes.layers:
-                continue
-            for recompute in self.space.recompute:
-                choice = replace(mesh, recompute=recompute, shape=shape)
-                for sizes in self.boundaries(choice, mesh.ranks * count):
-                    sized = replace(choice, sizes=sizes)
-                    bound = work_bound(sized, self.layers(sized), self.model.costs)
-                    yield CandidateGroup(choice=sized, bound=bound)
-
-    def least(self, choice: StrategyChoice) -> float:
-        """Return the time of a candidate's busiest rank."""
-        layers = self.layers(choice)
-        bound = work_bound(choice, layers, self.model.costs)
-        if choice.tensor > 1:
-            bound += collective_time(choice, layers, self.model.costs, self.model.divide)
-        return bound
+        possible = [kind for kind in kinds if mesh.ranks * kind[0] <= self.model.shapes.layers]
+        for (count, shape), recompute in product(possible, self.space.recompute):
+            choice = replace(mesh, recompute=recompute, shape=shape)
+            for sizes in self.boundaries(choice, mesh.ranks * count):
+                sized = replace(choice, sizes=sizes)
+                bound = work_bound(sized, self.layers(sized), self.model.costs)
+                yield CandidateGroup(choice=sized, bound=bound)
 
     def layers(self, choice: StrategyChoice) -> ModelLayers:
         """Return the costs of the layers under a candidate."""
@@ -259,7 +245,7 @@ class StrategySearch:
 
     def boundaries(self, choice: StrategyChoice, stages: int) -> list[tuple[int, ...]]:
         """Return the sizes of stages to try: even, balanced by cost, and balanced with more layers late."""
-        plain = even(self.shapes.layers, stages)
+        plain = even(self.model.shapes.layers, stages)
         if stages == 1:
             return [plain]
         key = (choice.rows, choice.recompute, choice.experts, stages, choice.shape, choice.ranks)
@@ -299,11 +285,12 @@ class StrategySearch:
 
     def ordered(self, choice: StrategyChoice) -> float:
         """Return the least time of a candidate's passes and transfers, which ZeRO levels do not change."""
+        if choice.ranks == 1:
+            return 0.0
         key = replace(choice, zeros=())
         if key not in self.times:
-            layers, grid, costs = self.layers(choice), grid_of(choice), self.model.costs
-            pipeline = choice.ranks > 1
-            self.times[key] = order_bound(choice, layers, costs, grid) if pipeline else 0.0
+            layers, grid = self.layers(choice), grid_of(choice)
+            self.times[key] = order_bound(choice, layers, self.model.costs, grid)
         return self.times[key]
 
     def choices(self, plain: StrategyChoice, limit: int) -> Iterator[StrategyChoice]:
@@ -319,10 +306,8 @@ class StrategySearch:
         between = space.between if plain.tensor > 1 else (False,)
         for name in names:
             levels = self.levels(replace(plain, schedule=name), limit)
-            for near, wide in product(neighbours, between):
-                named = replace(plain, schedule=name, neighbours=near, between=wide)
-                for zeros in levels:
-                    yield replace(named, zeros=zeros)
+            for near, wide, zeros in product(neighbours, between, levels):
+                yield replace(plain, schedule=name, neighbours=near, between=wide, zeros=zeros)
 
     def levels(self, choice: StrategyChoice, limit: int) -> list[tuple[int, ...]]:
         """Return the ZeRO levels to try: one for all ranks, or for each rank the lowest that fits."""
@@ -331,37 +316,31 @@ class StrategySearch:
         levels = [(level,) * choice.ranks for level in self.space.zeros]
         if self.space.mixed and choice.ranks > 1 and len(self.space.zeros) > 1:
             layers, grid, state_bytes = self.layers(choice), grid_of(choice), self.model.optimizer_bytes
-            lowest = [
-                next(
-                    (
-                        level
-                        for level in sorted(self.space.zeros)
-                        if rank_memory(choice, layers, state_bytes, grid, rank, level).total <= FULL * limit
-                    ),
-                    max(self.space.zeros),
-                )
-                for rank in range(choice.ranks)
-            ]
+
+            def fits(rank: int, level: int) -> bool:
+                return rank_memory(choice, layers, state_bytes, grid, rank, level).total <= FULL * limit
+
+            *below, most = sorted(self.space.zeros)
+            lowest = (next((n for n in below if fits(rank, n)), most) for rank in range(choice.ranks))
             levels.append(tuple(lowest))
         return list(dict.fromkeys(levels))
 
     def synthesised(
         self, leaf: Leaf, limit: int, trials: int | None = None, following: Iterable[Leaf] = ()
     ) -> Iterator[Leaf]:
-        """Yield a candidate with an order within the memory that its ranks have left, if there is one.
-
-        following: candidates that may be next. Other processes search for their orders meanwhile.
-        """
+        """Yield a candidate with an order within the memory that its ranks have left, if there is one."""
         asked = self.asked(leaf, limit, trials)
         if asked is None:
             self.discarded.append(Discard(choice=leaf.choice, bound=leaf.bound, memory=leaf.memory))
             return
         if asked not in self.grids:
+            # Other processes search for the orders of candidates that may be next meanwhile.
             wanted = (self.asked(one, limit, trials) for one in following if one.open)
             others = (one for one in wanted if one is not None and one != asked and one not in self.grids)
             every = [asked, *dict.fromkeys(islice(others, self.workers - 1))]
-            grids = run_together([partial(synthesised_grid, *one) for one in every])
-            self.grids |= {one: grid for one, grid in zip(every, grids, strict=True) if grid is not None}
+            calls = [partial(synthesise, *one[:4], trials=one[4]) for one in every]
+            made = zip(every, run_together(calls), strict=True)
+            self.grids |= {one: found.grid for one, found in made if found is not None}
         choice, grid = leaf.choice, self.grids[asked]
         bound = max(leaf.bound, order_bound(choice, self.layers(choice), self.model.costs, grid))
         yield replace(leaf, grid=grid, bound=bound, tries=leaf.tries + 1)
@@ -375,10 +354,3 @@ class StrategySearch:
             return None
         trials = self.synthesis_trials if trials is None else trials
         return costs, choice.placement, choice.microbatches, memory, trials
-
-
-def synthesised_grid(
-    costs: StageCosts, placement: Placement, microbatches: int, memory: Memory, trials: int
-) -> Grid:
-    """Return the shortest schedule that a synthesis finds."""
-    return synthesise(costs, placement, microbatches, memory, trials=trials).grid

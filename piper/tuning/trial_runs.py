@@ -33,7 +33,7 @@ APART = 4  # steps of a turn where a run is started for each of its turns
 LOADED = 1.1  # how much longer fixed work may take on an idle machine
 BY = "tune --measure"
 Step = Callable[[], object]
-Start = Callable[[ForkServer], AbstractContextManager[Step]]
+Start = Callable[[ForkServer], AbstractContextManager[Step]]  # of a candidate's run, on such processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,10 +166,7 @@ class Turns:
 
 
 def run_candidates(candidates: Sequence[Evaluation], starts: Sequence[Start], *, together: bool) -> TrialRuns:
-    """Run candidates in turns. Ctrl-C ends that with the rounds so far. If all fail, raise the first error.
-
-    starts: start the run of each candidate on processes of a fork server, and give its step.
-    """
+    """Run candidates in turns. Ctrl-C ends that with the rounds so far. If all fail, raise the first."""
     before = stretch()
     turns = Turns(starts=starts, together=together)
     interrupted = False

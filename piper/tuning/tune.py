@@ -27,12 +27,12 @@ from piper.schedules.grid import Grid
 from piper.simulate.cluster import Cluster, load_cluster
 from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import MeasuredOn, read_costs
-from piper.simulate.throughput import Throughput, amount_of
+from piper.simulate.simulate import Throughput, amount_of
 from piper.tuning.bounds import LeastMemory
-from piper.tuning.choice import GIVEN, StrategyChoice, divided_as, own_strategy
+from piper.tuning.choice import GIVEN, StrategyChoice, own_strategy
 from piper.tuning.evaluate import CandidateKey, Evaluation
 from piper.tuning.forked_calls import run_beside
-from piper.tuning.model import BY, Model, captured_model, shapes_of
+from piper.tuning.model import BY, Model, captured_model
 from piper.tuning.result import Tuned, none_fits
 from piper.tuning.space import Space
 from piper.tuning.strategy_search import Asked, StrategySearch
@@ -98,20 +98,13 @@ def tune(
     wanted = space or Space()
     with no_collection():
         several = workers or min(WORKERS_LIMIT, len(os.sched_getaffinity(0)))
-        model = captured_model(
-            job, priced, wanted, devices, captured, measured, compile=compile, workers=several
-        )
+        given = captured, measured, start or ()
+        model = captured_model(job, priced, wanted, devices, *given, compile=compile, workers=several)
         if memory is None:
-            reserve = machine.communicator * (1 - machine.fragmentation)
-            model = replace(model, communicator=reserve)
-        model = replace(model, divide=divided_as(start or (), model.divide))
-        shapes = shapes_of(model, devices)
-        if wanted.context is not None:  # it divides no weights, so none need be known
-            shapes = replace(shapes, context=bool(model.divide.fields))
+            model = replace(model, communicator=machine.communicator * (1 - machine.fragmentation))
         search = StrategySearch(
             model=model,
             space=wanted,
-            shapes=shapes,
             gap=gap,
             synthesis_trials=SYNTHESIS_TRIALS,
             report=progress or (lambda search, evaluation: None),
@@ -154,12 +147,7 @@ def prove_best(
     front: bool,
     measure: int | None,
 ) -> tuple[list[Evaluation], bool]:
-    """Search, and prove the best strategies. Ctrl-C ends the search with the best so far.
-
-    Return the shortest that fit, the best first, and whether Ctrl-C ended it.
-
-    start: the strategy that is evaluated first. front, measure: as in `tune`.
-    """
+    """Search, and return the shortest that fit, proven, the best first, and whether Ctrl-C ended it."""
     interrupted = False
     try:
         if start is not None:
@@ -243,10 +231,7 @@ def widen_front(search: StrategySearch, best: Evaluation) -> None:
 def with_front_ahead(
     search: StrategySearch, best: Evaluation, call: Callable[[], object], *, front: bool
 ) -> None:
-    """Make a call while another process searches for the front of `best`: [Note: the front ahead].
-
-    front: the front will be asked for. Else only the call is made.
-    """
+    """Make a call, and if the front will be asked for, search for it meanwhile: [Note: the front ahead]."""
     workers = search.workers
     if workers == 1 or not front:
         call()
@@ -267,12 +252,11 @@ def with_front_ahead(
 
 def prepare_front(search: StrategySearch, best: Evaluation, workers: int) -> PreparedFront:
     """Search for a front in a forked process, whose own state of the search ends with it."""
-    evaluated, grids = set(search.evaluated), set(search.grids)
     search.workers, search.report = workers, lambda search, evaluation: None
     widen_front(search, best)
     return PreparedFront(
-        evaluated={key: one for key, one in search.evaluated.items() if key not in evaluated},
-        grids={asked: grid for asked, grid in search.grids.items() if asked not in grids},
+        evaluated=search.evaluated,
+        grids=search.grids,
         holds=search.holds,
         times=search.times,
         recorded=frozenset(search.model.recorded),

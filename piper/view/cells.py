@@ -1,10 +1,11 @@
 """A pipeline as cells in rows: the common form from which schedules and plans are drawn, and its text."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 from piper.ir.chunk import CapturedModel, Phase, Tags
 from piper.ir.devices import in_words, show
@@ -16,7 +17,6 @@ from piper.plan.prove import in_order
 from piper.schedules.grid import LETTERS, Grid
 from piper.schedules.timing import UNIT, Costs, cost_of, timeline
 
-Region = tuple[str, int] | None  # a chunk's outermost tag; None: it has none
 Rows = tuple[tuple["Cell", ...], ...]
 
 
@@ -81,19 +81,12 @@ def of_schedule(grid: Grid, title: str, costs: Costs = UNIT) -> Pipeline:
     rows = []
     for row, starts in zip(grid.rows, timeline(grid, costs).starts, strict=True):
         cells: list[Cell] = []
-        for number, (group, start) in enumerate(zip(row, starts, strict=True)):
-            clock = start
+        for number, (group, clock) in enumerate(zip(row, starts, strict=True)):
+            pair = number if len(group) > 1 else -1
             for action in group:
-                cost = cost_of(costs, action)
+                cost, part = cost_of(costs, action), (action.microbatch,)
                 cells.append(
-                    Cell(
-                        start=clock,
-                        cost=cost,
-                        phase=action.phase,
-                        stage=action.stage,
-                        part=(action.microbatch,),
-                        pair=number if len(group) > 1 else -1,
-                    )
+                    Cell(start=clock, cost=cost, phase=action.phase, stage=action.stage, part=part, pair=pair)
                 )
                 clock += cost
         rows.append(tuple(cells))
@@ -119,28 +112,26 @@ def plan_rows(plans: Plans, tags: Mapping[str, Tags]) -> Rows:
     tags: the annotations of each chunk. All chunks of one stage in one phase on one microbatch are one cell.
     """
     collected = PlanCells(tags)
-    rows = [collected.row(number, plan) for number, plan in enumerate(plans)]
-    for number, plan in enumerate(plans):
-        collected.link(number, plan, rows[number])
-    return collected.timed(rows)
+    return collected.timed([collected.row(plan) for plan in plans])
 
 
 class PlanCells:
-    """The cells of plans by number, and the cells whose values each of them needs."""
+    """The cells of plans by number, and whose values each of them needs: of other cells, and of transfers."""
 
     def __init__(self, tags: Mapping[str, Tags]) -> None:
         self.tags = tags
         self.cells: list[Cell] = []
         self.places: list[list[int]] = []
-        self.needs: list[set[int]] = []
-        self.written: dict[tuple[int, SlotId], frozenset[int]] = {}  # by program and slot: whose value it is
-        self.sent: dict[str, frozenset[int]] = {}  # by node of a transfer
+        self.needs: list[set[int | str]] = []
+        self.sent: dict[str, frozenset[int | str]] = {}  # by transfer: whose value it moves
 
-    def row(self, number: int, plan: Plan) -> list[int]:
+    def row(self, plan: Plan) -> list[int]:
         """Collect a program's cells, and return their order."""
         by_label: dict[str, int] = {}
         row: list[int] = []
+        written: dict[SlotId, frozenset[int | str]] = {}  # by slot: whose value it is
         for place, ins in enumerate(plan.instrs):
+            read: frozenset[int | str] = frozenset().union(*(written.get(slot, ()) for slot in ins.reads))
             if ins.op == "compute":
                 cell = cell_of(ins.computes, self.tags)
                 if cell.label not in by_label:
@@ -149,17 +140,16 @@ class PlanCells:
                     self.cells.append(cell)
                     self.places.append([])
                     self.needs.append(set())
-                self.places[by_label[cell.label]].append(place)
-                for slot in ins.writes:
-                    self.written[number, slot] = frozenset((by_label[cell.label],))
-            elif ins.op == "send" and (number, ins.reads[0]) in self.written:
-                self.sent[ins.node] = self.written[number, ins.reads[0]]
-            elif OPS[ins.op].hands_on:
-                keys = ((number, slot) for slot in ins.reads)
-                sources = [self.written[key] for key in keys if key in self.written]
-                for slot in ins.writes:
-                    if sources:
-                        self.written[number, slot] = frozenset().union(*sources)
+                number = by_label[cell.label]
+                self.places[number].append(place)
+                self.needs[number] |= read - {number}
+                written |= dict.fromkeys(ins.writes, frozenset((number,)))
+            elif ins.op == "send":
+                self.sent[ins.node] = read
+            elif ins.op == "recv":
+                written[ins.writes[0]] = frozenset((ins.node,))
+            elif OPS[ins.op].hands_on and read:
+                written |= dict.fromkeys(ins.writes, read)
         return row
 
     def turn_of(self, cell: Cell, row: list[int]) -> int:
@@ -169,26 +159,10 @@ class PlanCells:
         """
         if not cell.again:
             return len(row)
-        mates = ((c.phase != "F", c.stage, c.part) for c in (self.cells[i] for i in row))
-        backwards = (turn for turn, mate in enumerate(mates) if mate == (True, cell.stage, cell.part))
-        return next(backwards, len(row))
-
-    def link(self, number: int, plan: Plan, row: list[int]) -> None:
-        """Add to each cell's needs the cells whose values it reads, directly or through transfers."""
-        by_label = {self.cells[i].label: i for i in row}
-        arrived: dict[SlotId, frozenset[int]] = {}
-        for ins in plan.instrs:
-            if ins.op == "recv" and ins.node in self.sent:
-                arrived[ins.writes[0]] = self.sent[ins.node]
-            elif OPS[ins.op].hands_on and any(slot in arrived for slot in ins.reads):
-                here = [self.written[number, slot] for slot in ins.reads if (number, slot) in self.written]
-                there = [arrived[slot] for slot in ins.reads if slot in arrived]
-                arrived[ins.writes[0]] = frozenset().union(*here, *there)
-            elif ins.op == "compute":
-                cell = by_label[cell_of(ins.computes, self.tags).label]
-                for slot in ins.reads:
-                    sources = arrived.get(slot) or self.written.get((number, slot), frozenset())
-                    self.needs[cell] |= sources - {cell}
+        for turn, other in enumerate(self.cells[i] for i in row):
+            if other.phase != "F" and (other.stage, other.part) == (cell.stage, cell.part):
+                return turn
+        return len(row)
 
     def timed(self, rows: list[list[int]]) -> Rows:
         """Return the cells of rows, each after its predecessor in the row and after the cells it needs.
@@ -197,16 +171,19 @@ class PlanCells:
         row alone.
         """
         previous = {later: earlier for row in rows for earlier, later in pairwise(row)}
-        for later, earlier in previous.items():
-            self.needs[later].add(earlier)
+        needs: list[set[int]] = []
         followers: list[list[int]] = [[] for _ in self.cells]
         for i, before in enumerate(self.needs):
-            for j in before:
+            moved = (self.sent.get(source, ()) for source in before if isinstance(source, str))
+            needs.append({source for source in (*before, *chain(*moved)) if isinstance(source, int)})
+            if i in previous:
+                needs[i].add(previous[i])
+            for j in needs[i]:
                 followers[j].append(i)
         order, waiting = in_order(followers)
         while waiting:
             first = min(i for i in waiting if previous.get(i) not in waiting)
-            for j in self.needs[first] & waiting:
+            for j in needs[first] & waiting:
                 followers[j].remove(first)
             order, waiting = in_order(followers)
         starts: list[float] = [0] * len(self.cells)
@@ -252,9 +229,7 @@ def pairs_of(orderings: Iterable[Ordering], tags: Mapping[str, Tags]) -> dict[st
 def lone_unpaired(row: Iterable[Cell]) -> list[Cell]:
     """Return a row in which a cell is paired only if another cell of its pair is in the same row."""
     cells = list(row)
-    count: dict[int, int] = {}
-    for cell in cells:
-        count[cell.pair] = count.get(cell.pair, 0) + 1
+    count = Counter(cell.pair for cell in cells)
     return [cell if count[cell.pair] > 1 else replace(cell, pair=-1) for cell in cells]
 
 
@@ -269,24 +244,20 @@ def stage_tags(outline: CapturedModel, orderings: Iterable[Ordering]) -> Mapping
     LAYER=0 and LAYER=1 are stage 0, LAYER=2 and LAYER=3 are stage 1
     """
     tags = {chunk.name: chunk.tags for chunk in outline.chunks}
-    groups: dict[Region, set[tuple[int, int, Tags]]] = {}
+    groups: dict[Tags, set[tuple[int, int, Tags]]] = {}  # by the outermost tag of a chunk, if it has one
     for number, ordering in enumerate(orderings):
         for place, group in enumerate(ordering.groups):
             for step in group:
                 if step.phase == "F" and step.chunk in tags:
-                    groups.setdefault(_outermost(tags[step.chunk]), set()).add((number, place, step.part))
-    regions = dict.fromkeys(_outermost(own) for own in tags.values())
+                    groups.setdefault(tags[step.chunk][:1], set()).add((number, place, step.part))
+    regions = dict.fromkeys(own[:1] for own in tags.values())
     if not groups.keys() >= regions.keys():
         return tags
     stages: dict[frozenset[tuple[int, int, Tags]], int] = {}
     numbers = {region: stages.setdefault(frozenset(groups[region]), len(stages)) for region in regions}
     if len(stages) == len(regions):
         return tags
-    return {chunk: (("stage", numbers[_outermost(own)]), *own[1:]) for chunk, own in tags.items()}
-
-
-def _outermost(tags: Tags) -> Region:
-    return tags[0] if tags else None
+    return {chunk: (("stage", numbers[own[:1]]), *own[1:]) for chunk, own in tags.items()}
 
 
 IDLE = "."

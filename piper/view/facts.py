@@ -7,16 +7,15 @@ from math import ceil, log10
 
 from piper.ir.devices import show
 from piper.ir.format import count, seconds
-from piper.ir.ids import AGAIN, Phase, SlotId, Tags
+from piper.ir.ids import AGAIN, Phase, SlotId
+from piper.ir.json_fields import to_json
 from piper.plan.instr import Instr
 from piper.plan.ops import OPS, TRAVELS
 from piper.plan.plan import Plan
-from piper.simulate.account import account_of, mean_seconds
-from piper.simulate.memory import MemoryUse, memory_of
-from piper.simulate.timeline import Timeline
+from piper.simulate.account import MemoryUse, Timeline, account_of, mean_seconds, memory_of
 from piper.view.cells import Pipeline, of_plans
 from piper.view.provenance import Subject
-from piper.view.svg_writer import DARK, LIGHT, Paper
+from piper.view.svg import DARK, LIGHT
 
 DIGITS = 7  # of the longest time: finer than a pixel of any screen
 MOST_AT_PEAK = 8  # slots that are listed as live at the peak
@@ -69,10 +68,14 @@ def facts_of(subject: Subject) -> Columns:
             **instruction_facts(subject, plan, nodes, origins),
             **clock.columns(subject.planned.timelines[number]),
             "memory": memory_facts(subject.planned.memories[number], clock),
-            "usable": subject.usable[number] if subject.usable else None,
+            "usable": subject.usable[number],
         }
         for number, plan in enumerate(subject.plans)
     ]
+    measured: Columns = {}
+    for device, timeline in sorted(subject.measured.items()):
+        memory = memory_facts(memory_of(subject.plans.of(device), timeline), clock)
+        measured[str(device)] = {**clock.columns(timeline), "end": clock(timeline.end), "memory": memory}
     return {
         "title": subject.title,
         "clock": subject.clock,
@@ -81,7 +84,7 @@ def facts_of(subject: Subject) -> Columns:
         "step": clock(subject.planned.step),
         "bubble": round(subject.planned.bubble, 6),
         "devices": subject.devices,
-        "strategy": [{"title": s.title, "text": s.text, "source": s.source} for s in subject.strategy],
+        "strategy": to_json(subject.strategy),
         "losses": loss_facts(subject.losses),
         "source": subject.source,
         "sourceName": subject.source_name,
@@ -91,11 +94,11 @@ def facts_of(subject: Subject) -> Columns:
         "programs": programs,
         "path": [[link.program, link.place, link.reason] for link in subject.planned.path],
         "comms": list(comm_facts(subject)),
-        "measured": {device: measured_facts(subject, device, clock) for device in sorted(subject.measured)},
+        "measured": measured,
         "nodes": nodes.values,
         "origins": origins.values,
         "ops": op_facts(),
-        "colours": {"light": paper_facts(LIGHT), "dark": paper_facts(DARK)},
+        "colours": {"light": to_json(LIGHT), "dark": to_json(DARK)},
     }
 
 
@@ -124,13 +127,6 @@ def op_facts() -> Columns:
     for op, travels in TRAVELS.items():
         found.setdefault(op, {"label": op.replace("_", "-"), "short": OPS[travels].caption, **NETWORK})
     return found
-
-
-def paper_facts(paper: Paper) -> Columns:
-    """Return the colours of one scheme."""
-    single = {name: getattr(paper, name) for name in Paper.__slots__ if name != "phases"}
-    phases = {phase: {"fills": ink.fills, "text": ink.text} for phase, ink in paper.phases.items()}
-    return {**single, "phases": phases}
 
 
 def pipeline_facts(pipeline: Pipeline) -> Columns:
@@ -252,13 +248,6 @@ def comm_facts(subject: Subject) -> Iterator[Columns]:
         yield {"name": name, "op": op, "groups": shown + more, "nbytes": nbytes, "times": times}
 
 
-def measured_facts(subject: Subject, device: int, clock: TickScale) -> Columns:
-    """Return one measured step of a device, and its memory over the measured times."""
-    timeline = subject.measured[device]
-    memory = memory_of(subject.plans.of(device), timeline)
-    return {**clock.columns(timeline), "end": clock(timeline.end), "memory": memory_facts(memory, clock)}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shade:
     """The phase and microbatch an instruction works for; neither, if it works for the whole step."""
@@ -270,22 +259,14 @@ class Shade:
 
 def shade_of(ins: Instr) -> Shade:
     """Return the phase and microbatch of the pass that an instruction is or works for, or of its values."""
-    part = tuple(index for _, index in part_of(ins))
     if ins.run is not None:
-        return Shade(phase=ins.run.phase, part=part, again=ins.run.again)
+        return Shade(phase=ins.run.phase, part=tuple(i for _, i in ins.run.part), again=ins.run.again)
     phase: Phase | None = "F" if ins.op == "load" else None
     if OPS[ins.op].pattern == "pair":
         (moved,) = ins.reads or ins.writes
         phase = "F" if moved.kind == "output" else "B"
-    return Shade(phase=phase, part=part)
-
-
-def part_of(ins: Instr) -> Tags:
-    """Return the microbatch that an instruction works for."""
-    if ins.run is not None:
-        return ins.run.part
-    slots = (*ins.reads, *ins.writes)
-    return ins.part or next((slot.part for slot in slots if slot.part), ())
+    part = ins.part or next((slot.part for slot in (*ins.reads, *ins.writes) if slot.part), ())
+    return Shade(phase=phase, part=tuple(index for _, index in part))
 
 
 def caption(ins: Instr) -> str:
@@ -304,10 +285,7 @@ KINDS = ("computing", "communication that no computing hides", "waiting and gaps
 
 
 def two_idles(subject: Subject, pipeline: Pipeline) -> str:
-    """Return why devices are idle for another fraction of simulated time than of the schedule's units.
-
-    Empty: one device waits for no other.
-    """
+    """Return why devices idle for another share of simulated time than of units. Empty: there is one."""
     if len(subject.devices) == 1:
         return ""
     simulated = subject.planned

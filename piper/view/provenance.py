@@ -20,11 +20,11 @@ from piper.ir.graph import Ordering
 from piper.ir.json_fields import from_json, to_json
 from piper.plan.plan import Plans
 from piper.plan.text import show_plans
+from piper.simulate.account import Timeline
 from piper.simulate.costs import type_of
-from piper.simulate.prices import Prices
+from piper.simulate.measured import Prices
 from piper.simulate.profile import Profile
 from piper.simulate.simulate import Simulation, simulate
-from piper.simulate.timeline import Timeline
 from piper.view.cells import stage_tags
 
 
@@ -63,7 +63,7 @@ class Subject(Provenance):
 
     plans: Plans
     planned: Simulation
-    usable: tuple[float, ...] = ()  # bytes of a device that each program may use. Empty: not known
+    usable: tuple[float | None, ...]  # bytes of a device that each program may use. None: not known
     clock: str  # the costs behind the planned times: "h100"
     measured: Mapping[int, Timeline] = field(default_factory=dict)  # by device: one step of a run
     on: str = ""  # the launcher, if devices share the machine's CPUs
@@ -87,10 +87,7 @@ def subject_from(
     profile: Profile | None = None,
     losses: tuple[tuple[int, float], ...] = (),
 ) -> Subject:
-    """Return plans with their background as pages need them, timed at some prices.
-
-    profile, losses: what a run measured.
-    """
+    """Return plans with their background, timed at some prices. profile, losses: what a run measured."""
     prices.check(background.outline)
     kept = {field.name: getattr(background, field.name) for field in fields(background)}
     return Subject(

@@ -10,23 +10,9 @@ from piper.view.facts import facts_of
 from piper.view.provenance import Subject
 
 MARK = " · Piper</title>"  # shows that Piper wrote a page, which may then be replaced
-SCRIPTS = (
-    "state.js",
-    "format.js",
-    "ink.js",
-    "range.js",
-    "scene.js",
-    "related.js",
-    "pipeline.js",
-    "timeline.js",
-    "devices.js",
-    "memory.js",
-    "loss.js",
-    "dag.js",
-    "strategy.js",
-    "details.js",
-    "tables.js",
-    "print.js",
+SCRIPTS = (  # in this order
+    *("state.js", "format.js", "ink.js", "range.js", "scene.js", "related.js", "pipeline.js", "timeline.js"),
+    *("devices.js", "memory.js", "loss.js", "dag.js", "strategy.js", "details.js", "tables.js", "print.js"),
     "main.js",
 )
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored, record_of
-from piper.checkpoint.save import buffer_parts
+from piper.checkpoint.metadata import Record, SavedPiece, Spec, Stored
+from piper.checkpoint.save import buffer_parts, record_of
 from piper.checkpoint.storage import CheckpointReader, TensorRange, covered, index_of, overlaps, write_parts
 from piper.ir.sharding import FlatRuns, Sharding, flat_runs, local_sizes
 from piper.plan.plan import Slot

@@ -8,10 +8,10 @@ from piper.directives import apply
 from piper.errors import ScheduleError
 from piper.ir.graph import start
 from piper.plan.plan import Plan, Plans
+from piper.simulate.account import Timeline
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Costs, Roofline, Unit
 from piper.simulate.simulate import Simulation, simulate
-from piper.simulate.timeline import Timeline
 from tests.lower.lowering import lower
 from tests.lower.outlines import fitted
 from tests.lower.random_strategies import strategy_of

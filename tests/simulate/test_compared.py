@@ -15,7 +15,7 @@ from piper.directives import apply
 from piper.ir.graph import start
 from piper.simulate.costs import Unit
 from piper.simulate.simulate import simulate
-from piper.view.svg_writer import hue
+from piper.view.svg import hue
 from tests.chain import chain
 from tests.lower.lowering import lower
 from tests.simulate.pipelines import pipeline

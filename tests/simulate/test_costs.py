@@ -21,9 +21,8 @@ from piper.plan.ops import Op
 from piper.plan.plan import Comm, Plan, Plans, Slot
 from piper.simulate.cluster import Cluster, Link, load_cluster
 from piper.simulate.costs import Costs, Roofline, Talk, attention_seconds, product_seconds
-from piper.simulate.dependencies import InstructionCosts, touched, weave
-from piper.simulate.measured import Measured, MeasuredOn
-from piper.simulate.prices import prices_of
+from piper.simulate.engine import InstructionCosts, touched, weave
+from piper.simulate.measured import Measured, MeasuredOn, prices_of
 from piper.simulate.simulate import simulate, simulate_alone
 from tests.slots import slot, slots
 

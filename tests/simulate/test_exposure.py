@@ -14,9 +14,9 @@ from piper.ir.graph import start
 from piper.plan.instr import Instr
 from piper.plan.ops import Op
 from piper.plan.plan import Plan
+from piper.simulate.account import Span
 from piper.simulate.costs import Talk
 from piper.simulate.simulate import Simulation, simulate
-from piper.simulate.timeline import Span
 from tests.chain import chain
 from tests.lower.lowering import lower
 

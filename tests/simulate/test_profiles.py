@@ -17,7 +17,7 @@ from piper.simulate.profile import (
     write_profile,
 )
 from piper.simulate.simulate import Simulation
-from piper.simulate.trace_events import profile_trace
+from piper.view.plan_trace import profile_trace
 from tests.chain import chain
 from tests.simulate.pipelines import pipeline
 from tests.simulate.test_simulate import Timed, job, run, step

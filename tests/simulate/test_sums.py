@@ -14,14 +14,13 @@ from piper.ir.ids import Pass, SlotId
 from piper.plan.instr import Instr
 from piper.plan.ops import Adding, Op
 from piper.plan.plan import Plan, Plans, Slot
-from piper.simulate.account import account_of, merged, uncovered
+from piper.simulate.account import Span, Timeline, account_of, merged, uncovered
 from piper.simulate.calibrate import calibrate
 from piper.simulate.cluster import Cluster, Link
 from piper.simulate.costs import Roofline
-from piper.simulate.dependencies import touched
+from piper.simulate.engine import touched
 from piper.simulate.measured import Line, Measured, line_through, share_of, two_features
 from piper.simulate.profile import ChunkWork, Profile, Times, Track
-from piper.simulate.timeline import Span, Timeline
 from tests.slots import slot, slots
 
 CLUSTER = Cluster(
@@ -166,7 +165,7 @@ def test_a_table_tells_of_one_device_in_one_step() -> None:
     profile = profile_of(ROWS, ROWS)
     twice = replace(profile, tracks=tuple(replace(track, steps=track.steps * 2) for track in profile.tracks))
     console = Console(file=io.StringIO(), width=160, markup=False)
-    print_rows(rows_of(twice, by_node=False), "op", twice, 18.0, console)
+    print_rows(rows_of(twice, by_node=False), "op", 18.0, console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert next(line.split() for line in lines if line.startswith("compute"))[:5] == [
         "compute",

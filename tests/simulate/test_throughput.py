@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import piper
 from piper import at, place, remat, replicate, split
 from piper.directives import Directive
-from piper.simulate.throughput import Throughput, amount_of, model_flops
+from piper.simulate.simulate import Throughput, amount_of, model_flops
 
 SAMPLES, WIDE, NARROW = 12, 16, 8
 # Products of the first layer in forward and backward, whose input needs no gradient; all three of the second.

@@ -12,7 +12,7 @@ from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
 from piper.tuning.choice import Recompute
 from piper.tuning.evaluate import Evaluation, Leaf, evaluate
-from piper.tuning.model import captured_model, shapes_of
+from piper.tuning.model import captured_model
 from piper.tuning.space import Space
 from piper.tuning.strategy_search import StrategySearch
 
@@ -86,7 +86,6 @@ def search_of(space: Space, devices: int, cluster: str, captured: Recordings | N
     return StrategySearch(
         model=model,
         space=space,
-        shapes=shapes_of(model, devices),
         gap=0.0,
         synthesis_trials=60,
         report=lambda search, found: None,
@@ -101,5 +100,5 @@ def everything(search: StrategySearch, limit: int) -> Everything:
             done = list(search.synthesised(leaf, limit)) if leaf.open else [leaf]
             for one in done:
                 made.leaves.append(one)
-                made.found.append(evaluate(search.model, one.choice, one.grid, one.bound))
+                made.found.append(evaluate(search.model, one.choice, one.grid))
     return made

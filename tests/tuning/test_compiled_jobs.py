@@ -15,7 +15,7 @@ from piper.simulate.costs import Roofline
 from piper.simulate.simulate import simulate
 from piper.tuning.choice import StrategyChoice
 from piper.tuning.evaluate import evaluate
-from piper.tuning.model import captured_model, shapes_of
+from piper.tuning.model import captured_model
 from piper.tuning.space import grid_of
 from piper.tuning.strategy_search import StrategySearch
 from tests.tuning.models import JOB, SMALL, Everything, everything
@@ -30,7 +30,6 @@ def compiled_search() -> StrategySearch:
     return StrategySearch(
         model=model,
         space=SMALL,
-        shapes=shapes_of(model, 4),
         gap=0.0,
         synthesis_trials=60,
         report=lambda search, found: None,

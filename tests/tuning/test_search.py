@@ -20,7 +20,7 @@ from piper.tuning.choice import Recompute, StrategyChoice
 from piper.tuning.evaluate import CandidateGroup, Evaluation, EvaluationsAhead, Leaf, Queue
 from piper.tuning.forked_calls import run_together
 from piper.tuning.space import even
-from piper.tuning.strategy_search import StrategySearch, synthesised_grid
+from piper.tuning.strategy_search import StrategySearch
 from piper.tuning.tune import tune
 from tests.tuning.models import JOB, SMALL, Everything, everything, search_of
 from tests.warm import children
@@ -110,7 +110,7 @@ def test_the_same_inputs_give_the_same_file_with_any_number_of_processes(
     most = 0
 
     def counted(calls: Sequence[partial[object]]) -> list[object]:
-        orders.extend(len(calls) for call in calls[:1] if call.func is synthesised_grid)
+        orders.extend(len(calls) for call in calls[:1] if call.func is synthesise)
         return run_together(calls)
 
     def started(ahead: EvaluationsAhead, leaf: Leaf) -> None:

@@ -6,11 +6,10 @@ from functools import cache
 from piper import at, place, remat, replicate, schedules, shard, split
 from piper.directives import Directive, apply
 from piper.ir.graph import start
+from piper.simulate.account import Span, Timeline, communicators_of
 from piper.simulate.cluster import load_cluster
 from piper.simulate.costs import Roofline
-from piper.simulate.memory import communicators_of
 from piper.simulate.simulate import simulate
-from piper.simulate.timeline import Span, Timeline
 from piper.view.provenance import StrategyLine, Subject
 from tests.chain import chain
 from tests.lower.lowering import lower

@@ -9,7 +9,7 @@ import pytest
 
 from piper.errors import ConfigError
 from piper.plan.text import read_plans, show_plans
-from piper.simulate.prices import prices_of
+from piper.simulate.measured import prices_of
 from piper.simulate.profile import fingerprint
 from piper.view.provenance import FILE, Provenance, Subject, read_background, show_background, subject_from
 from piper.view.report import page

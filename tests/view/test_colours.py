@@ -5,7 +5,7 @@ from math import dist
 
 import pytest
 
-from piper.view.svg_writer import AGAIN_OPACITY, DARK, HUES, LIGHT, Paper
+from piper.view.svg import AGAIN_OPACITY, DARK, HUES, LIGHT, Paper
 
 Rgb = tuple[float, float, float]
 Matrix = tuple[Rgb, Rgb, Rgb]

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan, Plans
-from piper.simulate.account import account_of
+from piper.simulate.account import Span, Timeline, account_of
 from piper.simulate.simulate import Simulation
-from piper.simulate.timeline import Span, Timeline
 from piper.view.cells import Cell, Pipeline
 from piper.view.facts import planned_and_measured, two_idles
 from piper.view.provenance import Subject

@@ -4,12 +4,11 @@ from typing import cast
 
 from piper.plan.instr import Instr
 from piper.plan.plan import Plan
-from piper.simulate.memory import MemoryUse
-from piper.simulate.timeline import Span, Timeline
-from piper.simulate.trace_events import Process, events_of
+from piper.simulate.account import MemoryUse, Span, Timeline
 from piper.view.cells import Cell, Pipeline, lone_unpaired
 from piper.view.facts import TickScale, data_edges, memory_facts
-from piper.view.svg_grid import pair_spans
+from piper.view.plan_trace import Process, events_of
+from piper.view.svg import pair_spans
 from tests.slots import slots
 
 

@@ -10,7 +10,7 @@ import pytest
 from piper.recipe import import_file
 from piper.schedules.grid import NAMES, Action, Grid, grid_for
 from piper.view.cells import of_plans, of_schedule
-from piper.view.svg_grid import grid
+from piper.view.svg import grid
 from tests.view.scenes import again, demo
 
 DRAWINGS = Path(__file__).parents[2] / "docs" / "pictures"
