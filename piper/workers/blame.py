@@ -121,13 +121,8 @@ def blame(snapshot: JobSnapshot) -> WorkerError:
             )
     for device, seen in snapshot.statuses.items():
         if seen.stopped:
-            return worker_error(
-                snapshot,
-                device,
-                "the process is stopped by a signal",
-                snapshot.place(device),
-                "stopped",
-            )
+            what = "the process is stopped by a signal"
+            return worker_error(snapshot, device, what, snapshot.place(device), "stopped")
     return late(snapshot)
 
 

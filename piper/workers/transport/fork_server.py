@@ -19,10 +19,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from queue import SimpleQueue
 from time import monotonic
 
 from piper.errors import LaunchError
@@ -153,7 +153,7 @@ def start_with_thread(words: Sequence[str], descriptor: int) -> subprocess.Popen
     """
     package = str(Path(__file__).parents[3])
     path = os.pathsep.join(dict.fromkeys([*filter(None, sys.path), package]))  # the driver's modules too
-    started: SimpleQueue[subprocess.Popen[bytes] | BaseException] = SimpleQueue()
+    started: Future[subprocess.Popen[bytes]] = Future()
 
     def start() -> None:
         try:
@@ -165,16 +165,13 @@ def start_with_thread(words: Sequence[str], descriptor: int) -> subprocess.Popen
                 start_new_session=True,  # Ctrl-C is for the driver, which then ends its workers
             )
         except BaseException as error:  # noqa: BLE001  it is raised in the thread that asked
-            started.put(error)
+            started.set_exception(error)
             return
-        started.put(process)
+        started.set_result(process)
         process.wait()
 
     threading.Thread(target=start, name="fork server", daemon=True).start()
-    result = started.get()
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    return started.result()
 
 
 def die_with(parent: int) -> None:
@@ -216,7 +213,10 @@ def serve(descriptor: int, module: str, preload: str) -> None:
     finally:  # whatever happens, no worker outlives the fork server
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
-        kill(children)
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)  # stopped or not
+        for pid in children:
+            os.waitpid(pid, 0)
         os._exit(0)
 
 
@@ -247,15 +247,6 @@ def reap() -> Iterator[tuple[int, int]]:
         if not pid:
             return
         yield pid, os.waitstatus_to_exitcode(status)
-
-
-def kill(children: set[int]) -> None:
-    """End all children, stopped or not."""
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-    for pid in children:
-        os.waitpid(pid, 0)
-    children.clear()
 
 
 def fork(main: Main, ours: Sequence[int], descriptors: Sequence[int]) -> int:

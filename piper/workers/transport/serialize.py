@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, cast
 
 import cloudpickle
@@ -37,7 +38,6 @@ PLAIN = (bool, int, float, str)
 CONTAINERS: Mapping[str, Callable[[Iterable[object]], object]] = {"t": tuple, "s": set, "z": frozenset}
 TAGS: Mapping[type, str] = {tuple: "t", InternedDevices: "t", set: "s", frozenset: "z"}
 Buffer = bytes | memoryview
-Reduced = tuple[Callable[..., object], tuple[object, ...]]
 
 
 class MessageError(ValueError):
@@ -123,15 +123,7 @@ class Codec:
         try:
             tree = json.loads(bytes(view[HEADER.size : end]))
             return _Reader(self.known, view, end).value(tree)
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            IndexError,
-            AttributeError,
-            OverflowError,
-            RuntimeError,
-        ) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise MessageError(f"a message cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -160,7 +152,8 @@ class _Reader:
             case "d":
                 return {self.value(key): self.value(item) for key, item in inner}
             case "T":
-                return self._tensor(*inner)
+                length, dtype, shape, grad = inner
+                return restore_tensor(self._blob(length), DTYPES[dtype], shape, grad)
             case "b":
                 return bytes(self._blob(inner))
             case "y":
@@ -181,9 +174,6 @@ class _Reader:
         if length < 0 or self.at > len(self.view):
             raise MessageError("a message is cut short")
         return self.view[start : self.at]
-
-    def _tensor(self, length: int, dtype: str, shape: list[int], grad: bool) -> Tensor:
-        return restore_tensor(self._blob(length), DTYPES[dtype], shape, grad)
 
 
 def name_of(cls: type) -> str:
@@ -290,7 +280,7 @@ def restore_tensor(
     return flat.view(shape).requires_grad_(grad)
 
 
-def reduce_module(module: fx.GraphModule) -> Reduced:
+def reduce_module(module: fx.GraphModule) -> tuple[Callable[..., object], tuple[object, ...]]:
     """Return how to restore captured code: its source, the names it uses, and its attributes.
 
     A graph module's own pickle traces the code again when it is read, which is slow and may change it.
@@ -304,13 +294,6 @@ def reduce_module(module: fx.GraphModule) -> Reduced:
     modules = sorted(modules_of(module.graph))  # a worker imports them first
     check_importable(modules)
     return CapturedSource, (code.src, dict(code.globals), attributes, modules, module.meta)
-
-
-class AttributePath:
-    """An object on a dotted path of attributes."""
-
-    code: str  # of the first one: the source, and the user's lines behind it, for errors
-    meta: Mapping[str, object]
 
 
 class CapturedSource:
@@ -328,13 +311,12 @@ class CapturedSource:
             importlib.import_module(name)
         space: dict[str, object] = dict(names)
         exec(compile(source, "<chunk>", "exec"), space)  # what fx itself does with the code of a graph
-        root = AttributePath()
-        root.code, root.meta = source, meta
+        root = SimpleNamespace(code=source, meta=meta)  # for errors: the user's lines are in the metadata
         for path, value in attributes.items():
             *way, last = path.split(".")
             place = root
             for name in way:
-                place = place.__dict__.setdefault(name, AttributePath())
+                place = place.__dict__.setdefault(name, SimpleNamespace())
             setattr(place, last, value)
         self.forward = cast(Callable[..., tuple[Tensor, ...]], space["forward"])
         self.root = root
