@@ -11,12 +11,12 @@ from typing import Any, cast
 from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.workers.agent_calls import Agent, AgentCalls, machines_of, not_started
+from piper.workers.agent import Agent, AgentCalls, machines_of, not_started
 from piper.workers.agent_versions import AgentVersions, ShortMachine
-from piper.workers.agent_workers import AgentWorkerGroup
+from piper.workers.driver import AgentWorkerGroup
 from piper.workers.group import Starter, WorkerGroup
 from piper.workers.timeouts import TIMEOUTS
-from piper.workers.transport.versions import Versions
+from piper.workers.transport.versions import Versions, too_little
 
 
 class AgentStarter(Starter):
@@ -107,7 +107,9 @@ class AgentStarter(Starter):
             agents = self._agents()
             if self.versions is not None:
                 self.versions.place(agents)
-                self._empty(agents.values())
+                with self.lock:
+                    for agent in self._without(agents.values()):  # what it held is of no more use
+                        agent.actor.keep.remote(self.versions.owner, (), 0)
             group = AgentWorkerGroup(self.program, options, agents, self.calls, self.versions, self.packed)
             self.group = group
             group.begin()
@@ -124,9 +126,10 @@ class AgentStarter(Starter):
         with self.lock:
             self._arrange(program.plans)
 
-    @abstractmethod
     def _arrange(self, plans: Plans) -> None:
         """Divide the devices of another program among machines."""
+        self.machines, self.apart = machines_of(plans)
+        self.width = max(map(len, self.machines))
 
     def _agents(self) -> dict[int, Agent]:
         """Return an agent for each device, once they are warm. Those that still answer are used again."""
@@ -143,11 +146,14 @@ class AgentStarter(Starter):
                     if self._pass_over(chosen):
                         continue
                     self.taken |= awaited  # others may have been quicker: then these are spares again
-                    return self._use(chosen)
+                    self.used = self._placed(chosen)
+                    self.taken = {b: since for b, since in self.taken.items() if b not in chosen}
+                    return self._by_device(self.used)
                 awaited |= {bundle: self.taken.pop(bundle) for bundle in chosen if bundle in self.taken}
                 if self.unfit and not enough and (late or self.group is None):
-                    assert self.versions is not None
-                    raise self.versions.refusal(max(self.unfit.values(), key=lambda machine: machine.has))
+                    best = max(self.unfit.values(), key=lambda machine: machine.has)
+                    asked = self.program.plans.protection
+                    raise too_little(best.needs, best.has, asked, f" of {best.address}")
             if late:
                 raise self._lacking()
             waits = monotonic()
@@ -175,12 +181,6 @@ class AgentStarter(Starter):
             for device, agent in zip(self.machines[machine], self.agents[bundle], strict=False)
         }
 
-    def _use(self, chosen: Sequence[int]) -> dict[int, Agent]:
-        """Return the agents of chosen bundles by device."""
-        self.used = self._placed(chosen)
-        self.taken = {b: since for b, since in self.taken.items() if b not in chosen}
-        return self._by_device(self.used)
-
     def _pass_over(self, chosen: Sequence[int]) -> bool:
         """Return whether chosen bundles are on machines that are short of memory, and note these."""
         if self.versions is None:
@@ -199,13 +199,6 @@ class AgentStarter(Starter):
         """Return the agents that have no device."""
         busy = [*used]
         return [agent for agents in self.agents.values() for agent in agents if agent not in busy]
-
-    def _empty(self, used: Iterable[Agent]) -> None:
-        """Free the memory of agents that no longer have a device."""
-        assert self.versions is not None
-        with self.lock:
-            for agent in self._without(used):
-                agent.actor.keep.remote(self.versions.owner, (), 0)
 
     def room(self, *, warm: bool = False) -> int | None:
         """Return for how many devices workers can start now. warm: only on agents with torch imported."""

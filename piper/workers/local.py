@@ -11,8 +11,7 @@ from piper.errors import LaunchError
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.workers.agent import WorkerProcess
-from piper.workers.agent_calls import Agent
+from piper.workers.agent import Agent, WorkerProcess
 from piper.workers.driver import SocketWorkerGroup
 from piper.workers.group import Starter
 from piper.workers.messages import CODEC

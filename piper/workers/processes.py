@@ -119,6 +119,13 @@ def nameless_file(size: int) -> int:
         return os.dup(file.fileno())
 
 
+def write_at(file: int, at: int, data: bytes) -> None:
+    """Write bytes into a file from the beginning of a page on."""
+    os.posix_fallocate(file, at, len(data))  # memory that is missing is an error here
+    with mmap.mmap(file, len(data), offset=at) as memory:
+        memory[:] = data
+
+
 def free_memory() -> int | None:
     """Return the bytes of shared memory that are free. None: it has no bound of its own."""
     if not MEMORY.is_dir():

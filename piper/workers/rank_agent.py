@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import cast
 
-import numpy as np
-
 from piper.errors import LaunchError
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
@@ -53,11 +51,8 @@ class AgentPlace:
     follows: bool = False  # the script of its rank wants the results of the run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentFailure:
-    """An answer of an agent that could not do what it was asked for."""
-
-    why: str
+class AgentLostError(ConnectionError):
+    """An agent cannot be reached any more. As an answer: it could not do what it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +68,7 @@ class RankZeroResult:
 
 Hear = Callable[[RankZeroResult | None], None]  # None: the run has ended
 RESULTS = (StepResult, EvaluationResult, Means, Resumed, OutputKey, DeviceProfile, ClockOffset)
-CODEC = Codec((AgentPlace, AgentFailure, ProcessStatus, SharedFile, RankZeroResult, *RESULTS))
-
-
-def sent(value: object) -> object:
-    """Return a value as a message holds it. Arrays are bytes there."""
-    return value.tobytes() if isinstance(value, np.ndarray) else value
-
-
-def received(value: object) -> object:
-    """Return a value of a message."""
-    return np.frombuffer(value, dtype=np.uint8) if isinstance(value, bytes) else value
+CODEC = Codec((AgentPlace, AgentLostError, ProcessStatus, SharedFile, RankZeroResult, *RESULTS))
 
 
 class RankAgent(MachineAgent):
@@ -122,7 +107,7 @@ class RankAgent(MachineAgent):
             assert name in METHODS, f"agents do not {name}"
             return getattr(self, name)(*arguments)
         except Exception as error:  # noqa: BLE001  it is raised in the driver
-            return AgentFailure(why=f"{type(error).__name__}: {error}")
+            return AgentLostError(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """End the worker and give the memory back. The fork server stays for the next agent of the rank."""
@@ -208,7 +193,7 @@ class ServedAgent:
         try:
             while True:
                 name, arguments = cast("tuple[str, list[object]]", channel.recv())
-                channel.send(sent(agent.answer(name, [*map(received, arguments)])))
+                channel.send(agent.answer(name, arguments))
         except (ClosedError, OSError):
             return
         finally:

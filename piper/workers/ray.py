@@ -27,8 +27,7 @@ from piper.plan.plan import Plans
 from piper.process.attributes import replaced
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
-from piper.workers.agent import AgentProcess
-from piper.workers.agent_calls import Agent, AgentCalls, no_room, packed_machines
+from piper.workers.agent import Agent, AgentCalls, AgentProcess, no_room, packed_machines
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.timeouts import TIMEOUTS
 

@@ -9,19 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from piper.errors import LaunchError
-from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
-from piper.workers.agent_calls import Agent, AgentCalls, machines_of, no_room
+from piper.workers.agent import Agent, AgentCalls, no_room
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.rank_agent import (
     CODEC,
-    AgentFailure,
+    AgentLostError,
     AgentPlace,
     RankAgent,
     RankZeroResult,
     leave,
-    received,
-    sent,
 )
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import (
@@ -39,10 +36,6 @@ from piper.workers.serve import crowded
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, Listener
 from piper.workers.transport.sockets import ClosedError
-
-
-class AgentLostError(ConnectionError):
-    """An agent cannot be reached any more, or could not do what it was asked for."""
 
 
 class RemoteAgent:
@@ -72,8 +65,8 @@ class RemoteAgent:
         except (ClosedError, OSError) as error:
             self.gone = True
             raise AgentLostError(str(error)) from error
-        if isinstance(answer, AgentFailure):
-            raise AgentLostError(answer.why)
+        if isinstance(answer, AgentLostError):
+            raise answer
         return answer
 
     def close(self) -> None:
@@ -84,8 +77,8 @@ class RemoteAgent:
 
 def over(channel: Channel, name: str, arguments: list[object]) -> object:
     """Return what the agent at the other end of a channel answers."""
-    channel.send((name, [*map(sent, arguments)]))
-    return received(channel.recv())
+    channel.send((name, arguments))
+    return channel.recv()
 
 
 class RankCalls(AgentCalls):
@@ -113,7 +106,7 @@ class RankCalls(AgentCalls):
         return [*done], [*waiting]
 
     def put(self, value: Any) -> Any:  # noqa: ANN401
-        return value
+        return bytes(value)
 
     def keys(self) -> tuple[bytes, bytes]:
         """Return the key of the job. Agents know it."""
@@ -156,7 +149,8 @@ class TorchrunStarter(AgentStarter):
         launch = "" if given is not None else new_launch()
         calls.key = given if given is not None else until_all_came.enter_context(offered_key(launch))
         self.cleanup.callback(self._dismiss)  # when it no longer listens, so that no agent connects again
-        self.listener = self.cleanup.enter_context(Listener(calls.own, calls.key, TIMEOUTS.rank_place, CODEC))
+        self.listener = Listener(calls.own, calls.key, TIMEOUTS.rank_place, CODEC)
+        self.cleanup.callback(self.listener.close)
         host, port = self.listener.address
         address = DriverAddress(host=host, port=port, launch=launch, spares=self.spares > 0)
         publish_address(self.world, next_launch(self.world), address)
@@ -219,10 +213,6 @@ class TorchrunStarter(AgentStarter):
         for bundle, agents in bundles.items():
             if self.agents.get(bundle) != agents:
                 self._take(bundle, agents)
-
-    def _arrange(self, plans: Plans) -> None:
-        self.machines, self.apart = machines_of(plans)
-        self.width = max(map(len, self.machines))
 
     def _lacking(self) -> Exception:
         return LaunchError(

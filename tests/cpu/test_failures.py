@@ -291,7 +291,7 @@ def test_more_than_a_thousand_descriptors() -> None:
         made.wait(pids[:1], 100.0)
         assert made.ended() == {pids[0]: -signal.SIGKILL}
         made.close()
-        with Listener("127.0.0.1", b"k" * 32, 5.0) as listener, ThreadPoolExecutor(1) as threads:
+        with closing(Listener("127.0.0.1", b"k" * 32, 5.0)) as listener, ThreadPoolExecutor(1) as threads:
             coming = threads.submit(connect, listener.address, b"k" * 32, 1, 5.0)
             arrived = listener.accept(5.0)
             assert arrived is not None and arrived[1].fileno() > 1024

@@ -16,12 +16,12 @@ from piper.ir.select import at
 from piper.run.driver_checkpoints import write_version
 from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
-from piper.workers.agent_calls import Agent
+from piper.workers.agent import Agent
 from piper.workers.agent_versions import AgentVersions
-from piper.workers.agent_workers import AgentWorkerGroup
-from piper.workers.rank_agent import RankAgent
+from piper.workers.driver import AgentWorkerGroup
+from piper.workers.rank_agent import AgentLostError, RankAgent
 from piper.workers.rank_environment import RankEnvironment
-from piper.workers.torchrun import AgentLostError, RankCalls, RemoteAgent
+from piper.workers.torchrun import RankCalls, RemoteAgent
 from tests.runtime.grid import Cell, batches, compiled, job, strategy
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)

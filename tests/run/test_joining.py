@@ -10,10 +10,11 @@ import pytest
 
 from piper.errors import LaunchError
 from piper.plan.plan import Plans
-from piper.workers.agent_calls import Agent
+from piper.workers.agent import Agent
 from piper.workers.agent_starter import AgentStarter, AgentWatch
+from piper.workers.rank_agent import AgentLostError
 from piper.workers.rank_environment import RankEnvironment
-from piper.workers.torchrun import AgentLostError, RankCalls
+from piper.workers.torchrun import RankCalls
 from tests.runtime.grid import Cell, compiled
 from tests.workers.bounds import set_timeouts
 

@@ -13,10 +13,10 @@ from piper.plan.plan import Plans
 from piper.run import launch
 from piper.runtime.worker import Options
 from piper.workers import agent_starter
-from piper.workers.agent_calls import Agent, machines_of
+from piper.workers.agent import Agent, machines_of
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.agent_versions import ShortMachine
-from piper.workers.agent_workers import AgentWorkerGroup
+from piper.workers.driver import AgentWorkerGroup
 from piper.workers.processes import ProcessStatus
 from piper.workers.rank_agent import RankAgent
 from piper.workers.rank_environment import RankEnvironment

@@ -6,6 +6,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -28,7 +29,7 @@ OTHER = b"x" * 32
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    with Listener("127.0.0.1", KEY, 5.0) as made:
+    with closing(Listener("127.0.0.1", KEY, 5.0)) as made:
         yield made
 
 

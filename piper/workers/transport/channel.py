@@ -19,8 +19,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, sleep
-from types import TracebackType
-from typing import Self
 
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.serialize import Codec, MessageError
@@ -313,11 +311,3 @@ class Listener:
             channel.close()
         self.selector.close()
         self.socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
