@@ -4,9 +4,10 @@ import os
 import secrets
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-from piper.errors import ConfigError
+from piper.errors import ConfigError, file_errors
 
 KEY_BYTES = 32
 OTHERS = 0o077  # every permission of the group and of other users
@@ -19,19 +20,12 @@ def private_folder(path: Path, by: str) -> Path:
     A folder that belongs to another user, or that others may write to, is refused: its contents cannot be
     trusted. One that others may only read is closed to them.
     """
-    try:
+    with file_errors("a private folder cannot be used", by, "name a folder that you may write to"):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = path.stat()
         problem = _problem(about, OTHERS_WRITE)
         if problem is None and about.st_mode & OTHERS:
             path.chmod(0o700)
-    except OSError as error:
-        raise ConfigError(
-            "a private folder cannot be used",
-            by=by,
-            facts={"path": str(path), "why": str(error)},
-            hint="name a folder that you may write to",
-        ) from error
     if problem is not None:
         raise distrusted("folder", path, problem, by, "remove it, or name another; mode 0700 is meant")
     return path
@@ -93,20 +87,13 @@ def user_key(path: Path, by: str) -> bytes:
     try:
         key = read_private(path, by)
     except FileNotFoundError:
-        try:
+        with (
+            file_errors("a key cannot be written", by, "make the folder writable"),
+            suppress(FileExistsError),  # another process was faster
+        ):
             write_private(path, secrets.token_bytes(KEY_BYTES))
-        except FileExistsError:
-            pass  # another process was faster
-        except OSError as error:
-            raise ConfigError(
-                "a key cannot be written",
-                by=by,
-                facts={"path": str(path), "why": str(error)},
-                hint="make the folder writable",
-            ) from error
         key = read_private(path, by)
     if len(key) < KEY_BYTES:
-        raise distrusted(
-            "key file", path, f"it holds {len(key)} bytes", by, f"remove {path}: it is made again"
-        )
+        why = f"it holds {len(key)} bytes"
+        raise distrusted("key file", path, why, by, f"remove {path}: it is made again")
     return key
