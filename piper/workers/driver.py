@@ -77,23 +77,6 @@ class SocketWorkerGroup(WorkerGroup):
         startup: closes, once all workers are ready, what is needed only until then.
         """
 
-    def _assignment(self, device: int, setup: bytes, index: Mapping[str, TensorEntry]) -> Assignment:
-        agent, addresses = self.agents[device], {agent.address for agent in self.agents.values()}
-        own = LOOPBACK if len(addresses) == 1 else agent.address
-        return Assignment(
-            device=device,
-            local=agent.local,
-            host=self.host,
-            port=self.store.port,
-            own=own,
-            options=self.options,
-            setup=setup,
-            shares=self.shares,
-            values=index,
-            path=tuple(sys.path) if agent.address == self.home else (),
-            versions=None if self.versions is None else self.versions.files_of(device),
-        )
-
     def start(self) -> dict[str, Tensor]:
         """Start all workers, send each its assignment, and wait until all have met."""
         program = self.program
@@ -103,13 +86,26 @@ class SocketWorkerGroup(WorkerGroup):
         )
         self.packed = setup = self.packed or pack_setup(needed)
         index = layout(weights)
-        one_machine = {agent.address for agent in self.agents.values()} == {self.home}
-        self.host = LOOPBACK if one_machine else self.home
+        addresses = {agent.address for agent in self.agents.values()}
+        self.host = LOOPBACK if addresses == {self.home} else self.home
         self.store = store_on(self.host)
         with ExitStack() as startup:
             self.connect(weights, index, streams_of(program.plans), startup)
-            for device in self.devices:
-                self.send(device, self._assignment(device, setup, index))
+            for device, agent in self.agents.items():
+                given = Assignment(
+                    device=device,
+                    local=agent.local,
+                    host=self.host,
+                    port=self.store.port,
+                    own=LOOPBACK if len(addresses) == 1 else agent.address,
+                    options=self.options,
+                    setup=setup,
+                    shares=self.shares,
+                    values=index,
+                    path=tuple(sys.path) if agent.address == self.home else (),
+                    versions=None if self.versions is None else self.versions.files_of(device),
+                )
+                self.send(device, given)
             self.gather(set(self.devices), max(TIMEOUTS.meeting, self.options.timeout))
         return unread_values(program, weights)
 

@@ -166,10 +166,9 @@ class ServedAgent:
                 ) from error
             except OSError as error:
                 if not said:
-                    away = TIMEOUTS.rank_away
                     text = "rank %d cannot reach rank 0, and tries for %g s: %s"
-                    log.warning(text, self.world.rank, away, error)
-                    said = True
+                    log.warning(text, self.world.rank, TIMEOUTS.rank_away, error)
+                said = True
                 sleep(TIMEOUTS.rank_retry)
                 continue
             self._answer(channel)
@@ -178,12 +177,9 @@ class ServedAgent:
             raise lost_leader(self.world)
 
     def _connect(self) -> Channel:
-        host, port = self.address.host, self.address.port
-        channel = connect((host, port), self.key, self.world.rank, TIMEOUTS.meeting, CODEC)
-        place = AgentPlace(
-            address=own_address(self.world), local=self.world.local, follows=self.hear is not None
-        )
-        channel.send(place)
+        where, follows = (self.address.host, self.address.port), self.hear is not None
+        channel = connect(where, self.key, self.world.rank, TIMEOUTS.meeting, CODEC)
+        channel.send(AgentPlace(address=own_address(self.world), local=self.world.local, follows=follows))
         return channel
 
     def _answer(self, channel: Channel) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import ray
@@ -110,14 +110,12 @@ def folder_of_ray() -> Iterator[str]:
             remover.communicate("now", timeout=TIMEOUTS.ray_folder_removed)
 
 
-@contextmanager
-def loopback() -> Iterator[None]:
+def loopback() -> AbstractContextManager[None]:
     """Let a Ray that is started inside listen on this machine only.
 
     Ray does so by itself where it supports no clusters; given a loopback address it takes another instead.
     """
-    with replaced(ray_constants, "ENABLE_RAY_CLUSTER", False):
-        yield
+    return replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`local` under torchrun: rank 0 drives, and starts workers through the agents of all ranks."""
 
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -25,7 +26,6 @@ from piper.workers.rendezvous import (
     DriverAddress,
     check_key,
     given_key,
-    new_launch,
     next_launch,
     offered_key,
     own_address,
@@ -146,7 +146,7 @@ class TorchrunStarter(AgentStarter):
     def _listen(self, calls: RankCalls, until_all_came: ExitStack) -> None:
         """Publish where agents connect to, and be the first agent. Offer a key until all came."""
         given = given_key()
-        launch = "" if given is not None else new_launch()
+        launch = "" if given is not None else secrets.token_hex(16)
         calls.key = given if given is not None else until_all_came.enter_context(offered_key(launch))
         self.cleanup.callback(self._dismiss)  # when it no longer listens, so that no agent connects again
         self.listener = Listener(calls.own, calls.key, TIMEOUTS.rank_place, CODEC)
