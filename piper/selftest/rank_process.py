@@ -1,12 +1,9 @@
 """Processes that are ranks of a crew: they make one call at the same time, and how fast they communicate."""
 
 import itertools
-import os
-import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -202,11 +199,7 @@ class Processes:
         """End the processes, whatever they do. Idempotent."""
         for channel in self.channels:
             channel.close()
-        for pid in self.pids:
-            if pid not in self.forks.ended():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        self.forks.wait(self.pids, TIMEOUTS.process_end)
+        self.forks.end(self.pids)
         self.channels.clear()
         self.pids.clear()
 

@@ -11,7 +11,6 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,16 +65,8 @@ class WorkerProcess:
     def end(self) -> None:
         """End the worker, stopped or not. Idempotent."""
         if self.process and self.forks is not None:
-            self.kill()
-            self.forks.wait([self.process], TIMEOUTS.process_end)
+            self.forks.end([self.process])
             self.process = 0
-
-    def kill(self) -> None:
-        """End the worker, stopped or not, without waiting for it."""
-        assert self.forks is not None
-        if self.process and self.process not in self.forks.ended():
-            with suppress(ProcessLookupError):  # it has ended since the fork server was asked
-                os.kill(self.process, signal.SIGKILL)
 
 
 class MachineAgent(WorkerProcess):

@@ -18,7 +18,6 @@ from piper.workers.messages import CODEC
 from piper.workers.processes import gone
 from piper.workers.rendezvous import LOOPBACK
 from piper.workers.serve import crowded
-from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel
 from piper.workers.transport.fork_server import ForkServer, no_process
 from piper.workers.transport.shared_memory import TensorEntry, share
@@ -66,9 +65,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
 
     def close(self) -> None:
         super().close()
-        for worker in self.workers.values():
-            worker.kill()
-        self.forks.wait([*self.processes.values()], TIMEOUTS.process_end)
+        self.forks.end([*self.processes.values()])
         self.workers, self.processes = {}, {}
 
 

@@ -49,7 +49,7 @@ class ForkServer:
 
     def __init__(self, module: str = WORKER, preload: str = PRELOAD) -> None:
         """Start the server; `module` holds the `main` of a worker, `preload` is imported once for all."""
-        self.end, there = socket.socketpair()
+        self.socket, there = socket.socketpair()
         words = [sys.executable, "-c", PROGRAM, str(there.fileno()), str(os.getpid()), module, preload]
         with there:
             self.process = start_with_thread(words, there.fileno())
@@ -65,18 +65,18 @@ class ForkServer:
     def fork(self, descriptors: Sequence[int]) -> int:
         """Start a worker that owns these descriptors. Return its process id."""
         self.warm()
-        socket.send_fds(self.end, [FORK], descriptors)
+        socket.send_fds(self.socket, [FORK], descriptors)
         process = self._notice(FORKED)
         self.exits.pop(process, None)  # of an earlier process with the same number
         return process
 
     def _notice(self, wanted: int) -> int:
         """Return the process of the next notice of a kind. The ends of others before it are remembered."""
-        self.end.settimeout(TIMEOUTS.fork_server_start)
+        self.socket.settimeout(TIMEOUTS.fork_server_start)
         until, stop = monotonic() + TIMEOUTS.fork_server_start, StopWatch()
         try:
             while True:
-                while not wait([self.end], TIMEOUTS.process_poll):
+                while not wait([self.socket], TIMEOUTS.process_poll):
                     if monotonic() > until:
                         raise TimeoutError(f"it does not answer within {TIMEOUTS.fork_server_start:g} s")
                     if stop.lasting(self.server, stopped(self.server)):
@@ -89,7 +89,7 @@ class ForkServer:
 
     def _hear(self) -> tuple[int, int]:
         """Read the next notice. Return what happened, and to which process."""
-        kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size, "the fork server"))
+        kind, pid, status = NOTICE.unpack(read_exactly(self.socket, NOTICE.size, "the fork server"))
         if kind == ENDED:
             self.exits[pid] = status
         self.ready = self.ready or kind == READY
@@ -97,12 +97,12 @@ class ForkServer:
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when a process ends."""
-        return self.end.fileno()
+        return self.socket.fileno()
 
     def ended(self) -> Mapping[int, int]:
         """Return the exit codes of ended processes by process id. A signal is negative."""
         with suppress(ClosedError):
-            while wait([self.end], 0):
+            while wait([self.socket], 0):
                 self._hear()
         return self.exits
 
@@ -113,7 +113,15 @@ class ForkServer:
             silent = stopped(self.server) or gone(self.server)
             if monotonic() > until or (silent and all(map(gone, pids))):
                 return
-            wait([self.end], TIMEOUTS.process_poll)
+            wait([self.socket], TIMEOUTS.process_poll)
+
+    def end(self, pids: Sequence[int]) -> None:
+        """End these processes, stopped or not, and wait until they have ended."""
+        for process in pids:
+            if process not in self.ended():
+                with suppress(ProcessLookupError):  # it has ended since
+                    os.kill(process, signal.SIGKILL)
+        self.wait(pids, TIMEOUTS.process_end)
 
     def end_of(self, process: int) -> str | None:
         """Return how a process ended, in words. None: it lives.
@@ -128,7 +136,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the fork server and every process it started, whatever state it is in."""
-        self.end.close()
+        self.socket.close()
         try:
             self.process.wait(0 if stopped(self.process.pid) else TIMEOUTS.fork_server_end)
         except subprocess.TimeoutExpired:
@@ -175,11 +183,10 @@ def start_with_thread(words: Sequence[str], descriptor: int) -> subprocess.Popen
 
 
 def die_with(parent: int) -> None:
-    """Let the system kill this process when its parent ends, where it can."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(0)  # it ended before it was asked for
+    """Let the system kill this process when its parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)  # it ended before it was asked for
 
 
 def serve(descriptor: int, module: str, preload: str) -> None:

@@ -5,11 +5,9 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from piper.workers.timeouts import TIMEOUTS
 
-DESCRIPTORS = Path("/proc/self/fd")
 PROBES = 3  # times that a silent machine is asked before its connections end
 
 
@@ -31,15 +29,10 @@ def read_exactly(end: socket.socket, size: int, who: str = "the other process") 
 def keep_alive(end: socket.socket) -> None:
     """Let waits on a connection end when the other machine is lost: it cannot close the connection."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    options = {
-        "TCP_KEEPIDLE": TIMEOUTS.link_idle,
-        "TCP_KEEPINTVL": TIMEOUTS.link_probe,
-        "TCP_KEEPCNT": PROBES,
-        "TCP_USER_TIMEOUT": TIMEOUTS.unread * 1000,
-    }
-    for name, value in options.items():
-        if hasattr(socket, name):  # not every system has all of them
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, TIMEOUTS.link_idle)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, TIMEOUTS.link_probe)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, TIMEOUTS.unread * 1000)
 
 
 @contextmanager
@@ -57,9 +50,7 @@ def kept_alive() -> Iterator[None]:
 def sockets() -> dict[int, int]:
     """Return the inodes of this process's sockets, by descriptor."""
     inodes: dict[int, int] = {}
-    if not DESCRIPTORS.exists():
-        return inodes  # then a wait ends with its timeout
-    for name in os.listdir(DESCRIPTORS):
+    for name in os.listdir("/proc/self/fd"):
         try:
             about = os.fstat(int(name))
         except OSError:
