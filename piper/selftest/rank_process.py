@@ -262,10 +262,7 @@ def collective_times(rank: Rank, name: str) -> list[float]:
 
 
 def measured_collectives(processes: Processes, meeting: Meeting) -> dict[str, tuple[float, float]]:
-    """Return the seconds of every collective, and the bytes per second through the link of each rank.
-
-    These are the "bus bandwidths" of nccl-tests.
-    """
+    """Return every collective's seconds and bytes per second through each link, the "bus bandwidth"."""
     others = (meeting.size - 1) / meeting.size  # the part of the tensor that belongs to other ranks
     through_link = {"all_reduce": 2 * others, "shift": 1.0, "broadcast": 1.0}
     through_link |= dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all"), others)

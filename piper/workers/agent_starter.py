@@ -105,11 +105,7 @@ class AgentStarter(Starter):
         """Start a worker for each device."""
         try:
             agents = self._agents()
-            if self.versions is not None:
-                self.versions.place(agents)
-                with self.lock:
-                    for agent in self._without(agents.values()):  # what it held is of no more use
-                        agent.actor.keep.remote(self.versions.owner, (), 0)
+            self._place(agents)
             group = AgentWorkerGroup(self.program, options, agents, self.calls, self.versions, self.packed)
             self.group = group
             group.begin()
@@ -119,6 +115,14 @@ class AgentStarter(Starter):
         if self.versions is not None:
             self.watch.begin()
         return group
+
+    def _place(self, agents: Mapping[int, Agent]) -> None:
+        """Let these agents hold the memory of versions, and the others none."""
+        if self.versions is not None:
+            self.versions.place(agents)
+            with self.lock:
+                for agent in self._without(agents.values()):
+                    agent.actor.keep.remote(self.versions.owner, (), 0)
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on, on any bundles that live."""

@@ -23,7 +23,6 @@ from piper.runtime.context import Bound
 from piper.runtime.debug.profiler import DeviceTimes
 from piper.workers.processes import ProcessStatus
 
-Origins = Callable[[str], Sequence[str]]  # the directives that made a node, in words
 MOST = 4  # victims that are listed
 
 
@@ -74,7 +73,7 @@ class JobSnapshot:
     """The state of a job at one moment: the status of every process and the reported failures."""
 
     plans: Plans
-    origins: Origins
+    origins: Callable[[str], Sequence[str]]  # the directives that made a node, in words
     timeout: float
     statuses: Mapping[int, ProcessStatus]
     failures: Sequence[Failure] = field(default=())
@@ -162,20 +161,16 @@ def follow(snapshot: JobSnapshot, device: int) -> int:
 
 
 def awaited(snapshot: JobSnapshot, device: int) -> list[int]:
-    """Return the devices that have not reached the communication in which `device` waits.
-
-    Empty if `device` computes.
-    """
-    waits = [snapshot.instr(device, place) for place in snapshot.statuses[device].running]
-    if any(ins.op not in COMMUNICATION for ins in waits):
+    """Return the devices that have not reached the communication in which `device` waits, if it does."""
+    at = {d: [snapshot.instr(d, p) for p in seen.running] for d, seen in snapshot.statuses.items()}
+    if any(ins.op not in COMMUNICATION for ins in at[device]):
         return []
-    absent: list[int] = []
-    for ins in waits:
-        for other in partners(snapshot.plans, device, ins):
-            there = [snapshot.instr(other, place) for place in snapshot.statuses[other].running]
-            if not any(met.comm == ins.comm and met.node == ins.node for met in there):
-                absent.append(other)
-    return absent
+    return [
+        other
+        for ins in at[device]
+        for other in partners(snapshot.plans, device, ins)
+        if all((met.comm, met.node) != (ins.comm, ins.node) for met in at[other])
+    ]
 
 
 def partners(plans: Plans, device: int, ins: Instr) -> list[int]:

@@ -9,7 +9,6 @@ from typing import cast
 import pytest
 
 from piper.errors import LaunchError
-from piper.plan.plan import Plans
 from piper.workers.agent import Agent
 from piper.workers.agent_starter import AgentStarter, AgentWatch
 from piper.workers.rank_agent import AgentLostError
@@ -73,9 +72,6 @@ class Cluster(AgentStarter):
         self.agents = {b: agents for b, agents in self.agents.items() if agents == (self.there.get(b),)}
         for bundle in self.there.keys() - self.agents.keys():
             self._take(bundle, (self.there[bundle],))
-
-    def _arrange(self, plans: Plans) -> None:
-        raise AssertionError("no test resizes")
 
     def _lacking(self) -> Exception:
         return LaunchError("too few", by="test", hint="none")

@@ -59,7 +59,6 @@ class Channel:
         """Wrap one end of a connection.
 
         timeout: seconds that one call may wait. None: without limit, for a process that only waits for calls.
-
         keys: the keys of a channel over a network. None: a pair of sockets that only the two processes have.
         """
         self.end, self.codec, self.keys = end, codec, keys

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -207,9 +207,11 @@ def serve(descriptor: int, module: str, preload: str) -> None:
             ready = wait([end, awake])  # any number of descriptors, unlike `select`
             if awake in ready:
                 os.read(awake, 4096)
-                for pid, status in reap():
-                    children.discard(pid)
-                    notify(end, ENDED, pid, status)
+                for pid in [*children]:
+                    has_ended, status = os.waitpid(pid, os.WNOHANG)
+                    if has_ended:
+                        children.remove(pid)
+                        notify(end, ENDED, pid, os.waitstatus_to_exitcode(status))
             if end in ready:
                 request, descriptors = asked(end)
                 if request != FORK:
@@ -242,18 +244,6 @@ def notify(end: socket.socket, what: int, pid: int, status: int) -> None:
         end.sendall(NOTICE.pack(what, pid, status))
     except OSError:
         return  # the driver is gone, which the loop is about to see
-
-
-def reap() -> Iterator[tuple[int, int]]:
-    """Yield the children that have ended, and their exit codes."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        yield pid, os.waitstatus_to_exitcode(status)
 
 
 def fork(main: Main, ours: Sequence[int], descriptors: Sequence[int]) -> int:

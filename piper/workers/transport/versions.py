@@ -260,10 +260,7 @@ class Versions:
         return self.holders.rest(self.descriptors) is not None
 
     def newest(self, last: int | None = None) -> int | None:
-        """Return the newest step of which all elements are complete. None: there is none.
-
-        last: the newest step that may be chosen. None: any may.
-        """
+        """Return the newest step, up to `last`, of which all elements are complete. None: there is none."""
         steps = {
             step_in(descriptor, number)
             for device, pair in self.descriptors.items()
