@@ -22,13 +22,13 @@ from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.nccl import NcclComms
 from piper.simulate.measured import Line, line_through
 from piper.workers import serve
+from piper.workers.processes import ClosedError
 from piper.workers.rendezvous import LOOPBACK, store_on
 from piper.workers.serve import crowded
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel
 from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.serialize import pack, unpack
-from piper.workers.transport.sockets import ClosedError
 
 TASK = 1  # descriptors of a process of ours; a worker of a job has more
 

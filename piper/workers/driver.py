@@ -22,14 +22,13 @@ from piper.workers.answers import WorkerAnswers
 from piper.workers.blame import Failure, JobSnapshot, blame
 from piper.workers.group import WorkerGroup, streams_of, unread_values
 from piper.workers.messages import CODEC, Assignment, Leaving, pack_setup
-from piper.workers.processes import ProcessStatus, StopWatch
+from piper.workers.processes import ClosedError, ProcessStatus, StopWatch
 from piper.workers.rendezvous import LOOPBACK, store_on
 from piper.workers.serve import WorkerServer
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, Listener
 from piper.workers.transport.fork_server import ForkServer
-from piper.workers.transport.shared_memory import TensorEntry, joined, layout
-from piper.workers.transport.sockets import ClosedError
+from piper.workers.transport.serialize import TensorEntry, joined, layout
 from piper.workers.transport.versions import Versions
 
 A = TypeVar("A")

@@ -20,7 +20,7 @@ from piper.workers.rendezvous import LOOPBACK
 from piper.workers.serve import crowded
 from piper.workers.transport.channel import Channel
 from piper.workers.transport.fork_server import ForkServer, no_process
-from piper.workers.transport.shared_memory import TensorEntry, share
+from piper.workers.transport.serialize import TensorEntry, share
 from piper.workers.transport.versions import Versions
 
 

@@ -19,8 +19,7 @@ from piper.runtime.setup import Setup
 from piper.runtime.worker import Options, Sums
 from piper.workers.blame import Failure
 from piper.workers.processes import SharedFile
-from piper.workers.transport.serialize import Codec, pack, pickled_by_value, unpack
-from piper.workers.transport.shared_memory import TensorEntry
+from piper.workers.transport.serialize import Codec, TensorEntry, pack, pickled_by_value, unpack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

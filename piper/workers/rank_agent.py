@@ -20,7 +20,7 @@ from piper.errors import LaunchError
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.workers.agent import MachineAgent
-from piper.workers.processes import ProcessStatus, SharedFile, Termination, gone, stopped
+from piper.workers.processes import ClosedError, ProcessStatus, SharedFile, Termination, gone, stopped
 from piper.workers.rank_environment import RankEnvironment
 from piper.workers.rendezvous import (
     HOW,
@@ -37,7 +37,6 @@ from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, connect
 from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.serialize import Codec
-from piper.workers.transport.sockets import ClosedError
 
 log = logging.getLogger("piper")
 

@@ -28,7 +28,7 @@ from piper.errors import ConfigError, LaunchError
 from piper.process.private_files import private_folder, read_private, write_private
 from piper.workers.rank_environment import RankEnvironment
 from piper.workers.timeouts import TIMEOUTS
-from piper.workers.transport.sockets import kept_alive
+from piper.workers.transport.channel import kept_alive
 
 LOOPBACK = "127.0.0.1"
 KEY = "PIPER_KEY"

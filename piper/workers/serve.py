@@ -29,12 +29,11 @@ from piper.runtime.worker import Sums, Worker
 from piper.workers.answers import ProgramBatch, WorkerAnswers
 from piper.workers.blame import Failure, ReportedError, Watcher, failure_of
 from piper.workers.messages import CODEC, Assignment, Leaving, unpack_setup
-from piper.workers.processes import Termination, map_marks
+from piper.workers.processes import ClosedError, Termination, map_marks
 from piper.workers.rendezvous import LOOPBACK
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, connect
-from piper.workers.transport.shared_memory import SharedValues
-from piper.workers.transport.sockets import ClosedError
+from piper.workers.transport.serialize import SharedValues
 from piper.workers.transport.versions import WorkerVersions
 
 

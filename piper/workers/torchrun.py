@@ -13,6 +13,7 @@ from piper.errors import LaunchError
 from piper.runtime.setup import ProgramLike
 from piper.workers.agent import Agent, AgentCalls, no_room
 from piper.workers.agent_starter import AgentStarter
+from piper.workers.processes import ClosedError
 from piper.workers.rank_agent import (
     CODEC,
     AgentLostError,
@@ -35,7 +36,6 @@ from piper.workers.rendezvous import (
 from piper.workers.serve import crowded
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, Listener
-from piper.workers.transport.sockets import ClosedError
 
 
 class RemoteAgent:
@@ -194,16 +194,11 @@ class TorchrunStarter(AgentStarter):
     def _bundles(self) -> dict[int, tuple[Agent, ...]]:
         """Return the agents that can take the devices of a machine, by the rank of the first."""
         alive = {rank: agent for rank, agent in sorted(self.ranks.items()) if not agent.actor.gone}
-        if not self.apart:
-            return {rank: (agent,) for rank, agent in alive.items()}
-        nodes: dict[str, dict[int, Agent]] = {}
+        groups: dict[object, dict[int, Agent]] = {}  # by machine, where devices have to share one
         for rank, agent in alive.items():
-            nodes.setdefault(agent.node, {})[rank] = agent
-        return {
-            min(ranks): tuple(ranks.values())[: self.width]
-            for ranks in nodes.values()
-            if len(ranks) >= self.width
-        }
+            groups.setdefault(agent.node if self.apart else rank, {})[rank] = agent
+        full = [ranks for ranks in groups.values() if len(ranks) >= self.width]
+        return {min(ranks): tuple(ranks.values())[: self.width] for ranks in full}
 
     def _hire(self) -> None:
         while self._accept(0.0):

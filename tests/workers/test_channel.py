@@ -10,6 +10,7 @@ from contextlib import closing
 
 import pytest
 
+from piper.workers.processes import ClosedError
 from piper.workers.transport.channel import (
     ANSWER,
     GREETING,
@@ -20,7 +21,6 @@ from piper.workers.transport.channel import (
     Listener,
     connect,
 )
-from piper.workers.transport.sockets import ClosedError
 from tests.workers.bounds import set_timeouts
 
 KEY = b"k" * 32

@@ -19,13 +19,12 @@ import pytest
 from piper.compiler import Program
 from piper.errors import ConfigError, LaunchError
 from piper.train.train_options import TrainOptions, check_options
-from piper.workers.processes import ProcessStatus
+from piper.workers.processes import ClosedError, ProcessStatus
 from piper.workers.rank_agent import CODEC, AgentLostError, AgentPlace, ServedAgent, leave
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import DriverAddress
 from piper.workers.torchrun import RankCalls, RemoteAgent, TorchrunStarter, over
 from piper.workers.transport.channel import Channel, Listener, connect
-from piper.workers.transport.sockets import ClosedError
 from tests.hosts.training import events
 from tests.runtime.grid import Cell, compiled
 from tests.workers.bounds import set_timeouts

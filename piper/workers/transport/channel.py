@@ -10,19 +10,22 @@ repeated or left out.
 import errno
 import hashlib
 import hmac
+import os
 import secrets
 import selectors
 import socket
+import stat
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic, sleep
 
+from piper.workers.processes import ClosedError, read_exactly
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.serialize import Codec, MessageError
-from piper.workers.transport.sockets import ClosedError, keep_alive, read_exactly
 
 LENGTH = struct.Struct("!Q")
 NAME = struct.Struct("!I")
@@ -310,3 +313,40 @@ class Listener:
             channel.close()
         self.selector.close()
         self.socket.close()
+
+
+PROBES = 3  # times that a silent machine is asked before its connections end
+
+
+def keep_alive(end: socket.socket) -> None:
+    """Let waits on a connection end when the other machine is lost: it cannot close the connection."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, TIMEOUTS.link_idle)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, TIMEOUTS.link_probe)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, TIMEOUTS.unread * 1000)
+
+
+@contextmanager
+def kept_alive() -> Iterator[None]:
+    """Let waits on the sockets that are opened inside the block end when the other machine is lost."""
+    before = sockets()
+    yield
+    for fd, inode in sockets().items():
+        if before.get(fd) != inode:
+            with socket.socket(fileno=os.dup(fd)) as end:
+                if end.family in (socket.AF_INET, socket.AF_INET6):
+                    keep_alive(end)
+
+
+def sockets() -> dict[int, int]:
+    """Return the inodes of this process's sockets, by descriptor."""
+    inodes: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            about = os.fstat(int(name))
+        except OSError:
+            continue  # the one that listed them
+        if stat.S_ISSOCK(about.st_mode):
+            inodes[int(name)] = about.st_ino
+    return inodes

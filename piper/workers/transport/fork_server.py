@@ -26,9 +26,8 @@ from pathlib import Path
 from time import monotonic
 
 from piper.errors import LaunchError
-from piper.workers.processes import StopWatch, gone, how, stopped
+from piper.workers.processes import ClosedError, StopWatch, gone, how, read_exactly, stopped
 from piper.workers.timeouts import TIMEOUTS
-from piper.workers.transport.sockets import ClosedError, read_exactly
 
 PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
 PROGRAM = (

@@ -20,8 +20,7 @@ from piper.plan.plan import Plans
 from piper.plan.protected import ProtectedState
 from piper.plan.updates import BucketUpdate
 from piper.runtime.accelerator import is_accelerator, pin, unpin
-from piper.workers.transport.serialize import Codec
-from piper.workers.transport.shared_memory import ALIGNMENT
+from piper.workers.transport.serialize import ALIGNMENT, Codec
 
 HEAD = struct.Struct("=qqqqq")  # the step plus one, or 0 while it is written; bytes: text, layout, begin, end
 ROOM = 256  # bytes by which the text may grow before the tensors behind it move
