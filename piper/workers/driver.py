@@ -9,6 +9,7 @@ from multiprocessing.connection import wait
 from time import monotonic, sleep
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from piper.errors import WorkerError
@@ -28,7 +29,7 @@ from piper.workers.serve import WorkerServer
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, Listener
 from piper.workers.transport.fork_server import ForkServer
-from piper.workers.transport.serialize import TensorEntry, joined, layout
+from piper.workers.transport.serialize import TensorEntry, extent, fill, layout
 from piper.workers.transport.versions import Versions
 
 A = TypeVar("A")
@@ -42,6 +43,7 @@ class SocketWorkerGroup(WorkerGroup):
     grace = TIMEOUTS.cause_follows
     home = LOOPBACK  # the address of the driver's machine
     shares = False  # workers have to share accelerators
+    exit_notifiers: Sequence[ForkServer] = ()  # become readable when a process ends
 
     def __init__(
         self,
@@ -128,10 +130,6 @@ class SocketWorkerGroup(WorkerGroup):
         before, self.moved = self.moved, dict(self.status)
         return bool(before) and before != self.moved
 
-    def exit_notifiers(self) -> Sequence[ForkServer]:
-        """Return objects that become readable when a process ends."""
-        return ()
-
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
         return cast("dict[int, R]", self._ask(call.__name__, arguments, self.stall))
 
@@ -183,7 +181,7 @@ class SocketWorkerGroup(WorkerGroup):
     def _ready(self, devices: set[int], timeout: float = TIMEOUTS.driver_poll) -> list[int]:
         """Return the devices whose message has come. The wait ends early when a process ends."""
         ends: dict[object, int] = {self.channels[device]: device for device in devices}
-        return [ends[end] for end in wait([*ends, *self.exit_notifiers()], timeout) if end in ends]  # type: ignore[list-item]
+        return [ends[end] for end in wait([*ends, *self.exit_notifiers], timeout) if end in ends]  # type: ignore[list-item]
 
     def _hear(self, device: int) -> object:
         try:
@@ -264,8 +262,9 @@ class AgentWorkerGroup(SocketWorkerGroup):
     ) -> None:
         key, sent = self.calls.keys()
         leads = {agent.node: agent for agent in self.agents.values()}
-        memory = self.calls.put(joined(weights, index).numpy())
-        values = {node: agent.actor.hold.remote(memory) for node, agent in leads.items()}
+        memory = torch.zeros(extent(index), dtype=torch.uint8)
+        given = self.calls.put(fill(memory, weights, index).numpy())
+        values = {node: agent.actor.hold.remote(given) for node, agent in leads.items()}
         with closing(Listener(self.host, key, self.options.timeout, CODEC)) as listener:
             started = {
                 device: agent.actor.start.remote(device, listener.address, sent, width, values[agent.node])

@@ -45,6 +45,7 @@ class LocalWorkerGroup(SocketWorkerGroup):
         }
         super().__init__(program, options, agents, versions, packed)
         self.shares = is_accelerator(program.device) and crowded(len(devices))
+        self.exit_notifiers = (forks,)
 
     def connect(
         self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, startup: ExitStack
@@ -56,9 +57,6 @@ class LocalWorkerGroup(SocketWorkerGroup):
             with there:
                 self.processes[device] = worker.fork(there.fileno(), memory, width)
             self.channels[device] = Channel(here, self.options.timeout, codec=CODEC)
-
-    def exit_notifiers(self) -> Sequence[ForkServer]:
-        return (self.forks,)
 
     def look(self, age: float) -> None:
         self.status = {device: worker.look() for device, worker in self.workers.items() if worker.process}

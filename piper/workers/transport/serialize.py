@@ -67,12 +67,10 @@ def raw_bytes(value: Tensor) -> Tensor:
     return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def joined(values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> Tensor:
-    """Return tensors as bytes, each in its place."""
-    memory = torch.zeros(extent(index), dtype=torch.uint8)
+def fill(memory: Tensor, values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> Tensor:
+    """Write tensors into memory as bytes, each in its place. Return the memory."""
     for name, entry in index.items():
-        if entry.nbytes:
-            memory[entry.offset : entry.offset + entry.nbytes] = raw_bytes(values[name])
+        memory[entry.offset : entry.offset + entry.nbytes] = raw_bytes(values[name])
     return memory
 
 
@@ -81,11 +79,7 @@ def share(values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> int
     size = extent(index)
     descriptor = nameless_file(size)
     with mmap.mmap(descriptor, max(size, 1)) as memory:
-        for name, entry in index.items():
-            if entry.nbytes:
-                place = torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
-                place.copy_(raw_bytes(values[name]))
-                del place  # before the memory closes under it
+        fill(torch.frombuffer(memory, dtype=torch.uint8), values, index)
     return descriptor
 
 
