@@ -88,17 +88,13 @@ def check_size(world: RankEnvironment, devices: int, spares: int = 0) -> None:
     """Refuse a number of processes that differs from the number of devices and spares."""
     if world.size == devices + spares:
         return
-    start = f"start {devices + spares} processes"
-    raise ConfigError(
-        "there is not one process for each device" + (" and each spare" if spares else ""),
-        by="launch",
-        facts={
-            "processes": f"WORLD_SIZE={world.size}",
-            "devices": f"{devices} in the plan",
-            **({"spares": f"--spares {spares}"} if spares else {}),
-        },
-        hint=start if spares else f"{start}, or unset {', '.join(NAMES)} and piper starts them",
-    )
+    what, hint = "there is not one process for each device", f"start {devices + spares} processes"
+    facts = {"processes": f"WORLD_SIZE={world.size}", "devices": f"{devices} in the plan"}
+    if spares:
+        what, facts = f"{what} and each spare", {**facts, "spares": f"--spares {spares}"}
+    else:
+        hint = f"{hint}, or unset {', '.join(NAMES)} and piper starts them"
+    raise ConfigError(what, by="launch", facts=facts, hint=hint)
 
 
 P = ParamSpec("P")

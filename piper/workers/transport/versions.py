@@ -261,12 +261,8 @@ class Versions:
 
     def newest(self, last: int | None = None) -> int | None:
         """Return the newest step, up to `last`, of which all elements are complete. None: there is none."""
-        steps = {
-            step_in(descriptor, number)
-            for device, pair in self.descriptors.items()
-            for descriptor in pair
-            for number in self.holders.numbers(device)
-        }
+        places = [place for device in self.descriptors for place in self.places(device)]
+        steps = {step_in(self.descriptors[d][generation], at // SPAN) for d, generation, at in places}
         wanted = (step for step in steps if step is not None and (last is None or step <= last))
         return max((step for step in wanted if self.holders.of(self.descriptors, step)), default=None)
 
