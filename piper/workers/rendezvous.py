@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from piper.errors import ConfigError, LaunchError
-from piper.process.private_files import private_folder, read_private, write_private
+from piper.process.files import private_folder, read_private, write_private
 from piper.workers.rank_environment import RankEnvironment
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import kept_alive
