@@ -51,12 +51,12 @@ class Meeting:
 
 
 class Rank:
-    """One rank of a meeting: its number, its communicators, and what it keeps from call to call."""
+    """One rank of a meeting: its number, its communicators, and the step that it takes again and again."""
 
     def __init__(self, number: int, meeting: Meeting) -> None:
         self.number, self.meeting, self.size = number, meeting, meeting.size
         self.device = device_of(meeting.kind)
-        self.kept: dict[str, object] = {}
+        self.step: Callable[[], Tensor | None] | None = None  # of torch's side, where one was started
         if is_accelerator(self.device):
             serve.take_one(meeting.kind, number)
             if meeting.shares:
