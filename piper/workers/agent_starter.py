@@ -2,7 +2,7 @@
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from threading import RLock
 from time import monotonic, sleep
@@ -45,7 +45,8 @@ class AgentStarter(Starter):
         self.fresh: list[tuple[str, float]] = []  # those that have become warm and are not reported
         self.unfit: dict[int, ShortMachine] = {}  # bundles on machines that are short of memory
         self.skipped: list[ShortMachine] = []  # those that were passed over and are not reported
-        self.watch = AgentWatch(self._notice)
+        self.watcher: threading.Thread | None = None  # looks for machines that join
+        self.closed = threading.Event()
 
     @abstractmethod
     def _hire(self) -> None:
@@ -58,6 +59,17 @@ class AgentStarter(Starter):
         self.taken[bundle] = monotonic()
         self.unfit.pop(bundle, None)
         self.used = {machine: used for machine, used in self.used.items() if used != bundle}
+
+    def watch(self) -> None:
+        """Look for machines that join, in a thread of its own. Idempotent."""
+        if self.watcher is None:
+            self.watcher = threading.Thread(target=self._watch, name="agent watch", daemon=True)
+            self.watcher.start()
+
+    def _watch(self) -> None:
+        starting = True  # the agents of spares, when a job begins
+        while not self.closed.wait(TIMEOUTS.warm_poll if starting else TIMEOUTS.agent_poll):
+            starting = self._notice()
 
     def _notice(self) -> bool:
         """Take agents of machines that have joined. Return whether agents still start."""
@@ -113,7 +125,7 @@ class AgentStarter(Starter):
             raise not_started((str(error) or type(error).__name__).splitlines()[0]) from error
         self.packed = group.packed
         if self.versions is not None:
-            self.watch.begin()
+            self.watch()
         return group
 
     def _place(self, agents: Mapping[int, Agent]) -> None:
@@ -256,31 +268,7 @@ class AgentStarter(Starter):
 
     def close(self) -> None:
         """End the agents. Idempotent."""
-        self.watch.close()
+        self.closed.set()
+        if self.watcher is not None:
+            self.watcher.join(TIMEOUTS.watch_end)
         self.cleanup.close()
-
-
-class AgentWatch:
-    """Calls a function in a thread again and again, until it is closed."""
-
-    def __init__(self, look: Callable[[], bool]) -> None:
-        """Prepare to call `look`, which returns whether an agent still starts."""
-        self.look, self.ended = look, threading.Event()
-        self.thread: threading.Thread | None = None
-
-    def begin(self) -> None:
-        """Start the thread. Idempotent."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._watch, name="agent watch", daemon=True)
-            self.thread.start()
-
-    def _watch(self) -> None:
-        starting = True  # those of spares, when a job begins
-        while not self.ended.wait(TIMEOUTS.warm_poll if starting else TIMEOUTS.agent_poll):
-            starting = self.look()
-
-    def close(self) -> None:
-        """End the thread. Idempotent."""
-        self.ended.set()
-        if self.thread is not None:
-            self.thread.join(TIMEOUTS.watch_end)

@@ -98,9 +98,9 @@ def next_launch(world: RankEnvironment) -> int:
     return store_of(world).add(f"launches/{world.rank}", 1)
 
 
-def publish_address(world: RankEnvironment, launch: int, address: DriverAddress) -> None:
-    """Write the address of a launch into the store."""
-    store_of(world).set(f"launch/{launch}", json.dumps(asdict(address)))
+def publish_address(world: RankEnvironment, address: DriverAddress) -> None:
+    """Write the address of this process's next launch into the store."""
+    store_of(world).set(f"launch/{next_launch(world)}", json.dumps(asdict(address)))
 
 
 def find_address(world: RankEnvironment, launch: int) -> DriverAddress:

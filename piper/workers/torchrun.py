@@ -27,7 +27,6 @@ from piper.workers.rendezvous import (
     DriverAddress,
     check_key,
     given_key,
-    next_launch,
     offered_key,
     own_address,
     publish_address,
@@ -153,7 +152,7 @@ class TorchrunStarter(AgentStarter):
         self.cleanup.callback(self.listener.close)
         host, port = self.listener.address
         address = DriverAddress(host=host, port=port, launch=launch, spares=self.spares > 0)
-        publish_address(self.world, next_launch(self.world), address)
+        publish_address(self.world, address)
         mine = RankAgent(calls.key)
         self._admit(0, AgentPlace(address=calls.own, local=self.world.local), mine.answer, mine.close)
 

@@ -10,7 +10,7 @@ import pytest
 
 from piper.errors import LaunchError
 from piper.workers.agent import Agent
-from piper.workers.agent_starter import AgentStarter, AgentWatch
+from piper.workers.agent_starter import AgentStarter
 from piper.workers.rank_agent import AgentLostError
 from piper.workers.rank_environment import RankEnvironment
 from piper.workers.torchrun import RankCalls
@@ -75,9 +75,6 @@ class Cluster(AgentStarter):
 
     def _lacking(self) -> Exception:
         return LaunchError("too few", by="test", hint="none")
-
-    def close(self) -> None:
-        self.watch.close()
 
     def chosen(self) -> list[str]:
         """Return where the devices would start now."""
@@ -233,10 +230,10 @@ def test_machines_are_looked_for_until_the_job_ends(monkeypatch: pytest.MonkeyPa
         seen.release()
 
     monkeypatch.setattr(cluster, "_hire", look)
-    cluster.watch.begin()
-    thread = cast(threading.Thread, cluster.watch.thread)
-    cluster.watch.begin()
-    assert cluster.watch.thread is thread, "there is one"
+    cluster.watch()
+    thread = cast(threading.Thread, cluster.watcher)
+    cluster.watch()
+    assert cluster.watcher is thread, "there is one"
     cluster.join(7, warm=True)
     drain(seen)
     for _ in range(2):  # the first look may have begun before it joined
@@ -249,8 +246,9 @@ def test_machines_are_looked_for_until_the_job_ends(monkeypatch: pytest.MonkeyPa
     assert not seen.acquire(timeout=0.05), "nobody looks any more"
 
 
-def test_a_watch_that_never_began_can_be_closed() -> None:
-    watch = AgentWatch(lambda: pytest.fail("it looks"))
-    watch.close()
-    watch.begin()
-    cast(threading.Thread, watch.thread).join(BOUND)
+def test_a_watch_that_never_began_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster()
+    monkeypatch.setattr(cluster, "_notice", lambda: pytest.fail("it looks"))
+    cluster.close()
+    cluster.watch()
+    cast(threading.Thread, cluster.watcher).join(BOUND)

@@ -177,12 +177,10 @@ def starting(
     ]
     ranks: list[ServedAgent] = []
 
-    def publish(_: RankEnvironment, launch: int, address: DriverAddress) -> None:
-        assert launch == 1
+    def publish(_: RankEnvironment, address: DriverAddress) -> None:
         ranks.extend(ServedAgent(one, address) for one in world[1:] if one.rank != absent)
 
     monkeypatch.setattr("piper.workers.torchrun.publish_address", publish)
-    monkeypatch.setattr("piper.workers.torchrun.next_launch", lambda _: 1)
     try:
         made = TorchrunStarter(program, world[0], True, len(nodes) - 2)
         yield made
