@@ -148,10 +148,13 @@ class ServedAgent:
 
     def _serve(self) -> None:
         """Connect and answer calls until the driver does not listen. Connect again after a link was down."""
+        where = self.address.host, self.address.port
         until, known, said = monotonic() + TIMEOUTS.rank_away, False, False
         while monotonic() < until and not self.leaving:
             try:
-                channel = self._connect()
+                channel = connect(where, self.key, self.world.rank, TIMEOUTS.meeting, CODEC)
+                own = own_address(self.world)
+                channel.send(AgentPlace(address=own, local=self.world.local, follows=self.hear is not None))
             except ConnectionRefusedError:
                 return  # the driver does not listen any more
             except ClosedError as error:
@@ -160,7 +163,7 @@ class ServedAgent:
                 raise LaunchError(
                     "this rank and rank 0 do not know the same key",
                     by=f"rank {self.world.rank}",
-                    facts={"at": f"{self.address.host}:{self.address.port}", "why": str(error)},
+                    facts={"at": f"{where[0]}:{where[1]}", "why": str(error)},
                     hint=HOW,
                 ) from error
             except OSError as error:
@@ -174,12 +177,6 @@ class ServedAgent:
             until, known, said = monotonic() + TIMEOUTS.rank_away, True, False
         if not self.leaving:
             raise lost_leader(self.world)
-
-    def _connect(self) -> Channel:
-        where, follows = (self.address.host, self.address.port), self.hear is not None
-        channel = connect(where, self.key, self.world.rank, TIMEOUTS.meeting, CODEC)
-        channel.send(AgentPlace(address=own_address(self.world), local=self.world.local, follows=follows))
-        return channel
 
     def _answer(self, channel: Channel) -> None:
         """Answer the calls of the driver until the channel is closed."""

@@ -155,12 +155,16 @@ class WorkerServer(WorkerAnswers):
 def main(descriptors: Sequence[int]) -> int:
     """Be a worker: receive an assignment, then answer the calls of the driver until it is gone.
 
-    descriptors: the way to the driver, the marks of progress, and the file of the initial values.
+    descriptors: the way to the driver (a socket or a ticket), the marks of progress, and the initial values.
     """
     way, marks, values = descriptors
     termination = Termination()
     termination.install()
-    channel = channel_to_driver(way)
+    if stat.S_ISSOCK(os.fstat(way).st_mode):
+        channel = Channel(socket.socket(fileno=way), codec=CODEC)
+    else:  # a ticket names the address of the driver, with its key
+        host, port, key, device = json.loads(os.pread(way, os.fstat(way).st_size, 0))
+        channel = connect((host, port), bytes.fromhex(key), device, TIMEOUTS.meeting, CODEC)
     with suppress(ClosedError):
         given = cast(Assignment, channel.recv())
         sys.path[:] = given.path or sys.path
@@ -171,14 +175,6 @@ def main(descriptors: Sequence[int]) -> int:
             termination,
         )
     return 0
-
-
-def channel_to_driver(way: int) -> Channel:
-    """Return the channel over a pair of sockets, or to the address that a ticket names, with its key."""
-    if stat.S_ISSOCK(os.fstat(way).st_mode):
-        return Channel(socket.socket(fileno=way), codec=CODEC)
-    host, port, key, device = json.loads(os.pread(way, os.fstat(way).st_size, 0))
-    return connect((host, port), bytes.fromhex(key), device, TIMEOUTS.meeting, CODEC)
 
 
 def serve(
