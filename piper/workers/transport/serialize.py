@@ -20,6 +20,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -46,15 +47,18 @@ class TensorEntry:
     shape: tuple[int, ...]
 
 
+def rounded(nbytes: int) -> int:
+    """Return bytes rounded up, so that any type can begin there."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 def layout(values: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     """Return a place for each tensor, one after another."""
-    index: dict[str, TensorEntry] = {}
-    offset = 0
-    for name, value in values.items():
-        nbytes = value.numel() * value.element_size()
-        index[name] = TensorEntry(offset=offset, nbytes=nbytes, dtype=value.dtype, shape=tuple(value.shape))
-        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return index
+    offsets = accumulate((rounded(value.nbytes) for value in values.values()), initial=0)
+    return {
+        name: TensorEntry(offset=at, nbytes=value.nbytes, dtype=value.dtype, shape=tuple(value.shape))
+        for (name, value), at in zip(values.items(), offsets, strict=False)
+    }
 
 
 def extent(index: Mapping[str, TensorEntry]) -> int:

@@ -20,7 +20,7 @@ from piper.plan.plan import Plans
 from piper.plan.protected import ProtectedState
 from piper.plan.updates import BucketUpdate
 from piper.runtime.accelerator import is_accelerator, pin, unpin
-from piper.workers.transport.serialize import ALIGNMENT, Codec
+from piper.workers.transport.serialize import Codec, rounded
 
 HEAD = struct.Struct("=qqqqq")  # the step plus one, or 0 while it is written; bytes: text, layout, begin, end
 ROOM = 256  # bytes by which the text may grow before the tensors behind it move
@@ -43,11 +43,6 @@ CODEC = Codec((Copied, VersionLayout))
 def same(value: Tensor) -> Tensor:
     """Return a tensor's elements, copied only if they do not lie one after another."""
     return value.detach().contiguous()
-
-
-def rounded(nbytes: int) -> int:
-    """Return bytes rounded up, so that any type can begin there."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class SectionWriter:
