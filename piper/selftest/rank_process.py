@@ -86,7 +86,7 @@ class Rank:
 
 
 Call = Callable[[Rank], object]
-Answer = tuple[object, str | None]  # what a call returned, on the host, and the traceback of what it raised
+Answer = tuple[object, str | None]  # what a call returned, and the traceback of what it raised
 
 
 def plans_for(size: int) -> Plans:
@@ -114,19 +114,11 @@ def main(descriptors: Sequence[int]) -> int:
         try:
             if rank is None or rank.meeting != meeting:
                 rank = Rank(number, meeting)
-            answer: Answer = on_host(call(rank)), None
+            answer: Answer = call(rank), None
+            rank.wait()  # what fails on the device is raised here
         except Exception:  # noqa: BLE001  it is sent to the process that asked, which raises
             rank, answer = None, (None, traceback.format_exc())
         channel.send(answer)
-
-
-def on_host(value: object) -> object:
-    """Return a result with its tensors on the host."""
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, list | tuple):
-        return type(value)(map(on_host, value))
-    return value
 
 
 Communicate = Callable[[int, Comms], object]
