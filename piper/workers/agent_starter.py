@@ -118,12 +118,10 @@ class AgentStarter(Starter):
         try:
             agents = self._agents()
             self._place(agents)
-            group = AgentWorkerGroup(self.program, options, agents, self.calls, self.versions, self.packed)
-            self.group = group
+            self.group = group = AgentWorkerGroup(self, options, agents, self.calls)
             group.begin()
         except self.calls.lost as error:
             raise not_started((str(error) or type(error).__name__).splitlines()[0]) from error
-        self.packed = group.packed
         if self.versions is not None:
             self.watch()
         return group

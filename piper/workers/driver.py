@@ -15,13 +15,13 @@ from torch import Tensor
 from piper.errors import WorkerError
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.debug.profiler import ClockOffset, compare
-from piper.runtime.setup import ProgramLike, Setup, initial_tensors, setup_of
+from piper.runtime.setup import Setup, initial_tensors, setup_of
 from piper.runtime.worker import Options
 from piper.workers.agent import Agent, AgentCalls, not_started
 from piper.workers.agent_versions import AgentVersions, version_lost
 from piper.workers.answers import WorkerAnswers
 from piper.workers.blame import Failure, JobSnapshot, blame
-from piper.workers.group import WorkerGroup, streams_of, unread_values
+from piper.workers.group import Starter, WorkerGroup, streams_of, unread_values
 from piper.workers.messages import CODEC, Assignment, Leaving, pack_setup
 from piper.workers.processes import ClosedError, ProcessStatus, StopWatch
 from piper.workers.rendezvous import LOOPBACK, store_on
@@ -30,7 +30,6 @@ from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, Listener
 from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.serialize import TensorEntry, extent, fill, layout
-from piper.workers.transport.versions import Versions
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -45,21 +44,11 @@ class SocketWorkerGroup(WorkerGroup):
     shares = False  # workers have to share accelerators
     exit_notifiers: Sequence[ForkServer] = ()  # become readable when a process ends
 
-    def __init__(
-        self,
-        program: ProgramLike,
-        options: Options,
-        agents: Mapping[int, Agent],
-        versions: Versions | None,
-        packed: bytes | None,
-    ) -> None:
-        """Prepare a worker for each device.
-
-        versions: the memory for copies. None: none are kept. packed: the setup as a message, if it is known.
-        """
-        super().__init__(program, options)
-        self.agents, self.packed = agents, packed
-        self.versions, self.protects = versions, versions is not None
+    def __init__(self, starter: Starter, options: Options, agents: Mapping[int, Agent]) -> None:
+        """Prepare a worker of the starter's program for each device."""
+        super().__init__(starter.program, options)
+        self.starter, self.agents = starter, agents
+        self.versions, self.protects = starter.versions, starter.versions is not None
         self.channels: dict[int, Channel] = {}
         self.processes: dict[int, int] = {}  # process ids by device
         self.status: dict[int, ProcessStatus] = {}  # what was last seen of each process
@@ -85,7 +74,7 @@ class SocketWorkerGroup(WorkerGroup):
         weights = needed.build_code(
             program.plans, lambda: {} if self.options.blank else initial_tensors(program)
         )
-        self.packed = setup = self.packed or pack_setup(needed)
+        self.starter.packed = setup = self.starter.packed or pack_setup(needed)
         index = layout(weights)
         addresses = {agent.address for agent in self.agents.values()}
         self.host = LOOPBACK if addresses == {self.home} else self.home
@@ -241,17 +230,11 @@ class AgentWorkerGroup(SocketWorkerGroup):
     versions: AgentVersions | None
 
     def __init__(
-        self,
-        program: ProgramLike,
-        options: Options,
-        agents: Mapping[int, Agent],
-        calls: AgentCalls,
-        versions: AgentVersions | None = None,
-        packed: bytes | None = None,
+        self, starter: Starter, options: Options, agents: Mapping[int, Agent], calls: AgentCalls
     ) -> None:
-        super().__init__(program, options, agents, versions, packed)
+        super().__init__(starter, options, agents)
         self.calls, self.home = calls, calls.own
-        self.shares = is_accelerator(program.device) and calls.crowded
+        self.shares = is_accelerator(self.program.device) and calls.crowded
         self.unreachable: set[int] = set()  # devices whose agent is lost, or does not answer
         self.stops = StopWatch(TIMEOUTS.agent_sees_stopped)
         self.looks: dict[int, tuple[Any, float]] = {}  # calls of agents that are under way, and since when

@@ -27,24 +27,15 @@ from piper.workers.transport.versions import Versions
 class LocalWorkerGroup(SocketWorkerGroup):
     """Workers that a fork server forks, each at the end of a pair of sockets."""
 
-    def __init__(
-        self,
-        program: ProgramLike,
-        options: Options,
-        forks: ForkServer,
-        versions: Versions | None = None,
-        places: Sequence[int] | None = None,
-        packed: bytes | None = None,
-    ) -> None:
-        """Prepare a worker for each device; `places`: the accelerator of each. None: in their order."""
-        devices = program.plans.devices
+    def __init__(self, starter: "LocalStarter", options: Options, forks: ForkServer) -> None:
+        devices = starter.program.plans.devices
         self.forks, self.workers = forks, {device: WorkerProcess(forks) for device in devices}
         agents = {
             device: Agent(actor=self.workers[device], node="", address=LOOPBACK, local=place)
-            for device, place in zip(devices, places or range(len(devices)), strict=True)
+            for device, place in zip(devices, starter.places or range(len(devices)), strict=True)
         }
-        super().__init__(program, options, agents, versions, packed)
-        self.shares = is_accelerator(program.device) and crowded(len(devices))
+        super().__init__(starter, options, agents)
+        self.shares = is_accelerator(self.program.device) and crowded(len(devices))
         self.exit_notifiers = (forks,)
 
     def connect(
@@ -76,14 +67,14 @@ class LocalStarter(Starter):
         """Prepare for a program; `forks`: a fork server that others use too. None: it has its own."""
         super().__init__(program, versions)
         self.lent, self.forks = forks is not None, forks
-        self.places: Sequence[int] | None = None
+        self.places: Sequence[int] | None = None  # the accelerator of each device. None: in their order
 
     def start(self, options: Options) -> LocalWorkerGroup:
         """Start all workers, and the fork server too where it is lost."""
         if self.forks is not None and not self.lent and gone(self.forks.server):
             self.close()
         self.forks = self.forks or ForkServer()
-        group = LocalWorkerGroup(self.program, options, self.forks, self.versions, self.places, self.packed)
+        group = LocalWorkerGroup(self, options, self.forks)
         try:
             group.begin()
         except OSError as error:  # the fork server went while it was asked
@@ -92,7 +83,6 @@ class LocalStarter(Starter):
         except LaunchError:
             self.close()
             raise
-        self.packed = group.packed
         return group
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:

@@ -19,6 +19,7 @@ from piper.runtime.worker import Options
 from piper.workers.agent import Agent
 from piper.workers.agent_versions import AgentVersions
 from piper.workers.driver import AgentWorkerGroup
+from piper.workers.group import Starter
 from piper.workers.rank_agent import AgentLostError, RankAgent
 from piper.workers.rank_environment import RankEnvironment
 from piper.workers.torchrun import RankCalls, RemoteAgent
@@ -192,7 +193,8 @@ def test_an_agent_that_is_lost_after_a_version_was_chosen(hired: Hired, tmp_path
     run.session.protect()
     run.close()
     assert versions.newest() == 0
-    group = AgentWorkerGroup(compiled(PAIR), Options(), {0: first, 1: second}, versions.calls, versions)
+    starter = Starter(compiled(PAIR), versions)
+    group = AgentWorkerGroup(starter, Options(), {0: first, 1: second}, versions.calls)
     second.actor.close()
 
     def write() -> None:

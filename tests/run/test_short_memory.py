@@ -91,7 +91,7 @@ class Cluster(AgentStarter):
         """Return where the devices start, as `start` has it, without a worker."""
         agents = self._agents()
         self._place(agents)
-        self.group = AgentWorkerGroup(self.program, Options(), agents, self.calls, self.versions)
+        self.group = AgentWorkerGroup(self, Options(), agents, self.calls)
         return [agent.address for _, agent in sorted(agents.items())]
 
     def lose(self, bundle: int) -> None:
