@@ -154,7 +154,8 @@ class TorchrunStarter(AgentStarter):
         address = DriverAddress(host=host, port=port, launch=launch, spares=self.spares > 0)
         publish_address(self.world, address)
         mine = RankAgent(calls.key)
-        self._admit(0, AgentPlace(address=calls.own, local=self.world.local), mine.answer, mine.close)
+        place = AgentPlace(address=calls.own, local=self.world.local)
+        self._admit(0, place, RemoteAgent(mine.answer, mine.close))
 
     def _accept(self, timeout: float) -> bool:
         """Take the next rank that has connected. Return whether there was one."""
@@ -169,22 +170,16 @@ class TorchrunStarter(AgentStarter):
         if isinstance(place, AgentPlace) and 0 < rank < self.world.size:
             channel.limit(None)  # calls may take long, and each has a timeout of its own
             self.followers |= {rank} if place.follows else set()
-            self._admit(rank, place, partial(over, channel), partial(leave, channel))
+            self._admit(rank, place, RemoteAgent(partial(over, channel), partial(leave, channel)))
         else:
             channel.close()
         return True
 
-    def _admit(
-        self,
-        rank: int,
-        place: AgentPlace,
-        ask: Callable[[str, list[object]], object],
-        close: Callable[[], None],
-    ) -> None:
+    def _admit(self, rank: int, place: AgentPlace, actor: RemoteAgent) -> None:
         if rank in self.ranks:
             self.ranks[rank].actor.close()  # of a link that was down
         self.ranks[rank] = Agent(
-            actor=RemoteAgent(ask, close),
+            actor=actor,
             node=str(rank - place.local),  # the first rank of its machine
             address=place.address,
             local=place.local,

@@ -286,7 +286,7 @@ def test_more_than_a_thousand_descriptors() -> None:
     many = [os.dup(null) for _ in range(1100)]
     try:
         made, pids = idle_server()
-        assert made.end.fileno() > 1024
+        assert made.fileno() > 1024
         os.kill(pids[0], signal.SIGKILL)
         made.wait(pids[:1], 100.0)
         assert made.ended() == {pids[0]: -signal.SIGKILL}
