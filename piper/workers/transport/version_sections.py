@@ -230,6 +230,10 @@ class Holders:
         written, rest = self.of(files, step), self.rest(files)
         return None if written is None or rest is None else [*written, *rest]
 
+    def held(self, files: Mapping[int, Sequence[int]], step: int) -> list[tuple[int, HeldVersion]]:
+        """Return the sections of a version with their devices, none if it is not complete."""
+        return [(device, held_in(file, n)) for device, file, n in self.all_of(files, step) or ()]
+
 
 def rest_of(plans: Plans, device: int) -> tuple[list[BucketUpdate], list[str]]:
     """Return the buckets and buffers that a device is the one to save and no instruction copies."""
