@@ -271,11 +271,7 @@ def fetched_key(launch: str, rank: int) -> bytes:
 def key_of(world: RankEnvironment, address: DriverAddress) -> bytes:
     """Return the key of a launch: the one that the environment gives, or the one that rank 0 made."""
     key = given_key()
-    if key is not None and not address.launch:
-        return key
-    if not world.one_machine:
-        raise key_missing(world.rank)
-    return fetched_key(address.launch, world.rank)
+    return fetched_key(address.launch, world.rank) if key is None or address.launch else key
 
 
 def ranks_absent(ranks: Iterable[int]) -> LaunchError:
@@ -290,14 +286,9 @@ def ranks_absent(ranks: Iterable[int]) -> LaunchError:
 def check_key(world: RankEnvironment) -> None:
     """Refuse to launch on several machines without a key that all ranks have."""
     if not world.one_machine and given_key() is None:
-        raise key_missing(world.rank)
-
-
-def key_missing(rank: int) -> LaunchError:
-    """Return the error of ranks on several machines that have no key in common."""
-    return LaunchError(
-        "ranks on several machines need a key",
-        by=f"rank {rank}",
-        facts={"why": "each proves that it knows one, and torchrun's store is open to every process"},
-        hint=HOW,
-    )
+        raise LaunchError(
+            "ranks on several machines need a key",
+            by=f"rank {world.rank}",
+            facts={"why": "each proves that it knows one, and torchrun's store is open to every process"},
+            hint=HOW,
+        )
