@@ -260,21 +260,23 @@ def no_room(
     machines: how many nodes are needed for copies that are apart, and how many there are. None: any number.
     """
     if machines is not None and machines[0] > machines[1]:
-        what = "the cluster has too few machines to keep copies of the state apart"
-        room = ", ".join(f"{amount:g} {name} each" for name, amount in bundle.items())
-        facts = {
-            "needs": f"{machines[0]} machines, spares included, with {room}",
-            "has": f"{machines[1]} with that room",
-        }
-        hint = 'add machines, or keep copies on other devices: protect(at(), copies=1, apart="device")'
-    else:
-        what = "the cluster has no room for all workers"
-        facts = {
+        each = ", ".join(f"{amount:g} {name} each" for name, amount in bundle.items())
+        needs = f"{machines[0]} machines, spares included, with {each}"
+        return LaunchError(
+            "the cluster has too few machines to keep copies of the state apart",
+            by="launch",
+            facts={"needs": needs, "has": f"{machines[1]} with that room"},
+            hint='add machines, or keep copies on other devices: protect(at(), copies=1, apart="device")',
+        )
+    return LaunchError(
+        "the cluster has no room for all workers",
+        by="launch",
+        facts={
             "needs": ", ".join(f"{devices * amount:g} {name}" for name, amount in bundle.items()),
             "has": ", ".join(f"{has.get(name, 0):g} {name}" for name in bundle),
-        }
-        hint = "wait until other jobs have ended, add nodes, or place the job on fewer devices"
-    return LaunchError(what, by="launch", facts=facts, hint=hint)
+        },
+        hint="wait until other jobs have ended, add nodes, or place the job on fewer devices",
+    )
 
 
 def machines_of(plans: Plans) -> tuple[list[tuple[int, ...]], bool]:
