@@ -19,13 +19,12 @@ from piper.runtime.setup import Setup, initial_tensors, setup_of
 from piper.runtime.worker import Options
 from piper.workers.agent import Agent, AgentCalls, not_started
 from piper.workers.agent_versions import AgentVersions, version_lost
-from piper.workers.answers import WorkerAnswers
 from piper.workers.blame import Failure, JobSnapshot, blame
 from piper.workers.group import Starter, WorkerGroup, streams_of, unread_values
 from piper.workers.messages import CODEC, Assignment, Leaving, pack_setup
 from piper.workers.processes import ClosedError, ProcessStatus, StopWatch
 from piper.workers.rendezvous import LOOPBACK, store_on
-from piper.workers.serve import WorkerServer
+from piper.workers.serve import WorkerAnswers, WorkerServer
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, Listener
 from piper.workers.transport.fork_server import ForkServer

@@ -25,9 +25,9 @@ from piper.run.launch import launch_local
 from piper.run.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.workers.answers import WorkerAnswers
 from piper.workers.local import LocalWorkerGroup
 from piper.workers.processes import StopWatch
+from piper.workers.serve import WorkerAnswers
 from piper.workers.transport.channel import Listener, connect
 from piper.workers.transport.fork_server import ForkServer
 from tests import warm
