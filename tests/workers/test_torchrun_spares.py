@@ -237,6 +237,18 @@ def test_a_rank_that_connects_and_says_nothing_holds_up_no_other(monkeypatch: py
         assert made.ranks[1].actor.look.remote().result(20) == ProcessStatus(process=0)
 
 
+def test_a_rank_whose_link_was_down_is_a_spare_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piper.workers.agent.MachineAgent.warm", lambda _: None)
+    with starting(monkeypatch, compiled(PAIR), [0, 1, 2]) as made:
+        lost, until = made.ranks[1], time.monotonic() + 20
+        lost.actor.close()
+        while made.ranks[1] is lost and time.monotonic() < until:
+            made._hire()
+            time.sleep(0.01)
+        assert made.ranks[1].actor.look.remote().result(20) == ProcessStatus(process=0)
+        assert made.agents[1] == (made.ranks[1],)
+
+
 def test_fewer_devices_need_no_whole_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two machines of two ranks take a device each, or one of them takes both devices of a smaller layout."""
     monkeypatch.setattr("piper.workers.agent.MachineAgent.warm", lambda _: None)
