@@ -48,7 +48,7 @@ def test_names_in_the_recipes_exist() -> None:
         ("piper/proof/local_rules.py", "self.terms"),
         ("piper/runtime/comm/base.py", "on_streams"),
         ("piper/runtime/accelerator.py", "KINDS"),
-        ("piper/workers/answers.py", "def optimizer_state("),
+        ("piper/workers/serve.py", "def optimizer_state("),
         ("piper/run/launch.py", "def starter_of("),
     ]:
         assert name in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"

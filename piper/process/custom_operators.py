@@ -12,18 +12,13 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 def modules_of(graph: fx.Graph) -> set[str]:
     """Return the modules that define the operators of a graph which are not torch's own."""
-    return {module for name in _called(graph) if (module := module_of(name)) is not None}
-
-
-def _called(graph: fx.Graph) -> set[str]:
-    """Return the names of a graph's operators. Dynamo leaves packets of overloads, tracing chooses one."""
-    found = set()
-    for node in graph.nodes:
+    called = set()
+    for node in graph.nodes:  # Dynamo leaves packets of overloads, of which tracing chooses one
         if isinstance(node.target, OpOverload):
-            found.add(node.target.name().partition(".")[0])
+            called.add(node.target.name().partition(".")[0])
         elif isinstance(node.target, OpOverloadPacket):
-            found.add(str(node.target._qualified_op_name))
-    return found
+            called.add(str(node.target._qualified_op_name))
+    return {module for name in called if (module := module_of(name)) is not None}
 
 
 def module_of(name: str) -> str | None:

@@ -1,6 +1,13 @@
-"""Writes single files that a user names, and never replaces one that Piper did not write."""
+"""Files that a user names, and folders, files and keys that only the user of this process may change.
+
+A file that Piper did not write is never replaced.
+"""
 
 import os
+import secrets
+import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from piper.errors import ConfigError, file_errors
@@ -60,3 +67,93 @@ def not_replaced(path: Path) -> ConfigError:
         facts={"has": f"{path.stat().st_size} bytes"},
         hint="name another file, or move this one away first",
     )
+
+
+KEY_BYTES = 32
+OTHERS = 0o077  # every permission of the group and of other users
+OTHERS_WRITE = 0o022
+
+
+def private_folder(path: Path, by: str) -> Path:
+    """Return the folder at `path`, made with mode 0700 if there is none.
+
+    A folder that belongs to another user, or that others may write to, is refused: its contents cannot be
+    trusted. One that others may only read is closed to them.
+    """
+    with file_errors("a private folder cannot be used", by, "name a folder that you may write to"):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = path.stat()
+        problem = _problem(about, OTHERS_WRITE)
+        if problem is None and about.st_mode & OTHERS:
+            path.chmod(0o700)
+    if problem is not None:
+        raise distrusted("folder", path, problem, by, "remove it, or name another; mode 0700 is meant")
+    return path
+
+
+def _problem(about: os.stat_result, forbidden: int) -> str | None:
+    """Return why a file of this status cannot be trusted. None: it can."""
+    if about.st_uid != os.geteuid():
+        return f"it belongs to user {about.st_uid}, and this process runs as user {os.geteuid()}"
+    if about.st_mode & forbidden:
+        return f"its mode is {stat.S_IMODE(about.st_mode):04o}"
+    return None
+
+
+def distrusted(kind: str, path: Path, why: str, by: str, hint: str) -> ConfigError:
+    """Return the error of a file or folder that others could have changed or read."""
+    return ConfigError(
+        f"a {kind} that others may use is not trusted",
+        by=by,
+        facts={"path": str(path), "why": why},
+        hint=hint,
+    )
+
+
+def read_private(path: Path, by: str) -> bytes:
+    """Return the contents of a file, if it belongs to this user and no other user may read or write it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise distrusted("key file", path, str(error), by, "name a regular file of mode 0600") from error
+    with open(descriptor, "rb") as file:
+        about = os.fstat(file.fileno())
+        problem = _problem(about, OTHERS)
+        if not stat.S_ISREG(about.st_mode):
+            problem = "it is not a regular file"
+        if problem is not None:
+            raise distrusted("key file", path, problem, by, f"chmod 600 {path}, and make it yours")
+        return file.read()
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file of mode 0600 that is either whole or absent. A file of that name is kept."""
+    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=".new-")  # of mode 0600
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(draft, path)
+    finally:
+        os.unlink(draft)
+
+
+def user_key(path: Path, by: str) -> bytes:
+    """Return the key in a file of this user, made at the first call."""
+    private_folder(path.parent, by)
+    try:
+        key = read_private(path, by)
+    except FileNotFoundError:
+        with (
+            file_errors("a key cannot be written", by, "make the folder writable"),
+            suppress(FileExistsError),  # another process was faster
+        ):
+            write_private(path, secrets.token_bytes(KEY_BYTES))
+        key = read_private(path, by)
+    if len(key) < KEY_BYTES:
+        why = f"it holds {len(key)} bytes"
+        raise distrusted("key file", path, why, by, f"remove {path}: it is made again")
+    return key

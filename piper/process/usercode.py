@@ -5,7 +5,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -70,13 +70,10 @@ def said(error: BaseException) -> str:
     A DataLoader's worker puts a whole traceback into the text, whose last line is the exception.
     """
     text = str(error)
-    lines = [line for line in text.splitlines() if line.strip()]
-    if "Traceback (most recent call last)" in text and lines:
-        return _short(lines[-1])
-    return _short(f"{type(error).__name__}: {text}" if text else type(error).__name__)
-
-
-def _short(text: str) -> str:
+    if "Traceback (most recent call last)" in text:
+        text = text.strip().splitlines()[-1]
+    else:
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     line = " ".join(text.split())
     return line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
 
@@ -111,13 +108,8 @@ def raised(
     where = frames[-1][0].partition(" in ")[0] if frames else defined_at(thing)
     rows = {**(facts or {}), "why": said(error)}
     if len(frames) > 1:
-        rows["trace"] = "\n".join(_rows(frames))
+        rows["trace"] = "\n".join(f"{place}: {code}" if code else place for place, code in frames)
     return ConfigError(what, by=f"{role} ({where})" if where else role, facts=rows, hint=hint)
-
-
-def _rows(frames: Iterable[tuple[str, str]]) -> Iterable[str]:
-    for place, code in frames:
-        yield f"{place}: {code}" if code else place
 
 
 def failed_line(error: BaseException) -> str | None:

@@ -35,9 +35,9 @@ from piper.errors import ConfigError
 from piper.job import Job
 from piper.runtime.setup import ProgramLike
 from piper.runtime.trainers import empty_optimizer
-from piper.workers.answers import WorkerAnswers
 from piper.workers.group import WorkerGroup
 from piper.workers.results import Resumed
+from piper.workers.serve import WorkerAnswers
 from piper.workers.timeouts import TIMEOUTS
 
 log = logging.getLogger("piper")

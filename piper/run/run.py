@@ -35,8 +35,8 @@ from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.runtime.full_values import by_bucket, holders, whole_buffers, whole_parameters, whole_state
 from piper.runtime.setup import ProgramLike, setup_of
-from piper.workers.answers import WorkerAnswers
 from piper.workers.results import Batch, EvaluationResult, Resumed, StepResult, state_by_name
+from piper.workers.serve import WorkerAnswers
 
 log = logging.getLogger("piper")
 

@@ -17,8 +17,8 @@ from piper.simulate.cluster import known_clusters, load_cluster
 from piper.simulate.costs import Costs, Roofline
 from piper.simulate.measured import read_costs
 from piper.simulate.routing import best_tables, present_step
-from piper.workers.answers import WorkerAnswers
 from piper.workers.results import Batch, EvaluationResult, Means
+from piper.workers.serve import WorkerAnswers
 
 
 class RunCalls:

@@ -36,7 +36,6 @@ from piper.runtime.predictions import predicted_rows
 from piper.runtime.setup import Forward, ProgramLike, Shapes, initial_tensors, setup_of
 from piper.runtime.uneven import COUNTS
 from piper.runtime.worker import Sums
-from piper.workers.answers import ProgramBatch, WorkerAnswers
 from piper.workers.group import WorkerGroup
 from piper.workers.messages import BatchSlicer
 from piper.workers.results import (
@@ -48,6 +47,7 @@ from piper.workers.results import (
     rows_by_expert,
     sums_over_groups,
 )
+from piper.workers.serve import ProgramBatch, WorkerAnswers
 
 A = TypeVar("A")
 R = TypeVar("R")

@@ -116,34 +116,24 @@ def all_reduce(dtype: torch.dtype, length: int, group: str = "all") -> CommCase:
     return CommCase("all_reduce", f"{length} {group}", dtype, partial(equal, (length,)), act, want)
 
 
-def reduce_scatter(dtype: torch.dtype, length: int) -> CommCase:
-    """Sum, of which each rank gets an equal part. Beyond its end there are zeros."""
+def reduce_scatter(dtype: torch.dtype, length: int | None) -> CommCase:
+    """Sum, of which each rank gets an equal part, zeros beyond its end; without a length, uneven parts."""
 
     def act(comms: Comms, rank: int, mine: Tensor) -> list[Tensor]:
         group = comms.group("all")
-        return [group.reduce_scatter(mine, -(-len(mine) // group.size))]
+        if length is None:
+            return [group.reduce_scatter_uneven(mine, uneven(group.size))]
+        return [group.reduce_scatter(mine, -(-length // group.size))]
 
     def want(given: list[Tensor], rank: int, total: Total) -> list[ExpectedValue]:
-        part = -(-length // len(given))
-        padded = [torch.cat([value, value.new_zeros(part * len(given) - length)]) for value in given]
-        return [total([value[rank * part :][:part] for value in padded])]
+        parts = uneven(len(given)) if length is None else [-(-length // len(given))] * len(given)
+        padded = [torch.cat([value, value.new_zeros(sum(parts) - len(value))]) for value in given]
+        return [total([value.split(parts)[rank] for value in padded])]
 
-    return CommCase("reduce_scatter", str(length), dtype, partial(equal, (length,)), act, want)
+    def shapes(size: int) -> list[Shape]:
+        return equal((sum(uneven(size)) if length is None else length,), size)
 
-
-def reduce_scatter_uneven(dtype: torch.dtype) -> CommCase:
-    """Sum, of which ranks get parts of different lengths, some of them empty."""
-
-    def act(comms: Comms, rank: int, mine: Tensor) -> list[Tensor]:
-        group = comms.group("all")
-        return [group.reduce_scatter_uneven(mine, uneven(group.size))]
-
-    def want(given: list[Tensor], rank: int, total: Total) -> list[ExpectedValue]:
-        return [total([value.split(uneven(len(given)))[rank] for value in given])]
-
-    return CommCase(
-        "reduce_scatter", "uneven", dtype, lambda size: equal((sum(uneven(size)),), size), act, want
-    )
+    return CommCase("reduce_scatter", named(length), dtype, shapes, act, want)
 
 
 def all_gather(dtype: torch.dtype, length: int | None) -> CommCase:
@@ -271,13 +261,9 @@ def named(length: int | None) -> str:
 def all_cases() -> Iterator[CommCase]:
     """Yield the cases of every collective."""
     moved = [  # types and lengths of values that only travel
-        *(
-            (torch.float32, 0),
-            (torch.float32, 7),
-            (torch.bfloat16, 1),
-            (torch.bfloat16, 4097),
-            (torch.int64, 9),
-        )
+        *((torch.float32, n) for n in (0, 7)),
+        *((torch.bfloat16, n) for n in (1, 4097)),
+        (torch.int64, 9),
     ]
     scattered = [*((torch.float32, n) for n in (1, 2, 8, 9, 5000)), (torch.bfloat16, 4097), (torch.int64, 7)]
     for dtype in (torch.float64, *DTYPES):
@@ -288,7 +274,7 @@ def all_cases() -> Iterator[CommCase]:
     yield from (shift(*each, by) for by in (1, -1) for each in moved)
     yield from (all_to_all(torch.bfloat16, about) for about in ROWS if about != "uneven")
     for dtype in DTYPES:
-        yield reduce_scatter_uneven(dtype)
+        yield reduce_scatter(dtype, None)
         yield all_gather(dtype, None)
         yield shift(dtype, None)
         yield all_to_all(dtype, "uneven")

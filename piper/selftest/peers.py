@@ -47,7 +47,6 @@ from piper.workers.transport.fork_server import ForkServer
 
 SEED = 0
 WARM = 2  # steps of each side before they are timed
-STEP = "step"  # what a rank keeps it by
 Step = Callable[[], Tensor | None]  # trains a step, and returns the loss of this rank's samples, if it has it
 Context = Callable[[], AbstractContextManager[object]]
 
@@ -293,19 +292,20 @@ def start_peer(rank: Rank, peer: Peer, training: Training) -> None:
         "nccl" if on_gpu else "gloo", store=PrefixStore("peer", rank.store), rank=rank.number,
         world_size=rank.size, device_id=rank.device if on_gpu else None,
     )  # fmt: skip
-    rank.kept[STEP] = peer.step(training, rank)
+    rank.step = peer.step(training, rank)
 
 
 def take_step(rank: Rank) -> float | None:
     """Take a step of torch's side. Return the loss of this rank's samples, if it has it."""
-    loss = cast(Step, rank.kept[STEP])()
+    assert rank.step is not None, "the peer is started"
+    loss = rank.step()
     rank.wait()
     return None if loss is None else float(loss)
 
 
 def end_peer(rank: Rank) -> None:
     """End torch's side."""
-    rank.kept.clear()
+    rank.step = None
     dist.destroy_process_group()
 
 

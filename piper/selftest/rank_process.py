@@ -1,15 +1,13 @@
-"""Processes that are ranks of a crew: they make one call at the same time, over gloo or NCCL."""
+"""Processes that are ranks of a crew: they make one call at the same time, and how fast they communicate."""
 
 import itertools
-import os
-import signal
 import socket
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
+from time import perf_counter
 from typing import cast
 
 import torch
@@ -19,17 +17,18 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from piper.plan.plan import Comm, Plans
 from piper.runtime.accelerator import device_of, is_accelerator
-from piper.runtime.comm.base import Comms
+from piper.runtime.comm.base import Comms, Form
 from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.comm.nccl import NcclComms
+from piper.simulate.measured import Line, line_through
 from piper.workers import serve
+from piper.workers.processes import ClosedError
 from piper.workers.rendezvous import LOOPBACK, store_on
 from piper.workers.serve import crowded
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel
 from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.serialize import pack, unpack
-from piper.workers.transport.sockets import ClosedError
 
 TASK = 1  # descriptors of a process of ours; a worker of a job has more
 
@@ -52,12 +51,12 @@ class Meeting:
 
 
 class Rank:
-    """One rank of a meeting: its number, its communicators, and what it keeps from call to call."""
+    """One rank of a meeting: its number, its communicators, and the step that it takes again and again."""
 
     def __init__(self, number: int, meeting: Meeting) -> None:
         self.number, self.meeting, self.size = number, meeting, meeting.size
         self.device = device_of(meeting.kind)
-        self.kept: dict[str, object] = {}
+        self.step: Callable[[], Tensor | None] | None = None  # of torch's side, where one was started
         if is_accelerator(self.device):
             serve.take_one(meeting.kind, number)
             if meeting.shares:
@@ -87,9 +86,7 @@ class Rank:
 
 
 Call = Callable[[Rank], object]
-
-
-Answer = tuple[object, str | None]  # what a call returned, on the host, and the traceback of what it raised
+Answer = tuple[object, str | None]  # what a call returned, and the traceback of what it raised
 
 
 def plans_for(size: int) -> Plans:
@@ -117,26 +114,14 @@ def main(descriptors: Sequence[int]) -> int:
         try:
             if rank is None or rank.meeting != meeting:
                 rank = Rank(number, meeting)
-            answer: Answer = on_host(call(rank)), None
+            answer: Answer = call(rank), None
+            rank.wait()  # what fails on the device is raised here
         except Exception:  # noqa: BLE001  it is sent to the process that asked, which raises
             rank, answer = None, (None, traceback.format_exc())
         channel.send(answer)
 
 
-def on_host(value: object) -> object:
-    """Return a result with its tensors on the host."""
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, list | tuple):
-        return type(value)(map(on_host, value))
-    return value
-
-
 Communicate = Callable[[int, Comms], object]
-
-
-class RankError(RuntimeError):
-    """A call that a rank did not finish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +165,7 @@ class Processes:
         if any(trace for _, trace in answers):
             self.close()
             traces = (f"rank {rank}: {trace or 'done'}" for rank, (_, trace) in enumerate(answers))
-            raise RankError("not every rank has done its task\n" + "\n".join(traces))
+            raise RuntimeError("not every rank has done its task\n" + "\n".join(traces))
         return [value for value, _ in answers]
 
     def _answer(self, rank: int) -> Answer:
@@ -206,10 +191,76 @@ class Processes:
         """End the processes, whatever they do. Idempotent."""
         for channel in self.channels:
             channel.close()
-        for pid in self.pids:
-            if pid not in self.forks.ended():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        self.forks.wait(self.pids, TIMEOUTS.process_end)
+        self.forks.end(self.pids)
         self.channels.clear()
         self.pids.clear()
+
+
+SIZES = {False: (2**10, 2**18, 2**21), True: (2**12, 2**22, 2**26)}  # bytes of a transfer, by `Meeting.apart`
+LARGE = {False: 2**22, True: 2**28}  # bytes of the tensor of a collective, likewise
+ROUNDS = 7  # and one more before, which does not count
+FLOAT = torch.float32
+
+
+def timed(rank: Rank, act: Callable[[], object]) -> list[float]:
+    """Return the seconds of some rounds, each of which all ranks begin together."""
+    group, token = rank.comms.group("all"), torch.zeros(1, device=rank.device)
+    times = []
+    for _ in range(ROUNDS + 1):
+        group.all_reduce(token)
+        rank.wait()
+        begin = perf_counter()
+        act()
+        rank.wait()
+        times.append(perf_counter() - begin)
+    return times[1:]
+
+
+def transfer_times(rank: Rank, source: int, nbytes: int) -> list[float]:
+    """Send a tensor from a rank to the next. Return the seconds that this rank takes."""
+    value, form = torch.zeros(nbytes, dtype=torch.uint8, device=rank.device), Form()
+    acts = {
+        source: lambda: rank.comms.outgoing("ring").send(value, form),
+        (source + 1) % rank.size: lambda: rank.comms.incoming("ring").recv(form),
+    }
+    return timed(rank, acts.get(rank.number, lambda: None))
+
+
+def measured_links(processes: Processes, meeting: Meeting) -> Iterator[Line]:
+    """Measure the way from each rank to the next: the seconds to begin, and those of each byte."""
+    for source in range(meeting.size):
+        points = []
+        for nbytes in SIZES[meeting.apart]:
+            every = processes.call(meeting, partial(transfer_times, source=source, nbytes=nbytes))
+            received = cast("list[list[float]]", every)[(source + 1) % meeting.size]
+            points.append((float(nbytes), min(received)))  # other work can only slow it down
+        yield line_through(points)
+
+
+def collective_times(rank: Rank, name: str) -> list[float]:
+    """Return the seconds of a collective on a large tensor of equal parts on this rank."""
+    part = LARGE[rank.meeting.apart] // FLOAT.itemsize // rank.size
+    whole = torch.zeros(part * rank.size, dtype=FLOAT, device=rank.device)
+    group, parts = rank.comms.group("all"), [part] * rank.size
+    acts: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: group.all_reduce(whole),
+        "reduce_scatter": lambda: group.reduce_scatter(whole, part),
+        "all_gather": lambda: group.all_gather(whole.split(part)[group.rank], whole),
+        "all_to_all": lambda: group.all_to_all(whole, parts, parts),
+        "shift": lambda: group.shift(whole, 1),
+        "broadcast": lambda: group.broadcast(whole),
+    }
+    return timed(rank, acts[name])
+
+
+def measured_collectives(processes: Processes, meeting: Meeting) -> dict[str, tuple[float, float]]:
+    """Return every collective's seconds and bytes per second through each link, the "bus bandwidth"."""
+    others = (meeting.size - 1) / meeting.size  # the part of the tensor that belongs to other ranks
+    through_link = {"all_reduce": 2 * others, "shift": 1.0, "broadcast": 1.0}
+    through_link |= dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all"), others)
+    measured: dict[str, tuple[float, float]] = {}
+    for name, share in through_link.items():
+        every = cast("list[list[float]]", processes.call(meeting, partial(collective_times, name=name)))
+        spent = min(map(max, zip(*every, strict=True)))
+        measured[name] = spent, share * LARGE[meeting.apart] / spent
+    return measured

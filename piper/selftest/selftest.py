@@ -20,9 +20,8 @@ from piper.run.launch import shared_place
 from piper.runtime.accelerator import accelerators, device_kind, is_accelerator, module
 from piper.selftest.comm_cases import CASES
 from piper.selftest.compositions import TOLERANCE, compared, compositions, killed_and_recovered
-from piper.selftest.links import LARGE, measured_collectives, measured_links
 from piper.selftest.peers import PEERS, Training, compare
-from piper.selftest.rank_process import Processes
+from piper.selftest.rank_process import LARGE, Processes, measured_collectives, measured_links
 from piper.selftest.selftest_page import DIFFERENCE, RATIO, Column, Part, ResultRow, SelftestPage, rate
 from piper.version import VERSION
 from piper.workers.rank_environment import check_alone

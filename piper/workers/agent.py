@@ -9,12 +9,13 @@ import json
 import mmap
 import os
 import signal
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from piper.errors import LaunchError
+from piper.plan.plan import Plans
 from piper.workers.processes import (
     Place,
     ProcessStatus,
@@ -25,12 +26,12 @@ from piper.workers.processes import (
     nameless_file,
     running,
     stopped,
+    write_at,
 )
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.fork_server import ForkServer, die_with
 
 BLOCK = 512  # bytes in which the system counts what a file takes
-Bytes = npt.NDArray[np.uint8]
 
 
 class WorkerProcess:
@@ -64,16 +65,8 @@ class WorkerProcess:
     def end(self) -> None:
         """End the worker, stopped or not. Idempotent."""
         if self.process and self.forks is not None:
-            self.kill()
-            self.forks.wait([self.process], TIMEOUTS.process_end)
+            self.forks.end([self.process])
             self.process = 0
-
-    def kill(self) -> None:
-        """End the worker, stopped or not, without waiting for it."""
-        assert self.forks is not None
-        if self.process and self.process not in self.forks.ended():
-            with suppress(ProcessLookupError):  # it has ended since the fork server was asked
-                os.kill(self.process, signal.SIGKILL)
 
 
 class MachineAgent(WorkerProcess):
@@ -93,15 +86,12 @@ class MachineAgent(WorkerProcess):
         self.forks = self.forks or ForkServer()
         self.forks.warm()
 
-    def hold(self, values: Bytes) -> SharedFile:
+    def hold(self, values: bytes) -> SharedFile:
         """Hold the initial values. Return where all workers of this machine find them."""
-        if self.values is not None:
-            os.close(self.values)
+        self.release()
         self.values = nameless_file(len(values))
-        if len(values):
-            os.posix_fallocate(self.values, 0, len(values))
-            with mmap.mmap(self.values, len(values)) as memory:
-                memory[:] = values.data
+        if len(values):  # on Ray it is an array, whose bytes are not copied on the way
+            write_at(self.values, 0, values)
         return SharedFile.of(self.values)
 
     def start(self, device: int, driver: tuple[str, int], key: bytes, width: int, values: SharedFile) -> int:
@@ -110,7 +100,6 @@ class MachineAgent(WorkerProcess):
         self.warm()
         ticket, values_file = nameless_file(0), values.open()
         assert values_file is not None, "it is held on this machine"
-        os.ftruncate(ticket, 0)
         os.pwrite(ticket, json.dumps((*driver, key.hex(), device)).encode(), 0)
         try:
             return self.fork(ticket, values_file, width)
@@ -151,20 +140,20 @@ class MachineAgent(WorkerProcess):
         """Return the bytes at some places, fewer where a file is shorter."""
         return [os.pread(self.memory[d][g], nbytes, at) for d, g, at in asked]
 
-    def image(self, place: Place, nbytes: int) -> Bytes:
+    def image(self, place: Place, nbytes: int) -> bytes:
         """Return a copy of the bytes that begin at a place."""
         device, generation, at = place
         with mmap.mmap(self.memory[device][generation], nbytes, offset=at) as memory:
-            return np.frombuffer(memory[:], dtype=np.uint8)
+            return memory[:]
 
-    def take(self, place: Place, image: Bytes, head: int) -> None:
+    def take(self, place: Place, image: bytes, head: int) -> None:
         """Write bytes of another agent to a place, the first `head` bytes last: they mark it as complete."""
         device, generation, at = place
         file = self.memory[device][generation]
         os.posix_fallocate(file, at, len(image))  # memory that is missing is an error here
         with mmap.mmap(file, len(image), offset=at) as memory:
-            memory[head:] = image[head:].data
-            memory[:head] = image[:head].data
+            memory[head:] = memoryview(image)[head:]
+            memory[:head] = image[:head]
 
     def erase(self, places: Sequence[Place], nbytes: int) -> None:
         """Write zeros to some places."""
@@ -194,3 +183,125 @@ class AgentProcess(MachineAgent):
         super().__init__()
         die_with(os.getppid())  # a stopped agent would outlive what has started it
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a machine that is preempted: the driver saves first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """An agent, and where it runs.
+
+    actor: has the methods of `MachineAgent`; `actor.look.remote()` begins a call and returns it. A call may
+    be an argument of another one, which then gets its answer.
+    """
+
+    actor: Any
+    node: str
+    address: str
+    local: int = 0  # the number of its accelerator, where it sees those of other agents too
+
+
+class AgentCalls(ABC):
+    """Waits for calls of agents."""
+
+    lost: tuple[type[Exception], ...]  # what the answer of a lost agent raises
+    crowded = False  # workers have to share accelerators
+
+    @property
+    @abstractmethod
+    def own(self) -> str:
+        """Return the address of the driver's machine."""
+
+    @abstractmethod
+    def get(self, call: Any, timeout: float = TIMEOUTS.meeting) -> Any:  # noqa: ANN401  calls have no type in common
+        """Return the answer to a call."""
+
+    @abstractmethod
+    def wait(self, calls: Sequence[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        """Wait until all calls have ended, at most `timeout` seconds. Return those, and the others."""
+
+    @abstractmethod
+    def put(self, value: Any) -> Any:  # noqa: ANN401
+        """Return a value as an argument of several calls."""
+
+    @abstractmethod
+    def keys(self) -> tuple[bytes, bytes]:
+        """Return the key that workers prove to know, and what agents are sent for it."""
+
+    def answers(self, calls: Mapping[int, Any], timeout: float = TIMEOUTS.agent_answers) -> dict[int, object]:
+        """Return what calls return, without those whose agent is lost or does not answer in time."""
+        self.wait([*calls.values()], timeout)
+        answers: dict[int, object] = {}
+        for name, call in calls.items():
+            try:
+                answers[name] = self.get(call, TIMEOUTS.agent_poll_soon)
+            except self.lost:
+                continue
+        return answers
+
+    def finished(self, calls: Sequence[Any], timeout: float = 0.0) -> bool:
+        """Return whether all of these calls have ended. A call that was lost has ended too."""
+        return not self.wait(calls, timeout)[1]
+
+
+def not_started(why: str) -> LaunchError:
+    """Return the error of a worker that does not start."""
+    return LaunchError(
+        "a worker did not start",
+        by="launch",
+        facts={"why": why},
+        hint="every node needs the same Python, torch and piper, and a way to the driver",
+    )
+
+
+def no_room(
+    devices: int, bundle: Mapping[str, float], has: Mapping[str, float], machines: tuple[int, int] | None
+) -> LaunchError:
+    """Return the error of a cluster that is too small; `has`: its resources.
+
+    machines: how many nodes are needed for copies that are apart, and how many there are. None: any number.
+    """
+    if machines is not None and machines[0] > machines[1]:
+        each = ", ".join(f"{amount:g} {name} each" for name, amount in bundle.items())
+        needs = f"{machines[0]} machines, spares included, with {each}"
+        return LaunchError(
+            "the cluster has too few machines to keep copies of the state apart",
+            by="launch",
+            facts={"needs": needs, "has": f"{machines[1]} with that room"},
+            hint='add machines, or keep copies on other devices: protect(at(), copies=1, apart="device")',
+        )
+    return LaunchError(
+        "the cluster has no room for all workers",
+        by="launch",
+        facts={
+            "needs": ", ".join(f"{devices * amount:g} {name}" for name, amount in bundle.items()),
+            "has": ", ".join(f"{has.get(name, 0):g} {name}" for name in bundle),
+        },
+        hint="wait until other jobs have ended, add nodes, or place the job on fewer devices",
+    )
+
+
+def machines_of(plans: Plans) -> tuple[list[tuple[int, ...]], bool]:
+    """Return the devices of each machine, and whether copies of the state need them on different machines."""
+    asked, devices = plans.protection, plans.devices
+    if asked is None or not asked.copies or asked.apart == "device":
+        return [(device,) for device in devices], False
+    return [*asked.domains(devices).values()], True
+
+
+def packed_machines(plans: Plans, width: int) -> tuple[list[tuple[int, ...]], bool]:
+    """Return the same as `machines_of` for machines that each have workers for `width` devices."""
+    machines, apart = machines_of(plans)
+    if not apart:  # any devices can share a machine
+        devices = [device for machine in machines for device in machine]
+        return [tuple(devices[n : n + width]) for n in range(0, len(devices), width)], False
+    most = max(map(len, machines))
+    if most > width:
+        raise LaunchError(
+            "machines have too few workers for this number of devices",
+            by="launch",
+            facts={
+                "needs": f"{most} devices on a machine, for {sum(map(len, machines))} devices",
+                "has": f"{width}, as the strategy of the most devices says",
+            },
+            hint="let protect have the same devices_per_machine for every number of devices",
+        )
+    return machines, True

@@ -2,7 +2,7 @@
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from threading import RLock
 from time import monotonic, sleep
@@ -11,12 +11,12 @@ from typing import Any, cast
 from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.workers.agent_calls import Agent, AgentCalls, machines_of, not_started
+from piper.workers.agent import Agent, AgentCalls, machines_of, not_started
 from piper.workers.agent_versions import AgentVersions, ShortMachine
-from piper.workers.agent_workers import AgentWorkerGroup
+from piper.workers.driver import AgentWorkerGroup
 from piper.workers.group import Starter, WorkerGroup
 from piper.workers.timeouts import TIMEOUTS
-from piper.workers.transport.versions import Versions
+from piper.workers.transport.versions import Versions, too_little
 
 
 class AgentStarter(Starter):
@@ -45,7 +45,8 @@ class AgentStarter(Starter):
         self.fresh: list[tuple[str, float]] = []  # those that have become warm and are not reported
         self.unfit: dict[int, ShortMachine] = {}  # bundles on machines that are short of memory
         self.skipped: list[ShortMachine] = []  # those that were passed over and are not reported
-        self.watch = AgentWatch(self._notice)
+        self.watcher: threading.Thread | None = None  # looks for machines that join
+        self.closed = threading.Event()
 
     @abstractmethod
     def _hire(self) -> None:
@@ -58,6 +59,17 @@ class AgentStarter(Starter):
         self.taken[bundle] = monotonic()
         self.unfit.pop(bundle, None)
         self.used = {machine: used for machine, used in self.used.items() if used != bundle}
+
+    def watch(self) -> None:
+        """Look for machines that join, in a thread of its own. Idempotent."""
+        if self.watcher is None:
+            self.watcher = threading.Thread(target=self._watch, name="agent watch", daemon=True)
+            self.watcher.start()
+
+    def _watch(self) -> None:
+        starting = True  # the agents of spares, when a job begins
+        while not self.closed.wait(TIMEOUTS.warm_poll if starting else TIMEOUTS.agent_poll):
+            starting = self._notice()
 
     def _notice(self) -> bool:
         """Take agents of machines that have joined. Return whether agents still start."""
@@ -105,18 +117,22 @@ class AgentStarter(Starter):
         """Start a worker for each device."""
         try:
             agents = self._agents()
-            if self.versions is not None:
-                self.versions.place(agents)
-                self._empty(agents.values())
-            group = AgentWorkerGroup(self.program, options, agents, self.calls, self.versions, self.packed)
-            self.group = group
+            self._place(agents)
+            self.group = group = AgentWorkerGroup(self, options, agents, self.calls)
             group.begin()
         except self.calls.lost as error:
             raise not_started((str(error) or type(error).__name__).splitlines()[0]) from error
-        self.packed = group.packed
         if self.versions is not None:
-            self.watch.begin()
+            self.watch()
         return group
+
+    def _place(self, agents: Mapping[int, Agent]) -> None:
+        """Let these agents hold the memory of versions, and the others none."""
+        if self.versions is not None:
+            self.versions.place(agents)
+            with self.lock:
+                for agent in self._without(agents.values()):
+                    agent.actor.keep.remote(self.versions.owner, (), 0)
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:
         """Start the workers of another program from now on, on any bundles that live."""
@@ -124,9 +140,10 @@ class AgentStarter(Starter):
         with self.lock:
             self._arrange(program.plans)
 
-    @abstractmethod
     def _arrange(self, plans: Plans) -> None:
         """Divide the devices of another program among machines."""
+        self.machines, self.apart = machines_of(plans)
+        self.width = max(map(len, self.machines))
 
     def _agents(self) -> dict[int, Agent]:
         """Return an agent for each device, once they are warm. Those that still answer are used again."""
@@ -143,11 +160,14 @@ class AgentStarter(Starter):
                     if self._pass_over(chosen):
                         continue
                     self.taken |= awaited  # others may have been quicker: then these are spares again
-                    return self._use(chosen)
+                    self.used = self._placed(chosen)
+                    self.taken = {b: since for b, since in self.taken.items() if b not in chosen}
+                    return self._by_device(self.used)
                 awaited |= {bundle: self.taken.pop(bundle) for bundle in chosen if bundle in self.taken}
                 if self.unfit and not enough and (late or self.group is None):
-                    assert self.versions is not None
-                    raise self.versions.refusal(max(self.unfit.values(), key=lambda machine: machine.has))
+                    best = max(self.unfit.values(), key=lambda machine: machine.has)
+                    asked = self.program.plans.protection
+                    raise too_little(best.needs, best.has, asked, f" of {best.address}")
             if late:
                 raise self._lacking()
             waits = monotonic()
@@ -175,12 +195,6 @@ class AgentStarter(Starter):
             for device, agent in zip(self.machines[machine], self.agents[bundle], strict=False)
         }
 
-    def _use(self, chosen: Sequence[int]) -> dict[int, Agent]:
-        """Return the agents of chosen bundles by device."""
-        self.used = self._placed(chosen)
-        self.taken = {b: since for b, since in self.taken.items() if b not in chosen}
-        return self._by_device(self.used)
-
     def _pass_over(self, chosen: Sequence[int]) -> bool:
         """Return whether chosen bundles are on machines that are short of memory, and note these."""
         if self.versions is None:
@@ -199,13 +213,6 @@ class AgentStarter(Starter):
         """Return the agents that have no device."""
         busy = [*used]
         return [agent for agents in self.agents.values() for agent in agents if agent not in busy]
-
-    def _empty(self, used: Iterable[Agent]) -> None:
-        """Free the memory of agents that no longer have a device."""
-        assert self.versions is not None
-        with self.lock:
-            for agent in self._without(used):
-                agent.actor.keep.remote(self.versions.owner, (), 0)
 
     def room(self, *, warm: bool = False) -> int | None:
         """Return for how many devices workers can start now. warm: only on agents with torch imported."""
@@ -259,31 +266,7 @@ class AgentStarter(Starter):
 
     def close(self) -> None:
         """End the agents. Idempotent."""
-        self.watch.close()
+        self.closed.set()
+        if self.watcher is not None:
+            self.watcher.join(TIMEOUTS.watch_end)
         self.cleanup.close()
-
-
-class AgentWatch:
-    """Calls a function in a thread again and again, until it is closed."""
-
-    def __init__(self, look: Callable[[], bool]) -> None:
-        """Prepare to call `look`, which returns whether an agent still starts."""
-        self.look, self.ended = look, threading.Event()
-        self.thread: threading.Thread | None = None
-
-    def begin(self) -> None:
-        """Start the thread. Idempotent."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._watch, name="agent watch", daemon=True)
-            self.thread.start()
-
-    def _watch(self) -> None:
-        starting = True  # those of spares, when a job begins
-        while not self.ended.wait(TIMEOUTS.warm_poll if starting else TIMEOUTS.agent_poll):
-            starting = self.look()
-
-    def close(self) -> None:
-        """End the thread. Idempotent."""
-        self.ended.set()
-        if self.thread is not None:
-            self.thread.join(TIMEOUTS.watch_end)

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from piper.errors import ConfigError, LaunchError
+from piper.errors import LaunchError
 from piper.ir.format import size
 from piper.plan.plan import Plans
 from piper.plan.protected import GENERATIONS
-from piper.workers.agent import Bytes
-from piper.workers.agent_calls import Agent, AgentCalls
-from piper.workers.processes import Place, SharedFile
+from piper.workers.agent import Agent, AgentCalls
+from piper.workers.processes import Place, SharedFile, write_at
 from piper.workers.transport.version_sections import HEAD, SPAN, HeldVersion, step_in
-from piper.workers.transport.versions import Files, Versions, too_little, version_bytes
+from piper.workers.transport.versions import Files, Versions, version_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,6 @@ class AgentVersions(Versions):
         super().__init__(plans, checked=False)
         self.calls = calls
         self.needs = {device: version_bytes(plans, device) for device in self.devices}
-        self.protection = plans.protection
         self.owner = secrets.token_hex(8)
         self.agents: dict[int, Agent] = {}  # by device
         self.lost: set[int] = set()  # devices whose agent does not answer any more
@@ -66,10 +64,7 @@ class AgentVersions(Versions):
         known = [*agents.values(), *others]
         for node in {agent.node: None for agent in coming.values()}:
             here = [agent for agent in known if agent.node == node]
-            free = cast(
-                "int | None",
-                self.calls.answers({0: here[0].actor.room.remote()}).get(0),
-            )
+            free = cast("int | None", self.calls.answers({0: here[0].actor.room.remote()}).get(0))
             needs = sum(self.needs[device] for device, agent in coming.items() if agent.node == node)
             if free is None or needs <= free:  # one that does not answer is found when its worker starts
                 continue
@@ -78,10 +73,6 @@ class AgentVersions(Versions):
             if needs > has:
                 machines[node] = ShortMachine(address=here[0].address, needs=needs, has=has)
         return machines
-
-    def refusal(self, machine: ShortMachine) -> ConfigError:
-        """Return the error of a machine that is short of memory, where no other one is left."""
-        return too_little(machine.needs, machine.has, self.protection, f" of {machine.address}")
 
     def place(self, agents: Mapping[int, Agent]) -> None:
         """Let agents hold the memory of their devices from now on. `short` has found none.
@@ -198,14 +189,10 @@ class AgentVersions(Versions):
         for place in self._chosen(step):
             device, generation, at = place
             try:
-                image = cast(Bytes, self.calls.get(self._image(place)))
+                image = cast(bytes, self.calls.get(self._image(place)))
             except self.calls.lost as error:
                 raise version_lost(step) from error
-            file = self.descriptors[device][generation]
-            os.posix_fallocate(file, at, len(image))
-            done = 0
-            while done < len(image):  # one call writes 2 GiB at most
-                done += os.pwrite(file, image[done:].data, at + done)
+            write_at(self.descriptors[device][generation], at, image)
         return super()._held(step)
 
 

@@ -23,18 +23,18 @@ from piper.runtime.context import Bound
 from piper.runtime.debug.profiler import DeviceTimes
 from piper.workers.processes import ProcessStatus
 
-Origins = Callable[[str], Sequence[str]]  # the directives that made a node, in words
 MOST = 4  # victims that are listed
+Kind = Literal["dead", "error", "stopped", "late"]  # late: it waited for another device until the timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A failure that a worker reports."""
+    """A failure: an error or a late wait that a worker reports, or what its process shows."""
 
     device: int
-    kind: Literal["error", "late"]  # late: it waited for another device until the timeout
+    kind: Kind
     what: str
-    trace: str
+    trace: str = ""
     place: int | None = None  # the instruction, if it was one
     line: str | None = None  # of the user's code, if an operation of a chunk failed
 
@@ -74,7 +74,7 @@ class JobSnapshot:
     """The state of a job at one moment: the status of every process and the reported failures."""
 
     plans: Plans
-    origins: Origins
+    origins: Callable[[str], Sequence[str]]  # the directives that made a node, in words
     timeout: float
     statuses: Mapping[int, ProcessStatus]
     failures: Sequence[Failure] = field(default=())
@@ -112,32 +112,22 @@ def blame(snapshot: JobSnapshot) -> WorkerError:
     explained = {failure.device for failure in snapshot.failures if failure.kind == "error"}
     for device, seen in snapshot.statuses.items():
         if seen.ended is not None and device not in explained:
-            return worker_error(snapshot, device, seen.ended, snapshot.place(device), "dead")
+            return worker_error(snapshot, Failure(device=device, kind="dead", what=seen.ended))
     for failure in snapshot.failures:
         if failure.kind == "error":
-            place = failure.place if failure.place is not None else snapshot.place(failure.device)
-            return worker_error(
-                snapshot, failure.device, failure.what, place, "error", failure.trace, failure.line
-            )
+            return worker_error(snapshot, failure)
     for device, seen in snapshot.statuses.items():
         if seen.stopped:
-            return worker_error(
-                snapshot,
-                device,
-                "the process is stopped by a signal",
-                snapshot.place(device),
-                "stopped",
-            )
+            what = "the process is stopped by a signal"
+            return worker_error(snapshot, Failure(device=device, kind="stopped", what=what))
     return late(snapshot)
 
 
 def late(snapshot: JobSnapshot) -> WorkerError:
     """Return the error of a step in which no device moves and none has failed."""
     first = next(iter(snapshot.failures), None)
-    device = first.device if first is not None else slowest(snapshot)
-    device = follow(snapshot, device)
+    device = follow(snapshot, slowest(snapshot) if first is None else first.device)
     place = snapshot.place(device)
-    trace = first.trace if first is not None else None
     ins = None if place is None else snapshot.instr(device, place)
     if ins is None:
         what = f"nothing has run for {snapshot.timeout:g} s"
@@ -145,7 +135,8 @@ def late(snapshot: JobSnapshot) -> WorkerError:
         what = f"waited {snapshot.timeout:g} s in {ins.node}, which never ended"
     else:
         what = f"{ins.node} has not ended, and others waited {snapshot.timeout:g} s for it"
-    return worker_error(snapshot, device, what, place, "late", trace)
+    trace = "" if first is None else first.trace
+    return worker_error(snapshot, Failure(device=device, kind="late", what=what, trace=trace))
 
 
 def slowest(snapshot: JobSnapshot) -> int:
@@ -167,20 +158,16 @@ def follow(snapshot: JobSnapshot, device: int) -> int:
 
 
 def awaited(snapshot: JobSnapshot, device: int) -> list[int]:
-    """Return the devices that have not reached the communication in which `device` waits.
-
-    Empty if `device` computes.
-    """
-    waits = [snapshot.instr(device, place) for place in snapshot.statuses[device].running]
-    if any(ins.op not in COMMUNICATION for ins in waits):
+    """Return the devices that have not reached the communication in which `device` waits, if it does."""
+    at = {d: [snapshot.instr(d, p) for p in seen.running] for d, seen in snapshot.statuses.items()}
+    if any(ins.op not in COMMUNICATION for ins in at[device]):
         return []
-    absent: list[int] = []
-    for ins in waits:
-        for other in partners(snapshot.plans, device, ins):
-            there = [snapshot.instr(other, place) for place in snapshot.statuses[other].running]
-            if not any(met.comm == ins.comm and met.node == ins.node for met in there):
-                absent.append(other)
-    return absent
+    return [
+        other
+        for ins in at[device]
+        for other in partners(snapshot.plans, device, ins)
+        if all((met.comm, met.node) != (ins.comm, ins.node) for met in at[other])
+    ]
 
 
 def partners(plans: Plans, device: int, ins: Instr) -> list[int]:
@@ -193,7 +180,6 @@ def partners(plans: Plans, device: int, ins: Instr) -> list[int]:
     return [other for other in comm.group_of(device) if other != device]
 
 
-Kind = Literal["dead", "error", "stopped", "late"]
 HINTS: Mapping[Kind, str] = {
     "dead": "look for what ended it: the system's log names a process killed for want of memory",
     "error": "the worker's own traceback is below; on='inline' runs the same plan under a debugger",
@@ -202,17 +188,12 @@ HINTS: Mapping[Kind, str] = {
 }
 
 
-def worker_error(
-    snapshot: JobSnapshot,
-    device: int,
-    what: str,
-    place: int | None,
-    kind: Kind,
-    trace: str | None = None,
-    line: str | None = None,
-) -> WorkerError:
+def worker_error(snapshot: JobSnapshot, failure: Failure) -> WorkerError:
     """Return the error that names a device, the instruction it was at, and the user's line behind that."""
-    facts: dict[str, str] = {} if line is None else {"line": line}
+    device, place = failure.device, failure.place
+    if place is None:
+        place = snapshot.place(device)
+    facts: dict[str, str] = {} if failure.line is None else {"line": failure.line}
     if place is None:
         facts["at"] = "no instruction of its plan"
     else:
@@ -228,14 +209,14 @@ def worker_error(
         more = f" and {len(waiting) - MOST} more" if len(waiting) > MOST else ""
         facts["waiting"] = ", ".join(waiting[:MOST]) + more
     error = WorkerError(
-        what,
+        failure.what,
         by=f"device {device} (process {snapshot.statuses[device].process})",
         facts=facts,
-        hint=HINTS[kind],
+        hint=HINTS[failure.kind],
     )
-    error.kind, error.device, error.place = kind, device, place
-    if trace:
-        error.add_note(trace)
+    error.kind, error.device, error.place = failure.kind, device, place
+    if failure.trace:
+        error.add_note(failure.trace)
     return error
 
 

@@ -2,32 +2,33 @@
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from multiprocessing.connection import wait
 from time import monotonic, sleep
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from piper.errors import WorkerError
+from piper.runtime.accelerator import is_accelerator
 from piper.runtime.debug.profiler import ClockOffset, compare
-from piper.runtime.setup import ProgramLike, Setup, initial_tensors, setup_of
+from piper.runtime.setup import Setup, initial_tensors, setup_of
 from piper.runtime.worker import Options
-from piper.workers.agent_calls import Agent
-from piper.workers.answers import WorkerAnswers
+from piper.workers.agent import Agent, AgentCalls, not_started
+from piper.workers.agent_versions import AgentVersions, version_lost
 from piper.workers.blame import Failure, JobSnapshot, blame
-from piper.workers.group import WorkerGroup, streams_of, unread_values
-from piper.workers.messages import Assignment, Leaving, pack_setup
-from piper.workers.processes import ProcessStatus, StopWatch
+from piper.workers.group import Starter, WorkerGroup, streams_of, unread_values
+from piper.workers.messages import CODEC, Assignment, Leaving, pack_setup
+from piper.workers.processes import ClosedError, ProcessStatus, StopWatch
 from piper.workers.rendezvous import LOOPBACK, store_on
-from piper.workers.serve import WorkerServer
+from piper.workers.serve import WorkerAnswers, WorkerServer
 from piper.workers.timeouts import TIMEOUTS
-from piper.workers.transport.channel import Channel
+from piper.workers.transport.channel import Channel, Listener
 from piper.workers.transport.fork_server import ForkServer
-from piper.workers.transport.shared_memory import TensorEntry, layout
-from piper.workers.transport.sockets import ClosedError
-from piper.workers.transport.versions import Versions
+from piper.workers.transport.serialize import TensorEntry, extent, fill, layout
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -40,22 +41,13 @@ class SocketWorkerGroup(WorkerGroup):
     grace = TIMEOUTS.cause_follows
     home = LOOPBACK  # the address of the driver's machine
     shares = False  # workers have to share accelerators
+    exit_notifiers: Sequence[ForkServer] = ()  # become readable when a process ends
 
-    def __init__(
-        self,
-        program: ProgramLike,
-        options: Options,
-        agents: Mapping[int, Agent],
-        versions: Versions | None,
-        packed: bytes | None,
-    ) -> None:
-        """Prepare a worker for each device.
-
-        versions: the memory for copies. None: none are kept. packed: the setup as a message, if it is known.
-        """
-        super().__init__(program, options)
-        self.agents, self.packed = agents, packed
-        self.versions, self.protects = versions, versions is not None
+    def __init__(self, starter: Starter, options: Options, agents: Mapping[int, Agent]) -> None:
+        """Prepare a worker of the starter's program for each device."""
+        super().__init__(starter.program, options)
+        self.starter, self.agents = starter, agents
+        self.versions, self.protects = starter.versions, starter.versions is not None
         self.channels: dict[int, Channel] = {}
         self.processes: dict[int, int] = {}  # process ids by device
         self.status: dict[int, ProcessStatus] = {}  # what was last seen of each process
@@ -74,23 +66,6 @@ class SocketWorkerGroup(WorkerGroup):
         startup: closes, once all workers are ready, what is needed only until then.
         """
 
-    def _assignment(self, device: int, setup: bytes, index: Mapping[str, TensorEntry]) -> Assignment:
-        agent, addresses = self.agents[device], {agent.address for agent in self.agents.values()}
-        own = LOOPBACK if len(addresses) == 1 else agent.address
-        return Assignment(
-            device=device,
-            local=agent.local,
-            host=self.host,
-            port=self.store.port,
-            own=own,
-            options=self.options,
-            setup=setup,
-            shares=self.shares,
-            values=index,
-            path=tuple(sys.path) if agent.address == self.home else (),
-            versions=None if self.versions is None else self.versions.files_of(device),
-        )
-
     def start(self) -> dict[str, Tensor]:
         """Start all workers, send each its assignment, and wait until all have met."""
         program = self.program
@@ -98,15 +73,28 @@ class SocketWorkerGroup(WorkerGroup):
         weights = needed.build_code(
             program.plans, lambda: {} if self.options.blank else initial_tensors(program)
         )
-        self.packed = setup = self.packed or pack_setup(needed)
+        self.starter.packed = setup = self.starter.packed or pack_setup(needed)
         index = layout(weights)
-        one_machine = {agent.address for agent in self.agents.values()} == {self.home}
-        self.host = LOOPBACK if one_machine else self.home
+        addresses = {agent.address for agent in self.agents.values()}
+        self.host = LOOPBACK if addresses == {self.home} else self.home
         self.store = store_on(self.host)
         with ExitStack() as startup:
             self.connect(weights, index, streams_of(program.plans), startup)
-            for device in self.devices:
-                self.send(device, self._assignment(device, setup, index))
+            for device, agent in self.agents.items():
+                given = Assignment(
+                    device=device,
+                    local=agent.local,
+                    host=self.host,
+                    port=self.store.port,
+                    own=LOOPBACK if len(addresses) == 1 else agent.address,
+                    options=self.options,
+                    setup=setup,
+                    shares=self.shares,
+                    values=index,
+                    path=tuple(sys.path) if agent.address == self.home else (),
+                    versions=None if self.versions is None else self.versions.files_of(device),
+                )
+                self.send(device, given)
             self.gather(set(self.devices), max(TIMEOUTS.meeting, self.options.timeout))
         return unread_values(program, weights)
 
@@ -129,10 +117,6 @@ class SocketWorkerGroup(WorkerGroup):
         self.look(TIMEOUTS.agent_poll)
         before, self.moved = self.moved, dict(self.status)
         return bool(before) and before != self.moved
-
-    def exit_notifiers(self) -> Sequence[ForkServer]:
-        """Return objects that become readable when a process ends."""
-        return ()
 
     def ask(self, call: Callable[[WorkerAnswers, A], R], arguments: Mapping[int, A]) -> dict[int, R]:
         return cast("dict[int, R]", self._ask(call.__name__, arguments, self.stall))
@@ -185,7 +169,7 @@ class SocketWorkerGroup(WorkerGroup):
     def _ready(self, devices: set[int], timeout: float = TIMEOUTS.driver_poll) -> list[int]:
         """Return the devices whose message has come. The wait ends early when a process ends."""
         ends: dict[object, int] = {self.channels[device]: device for device in devices}
-        return [ends[end] for end in wait([*ends, *self.exit_notifiers()], timeout) if end in ends]  # type: ignore[list-item]
+        return [ends[end] for end in wait([*ends, *self.exit_notifiers], timeout) if end in ends]  # type: ignore[list-item]
 
     def _hear(self, device: int) -> object:
         try:
@@ -236,3 +220,110 @@ class SocketWorkerGroup(WorkerGroup):
         for channel in self.channels.values():
             channel.close()
         self.channels.clear()
+
+
+class AgentWorkerGroup(SocketWorkerGroup):
+    """Workers that agents have forked. The agents read their progress and state."""
+
+    grace = TIMEOUTS.agent_reports
+    versions: AgentVersions | None
+
+    def __init__(
+        self, starter: Starter, options: Options, agents: Mapping[int, Agent], calls: AgentCalls
+    ) -> None:
+        super().__init__(starter, options, agents)
+        self.calls, self.home = calls, calls.own
+        self.shares = is_accelerator(self.program.device) and calls.crowded
+        self.unreachable: set[int] = set()  # devices whose agent is lost, or does not answer
+        self.stops = StopWatch(TIMEOUTS.agent_sees_stopped)
+        self.looks: dict[int, tuple[Any, float]] = {}  # calls of agents that are under way, and since when
+        self.seen_at: dict[int, float] = {}
+
+    def connect(
+        self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, startup: ExitStack
+    ) -> None:
+        key, sent = self.calls.keys()
+        leads = {agent.node: agent for agent in self.agents.values()}
+        memory = torch.zeros(extent(index), dtype=torch.uint8)
+        given = self.calls.put(fill(memory, weights, index).numpy())
+        values = {node: agent.actor.hold.remote(given) for node, agent in leads.items()}
+        with closing(Listener(self.host, key, self.options.timeout, CODEC)) as listener:
+            started = {
+                device: agent.actor.start.remote(device, listener.address, sent, width, values[agent.node])
+                for device, agent in self.agents.items()
+            }
+            until = monotonic() + TIMEOUTS.meeting
+            while len(self.channels) < len(self.devices):
+                self._accept(listener, started, until)
+        for device, call in started.items():
+            self.processes[device] = self.calls.get(call)
+            self.status[device] = ProcessStatus(process=self.processes[device])
+        for agent in leads.values():
+            startup.callback(agent.actor.release.remote)
+
+    def _accept(self, listener: Listener, started: Mapping[int, Any], until: float) -> None:
+        arrived = listener.accept(TIMEOUTS.accept)
+        if arrived is not None:
+            device, self.channels[device] = arrived
+            return
+        done, _ = self.calls.wait([*started.values()], 0)
+        for call in done:
+            self.calls.get(call)  # it raises what an agent has raised
+        for device, call in started.items():
+            if call in done and device not in self.channels:
+                seen = self.calls.answers({device: self.agents[device].actor.look.remote()}).get(device)
+                if isinstance(seen, ProcessStatus) and seen.ended is not None:
+                    raise not_started(seen.ended)
+        if monotonic() > until:
+            raise not_started("it cannot reach the driver")
+
+    @contextmanager
+    def sharing(self, step: int) -> Iterator[None]:
+        assert self.versions is not None
+        try:
+            self.versions.share(step)
+        except self.calls.lost as error:
+            raise version_lost(step) from error
+        yield
+        self.versions.shrink()
+
+    def look(self, age: float) -> None:
+        """Note what agents have answered, and ask again where the last answer is older than `age` seconds.
+
+        Wait for the answers where they are to be new: a worker may no longer answer itself.
+        """
+        now = monotonic()
+        alive = {device for device, seen in self.status.items() if seen.ended is None}
+        for device in alive - self.looks.keys():
+            if now - max(self.seen_at.get(device, 0.0), self.asked) >= age:
+                self.looks[device] = (self.agents[device].actor.look.remote(), now)
+        calls = {call: device for device, (call, _) in self.looks.items()}
+        done, waiting = self.calls.wait([*calls], 0 if age else TIMEOUTS.accept)
+        for call in done:
+            device, self.seen_at[calls[call]] = calls[call], now
+            del self.looks[device]
+            try:
+                self.status[device] = cast(ProcessStatus, self.calls.get(call))
+            except self.calls.lost:
+                self._lose(device, "its agent is lost, and the process with it")
+        for call in waiting:
+            device = calls[call]
+            if now - self.looks[device][1] > TIMEOUTS.agent_silent:
+                silent = TIMEOUTS.agent_silent
+                self._lose(device, f"no sign of life for {silent:g} s: its machine cannot be reached")
+
+    def _lose(self, device: int, why: str) -> None:
+        self.looks.pop(device, None)
+        self.status[device] = replace(self.status[device], ended=why)
+        self.unreachable.add(device)
+        if self.versions is not None:
+            self.versions.lost.add(device)
+
+    def close(self) -> None:
+        super().close()
+        # An agent that cannot be reached ends its worker once it can be, if it is not ended itself.
+        ends = {device: agent.actor.end.remote() for device, agent in self.agents.items()}
+        self.calls.answers(
+            {device: call for device, call in ends.items() if device not in self.unreachable},
+            TIMEOUTS.process_end,
+        )

@@ -13,9 +13,9 @@ from piper.runtime.debug.profiler import ClockOffset
 from piper.runtime.setup import ProgramLike, Setup
 from piper.runtime.worker import Options
 from piper.workers.agent_versions import ShortMachine
-from piper.workers.answers import WorkerAnswers
 from piper.workers.blame import Failure, JobSnapshot
 from piper.workers.processes import ProcessStatus
+from piper.workers.serve import WorkerAnswers
 from piper.workers.transport.versions import Versions
 
 A = TypeVar("A")

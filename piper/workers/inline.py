@@ -15,10 +15,10 @@ from piper.runtime.comm.inline import World
 from piper.runtime.context import Dice
 from piper.runtime.setup import ProgramLike, Setup, blank_values, initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
-from piper.workers.answers import WorkerAnswers
 from piper.workers.blame import Watcher, blame, private_marks
 from piper.workers.group import Starter, WorkerGroup, streams_of, unread_values
 from piper.workers.processes import ProcessStatus, running
+from piper.workers.serve import WorkerAnswers
 from piper.workers.transport.versions import Files, WorkerVersions
 
 A = TypeVar("A")

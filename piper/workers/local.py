@@ -11,42 +11,32 @@ from piper.errors import LaunchError
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.workers.agent import WorkerProcess
-from piper.workers.agent_calls import Agent
+from piper.workers.agent import Agent, WorkerProcess
 from piper.workers.driver import SocketWorkerGroup
 from piper.workers.group import Starter
 from piper.workers.messages import CODEC
 from piper.workers.processes import gone
 from piper.workers.rendezvous import LOOPBACK
 from piper.workers.serve import crowded
-from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel
 from piper.workers.transport.fork_server import ForkServer, no_process
-from piper.workers.transport.shared_memory import TensorEntry, share
+from piper.workers.transport.serialize import TensorEntry, share
 from piper.workers.transport.versions import Versions
 
 
 class LocalWorkerGroup(SocketWorkerGroup):
     """Workers that a fork server forks, each at the end of a pair of sockets."""
 
-    def __init__(
-        self,
-        program: ProgramLike,
-        options: Options,
-        forks: ForkServer,
-        versions: Versions | None = None,
-        places: Sequence[int] | None = None,
-        packed: bytes | None = None,
-    ) -> None:
-        """Prepare a worker for each device; `places`: the accelerator of each. None: in their order."""
-        devices = program.plans.devices
+    def __init__(self, starter: "LocalStarter", options: Options, forks: ForkServer) -> None:
+        devices = starter.program.plans.devices
         self.forks, self.workers = forks, {device: WorkerProcess(forks) for device in devices}
         agents = {
             device: Agent(actor=self.workers[device], node="", address=LOOPBACK, local=place)
-            for device, place in zip(devices, places or range(len(devices)), strict=True)
+            for device, place in zip(devices, starter.places or range(len(devices)), strict=True)
         }
-        super().__init__(program, options, agents, versions, packed)
-        self.shares = is_accelerator(program.device) and crowded(len(devices))
+        super().__init__(starter, options, agents)
+        self.shares = is_accelerator(self.program.device) and crowded(len(devices))
+        self.exit_notifiers = (forks,)
 
     def connect(
         self, weights: Mapping[str, Tensor], index: Mapping[str, TensorEntry], width: int, startup: ExitStack
@@ -59,17 +49,12 @@ class LocalWorkerGroup(SocketWorkerGroup):
                 self.processes[device] = worker.fork(there.fileno(), memory, width)
             self.channels[device] = Channel(here, self.options.timeout, codec=CODEC)
 
-    def exit_notifiers(self) -> Sequence[ForkServer]:
-        return (self.forks,)
-
     def look(self, age: float) -> None:
         self.status = {device: worker.look() for device, worker in self.workers.items() if worker.process}
 
     def close(self) -> None:
         super().close()
-        for worker in self.workers.values():
-            worker.kill()
-        self.forks.wait([*self.processes.values()], TIMEOUTS.process_end)
+        self.forks.end([*self.processes.values()])
         self.workers, self.processes = {}, {}
 
 
@@ -82,14 +67,14 @@ class LocalStarter(Starter):
         """Prepare for a program; `forks`: a fork server that others use too. None: it has its own."""
         super().__init__(program, versions)
         self.lent, self.forks = forks is not None, forks
-        self.places: Sequence[int] | None = None
+        self.places: Sequence[int] | None = None  # the accelerator of each device. None: in their order
 
     def start(self, options: Options) -> LocalWorkerGroup:
         """Start all workers, and the fork server too where it is lost."""
         if self.forks is not None and not self.lent and gone(self.forks.server):
             self.close()
         self.forks = self.forks or ForkServer()
-        group = LocalWorkerGroup(self.program, options, self.forks, self.versions, self.places, self.packed)
+        group = LocalWorkerGroup(self, options, self.forks)
         try:
             group.begin()
         except OSError as error:  # the fork server went while it was asked
@@ -98,7 +83,6 @@ class LocalStarter(Starter):
         except LaunchError:
             self.close()
             raise
-        self.packed = group.packed
         return group
 
     def use(self, program: ProgramLike, versions: Versions, places: Sequence[int]) -> None:

@@ -19,10 +19,7 @@ from piper.runtime.setup import Setup
 from piper.runtime.worker import Options, Sums
 from piper.workers.blame import Failure
 from piper.workers.processes import SharedFile
-from piper.workers.transport.serialize import Codec, pack, pickled_by_value, unpack
-from piper.workers.transport.shared_memory import TensorEntry
-
-Span = tuple[int, int]
+from piper.workers.transport.serialize import Codec, TensorEntry, pack, pickled_by_value, unpack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +67,13 @@ class BatchSlicer:
 
     def __init__(self, plans: Plans) -> None:
         self.plans = plans
-        self.known: dict[tuple[int, int], dict[str, list[Span]]] = {}
+        self.known: dict[tuple[int, int], dict[str, list[tuple[int, int]]]] = {}
 
     def cut(self, batch: Mapping[str, Tensor], device: int) -> dict[str, BatchSlice]:
         """Return the slices of a batch that one device needs."""
         samples = len(next(iter(batch.values())))
         if (device, samples) not in self.known:
-            found: dict[str, list[Span]] = {}
+            found: dict[str, list[tuple[int, int]]] = {}
             for field in (ins.loads for ins in self.plans.of(device).instrs if ins.op == "load"):
                 mine = slices(self.plans, samples, *field.slice_of(device), field.part)
                 found.setdefault(field.name, []).extend(mine)
@@ -91,21 +88,7 @@ class BatchSlicer:
         }
 
 
-CODEC = Codec(
-    (
-        Assignment,
-        BatchSlice,
-        ClockOffset,
-        Done,
-        Failure,
-        Leaving,
-        OutputKey,
-        DeviceProfile,
-        Sums,
-    )
-)
-
-
+CODEC = Codec((Assignment, BatchSlice, ClockOffset, Done, Failure, Leaving, OutputKey, DeviceProfile, Sums))
 SETUP = Codec((Plans, CapturedModel))
 APART = ("code", "optimizer", "scheduler", "device", "build")  # fields of a setup that are no data
 

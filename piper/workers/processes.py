@@ -6,6 +6,7 @@ Nothing heavy is imported: some of this runs where a worker no longer answers, o
 import mmap
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,6 +118,28 @@ def nameless_file(size: int) -> int:
     with tempfile.TemporaryFile(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as file:
         file.truncate(max(size, 1))
         return os.dup(file.fileno())
+
+
+def write_at(file: int, at: int, data: bytes) -> None:
+    """Write bytes into a file from the beginning of a page on."""
+    os.posix_fallocate(file, at, len(data))  # memory that is missing is an error here
+    with mmap.mmap(file, len(data), offset=at) as memory:
+        memory[:] = data
+
+
+class ClosedError(ConnectionError):
+    """The other process has closed its end, or sends what is not a message."""
+
+
+def read_exactly(end: socket.socket, size: int, who: str = "the other process") -> bytes:
+    """Read this many bytes within the socket's timeout. Raise ClosedError if the other end is closed."""
+    data = b""
+    while len(data) < size:
+        got = end.recv(size - len(data))
+        if not got:
+            raise ClosedError(f"{who} is gone")
+        data += got
+    return data
 
 
 def free_memory() -> int | None:

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import cast
 
-import numpy as np
-
 from piper.errors import LaunchError
 from piper.runtime.debug.output_recorder import OutputKey
 from piper.runtime.debug.profiler import ClockOffset, DeviceProfile
 from piper.workers.agent import MachineAgent
-from piper.workers.processes import ProcessStatus, SharedFile, Termination, gone, stopped
+from piper.workers.processes import ClosedError, ProcessStatus, SharedFile, Termination, gone, stopped
 from piper.workers.rank_environment import RankEnvironment
 from piper.workers.rendezvous import (
     HOW,
@@ -39,7 +37,6 @@ from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, connect
 from piper.workers.transport.fork_server import ForkServer
 from piper.workers.transport.serialize import Codec
-from piper.workers.transport.sockets import ClosedError
 
 log = logging.getLogger("piper")
 
@@ -53,11 +50,8 @@ class AgentPlace:
     follows: bool = False  # the script of its rank wants the results of the run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentFailure:
-    """An answer of an agent that could not do what it was asked for."""
-
-    why: str
+class AgentLostError(ConnectionError):
+    """An agent cannot be reached any more. As an answer: it could not do what it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +67,7 @@ class RankZeroResult:
 
 Hear = Callable[[RankZeroResult | None], None]  # None: the run has ended
 RESULTS = (StepResult, EvaluationResult, Means, Resumed, OutputKey, DeviceProfile, ClockOffset)
-CODEC = Codec((AgentPlace, AgentFailure, ProcessStatus, SharedFile, RankZeroResult, *RESULTS))
-
-
-def sent(value: object) -> object:
-    """Return a value as a message holds it. Arrays are bytes there."""
-    return value.tobytes() if isinstance(value, np.ndarray) else value
-
-
-def received(value: object) -> object:
-    """Return a value of a message."""
-    return np.frombuffer(value, dtype=np.uint8) if isinstance(value, bytes) else value
+CODEC = Codec((AgentPlace, AgentLostError, ProcessStatus, SharedFile, RankZeroResult, *RESULTS))
 
 
 class RankAgent(MachineAgent):
@@ -122,7 +106,7 @@ class RankAgent(MachineAgent):
             assert name in METHODS, f"agents do not {name}"
             return getattr(self, name)(*arguments)
         except Exception as error:  # noqa: BLE001  it is raised in the driver
-            return AgentFailure(why=f"{type(error).__name__}: {error}")
+            return AgentLostError(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """End the worker and give the memory back. The fork server stays for the next agent of the rank."""
@@ -164,10 +148,13 @@ class ServedAgent:
 
     def _serve(self) -> None:
         """Connect and answer calls until the driver does not listen. Connect again after a link was down."""
+        where = self.address.host, self.address.port
         until, known, said = monotonic() + TIMEOUTS.rank_away, False, False
         while monotonic() < until and not self.leaving:
             try:
-                channel = self._connect()
+                channel = connect(where, self.key, self.world.rank, TIMEOUTS.meeting, CODEC)
+                own = own_address(self.world)
+                channel.send(AgentPlace(address=own, local=self.world.local, follows=self.hear is not None))
             except ConnectionRefusedError:
                 return  # the driver does not listen any more
             except ClosedError as error:
@@ -176,30 +163,20 @@ class ServedAgent:
                 raise LaunchError(
                     "this rank and rank 0 do not know the same key",
                     by=f"rank {self.world.rank}",
-                    facts={"at": f"{self.address.host}:{self.address.port}", "why": str(error)},
+                    facts={"at": f"{where[0]}:{where[1]}", "why": str(error)},
                     hint=HOW,
                 ) from error
             except OSError as error:
                 if not said:
-                    away = TIMEOUTS.rank_away
                     text = "rank %d cannot reach rank 0, and tries for %g s: %s"
-                    log.warning(text, self.world.rank, away, error)
-                    said = True
+                    log.warning(text, self.world.rank, TIMEOUTS.rank_away, error)
+                said = True
                 sleep(TIMEOUTS.rank_retry)
                 continue
             self._answer(channel)
             until, known, said = monotonic() + TIMEOUTS.rank_away, True, False
         if not self.leaving:
             raise lost_leader(self.world)
-
-    def _connect(self) -> Channel:
-        host, port = self.address.host, self.address.port
-        channel = connect((host, port), self.key, self.world.rank, TIMEOUTS.meeting, CODEC)
-        place = AgentPlace(
-            address=own_address(self.world), local=self.world.local, follows=self.hear is not None
-        )
-        channel.send(place)
-        return channel
 
     def _answer(self, channel: Channel) -> None:
         """Answer the calls of the driver until the channel is closed."""
@@ -208,7 +185,7 @@ class ServedAgent:
         try:
             while True:
                 name, arguments = cast("tuple[str, list[object]]", channel.recv())
-                channel.send(sent(agent.answer(name, [*map(received, arguments)])))
+                channel.send(agent.answer(name, arguments))
         except (ClosedError, OSError):
             return
         finally:

@@ -1,7 +1,11 @@
 """The rank of this process in a job that torchrun or the like has started, from the environment."""
 
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from piper.errors import ConfigError
 
@@ -84,14 +88,34 @@ def check_size(world: RankEnvironment, devices: int, spares: int = 0) -> None:
     """Refuse a number of processes that differs from the number of devices and spares."""
     if world.size == devices + spares:
         return
-    start = f"start {devices + spares} processes"
-    raise ConfigError(
-        "there is not one process for each device" + (" and each spare" if spares else ""),
-        by="launch",
-        facts={
-            "processes": f"WORLD_SIZE={world.size}",
-            "devices": f"{devices} in the plan",
-            **({"spares": f"--spares {spares}"} if spares else {}),
-        },
-        hint=start if spares else f"{start}, or unset {', '.join(NAMES)} and piper starts them",
-    )
+    what, hint = "there is not one process for each device", f"start {devices + spares} processes"
+    facts = {"processes": f"WORLD_SIZE={world.size}", "devices": f"{devices} in the plan"}
+    if spares:
+        what, facts = f"{what} and each spare", {**facts, "spares": f"--spares {spares}"}
+    else:
+        hint = f"{hint}, or unset {', '.join(NAMES)} and piper starts them"
+    raise ConfigError(what, by="launch", facts=facts, hint=hint)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_rank_zero(verb: Callable[P, R]) -> Callable[P, R]:
+    """Run a verb of the command line on rank 0 only under torchrun, with agents in the other ranks."""
+
+    @wraps(verb)
+    def act(*args: P.args, **kwargs: P.kwargs) -> R:
+        world = rank_environment() if kwargs["on"] in RANKS else None
+        if world is None:
+            return verb(*args, **kwargs)
+        if world.leads:
+            from piper.workers.rendezvous import leading  # torch is paid for only where it is used
+
+            with leading(world):
+                return verb(*args, **kwargs)
+        from piper.workers.rank_agent import attend
+
+        sys.exit(attend(world))
+
+    return act

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import ray
@@ -27,8 +27,7 @@ from piper.plan.plan import Plans
 from piper.process.attributes import replaced
 from piper.runtime.accelerator import is_accelerator
 from piper.runtime.setup import ProgramLike
-from piper.workers.agent import AgentProcess
-from piper.workers.agent_calls import Agent, AgentCalls, no_room, packed_machines
+from piper.workers.agent import Agent, AgentCalls, AgentProcess, no_room, packed_machines
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.timeouts import TIMEOUTS
 
@@ -111,14 +110,12 @@ def folder_of_ray() -> Iterator[str]:
             remover.communicate("now", timeout=TIMEOUTS.ray_folder_removed)
 
 
-@contextmanager
-def loopback() -> Iterator[None]:
+def loopback() -> AbstractContextManager[None]:
     """Let a Ray that is started inside listen on this machine only.
 
     Ray does so by itself where it supports no clusters; given a loopback address it takes another instead.
     """
-    with replaced(ray_constants, "ENABLE_RAY_CLUSTER", False):
-        yield
+    return replaced(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -25,10 +25,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from piper.errors import ConfigError, LaunchError
-from piper.process.private_files import private_folder, read_private, write_private
+from piper.process.files import private_folder, read_private, write_private
 from piper.workers.rank_environment import RankEnvironment
 from piper.workers.timeouts import TIMEOUTS
-from piper.workers.transport.sockets import kept_alive
+from piper.workers.transport.channel import kept_alive
 
 LOOPBACK = "127.0.0.1"
 KEY = "PIPER_KEY"
@@ -36,7 +36,7 @@ KEY_FILE = "PIPER_KEY_FILE"
 RUNTIME = "XDG_RUNTIME_DIR"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # how often torchrun has started all ranks again
 LEAST = 32  # characters of a key
-LAUNCH = re.compile(r"[0-9a-f]{32}")  # a name of a launch, as `new_launch` makes it
+LAUNCH = re.compile(r"[0-9a-f]{32}")  # a name of a launch: `secrets.token_hex(16)`, which is no secret
 HOW = (
     "give every rank the same 32 or more random characters in PIPER_KEY (openssl rand -hex 32), or in a "
     "file of mode 0600 that PIPER_KEY_FILE names"
@@ -98,9 +98,9 @@ def next_launch(world: RankEnvironment) -> int:
     return store_of(world).add(f"launches/{world.rank}", 1)
 
 
-def publish_address(world: RankEnvironment, launch: int, address: DriverAddress) -> None:
-    """Write the address of a launch into the store."""
-    store_of(world).set(f"launch/{launch}", json.dumps(asdict(address)))
+def publish_address(world: RankEnvironment, address: DriverAddress) -> None:
+    """Write the address of this process's next launch into the store."""
+    store_of(world).set(f"launch/{next_launch(world)}", json.dumps(asdict(address)))
 
 
 def find_address(world: RankEnvironment, launch: int) -> DriverAddress:
@@ -114,12 +114,10 @@ def find_address(world: RankEnvironment, launch: int) -> DriverAddress:
 def read_address(world: RankEnvironment, text: bytes) -> DriverAddress:
     """Return the address that the store holds. Any process could have written it, so it is checked."""
     try:
-        fields = json.loads(text)
-        address = DriverAddress(**fields)
+        address = DriverAddress(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise apart(world, f"the store holds no address: {error}") from error
-    kinds = {"host": str, "port": int, "launch": str, "spares": bool}
-    if any(type(fields[name]) is not kind for name, kind in kinds.items()):
+    if [*map(type, astuple(address))] != [str, int, str, bool]:
         raise apart(world, "the store holds no address")
     return address
 
@@ -136,15 +134,14 @@ def addresses(world: RankEnvironment, leaves: Callable[[], bool]) -> Iterator[Dr
             if store.check([f"launch/{launch}"]):
                 yield find_address(world, launch)
                 launch += 1
-            elif store.check([END]):
+                continue
+            if store.check([END]):
                 return
-            elif since is None:
-                since = time.monotonic() if leaves() else None
-                time.sleep(TIMEOUTS.rank_poll)
-            elif time.monotonic() - since > TIMEOUTS.ranks_leave:
+            if since is None and leaves():
+                since = time.monotonic()
+            if since is not None and time.monotonic() - since > TIMEOUTS.ranks_leave:
                 raise lost_leader(world)
-            else:
-                time.sleep(TIMEOUTS.rank_poll)
+            time.sleep(TIMEOUTS.rank_poll)
     except (*LOST, RuntimeError):  # the store went with rank 0
         return
 
@@ -189,9 +186,7 @@ def leading(world: RankEnvironment) -> Iterator[None]:
         raise
     finally:
         store.set(END, str(code))
-        until = time.monotonic() + (
-            TIMEOUTS.ranks_leave if code == 0 else 0
-        )  # of a failed run, ranks may be lost
+        until = time.monotonic() + (0 if code else TIMEOUTS.ranks_leave)  # of a failed run, ranks may be lost
         while store.add(LEFT, 0) < world.size - 1 and time.monotonic() < until:
             time.sleep(TIMEOUTS.rank_poll)  # the store may end with this process
 
@@ -236,11 +231,6 @@ def given_key() -> bytes | None:
     return text.strip().encode()
 
 
-def new_launch() -> str:
-    """Return a new name for a launch. It is no secret."""
-    return secrets.token_hex(16)
-
-
 def runtime_folder() -> Path:
     """Return the folder of this user in which the keys of running launches lie."""
     runtime = os.environ.get(RUNTIME)
@@ -253,7 +243,10 @@ def runtime_folder() -> Path:
 def offered_key(launch: str) -> Iterator[bytes]:
     """Make a key that other processes of this user on this machine can fetch inside the block."""
     folder = runtime_folder()
-    _remove_stale(folder)
+    for stale in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process was faster
+            if LAUNCH.fullmatch(stale.name) and time.time() - stale.stat().st_mtime > TIMEOUTS.key_stale:
+                stale.unlink()
     path, key = folder / launch, secrets.token_bytes(32)
     write_private(path, key)
     try:
@@ -262,22 +255,11 @@ def offered_key(launch: str) -> Iterator[bytes]:
         path.unlink(missing_ok=True)
 
 
-def _remove_stale(folder: Path) -> None:
-    for path in folder.iterdir():
-        try:
-            if LAUNCH.fullmatch(path.name) and time.time() - path.stat().st_mtime > TIMEOUTS.key_stale:
-                path.unlink()
-        except FileNotFoundError:
-            continue  # another process was faster
-
-
 def fetched_key(launch: str, rank: int) -> bytes:
     """Return the key that rank 0 of a launch has made on this machine."""
-    try:
+    with suppress(FileNotFoundError):
         if LAUNCH.fullmatch(launch):
             return read_private(runtime_folder() / launch, "launch")
-    except FileNotFoundError:
-        pass
     raise LaunchError(
         "this rank does not have the key of the launch",
         by=f"rank {rank}",
@@ -289,11 +271,7 @@ def fetched_key(launch: str, rank: int) -> bytes:
 def key_of(world: RankEnvironment, address: DriverAddress) -> bytes:
     """Return the key of a launch: the one that the environment gives, or the one that rank 0 made."""
     key = given_key()
-    if key is not None and not address.launch:
-        return key
-    if not world.one_machine:
-        raise key_missing(world.rank)
-    return fetched_key(address.launch, world.rank)
+    return fetched_key(address.launch, world.rank) if key is None or address.launch else key
 
 
 def ranks_absent(ranks: Iterable[int]) -> LaunchError:
@@ -308,14 +286,9 @@ def ranks_absent(ranks: Iterable[int]) -> LaunchError:
 def check_key(world: RankEnvironment) -> None:
     """Refuse to launch on several machines without a key that all ranks have."""
     if not world.one_machine and given_key() is None:
-        raise key_missing(world.rank)
-
-
-def key_missing(rank: int) -> LaunchError:
-    """Return the error of ranks on several machines that have no key in common."""
-    return LaunchError(
-        "ranks on several machines need a key",
-        by=f"rank {rank}",
-        facts={"why": "each proves that it knows one, and torchrun's store is open to every process"},
-        hint=HOW,
-    )
+        raise LaunchError(
+            "ranks on several machines need a key",
+            by=f"rank {world.rank}",
+            facts={"why": "each proves that it knows one, and torchrun's store is open to every process"},
+            hint=HOW,
+        )

@@ -34,11 +34,6 @@ class EvaluationResult:
     samples: int = 0
     batches: int = 0
 
-    def _repr_html_(self) -> str:
-        numbers = {"loss": self.loss, **self.metrics, "samples": self.samples}
-        rows = "".join(f"<tr><td>{name}</td><td>{value:g}</td></tr>" for name, value in numbers.items())
-        return f"<table>{rows}</table>"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:

@@ -19,8 +19,8 @@ from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, ProgramLike, Setup, build_model, setup_of
 from piper.runtime.worker import Options, Worker
 from piper.simulate.cluster import load_cluster
-from piper.workers.answers import WorkerAnswers
 from piper.workers.group import WorkerGroup
+from piper.workers.serve import WorkerAnswers
 
 A = TypeVar("A")
 R = TypeVar("R")

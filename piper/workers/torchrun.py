@@ -1,5 +1,6 @@
 """`local` under torchrun: rank 0 drives, and starts workers through the agents of all ranks."""
 
+import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -9,27 +10,23 @@ from types import SimpleNamespace
 from typing import Any
 
 from piper.errors import LaunchError
-from piper.plan.plan import Plans
 from piper.runtime.setup import ProgramLike
-from piper.workers.agent_calls import Agent, AgentCalls, machines_of, no_room
+from piper.workers.agent import Agent, AgentCalls, no_room
 from piper.workers.agent_starter import AgentStarter
+from piper.workers.processes import ClosedError
 from piper.workers.rank_agent import (
     CODEC,
-    AgentFailure,
+    AgentLostError,
     AgentPlace,
     RankAgent,
     RankZeroResult,
     leave,
-    received,
-    sent,
 )
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import (
     DriverAddress,
     check_key,
     given_key,
-    new_launch,
-    next_launch,
     offered_key,
     own_address,
     publish_address,
@@ -38,11 +35,6 @@ from piper.workers.rendezvous import (
 from piper.workers.serve import crowded
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.channel import Channel, Listener
-from piper.workers.transport.sockets import ClosedError
-
-
-class AgentLostError(ConnectionError):
-    """An agent cannot be reached any more, or could not do what it was asked for."""
 
 
 class RemoteAgent:
@@ -72,8 +64,8 @@ class RemoteAgent:
         except (ClosedError, OSError) as error:
             self.gone = True
             raise AgentLostError(str(error)) from error
-        if isinstance(answer, AgentFailure):
-            raise AgentLostError(answer.why)
+        if isinstance(answer, AgentLostError):
+            raise answer
         return answer
 
     def close(self) -> None:
@@ -84,8 +76,8 @@ class RemoteAgent:
 
 def over(channel: Channel, name: str, arguments: list[object]) -> object:
     """Return what the agent at the other end of a channel answers."""
-    channel.send((name, [*map(sent, arguments)]))
-    return received(channel.recv())
+    channel.send((name, arguments))
+    return channel.recv()
 
 
 class RankCalls(AgentCalls):
@@ -113,7 +105,7 @@ class RankCalls(AgentCalls):
         return [*done], [*waiting]
 
     def put(self, value: Any) -> Any:  # noqa: ANN401
-        return value
+        return bytes(value)
 
     def keys(self) -> tuple[bytes, bytes]:
         """Return the key of the job. Agents know it."""
@@ -153,15 +145,17 @@ class TorchrunStarter(AgentStarter):
     def _listen(self, calls: RankCalls, until_all_came: ExitStack) -> None:
         """Publish where agents connect to, and be the first agent. Offer a key until all came."""
         given = given_key()
-        launch = "" if given is not None else new_launch()
+        launch = "" if given is not None else secrets.token_hex(16)
         calls.key = given if given is not None else until_all_came.enter_context(offered_key(launch))
         self.cleanup.callback(self._dismiss)  # when it no longer listens, so that no agent connects again
-        self.listener = self.cleanup.enter_context(Listener(calls.own, calls.key, TIMEOUTS.rank_place, CODEC))
+        self.listener = Listener(calls.own, calls.key, TIMEOUTS.rank_place, CODEC)
+        self.cleanup.callback(self.listener.close)
         host, port = self.listener.address
         address = DriverAddress(host=host, port=port, launch=launch, spares=self.spares > 0)
-        publish_address(self.world, next_launch(self.world), address)
+        publish_address(self.world, address)
         mine = RankAgent(calls.key)
-        self._admit(0, AgentPlace(address=calls.own, local=self.world.local), mine.answer, mine.close)
+        place = AgentPlace(address=calls.own, local=self.world.local)
+        self._admit(0, place, RemoteAgent(mine.answer, mine.close))
 
     def _accept(self, timeout: float) -> bool:
         """Take the next rank that has connected. Return whether there was one."""
@@ -176,22 +170,16 @@ class TorchrunStarter(AgentStarter):
         if isinstance(place, AgentPlace) and 0 < rank < self.world.size:
             channel.limit(None)  # calls may take long, and each has a timeout of its own
             self.followers |= {rank} if place.follows else set()
-            self._admit(rank, place, partial(over, channel), partial(leave, channel))
+            self._admit(rank, place, RemoteAgent(partial(over, channel), partial(leave, channel)))
         else:
             channel.close()
         return True
 
-    def _admit(
-        self,
-        rank: int,
-        place: AgentPlace,
-        ask: Callable[[str, list[object]], object],
-        close: Callable[[], None],
-    ) -> None:
+    def _admit(self, rank: int, place: AgentPlace, actor: RemoteAgent) -> None:
         if rank in self.ranks:
             self.ranks[rank].actor.close()  # of a link that was down
         self.ranks[rank] = Agent(
-            actor=RemoteAgent(ask, close),
+            actor=actor,
             node=str(rank - place.local),  # the first rank of its machine
             address=place.address,
             local=place.local,
@@ -200,16 +188,11 @@ class TorchrunStarter(AgentStarter):
     def _bundles(self) -> dict[int, tuple[Agent, ...]]:
         """Return the agents that can take the devices of a machine, by the rank of the first."""
         alive = {rank: agent for rank, agent in sorted(self.ranks.items()) if not agent.actor.gone}
-        if not self.apart:
-            return {rank: (agent,) for rank, agent in alive.items()}
-        nodes: dict[str, dict[int, Agent]] = {}
+        groups: dict[object, dict[int, Agent]] = {}  # by machine, where devices have to share one
         for rank, agent in alive.items():
-            nodes.setdefault(agent.node, {})[rank] = agent
-        return {
-            min(ranks): tuple(ranks.values())[: self.width]
-            for ranks in nodes.values()
-            if len(ranks) >= self.width
-        }
+            groups.setdefault(agent.node if self.apart else rank, {})[rank] = agent
+        full = [ranks for ranks in groups.values() if len(ranks) >= self.width]
+        return {min(ranks): tuple(ranks.values())[: self.width] for ranks in full}
 
     def _hire(self) -> None:
         while self._accept(0.0):
@@ -219,10 +202,6 @@ class TorchrunStarter(AgentStarter):
         for bundle, agents in bundles.items():
             if self.agents.get(bundle) != agents:
                 self._take(bundle, agents)
-
-    def _arrange(self, plans: Plans) -> None:
-        self.machines, self.apart = machines_of(plans)
-        self.width = max(map(len, self.machines))
 
     def _lacking(self) -> Exception:
         return LaunchError(

@@ -25,9 +25,9 @@ from piper.run.launch import launch_local
 from piper.run.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
-from piper.workers.answers import WorkerAnswers
 from piper.workers.local import LocalWorkerGroup
 from piper.workers.processes import StopWatch
+from piper.workers.serve import WorkerAnswers
 from piper.workers.transport.channel import Listener, connect
 from piper.workers.transport.fork_server import ForkServer
 from tests import warm
@@ -286,12 +286,12 @@ def test_more_than_a_thousand_descriptors() -> None:
     many = [os.dup(null) for _ in range(1100)]
     try:
         made, pids = idle_server()
-        assert made.end.fileno() > 1024
+        assert made.fileno() > 1024
         os.kill(pids[0], signal.SIGKILL)
         made.wait(pids[:1], 100.0)
         assert made.ended() == {pids[0]: -signal.SIGKILL}
         made.close()
-        with Listener("127.0.0.1", b"k" * 32, 5.0) as listener, ThreadPoolExecutor(1) as threads:
+        with closing(Listener("127.0.0.1", b"k" * 32, 5.0)) as listener, ThreadPoolExecutor(1) as threads:
             coming = threads.submit(connect, listener.address, b"k" * 32, 1, 5.0)
             arrived = listener.accept(5.0)
             assert arrived is not None and arrived[1].fileno() > 1024

@@ -27,7 +27,7 @@ from piper.run.run import Run
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.workers import ray as launcher
-from piper.workers.agent_workers import AgentWorkerGroup
+from piper.workers.driver import AgentWorkerGroup
 from tests.ray.test_own import exposed, listening
 from tests.runtime.grid import Cell, batches, job
 from tests.workers import sabotage

@@ -32,7 +32,7 @@ from piper.run.run_events import Disk, Event
 from piper.runtime.worker import Options
 from piper.train.train_options import sizes_of
 from piper.workers import ray as launcher
-from piper.workers.agent_workers import AgentWorkerGroup
+from piper.workers.driver import AgentWorkerGroup
 from piper.workers.processes import gone
 from piper.workers.ray import RayStarter
 from piper.workers.results import StepResult

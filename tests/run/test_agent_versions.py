@@ -16,12 +16,13 @@ from piper.ir.select import at
 from piper.run.driver_checkpoints import write_version
 from piper.run.launch import launch_inline
 from piper.runtime.worker import Options
-from piper.workers.agent_calls import Agent
+from piper.workers.agent import Agent
 from piper.workers.agent_versions import AgentVersions
-from piper.workers.agent_workers import AgentWorkerGroup
-from piper.workers.rank_agent import RankAgent
+from piper.workers.driver import AgentWorkerGroup
+from piper.workers.group import Starter
+from piper.workers.rank_agent import AgentLostError, RankAgent
 from piper.workers.rank_environment import RankEnvironment
-from piper.workers.torchrun import AgentLostError, RankCalls, RemoteAgent
+from piper.workers.torchrun import RankCalls, RemoteAgent
 from tests.runtime.grid import Cell, batches, compiled, job, strategy
 
 PAIR = Cell(case="mlp", schedule="1f1b", dp=1)
@@ -192,7 +193,8 @@ def test_an_agent_that_is_lost_after_a_version_was_chosen(hired: Hired, tmp_path
     run.session.protect()
     run.close()
     assert versions.newest() == 0
-    group = AgentWorkerGroup(compiled(PAIR), Options(), {0: first, 1: second}, versions.calls, versions)
+    starter = Starter(compiled(PAIR), versions)
+    group = AgentWorkerGroup(starter, Options(), {0: first, 1: second}, versions.calls)
     second.actor.close()
 
     def write() -> None:

@@ -34,9 +34,9 @@ from piper.run.session import Session
 from piper.runtime.setup import ProgramLike
 from piper.runtime.worker import Options
 from piper.train.train_options import SizeFile, sizes_of
-from piper.workers.answers import WorkerAnswers
 from piper.workers.group import A, R, Starter, WorkerGroup
 from piper.workers.inline import InlineStarter
+from piper.workers.serve import WorkerAnswers
 from piper.workers.transport.versions import too_little
 from tests import plain
 from tests.run.recoveries import elastic_of

@@ -9,11 +9,11 @@ from typing import cast
 import pytest
 
 from piper.errors import LaunchError
-from piper.plan.plan import Plans
-from piper.workers.agent_calls import Agent
-from piper.workers.agent_starter import AgentStarter, AgentWatch
+from piper.workers.agent import Agent
+from piper.workers.agent_starter import AgentStarter
+from piper.workers.rank_agent import AgentLostError
 from piper.workers.rank_environment import RankEnvironment
-from piper.workers.torchrun import AgentLostError, RankCalls
+from piper.workers.torchrun import RankCalls
 from tests.runtime.grid import Cell, compiled
 from tests.workers.bounds import set_timeouts
 
@@ -73,14 +73,8 @@ class Cluster(AgentStarter):
         for bundle in self.there.keys() - self.agents.keys():
             self._take(bundle, (self.there[bundle],))
 
-    def _arrange(self, plans: Plans) -> None:
-        raise AssertionError("no test resizes")
-
     def _lacking(self) -> Exception:
         return LaunchError("too few", by="test", hint="none")
-
-    def close(self) -> None:
-        self.watch.close()
 
     def chosen(self) -> list[str]:
         """Return where the devices would start now."""
@@ -236,10 +230,10 @@ def test_machines_are_looked_for_until_the_job_ends(monkeypatch: pytest.MonkeyPa
         seen.release()
 
     monkeypatch.setattr(cluster, "_hire", look)
-    cluster.watch.begin()
-    thread = cast(threading.Thread, cluster.watch.thread)
-    cluster.watch.begin()
-    assert cluster.watch.thread is thread, "there is one"
+    cluster.watch()
+    thread = cast(threading.Thread, cluster.watcher)
+    cluster.watch()
+    assert cluster.watcher is thread, "there is one"
     cluster.join(7, warm=True)
     drain(seen)
     for _ in range(2):  # the first look may have begun before it joined
@@ -252,8 +246,9 @@ def test_machines_are_looked_for_until_the_job_ends(monkeypatch: pytest.MonkeyPa
     assert not seen.acquire(timeout=0.05), "nobody looks any more"
 
 
-def test_a_watch_that_never_began_can_be_closed() -> None:
-    watch = AgentWatch(lambda: pytest.fail("it looks"))
-    watch.close()
-    watch.begin()
-    cast(threading.Thread, watch.thread).join(BOUND)
+def test_a_watch_that_never_began_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster()
+    monkeypatch.setattr(cluster, "_notice", lambda: pytest.fail("it looks"))
+    cluster.close()
+    cluster.watch()
+    cast(threading.Thread, cluster.watcher).join(BOUND)

@@ -9,14 +9,13 @@ import pytest
 
 from piper.errors import ConfigError, LaunchError
 from piper.ir.format import size
-from piper.plan.plan import Plans
 from piper.run import launch
 from piper.runtime.worker import Options
 from piper.workers import agent_starter
-from piper.workers.agent_calls import Agent, machines_of
+from piper.workers.agent import Agent
 from piper.workers.agent_starter import AgentStarter
 from piper.workers.agent_versions import ShortMachine
-from piper.workers.agent_workers import AgentWorkerGroup
+from piper.workers.driver import AgentWorkerGroup
 from piper.workers.processes import ProcessStatus
 from piper.workers.rank_agent import RankAgent
 from piper.workers.rank_environment import RankEnvironment
@@ -79,9 +78,6 @@ class Cluster(AgentStarter):
         for bundle in self.there.keys() - self.agents.keys():
             self._take(bundle, (self.there[bundle],))
 
-    def _arrange(self, plans: Plans) -> None:
-        self.machines, self.apart = machines_of(plans)
-
     def _lacking(self) -> Exception:
         raise AssertionError("what is lacking is memory")
 
@@ -94,10 +90,8 @@ class Cluster(AgentStarter):
     def placed(self) -> list[str]:
         """Return where the devices start, as `start` has it, without a worker."""
         agents = self._agents()
-        assert self.versions is not None
-        self.versions.place(agents)
-        self._empty(agents.values())
-        self.group = AgentWorkerGroup(self.program, Options(), agents, self.calls, self.versions)
+        self._place(agents)
+        self.group = AgentWorkerGroup(self, Options(), agents, self.calls)
         return [agent.address for _, agent in sorted(agents.items())]
 
     def lose(self, bundle: int) -> None:

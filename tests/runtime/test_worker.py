@@ -23,7 +23,7 @@ from piper.runtime.comm.gloo import GlooComms
 from piper.runtime.executor import Executor
 from piper.runtime.setup import initial_tensors, setup_of
 from piper.runtime.worker import Options, Worker
-from piper.workers.answers import WorkerAnswers
+from piper.workers.serve import WorkerAnswers
 from tests import zoo
 from tests.runtime.grid import Cell, batches, compiled, job
 from tests.runtime.inline_workers import inline_group, workers_of

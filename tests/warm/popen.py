@@ -18,8 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from piper.workers.processes import read_exactly
 from piper.workers.transport import fork_server
-from piper.workers.transport.sockets import read_exactly
 
 ROOT = Path(__file__).parents[2]
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from piper.workers.processes import ClosedError, read_exactly
 from piper.workers.transport.fork_server import die_with
-from piper.workers.transport.sockets import ClosedError, read_exactly
 from tests.warm import popen
 
 MOST = 64  # descriptors that a program may be given

@@ -4,11 +4,14 @@ import hmac
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
+from piper.workers.processes import ClosedError
 from piper.workers.transport.channel import (
     ANSWER,
     GREETING,
@@ -19,7 +22,6 @@ from piper.workers.transport.channel import (
     Listener,
     connect,
 )
-from piper.workers.transport.sockets import ClosedError
 from tests.workers.bounds import set_timeouts
 
 KEY = b"k" * 32
@@ -28,7 +30,7 @@ OTHER = b"x" * 32
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    with Listener("127.0.0.1", KEY, 5.0) as made:
+    with closing(Listener("127.0.0.1", KEY, 5.0)) as made:
         yield made
 
 
@@ -49,6 +51,15 @@ def test_a_worker_that_knows_the_key_is_accepted(listener: Listener) -> None:
     with pytest.raises(ClosedError):
         worker.recv()
     worker.close()
+
+
+def test_a_worker_that_came_while_nobody_waited_is_accepted(listener: Listener) -> None:
+    connect(listener.address, KEY, 3, 5.0).close()
+    until, arrived = time.monotonic() + 5, None
+    while arrived is None and time.monotonic() < until:
+        arrived = listener.accept(0.0)
+    assert arrived is not None and arrived[0] == 3
+    arrived[1].close()
 
 
 def test_a_worker_with_another_key_is_not(listener: Listener) -> None:

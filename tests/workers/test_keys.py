@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import socket
 import stat
 import threading
@@ -77,7 +78,7 @@ def test_a_key_file_that_others_may_read(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_one_machine_shares_a_key_through_a_file_of_its_user(runtime: Path) -> None:
-    launch = keys.new_launch()
+    launch = secrets.token_hex(16)
     with keys.offered_key(launch) as key:
         assert len(key) == 32
         assert keys.fetched_key(launch, 1) == key
@@ -107,7 +108,7 @@ def test_the_name_of_a_launch_is_no_path(runtime: Path, tmp_path: Path) -> None:
 def test_a_folder_that_others_may_write_to(runtime: Path) -> None:
     runtime.mkdir()
     runtime.chmod(0o777)
-    with pytest.raises(ConfigError) as caught, keys.offered_key(keys.new_launch()):
+    with pytest.raises(ConfigError) as caught, keys.offered_key(secrets.token_hex(16)):
         pass
     assert str(caught.value) == cleandoc(f"""
         launch: a folder that others may use is not trusted
@@ -126,10 +127,10 @@ def test_a_folder_of_another_user(runtime: Path) -> None:
 
 
 def test_the_key_of_a_launch_that_was_killed_is_removed(runtime: Path) -> None:
-    stale = keys.runtime_folder() / keys.new_launch()
+    stale = keys.runtime_folder() / secrets.token_hex(16)
     stale.write_bytes(b"x" * 32)
     os.utime(stale, (time.time() - 2 * 24 * 3600,) * 2)
-    with keys.offered_key(keys.new_launch()):
+    with keys.offered_key(secrets.token_hex(16)):
         assert not stale.exists()
 
 
@@ -199,7 +200,7 @@ def false_driver() -> Iterator[tuple[str, int]]:
 
 
 def test_a_rank_reads_nothing_from_a_driver_that_does_not_know_the_key() -> None:
-    launch = keys.new_launch()
+    launch = secrets.token_hex(16)
     with keys.offered_key(launch), false_driver() as (host, port), pytest.raises(LaunchError) as caught:
         ServedAgent(HERE, DriverAddress(host=host, port=port, launch=launch, spares=False)).wait()
     assert str(caught.value) == cleandoc(f"""

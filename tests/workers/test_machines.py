@@ -9,7 +9,7 @@ from piper.directives import protect, replicate
 from piper.errors import LaunchError
 from piper.ir.select import at
 from piper.plan.plan import Plans
-from piper.workers.agent_calls import machines_of, packed_machines
+from piper.workers.agent import machines_of, packed_machines
 from tests.run import test_elastic as elastic
 
 

@@ -54,10 +54,10 @@ def test_a_process_with_the_number_of_one_that_has_ended_lives() -> None:
     with here, there:
         try:
             server.warm()
-            end, server.end, server.exits[7] = server.end, here, -signal.SIGKILL
+            end, server.socket, server.exits[7] = server.socket, here, -signal.SIGKILL
             there.sendall(NOTICE.pack(FORKED, 7, 0))
             assert server.fork([there.fileno()]) == 7 and server.ended() == {}
-            server.end = end
+            server.socket = end
         finally:
             server.close()
 

@@ -9,24 +9,22 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from piper.compiler import Program
 from piper.errors import ConfigError, LaunchError
 from piper.train.train_options import TrainOptions, check_options
-from piper.workers.processes import ProcessStatus
-from piper.workers.rank_agent import CODEC, AgentPlace, ServedAgent, leave
+from piper.workers.processes import ClosedError, ProcessStatus
+from piper.workers.rank_agent import CODEC, AgentLostError, AgentPlace, ServedAgent, leave
 from piper.workers.rank_environment import RankEnvironment, check_size
 from piper.workers.rendezvous import DriverAddress
-from piper.workers.torchrun import AgentLostError, RankCalls, RemoteAgent, TorchrunStarter, over
+from piper.workers.torchrun import RankCalls, RemoteAgent, TorchrunStarter, over
 from piper.workers.transport.channel import Channel, Listener, connect
-from piper.workers.transport.sockets import ClosedError
 from tests.hosts.training import events
 from tests.runtime.grid import Cell, compiled
 from tests.workers.bounds import set_timeouts
@@ -43,7 +41,7 @@ WORLD = RankEnvironment(rank=2, size=3, local=2, nearby=3, address="127.0.0.1", 
 def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemoteAgent, Channel, Listener]]:
     """Yield the agent of a rank that runs in a thread, the channel to it, and where it connects."""
     monkeypatch.setenv("PIPER_KEY", KEY)
-    with Listener("127.0.0.1", KEY.encode(), None, CODEC) as listener:
+    with closing(Listener("127.0.0.1", KEY.encode(), None, CODEC)) as listener:
         host, port = listener.address
         rank = ServedAgent(WORLD, DriverAddress(host=host, port=port, launch="", spares=True))
         made, channel = accepted(listener)
@@ -68,7 +66,7 @@ def test_calls_of_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
         assert calls.get(made.look.remote(), 20) == ProcessStatus(process=0)
         files = calls.get(made.keep.remote("owner", [0, 1], 1), 20)
         assert [*files] == [0, 1]
-        image = np.arange(9, dtype=np.uint8)
+        image = bytes(range(9))
         calls.get(made.take.remote((0, 0, 0), image, 4), 20)
         moved = made.take.remote((1, 0, 0), made.image.remote((0, 0, 0), 9), 4)
         assert calls.get(moved, 20) is None
@@ -179,12 +177,10 @@ def starting(
     ]
     ranks: list[ServedAgent] = []
 
-    def publish(_: RankEnvironment, launch: int, address: DriverAddress) -> None:
-        assert launch == 1
+    def publish(_: RankEnvironment, address: DriverAddress) -> None:
         ranks.extend(ServedAgent(one, address) for one in world[1:] if one.rank != absent)
 
     monkeypatch.setattr("piper.workers.torchrun.publish_address", publish)
-    monkeypatch.setattr("piper.workers.torchrun.next_launch", lambda _: 1)
     try:
         made = TorchrunStarter(program, world[0], True, len(nodes) - 2)
         yield made
@@ -239,6 +235,18 @@ def test_a_rank_that_connects_and_says_nothing_holds_up_no_other(monkeypatch: py
         came[0].close()
         assert made.ranks[1] is known and not known.actor.gone
         assert made.ranks[1].actor.look.remote().result(20) == ProcessStatus(process=0)
+
+
+def test_a_rank_whose_link_was_down_is_a_spare_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("piper.workers.agent.MachineAgent.warm", lambda _: None)
+    with starting(monkeypatch, compiled(PAIR), [0, 1, 2]) as made:
+        lost, until = made.ranks[1], time.monotonic() + 20
+        lost.actor.close()
+        while made.ranks[1] is lost and time.monotonic() < until:
+            made._hire()
+            time.sleep(0.01)
+        assert made.ranks[1].actor.look.remote().result(20) == ProcessStatus(process=0)
+        assert made.agents[1] == (made.ranks[1],)
 
 
 def test_fewer_devices_need_no_whole_machine(monkeypatch: pytest.MonkeyPatch) -> None:

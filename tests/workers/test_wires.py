@@ -2,7 +2,7 @@
 
 import socket
 
-from piper.workers.transport.sockets import kept_alive
+from piper.workers.transport.channel import kept_alive
 
 
 def watched(end: socket.socket) -> bool:

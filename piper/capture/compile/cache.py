@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from piper.errors import ConfigError
-from piper.process.private_files import private_folder, user_key
+from piper.process.files import private_folder, user_key
 from piper.process.process_table import stat_field
 
 CACHE = Path("~/.cache/piper")  # expanded where it is used, on the machine that uses it

@@ -35,7 +35,7 @@ from piper.capture.trace_errors import quiet, reason
 from piper.errors import CaptureError, PiperError
 from piper.ir.chunk import Phase
 from piper.process.custom_operators import check_importable, modules_of
-from piper.process.private_files import private_folder
+from piper.process.files import private_folder
 
 log = logging.getLogger("piper")
 _PATCHES = {

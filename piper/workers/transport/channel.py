@@ -7,24 +7,25 @@ with an HMAC over its number, its length and its content under that key, so fram
 repeated or left out.
 """
 
+import asyncio
 import errno
 import hashlib
 import hmac
+import os
 import secrets
-import selectors
 import socket
+import stat
 import struct
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from time import monotonic, sleep
-from types import TracebackType
-from typing import Self
 
+from piper.workers.processes import ClosedError, read_exactly
 from piper.workers.timeouts import TIMEOUTS
 from piper.workers.transport.serialize import Codec, MessageError
-from piper.workers.transport.sockets import ClosedError, keep_alive, read_exactly
 
 LENGTH = struct.Struct("!Q")
 NAME = struct.Struct("!I")
@@ -61,7 +62,6 @@ class Channel:
         """Wrap one end of a connection.
 
         timeout: seconds that one call may wait. None: without limit, for a process that only waits for calls.
-
         keys: the keys of a channel over a network. None: a pair of sockets that only the two processes have.
         """
         self.end, self.codec, self.keys = end, codec, keys
@@ -197,45 +197,19 @@ def _connect(address: tuple[str, int], key: bytes, name: int, timeout: float, co
     return Channel(end, codec=codec, keys=shake.frame_keys(listens=False))
 
 
-class _Visitor:
-    """A connection that has not yet proved that it knows the key."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.end, self.nonce, self.until = end, secrets.token_bytes(NONCE), monotonic() + TIMEOUTS.handshake
-        self.answer = b""
-        end.setblocking(False)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(end)
-        end.send(GREETING + self.nonce)  # it fits into any send buffer
-
-    def read(self) -> bool:
-        """Read what has come. Return whether the answer is complete."""
-        got = self.end.recv(ANSWER - len(self.answer))
-        if not got:
-            raise ClosedError("it has left")
-        self.answer += got
-        return len(self.answer) == ANSWER
-
-    def handshake(self, key: bytes) -> Handshake | None:
-        """Return the handshake, if the answer proves that the worker knows the key."""
-        name, nonce = self.answer[: NAME.size], self.answer[NAME.size : NAME.size + NONCE]
-        shake = Handshake(key=key, listener=self.nonce, worker=nonce, name=NAME.unpack(name)[0])
-        known = hmac.compare_digest(self.answer[NAME.size + NONCE :], shake.digest(WORKER_KNOWS))
-        return shake if known else None
-
-
 class Listener:
     """A socket at which workers arrive. Connections that reset, stay idle or send garbage delay no other."""
 
     def __init__(self, address: str, key: bytes, timeout: float | None, codec: Codec = PLAIN) -> None:
-        """Listen on a free port of an address; `timeout`: of the channels to the workers."""
+        """Listen on a free port of an address, in a thread; `timeout`: of the channels to the workers."""
         self.key, self.timeout, self.codec = key, timeout, codec
         self.socket = socket.create_server((address, 0), backlog=1024)
         self.socket.setblocking(False)
-        self.visitors: OrderedDict[int, _Visitor] = OrderedDict()
-        self.arrived: list[tuple[int, Channel]] = []
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(self.socket, selectors.EVENT_READ)
+        self.visitors: dict[socket.socket, asyncio.Task[None]] = {}  # in their handshake, the oldest first
+        self.arrived: SimpleQueue[tuple[int, Channel]] = SimpleQueue()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, name="listener", daemon=True)
+        self.thread.start()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -245,79 +219,104 @@ class Listener:
 
     def accept(self, timeout: float) -> tuple[int, Channel] | None:
         """Return the name and channel of the next worker, or None if none arrives in time."""
-        until = monotonic() + timeout
-        while not self.arrived:
-            left = until - monotonic()
-            if left < 0:
-                return None
-            oldest = next(iter(self.visitors.values()), None)
-            if oldest is not None:
-                left = min(left, max(0.0, oldest.until - monotonic()))
-            for ready, _ in self.selector.select(left):
-                if ready.fileobj is self.socket:
-                    self._admit()
-                else:
-                    self._hear(ready.fd)
-            now = monotonic()
-            for late in [number for number, visitor in self.visitors.items() if visitor.until <= now]:
-                self._drop(late)
-        return self.arrived.pop(0)
+        try:
+            return self.arrived.get(timeout=timeout)
+        except Empty:
+            return None
+
+    def _run(self) -> None:
+        self.loop.add_reader(self.socket, self._admit)
+        self.loop.run_forever()
+        for visit in [*self.visitors.values()]:
+            visit.cancel()
+            with suppress(asyncio.CancelledError):
+                self.loop.run_until_complete(visit)
+        self.loop.close()
 
     def _admit(self) -> None:
         try:
             end, _ = self.socket.accept()
         except OSError:
             return  # it was reset before it was accepted
-        try:
-            visitor = _Visitor(end)
-        except OSError:
+        end.setblocking(False)
+        if len(self.visitors) >= PENDING:
+            self.visitors.pop(next(iter(self.visitors))).cancel()
+        self.visitors[end] = self.loop.create_task(self._greet(end))
+
+    async def _greet(self, end: socket.socket) -> None:
+        """Take in a worker that proves in time that it knows the key. Drop any other connection."""
+        shake = None
+        with suppress(OSError, asyncio.CancelledError):
+            async with asyncio.timeout(TIMEOUTS.handshake):
+                shake = await self._shake(end)
+        self.visitors.pop(end, None)
+        if shake is None:
             end.close()
             return
-        if len(self.visitors) >= PENDING:
-            self._drop(next(iter(self.visitors)))
-        self.visitors[end.fileno()] = visitor
-        self.selector.register(end, selectors.EVENT_READ)
+        channel = Channel(end, self.timeout, codec=self.codec, keys=shake.frame_keys(listens=True))
+        self.arrived.put((shake.name, channel))
 
-    def _hear(self, descriptor: int) -> None:
-        visitor = self.visitors.get(descriptor)
-        if visitor is None:
-            return  # it gave way to another one a moment ago
-        try:
-            if not visitor.read():
-                return
-            shake = visitor.handshake(self.key)
-            if shake is not None:
-                visitor.end.send(shake.digest(LISTENER_KNOWS))
-        except BlockingIOError:
-            return
-        except OSError:
-            shake = None
-        if shake is None:
-            self._drop(descriptor)
-            return
-        del self.visitors[descriptor]
-        self.selector.unregister(visitor.end)
-        channel = Channel(visitor.end, self.timeout, codec=self.codec, keys=shake.frame_keys(listens=True))
-        self.arrived.append((shake.name, channel))
-
-    def _drop(self, descriptor: int) -> None:
-        visitor = self.visitors.pop(descriptor)
-        self.selector.unregister(visitor.end)
-        visitor.end.close()
+    async def _shake(self, end: socket.socket) -> Handshake | None:
+        """Return the handshake with a worker, if it proves that it knows the key."""
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(end)
+        nonce, answer = secrets.token_bytes(NONCE), b""
+        await self.loop.sock_sendall(end, GREETING + nonce)
+        while len(answer) < ANSWER:
+            got = await self.loop.sock_recv(end, ANSWER - len(answer))
+            if not got:
+                return None  # it has left
+            answer += got
+        name, worker, proof = answer[: NAME.size], answer[NAME.size : -PROOF], answer[-PROOF:]
+        shake = Handshake(key=self.key, listener=nonce, worker=worker, name=NAME.unpack(name)[0])
+        if not hmac.compare_digest(proof, shake.digest(WORKER_KNOWS)):
+            return None
+        await self.loop.sock_sendall(end, shake.digest(LISTENER_KNOWS))
+        return shake
 
     def close(self) -> None:
         """Stop listening, and close what has not become a channel of the caller's."""
-        for descriptor in list(self.visitors):
-            self._drop(descriptor)
-        for _, channel in self.arrived:
-            channel.close()
-        self.selector.close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        for end in self.visitors:
+            end.close()
+        while (arrived := self.accept(0.0)) is not None:
+            arrived[1].close()
         self.socket.close()
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+PROBES = 3  # times that a silent machine is asked before its connections end
+
+
+def keep_alive(end: socket.socket) -> None:
+    """Let waits on a connection end when the other machine is lost: it cannot close the connection."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, TIMEOUTS.link_idle)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, TIMEOUTS.link_probe)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, TIMEOUTS.unread * 1000)
+
+
+@contextmanager
+def kept_alive() -> Iterator[None]:
+    """Let waits on the sockets that are opened inside the block end when the other machine is lost."""
+    before = sockets()
+    yield
+    for fd, inode in sockets().items():
+        if before.get(fd) != inode:
+            with socket.socket(fileno=os.dup(fd)) as end:
+                if end.family in (socket.AF_INET, socket.AF_INET6):
+                    keep_alive(end)
+
+
+def sockets() -> dict[int, int]:
+    """Return the inodes of this process's sockets, by descriptor."""
+    inodes: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            about = os.fstat(int(name))
+        except OSError:
+            continue  # the one that listed them
+        if stat.S_ISSOCK(about.st_mode):
+            inodes[int(name)] = about.st_ino
+    return inodes

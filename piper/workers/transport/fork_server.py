@@ -18,17 +18,16 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from queue import SimpleQueue
 from time import monotonic
 
 from piper.errors import LaunchError
-from piper.workers.processes import StopWatch, gone, how, stopped
+from piper.workers.processes import ClosedError, StopWatch, gone, how, read_exactly, stopped
 from piper.workers.timeouts import TIMEOUTS
-from piper.workers.transport.sockets import ClosedError, read_exactly
 
 PRELOAD = "torch._dynamo"  # torch imports it when an optimizer is made, and it takes as long as torch itself
 PROGRAM = (
@@ -49,7 +48,7 @@ class ForkServer:
 
     def __init__(self, module: str = WORKER, preload: str = PRELOAD) -> None:
         """Start the server; `module` holds the `main` of a worker, `preload` is imported once for all."""
-        self.end, there = socket.socketpair()
+        self.socket, there = socket.socketpair()
         words = [sys.executable, "-c", PROGRAM, str(there.fileno()), str(os.getpid()), module, preload]
         with there:
             self.process = start_with_thread(words, there.fileno())
@@ -65,18 +64,18 @@ class ForkServer:
     def fork(self, descriptors: Sequence[int]) -> int:
         """Start a worker that owns these descriptors. Return its process id."""
         self.warm()
-        socket.send_fds(self.end, [FORK], descriptors)
+        socket.send_fds(self.socket, [FORK], descriptors)
         process = self._notice(FORKED)
         self.exits.pop(process, None)  # of an earlier process with the same number
         return process
 
     def _notice(self, wanted: int) -> int:
         """Return the process of the next notice of a kind. The ends of others before it are remembered."""
-        self.end.settimeout(TIMEOUTS.fork_server_start)
+        self.socket.settimeout(TIMEOUTS.fork_server_start)
         until, stop = monotonic() + TIMEOUTS.fork_server_start, StopWatch()
         try:
             while True:
-                while not wait([self.end], TIMEOUTS.process_poll):
+                while not wait([self.socket], TIMEOUTS.process_poll):
                     if monotonic() > until:
                         raise TimeoutError(f"it does not answer within {TIMEOUTS.fork_server_start:g} s")
                     if stop.lasting(self.server, stopped(self.server)):
@@ -89,7 +88,7 @@ class ForkServer:
 
     def _hear(self) -> tuple[int, int]:
         """Read the next notice. Return what happened, and to which process."""
-        kind, pid, status = NOTICE.unpack(read_exactly(self.end, NOTICE.size, "the fork server"))
+        kind, pid, status = NOTICE.unpack(read_exactly(self.socket, NOTICE.size, "the fork server"))
         if kind == ENDED:
             self.exits[pid] = status
         self.ready = self.ready or kind == READY
@@ -97,12 +96,12 @@ class ForkServer:
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when a process ends."""
-        return self.end.fileno()
+        return self.socket.fileno()
 
     def ended(self) -> Mapping[int, int]:
         """Return the exit codes of ended processes by process id. A signal is negative."""
         with suppress(ClosedError):
-            while wait([self.end], 0):
+            while wait([self.socket], 0):
                 self._hear()
         return self.exits
 
@@ -113,7 +112,15 @@ class ForkServer:
             silent = stopped(self.server) or gone(self.server)
             if monotonic() > until or (silent and all(map(gone, pids))):
                 return
-            wait([self.end], TIMEOUTS.process_poll)
+            wait([self.socket], TIMEOUTS.process_poll)
+
+    def end(self, pids: Sequence[int]) -> None:
+        """End these processes, stopped or not, and wait until they have ended."""
+        for process in pids:
+            if process not in self.ended():
+                with suppress(ProcessLookupError):  # it has ended since
+                    os.kill(process, signal.SIGKILL)
+        self.wait(pids, TIMEOUTS.process_end)
 
     def end_of(self, process: int) -> str | None:
         """Return how a process ended, in words. None: it lives.
@@ -128,7 +135,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the fork server and every process it started, whatever state it is in."""
-        self.end.close()
+        self.socket.close()
         try:
             self.process.wait(0 if stopped(self.process.pid) else TIMEOUTS.fork_server_end)
         except subprocess.TimeoutExpired:
@@ -153,7 +160,7 @@ def start_with_thread(words: Sequence[str], descriptor: int) -> subprocess.Popen
     """
     package = str(Path(__file__).parents[3])
     path = os.pathsep.join(dict.fromkeys([*filter(None, sys.path), package]))  # the driver's modules too
-    started: SimpleQueue[subprocess.Popen[bytes] | BaseException] = SimpleQueue()
+    started: Future[subprocess.Popen[bytes]] = Future()
 
     def start() -> None:
         try:
@@ -165,24 +172,20 @@ def start_with_thread(words: Sequence[str], descriptor: int) -> subprocess.Popen
                 start_new_session=True,  # Ctrl-C is for the driver, which then ends its workers
             )
         except BaseException as error:  # noqa: BLE001  it is raised in the thread that asked
-            started.put(error)
+            started.set_exception(error)
             return
-        started.put(process)
+        started.set_result(process)
         process.wait()
 
     threading.Thread(target=start, name="fork server", daemon=True).start()
-    result = started.get()
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    return started.result()
 
 
 def die_with(parent: int) -> None:
-    """Let the system kill this process when its parent ends, where it can."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(0)  # it ended before it was asked for
+    """Let the system kill this process when its parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)  # it ended before it was asked for
 
 
 def serve(descriptor: int, module: str, preload: str) -> None:
@@ -203,9 +206,11 @@ def serve(descriptor: int, module: str, preload: str) -> None:
             ready = wait([end, awake])  # any number of descriptors, unlike `select`
             if awake in ready:
                 os.read(awake, 4096)
-                for pid, status in reap():
-                    children.discard(pid)
-                    notify(end, ENDED, pid, status)
+                for pid in [*children]:
+                    has_ended, status = os.waitpid(pid, os.WNOHANG)
+                    if has_ended:
+                        children.remove(pid)
+                        notify(end, ENDED, pid, os.waitstatus_to_exitcode(status))
             if end in ready:
                 request, descriptors = asked(end)
                 if request != FORK:
@@ -216,7 +221,10 @@ def serve(descriptor: int, module: str, preload: str) -> None:
     finally:  # whatever happens, no worker outlives the fork server
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
-        kill(children)
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)  # stopped or not
+        for pid in children:
+            os.waitpid(pid, 0)
         os._exit(0)
 
 
@@ -235,27 +243,6 @@ def notify(end: socket.socket, what: int, pid: int, status: int) -> None:
         end.sendall(NOTICE.pack(what, pid, status))
     except OSError:
         return  # the driver is gone, which the loop is about to see
-
-
-def reap() -> Iterator[tuple[int, int]]:
-    """Yield the children that have ended, and their exit codes."""
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        yield pid, os.waitstatus_to_exitcode(status)
-
-
-def kill(children: set[int]) -> None:
-    """End all children, stopped or not."""
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-    for pid in children:
-        os.waitpid(pid, 0)
-    children.clear()
 
 
 def fork(main: Main, ours: Sequence[int], descriptors: Sequence[int]) -> int:

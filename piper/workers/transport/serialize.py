@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import io
 import json
+import mmap
 import pickle
 import struct
 import sys
@@ -19,7 +20,9 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, cast
 
 import cloudpickle
@@ -29,7 +32,76 @@ from torch import Tensor, fx, nn
 from piper.ir.devices import InternedDevices
 from piper.ir.ids import SlotId
 from piper.process.custom_operators import check_importable, importable, modules_of
-from piper.workers.transport.shared_memory import ALIGNMENT, raw_bytes
+from piper.workers.processes import nameless_file
+
+ALIGNMENT = 64  # of a tensor's bytes, so that any element type can be read in place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Where a tensor lies in shared memory."""
+
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def rounded(nbytes: int) -> int:
+    """Return bytes rounded up, so that any type can begin there."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def layout(values: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """Return a place for each tensor, one after another."""
+    offsets = accumulate((rounded(value.nbytes) for value in values.values()), initial=0)
+    return {
+        name: TensorEntry(offset=at, nbytes=value.nbytes, dtype=value.dtype, shape=tuple(value.shape))
+        for (name, value), at in zip(values.items(), offsets, strict=False)
+    }
+
+
+def extent(index: Mapping[str, TensorEntry]) -> int:
+    """Return the size of all tensors together, in bytes."""
+    return max((entry.offset + entry.nbytes for entry in index.values()), default=0)
+
+
+def raw_bytes(value: Tensor) -> Tensor:
+    """Return a tensor's elements as bytes."""
+    return value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def fill(memory: Tensor, values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> Tensor:
+    """Write tensors into memory as bytes, each in its place. Return the memory."""
+    for name, entry in index.items():
+        memory[entry.offset : entry.offset + entry.nbytes] = raw_bytes(values[name])
+    return memory
+
+
+def share(values: Mapping[str, Tensor], index: Mapping[str, TensorEntry]) -> int:
+    """Write tensors into a nameless file. Return its descriptor."""
+    size = extent(index)
+    descriptor = nameless_file(size)
+    with mmap.mmap(descriptor, max(size, 1)) as memory:
+        fill(torch.frombuffer(memory, dtype=torch.uint8), values, index)
+    return descriptor
+
+
+class SharedValues:
+    """Tensors that another process wrote, by name. A change is private to this process."""
+
+    def __init__(self, descriptor: int, index: Mapping[str, TensorEntry]) -> None:
+        self.index = index
+        self.memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE)
+
+    def __call__(self, name: str) -> Tensor:
+        entry = self.index[name]
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        count = entry.nbytes // entry.dtype.itemsize
+        flat = torch.frombuffer(self.memory, dtype=entry.dtype, count=count, offset=entry.offset)
+        return flat.view(entry.shape)
+
 
 HEADER = struct.Struct("!Q")  # length of the JSON header
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -37,7 +109,6 @@ PLAIN = (bool, int, float, str)
 CONTAINERS: Mapping[str, Callable[[Iterable[object]], object]] = {"t": tuple, "s": set, "z": frozenset}
 TAGS: Mapping[type, str] = {tuple: "t", InternedDevices: "t", set: "s", frozenset: "z"}
 Buffer = bytes | memoryview
-Reduced = tuple[Callable[..., object], tuple[object, ...]]
 
 
 class MessageError(ValueError):
@@ -123,15 +194,7 @@ class Codec:
         try:
             tree = json.loads(bytes(view[HEADER.size : end]))
             return _Reader(self.known, view, end).value(tree)
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            IndexError,
-            AttributeError,
-            OverflowError,
-            RuntimeError,
-        ) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise MessageError(f"a message cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -160,7 +223,8 @@ class _Reader:
             case "d":
                 return {self.value(key): self.value(item) for key, item in inner}
             case "T":
-                return self._tensor(*inner)
+                length, dtype, shape, grad = inner
+                return restore_tensor(self._blob(length), DTYPES[dtype], shape, grad)
             case "b":
                 return bytes(self._blob(inner))
             case "y":
@@ -181,9 +245,6 @@ class _Reader:
         if length < 0 or self.at > len(self.view):
             raise MessageError("a message is cut short")
         return self.view[start : self.at]
-
-    def _tensor(self, length: int, dtype: str, shape: list[int], grad: bool) -> Tensor:
-        return restore_tensor(self._blob(length), DTYPES[dtype], shape, grad)
 
 
 def name_of(cls: type) -> str:
@@ -290,7 +351,7 @@ def restore_tensor(
     return flat.view(shape).requires_grad_(grad)
 
 
-def reduce_module(module: fx.GraphModule) -> Reduced:
+def reduce_module(module: fx.GraphModule) -> tuple[Callable[..., object], tuple[object, ...]]:
     """Return how to restore captured code: its source, the names it uses, and its attributes.
 
     A graph module's own pickle traces the code again when it is read, which is slow and may change it.
@@ -304,13 +365,6 @@ def reduce_module(module: fx.GraphModule) -> Reduced:
     modules = sorted(modules_of(module.graph))  # a worker imports them first
     check_importable(modules)
     return CapturedSource, (code.src, dict(code.globals), attributes, modules, module.meta)
-
-
-class AttributePath:
-    """An object on a dotted path of attributes."""
-
-    code: str  # of the first one: the source, and the user's lines behind it, for errors
-    meta: Mapping[str, object]
 
 
 class CapturedSource:
@@ -328,13 +382,12 @@ class CapturedSource:
             importlib.import_module(name)
         space: dict[str, object] = dict(names)
         exec(compile(source, "<chunk>", "exec"), space)  # what fx itself does with the code of a graph
-        root = AttributePath()
-        root.code, root.meta = source, meta
+        root = SimpleNamespace(code=source, meta=meta)  # for errors: the user's lines are in the metadata
         for path, value in attributes.items():
             *way, last = path.split(".")
             place = root
             for name in way:
-                place = place.__dict__.setdefault(name, AttributePath())
+                place = place.__dict__.setdefault(name, SimpleNamespace())
             setattr(place, last, value)
         self.forward = cast(Callable[..., tuple[Tensor, ...]], space["forward"])
         self.root = root

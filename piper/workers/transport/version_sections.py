@@ -3,8 +3,9 @@
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ from piper.plan.plan import Plans
 from piper.plan.protected import ProtectedState
 from piper.plan.updates import BucketUpdate
 from piper.runtime.accelerator import is_accelerator, pin, unpin
-from piper.workers.transport.serialize import Codec
-from piper.workers.transport.shared_memory import ALIGNMENT
+from piper.workers.transport.serialize import Codec, rounded
 
 HEAD = struct.Struct("=qqqqq")  # the step plus one, or 0 while it is written; bytes: text, layout, begin, end
 ROOM = 256  # bytes by which the text may grow before the tensors behind it move
@@ -45,11 +45,6 @@ def same(value: Tensor) -> Tensor:
     return value.detach().contiguous()
 
 
-def rounded(nbytes: int) -> int:
-    """Return bytes rounded up, so that any type can begin there."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 class SectionWriter:
     """Writes one section of the memory of a device, see [Note: versions]."""
 
@@ -58,6 +53,7 @@ class SectionWriter:
         self.memories: dict[int, mmap.mmap] = {}
         self.parts: list[TensorRange] | None = None  # those that were copied last, with their layout as bytes
         self.layout, self.begin, self.end = b"", 0, 0  # and where they begin and end
+        self.offsets: tuple[int, ...] = ()  # of each, from where they begin
         self.targets: dict[int, list[Tensor]] = {}  # the places of these parts in memory, by generation
         self.last = 0  # the generation that was written last
 
@@ -69,22 +65,25 @@ class SectionWriter:
         text = encoded(copied) if text is None else text
         if copied.parts is not self.parts or HEAD.size + len(text) + len(self.layout) > self.begin:
             self.targets.clear()
-            self.parts, self.layout = (
-                copied.parts,
-                CODEC.encode(layout_of(copied, f"device-{self.device:05}")),
-            )
+            self.parts, (layout, nbytes) = copied.parts, layout_of(copied, f"device-{self.device:05}")
+            self.offsets, self.layout = layout.offsets, CODEC.encode(layout)
             self.begin = rounded(HEAD.size + len(text) + ROOM + len(self.layout))
-            self.end = self.begin + sum(rounded(part.tensor.nbytes) for part in copied.parts)
-        index, device = text + self.layout, device_of(copied)
+            self.end = self.begin + nbytes
+        index, tensors = text + self.layout, [part.tensor for part in copied.parts]
+        device = next((own.device for own in tensors if is_accelerator(own.device)), None)  # None: the host
         memory = self._memory(self.end, pinned=device is not None)
         HEAD.pack_into(memory, 0, 0, len(text), len(self.layout), self.begin, self.end)
         memory[HEAD.size : HEAD.size + len(index)] = index
         if self.last not in self.targets:
-            self.targets[self.last] = [*places(memory, self.begin, copied.parts)]
-        if copied.parts:
-            torch._foreach_copy_(
-                self.targets[self.last], [part.tensor.reshape(-1) for part in copied.parts], non_blocking=True
-            )
+            self.targets[self.last] = [
+                torch.frombuffer(memory, dtype=own.dtype, count=own.numel(), offset=self.begin + at)
+                if own.numel()
+                else own
+                for own, at in zip(tensors, self.offsets, strict=True)
+            ]
+        if tensors:
+            flat = [own.reshape(-1) for own in tensors]
+            torch._foreach_copy_(self.targets[self.last], flat, non_blocking=True)
         # The number comes last on the stream that copies, which the host does not wait for.
         head = torch.frombuffer(memory, dtype=torch.int64, count=1)
         head.copy_(torch.full((1,), copied.step + 1, device=device), non_blocking=True)
@@ -130,27 +129,11 @@ def encoded(copied: Copied) -> bytes:
     return CODEC.encode(replace(copied, parts=[], moments={}))
 
 
-def device_of(copied: Copied) -> torch.device | None:
-    """Return the accelerator that the tensors of a copy are on. None: they are on the host."""
-    return next((part.tensor.device for part in copied.parts if is_accelerator(part.tensor.device)), None)
-
-
-def places(memory: mmap.mmap, begin: int, parts: Iterable[TensorRange]) -> Iterator[Tensor]:
-    """Yield the place of each part in memory."""
-    for part in parts:
-        count, dtype = part.tensor.numel(), part.tensor.dtype
-        yield torch.frombuffer(memory, dtype=dtype, count=count, offset=begin) if count else part.tensor
-        begin += rounded(part.tensor.nbytes)
-
-
-def layout_of(copied: Copied, file: str) -> VersionLayout:
-    """Return what lies where in a version. Offsets count from the first tensor."""
-    offsets, at = [], 0
-    for part in copied.parts:
-        offsets.append(at)
-        at += rounded(part.tensor.nbytes)
+def layout_of(copied: Copied, file: str) -> tuple[VersionLayout, int]:
+    """Return what lies where in a version, and its size. Offsets count from the first tensor."""
+    *offsets, end = accumulate((rounded(part.tensor.nbytes) for part in copied.parts), initial=0)
     placed = tuple(part.stored(file) for part in copied.parts)
-    return VersionLayout(placed=placed, offsets=tuple(offsets), moments=copied.moments)
+    return VersionLayout(placed=placed, offsets=tuple(offsets), moments=copied.moments), end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +229,10 @@ class Holders:
         """Return where a version lies, with what no step writes. None: it is not complete."""
         written, rest = self.of(files, step), self.rest(files)
         return None if written is None or rest is None else [*written, *rest]
+
+    def held(self, files: Mapping[int, Sequence[int]], step: int) -> list[tuple[int, HeldVersion]]:
+        """Return the sections of a version with their devices, none if it is not complete."""
+        return [(device, held_in(file, n)) for device, file, n in self.all_of(files, step) or ()]
 
 
 def rest_of(plans: Plans, device: int) -> tuple[list[BucketUpdate], list[str]]:

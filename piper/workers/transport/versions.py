@@ -55,7 +55,6 @@ from piper.workers.transport.version_sections import (
     VersionReader,
     copied_slots,
     encoded,
-    held_in,
     rest_of,
     same,
     step_in,
@@ -79,9 +78,9 @@ class WorkerVersions:
 
     def __init__(self, worker: Worker, files: Files) -> None:
         self.worker, self.files = worker, files
-        self.descriptors = [opened(file) for file in files[worker.device]]
+        device, descriptors = worker.device, [opened(file) for file in files[worker.device]]
         self.holders = Holders(worker.setup.plans)
-        self.writers: dict[int, SectionWriter] = {}
+        self.writers = {n: SectionWriter(device, descriptors, n) for n in self.holders.numbers(device)}
         self.refused = False  # this state cannot be copied: a run that needs a version of it will say so
         self.said: tuple[int, Trainer, bytes] | None = None  # of a step: the same in all its sections
         self.known: dict[int, LastCopy] = {}  # by section: what was copied last, while it is the same
@@ -99,7 +98,7 @@ class WorkerVersions:
                 else:  # what this device is the one to save: it is the same after every step
                     rest = rest_of(self.worker.setup.plans, self.worker.device)
                     copied = replace(copy_parts(self.worker, *rest, Trainer(), same), step=0)
-                self.writer(REST).write(copied)
+                self.writers[REST].write(copied)
             except (RefusedError, ConfigError):
                 self.refused = True
 
@@ -115,7 +114,7 @@ class WorkerVersions:
         """Copy what an instruction reads into a section, if it can be."""
         if not self.refused:
             try:
-                self._copy(self.writer(number), ins)
+                self._copy(self.writers[number], ins)
             except (RefusedError, ConfigError):
                 self.refused = True
 
@@ -176,29 +175,22 @@ class WorkerVersions:
         own = [s for s in self.holders.sections if s.holder == s.owner == self.worker.device]
         sends = () if self.refused else sent(self.worker.env.plan, ins, own)
         empty = torch.empty(0, dtype=torch.uint8)
-        return torch.cat([empty, *(self.writer(section.number).image() for section in sends)])
+        return torch.cat([empty, *(self.writers[section.number].image() for section in sends)])
 
     def take(self, ins: Instr, arrived: Tensor) -> None:
         """Keep the sections of other devices that an instruction brought."""
         mine = [s for s in self.holders.sections if s.holder == self.worker.device != s.owner]
         for section in (s for s in mine if s.by == ins.node and len(arrived)):
             nbytes = HEAD.unpack(bytes(arrived[: HEAD.size].numpy()))[-1]
-            self.writer(section.number).take(arrived[:nbytes])
+            self.writers[section.number].take(arrived[:nbytes])
             arrived = arrived[nbytes:]
-
-    def writer(self, number: int) -> SectionWriter:
-        """Return the writer of a section of this device's memory."""
-        if number not in self.writers:
-            self.writers[number] = SectionWriter(self.worker.device, self.descriptors, number)
-        return self.writers[number]
 
     def reader(self, step: int) -> VersionReader:
         """Return the tensors of a version, the same for all devices. The driver has found it complete."""
         files = {device: [opened(file) for file in shared] for device, shared in self.files.items()}
         try:
-            sections = self.holders.all_of(files, step)
-            assert sections is not None, "the driver has looked"
-            held = [held_in(file, number) for _, file, number in sections]
+            held = [section for _, section in self.holders.held(files, step)]
+            assert held, "the driver has looked"
         finally:
             for descriptor in (descriptor for pair in files.values() for descriptor in pair):
                 os.close(descriptor)
@@ -260,16 +252,9 @@ class Versions:
         return self.holders.rest(self.descriptors) is not None
 
     def newest(self, last: int | None = None) -> int | None:
-        """Return the newest step of which all elements are complete. None: there is none.
-
-        last: the newest step that may be chosen. None: any may.
-        """
-        steps = {
-            step_in(descriptor, number)
-            for device, pair in self.descriptors.items()
-            for descriptor in pair
-            for number in self.holders.numbers(device)
-        }
+        """Return the newest step, up to `last`, of which all elements are complete. None: there is none."""
+        places = [place for device in self.descriptors for place in self.places(device)]
+        steps = {step_in(self.descriptors[d][generation], at // SPAN) for d, generation, at in places}
         wanted = (step for step in steps if step is not None and (last is None or step <= last))
         return max((step for step in wanted if self.holders.of(self.descriptors, step)), default=None)
 
@@ -291,8 +276,7 @@ class Versions:
 
     def _held(self, step: int) -> list[tuple[int, HeldVersion]]:
         """Return the sections of a complete version, with their devices."""
-        sections = self.holders.all_of(self.descriptors, step) or ()
-        return [(device, held_in(file, number)) for device, file, number in sections]
+        return self.holders.held(self.descriptors, step)
 
     def reader(self, step: int, seed: int) -> VersionReader:
         """Return the tensors of a complete version."""
