@@ -52,7 +52,7 @@ class SingleRankGroup(WorkerGroup):
         self.worker = Worker(
             self.setup,
             device,
-            AloneComms(program.plans, device),
+            AloneComms(program.plans.comms, device),
             synthetic_weights(program.job, program.outline),
             options,
             kernels=kernels,
@@ -76,7 +76,7 @@ class SingleRankGroup(WorkerGroup):
     def prepare(self, number: int, setup: Setup, buffers: Mapping[str, Tensor], *, trains: bool) -> None:
         if not trains:
             raise single_rank_error("there is nothing to evaluate")
-        comms = AloneComms(setup.plans, self.device)
+        comms = AloneComms(setup.plans.comms, self.device)
         self.worker.prepare(number, setup, comms, buffers.__getitem__, trains=trains)
 
     def close(self) -> None:

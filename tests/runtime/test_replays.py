@@ -66,7 +66,7 @@ KERNELS_ALONE: Mapping[Op, Kernel] = {**KERNELS, "recv": arriving}
 
 
 def plain(program: Program, device: int = 0, initial: Initial | None = None) -> Worker:
-    comms = AloneComms(program.plans, device)
+    comms = AloneComms(program.plans.comms, device)
     initial = initial or synthetic_weights(program.job, program.outline)
     return Worker(setup_of(program), device, comms, initial, Options(streams=False), kernels=KERNELS_ALONE)
 

@@ -6,18 +6,17 @@ its own shard, an exchange brings back the rows it would have sent: as many, gro
 which is what a balanced router gives every device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from piper.ir.chunk import Chunk
+from piper.ir.devices import Devices
 from piper.plan.instr import Instr
-from piper.plan.ops import Rows
-from piper.plan.plan import Plans
 from piper.runtime.comm.base import Comms, Form, Group
 from piper.runtime.context import Bound, Env
+from piper.runtime.kernels import form_of
 
 
 class AloneComms(Comms):
@@ -25,17 +24,10 @@ class AloneComms(Comms):
 
     on_streams = True
 
-    def __init__(self, plans: Plans, device: int) -> None:
-        self.comms, self.device = plans.comms, device
-
-    def group(self, name: str) -> "AloneGroup":
-        members = self.comms[name].group_of(self.device)
+    def group_of(self, name: str, members: Devices) -> "AloneGroup":
         return AloneGroup(name, members.index(self.device), len(members))
 
-    def outgoing(self, name: str) -> "Drain":
-        return Drain()
-
-    def incoming(self, name: str) -> "Drain":
+    def pipe(self, name: str, ends: Devices) -> "Drain":
         return Drain()
 
 
@@ -80,7 +72,7 @@ class AloneGroup(Group):
 class Drain:
     """A pipe without a peer: values sent are dropped; `arriving` makes those received."""
 
-    def send(self, value: Tensor, form: Form) -> None:
+    def send(self, value: Tensor) -> None:
         """Drop a value."""
 
     def recv(self, form: Form) -> Tensor:
@@ -90,9 +82,7 @@ class Drain:
 def arriving(env: Env, ins: Instr) -> Bound:
     """Make a value like the one that another device would send: small numbers, or counts of one."""
     slots, target = env.slots, env.at(ins.writes[0])
-    form = form_of(env.setup.plans, env.chunks, env.device, ins)
-    assert form.dtype is not None
-    device, dtype, shape = env.setup.device, form.dtype, form.shape
+    device, (shape, dtype) = env.setup.device, form_of(env, ins)
     scale = 0.02 if dtype.is_floating_point else 0.0
     generator = torch.Generator().manual_seed(0)
     sample = torch.randn(1021, generator=generator).mul(scale).to(device, dtype)  # a prime: rows differ
@@ -123,21 +113,3 @@ def totalled(env: Env, ins: Instr) -> Bound:
         slots[target] = sums
 
     return run
-
-
-def form_of(plans: Plans, chunks: Mapping[str, Chunk], device: int, ins: Instr) -> Form:
-    """Return the shape and type that a receive brings: those of the value sent, or of some of its rows."""
-    assert ins.comm is not None
-    sender, _ = plans.comms[ins.comm].pair_to(device)
-    sends = (
-        s for s in plans.of(sender).instrs if s.op == "send" and s.node == ins.node and s.comm == ins.comm
-    )
-    send = next(sends)
-    slot = send.reads[0]
-    assert slot.kind in ("output", "input_gradient", "gradient_sum"), f"{slot} is not a value between chunks"
-    chunk = chunks[slot.owner]
-    spec = (chunk.input_specs if slot.kind == "input_gradient" else chunk.outputs)[slot.position]
-    shape = spec.shape
-    if isinstance(rows := send.payload, Rows):
-        shape = (shape[0] * rows.stop // rows.of - shape[0] * rows.start // rows.of, *shape[1:])
-    return Form(shape, getattr(torch, spec.dtype))
