@@ -8,12 +8,11 @@ from torch import Tensor
 
 from piper.plan.instr import Instr
 from piper.plan.ops import Op, Routing, Rows
-from piper.runtime import expert_exchange
 from piper.runtime.collect import collect
 from piper.runtime.comm.base import Form
 from piper.runtime.compute import compute, load
 from piper.runtime.context import Bound, Env
-from piper.runtime.expert_blocks import Blocks, count_blocks, refuse_counts
+from piper.runtime.expert_exchange import Blocks, Splits, count, count_blocks, count_divided, refuse_counts
 from piper.runtime.gradients import (
     accumulate,
     all_reduce,
@@ -125,12 +124,11 @@ def counts(env: Env, ins: Instr) -> Bound:
     rows, block = ins.payload.rows, ins.payload.block
 
     def run() -> None:
-        slots[splits], slots[local] = expert_exchange.count(group, cast(Tensor, slots[source]))
+        slots[splits], slots[local] = count(group, cast(Tensor, slots[source]))
 
     def run_divided() -> None:
         division = env.division(region)
-        divided = expert_exchange.count_divided(group, cast(Tensor, slots[source]), division)
-        slots[splits], slots[local], rows = divided
+        slots[splits], slots[local], rows = count_divided(group, cast(Tensor, slots[source]), division)
         env.rows[region] = env.rows[region] + rows if region in env.rows else rows
 
     def run_in_blocks() -> None:
@@ -155,16 +153,10 @@ def exchange(env: Env, ins: Instr) -> Bound:
     (rows, splits), target = map(env.at, ins.reads), env.at(ins.writes[0])
     assert isinstance(ins.payload, Routing)
     outward, gradients = ins.payload.outward, ins.payload.run.phase != "F"
-    travel = expert_exchange.outward if outward else expert_exchange.back
 
     def run() -> None:
-        value, how = cast(Tensor, slots[rows]), slots[splits]
-        if not isinstance(how, Blocks):
-            slots[target] = travel(group, value, cast(expert_exchange.Splits, how))
-        elif outward:
-            slots[target] = how.outward(group, value, gradients=gradients)
-        else:
-            slots[target] = how.back(group, value)
+        value, how = cast(Tensor, slots[rows]), cast("Splits | Blocks", slots[splits])
+        slots[target] = how.outward(group, value, gradients=gradients) if outward else how.back(group, value)
 
     return run
 
