@@ -27,7 +27,7 @@ from piper.models import moe
 from piper.plan.ops import Op, Routing
 from piper.plan.plan import Plan
 from piper.run.single_rank_run import SingleRankRun, launch_single_rank
-from piper.runtime.debug.profiler import WARM
+from piper.runtime.recorders import WARM
 from piper.runtime.worker import Options
 from piper.simulate.timeline import Span
 from piper.simulate.trace_events import profile_trace

@@ -27,11 +27,10 @@ from piper.job import Mean, Metrics, strategy_of
 from piper.process.attributes import replaced
 from piper.process.usercode import raised
 from piper.runtime.accelerator import device_of
-from piper.runtime.batch import as_run, wanted_batch
+from piper.runtime.batch import COUNTS, as_run, wanted_batch
 from piper.runtime.initial_draws import seeded_draws
 from piper.runtime.setup import ProgramLike, drawing_device, setup_of
 from piper.runtime.trainers import make_optimizer
-from piper.runtime.uneven import COUNTS
 
 
 class Reference:

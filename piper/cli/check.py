@@ -31,7 +31,7 @@ def check(
     """Compare a recipe, in fp64, with plain PyTorch on one device: losses, gradients and parameters."""
     from piper.check.check import check as compare
     from piper.compiler import compile
-    from piper.data.taking import batches_of
+    from piper.data.feed import batches_of
     from piper.recipe import load_recipe
     from piper.run.launch import check_launcher, launcher
 

@@ -18,18 +18,21 @@ from piper.errors import ConfigError
 from piper.ir.devices import show
 from piper.plan.updates import BucketUpdate
 from piper.process.usercode import named, raised, said
-from piper.runtime.standins import (
+from piper.runtime.trainers import (
+    MakeOptimizer,
     ParameterPart,
     Sizes,
     View,
+    build_optimizer,
     classes_of,
     hollow,
+    is_ours,
+    make_optimizer,
     small_sizes,
     small_views,
     view_of,
     whole_view,
 )
-from piper.runtime.trainers import MakeOptimizer, build_optimizer, is_ours, make_optimizer
 
 STEPS = 4
 CLOSE = 1e-5  # of how far an element moved

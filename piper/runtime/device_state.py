@@ -11,10 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from piper.plan.plan import Slot
 from piper.runtime.accelerator import is_accelerator, runs_triton
-from piper.runtime.bucket_state import BucketState
+from piper.runtime.bucket_state import BucketState, join, split
 from piper.runtime.host_state import HostMemory, HostState
 from piper.runtime.setup import Initial, Setup
-from piper.runtime.split_master import join, split
 from piper.runtime.trainers import build_optimizer, is_ours
 
 if TYPE_CHECKING:

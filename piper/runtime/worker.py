@@ -14,15 +14,12 @@ from piper.runtime.accelerator import is_accelerator, module
 from piper.runtime.comm.base import Comms
 from piper.runtime.context import BatchField, Bound, Dice, Env
 from piper.runtime.cuda.graph_checks import check_static
-from piper.runtime.cuda.graph_inputs import Intake
-from piper.runtime.cuda.graphs import GraphExecutor
-from piper.runtime.debug.output_recorder import OutputRecorder
-from piper.runtime.debug.profiler import Recorder
+from piper.runtime.cuda.graphs import GraphExecutor, Intake
 from piper.runtime.device_state import DeviceState
 from piper.runtime.executor import Executor
 from piper.runtime.expert_exchange import TABLES, tables_of_field
 from piper.runtime.kernels import KERNELS
-from piper.runtime.predictions import PredictionRecorder, predicts
+from piper.runtime.recorders import OutputRecorder, PredictionRecorder, Recorder, predicts
 from piper.runtime.setup import Initial, Setup, blank_values
 from piper.runtime.stream_executor import Show, StreamExecutor
 

@@ -11,8 +11,7 @@ from piper.checkpoint.json_state import decode
 from piper.checkpoint.metadata import Trainer
 from piper.job import Job
 from piper.plan.bucket import Bucket
-from piper.runtime.standins import Sizes
-from piper.runtime.trainers import advance, empty_optimizer, make_scheduler
+from piper.runtime.trainers import Sizes, advance, empty_optimizer, make_scheduler
 from piper.simulate.throughput import TOKENS
 from piper.view.provenance import METRICS
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from piper.compiler import Program
 from piper.errors import ConfigError
 from piper.run.run import Run
-from piper.runtime.debug.profiler import WARM, ClockOffset, DeviceProfile
+from piper.runtime.recorders import WARM, ClockOffset, DeviceProfile
 from piper.simulate.profile import FOLDER, Profile, Times, Track, fingerprint, works_of, write_profile
 from piper.simulate.trace_events import profile_trace
 from piper.view.provenance import FILE

@@ -18,7 +18,7 @@ from rich.console import Console
 from piper.callbacks import Numbers, Running, StepNumbers
 from piper.checkpoint.metadata import DamagedError, read_record
 from piper.compiler import Program, compile
-from piper.data.taking import batches_of
+from piper.data.feed import batches_of
 from piper.errors import ConfigError
 from piper.ir.format import count
 from piper.job import Job

@@ -8,7 +8,7 @@ from pathlib import Path
 from piper.checkpoint.moves import moving_plans, peak_while_moving
 from piper.compiler import Program
 from piper.compiler import compile as compile_job
-from piper.data.taking import batches_of
+from piper.data.feed import batches_of
 from piper.directives import Directive
 from piper.directives.by_length import by_length
 from piper.directives.json import show_strategy

@@ -8,8 +8,7 @@ from torch import Tensor
 from piper.checkpoint.background import BackgroundSaver
 from piper.checkpoint.move_state import move_state
 from piper.ir.ids import Tags
-from piper.runtime.debug.output_recorder import OutputKey
-from piper.runtime.debug.profiler import DeviceProfile
+from piper.runtime.recorders import DeviceProfile, OutputKey
 from piper.runtime.worker import Sums, Worker
 from piper.workers.messages import BatchSlice
 from piper.workers.transport.versions import WorkerVersions

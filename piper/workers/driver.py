@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 from torch import Tensor
 
 from piper.errors import WorkerError
-from piper.runtime.debug.profiler import ClockOffset, compare
+from piper.runtime.recorders import ClockOffset, compare
 from piper.runtime.setup import ProgramLike, Setup, initial_tensors, setup_of
 from piper.runtime.worker import Options
 from piper.workers.agent_calls import Agent

@@ -13,8 +13,7 @@ from piper.ir.chunk import CapturedModel
 from piper.job import Job
 from piper.plan.ops import COMMUNICATION
 from piper.runtime.accelerator import is_accelerator, module, usual_cluster
-from piper.runtime.comm.synthetic import AloneComms, arriving, totalled
-from piper.runtime.debug.fake_network import CopyEngine, Sleeper, occupied
+from piper.runtime.comm.synthetic import AloneComms, CopyEngine, Sleeper, arriving, occupied, totalled
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, ProgramLike, Setup, build_model, setup_of
 from piper.runtime.worker import Options, Worker

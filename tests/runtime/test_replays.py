@@ -22,8 +22,7 @@ from piper.ir.select import at
 from piper.plan.ops import Op
 from piper.run.launch import launch_inline
 from piper.runtime.comm.synthetic import AloneComms, arriving
-from piper.runtime.cuda.graph_inputs import Intake, Kernel
-from piper.runtime.cuda.graphs import WARM, GraphExecutor
+from piper.runtime.cuda.graphs import WARM, GraphExecutor, Intake, Kernel
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, setup_of
 from piper.runtime.stream_executor import StreamExecutor

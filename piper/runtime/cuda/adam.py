@@ -1,4 +1,4 @@
-"""Adam and AdamW in one kernel for each parameter that is split in halves: see `piper.runtime.split_master`.
+"""Adam and AdamW in one kernel for each parameter that is split in halves: see `piper.runtime.bucket_state`.
 
 Chunks compute in bf16, and the optimizer works in float32. torch's fused kernels need memory for all bits of
 a parameter, and write the divided gradients back. With gradients that were summed in float32 that moves 50
