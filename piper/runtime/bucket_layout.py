@@ -52,13 +52,11 @@ class Layout:
     def __init__(self, bucket: Bucket, device: int) -> None:
         self.bucket, self.device = bucket, device
         self.position = bucket.devices.index(device)
-        self.sharded = bucket.zero > 0
         self.sums: torch.dtype = getattr(torch, bucket.precision.sum_dtype)
         self.travels: torch.dtype = getattr(torch, bucket.precision.travel_dtype)
         self.length = bucket.elements("whole")
         self.start, self.stop = bucket.owned(device)
         self.held = bucket.held(device)  # of the parameters
-        self._sizes: dict[tuple[str, str], list[int]] = {}  # of the shards in each collective, if they differ
         self.index = {piece.name: i for i, piece in enumerate(bucket.pieces)}
         self.views = [view_of(piece.shape, piece.offset) for piece in bucket.pieces]
         self.clones: Clones | None = None
@@ -66,13 +64,9 @@ class Layout:
             self.clones = Clones(bucket, device)
             self.views = self.clones.views
 
-    def pieces(self, flat: Tensor) -> list[Tensor]:
-        """Return the pieces of a flat bucket, in their shapes."""
-        return shown(flat, self.views)
-
     def over(self, flat: Tensor) -> Flat:
         """Return a flat tensor with its pieces."""
-        return Flat(flat, self.pieces(flat))
+        return Flat(flat, shown(flat, self.views))
 
     def flatten(self, gradients: Sequence[Tensor | None], dtype: torch.dtype) -> Flat:
         """Copy the gradients of the pieces into one flat tensor; a piece without one counts as zeros."""
@@ -82,23 +76,12 @@ class Layout:
         torch._foreach_copy_([flat[place] for place, _ in given], [g for _, g in given])
         return flat
 
-    def owned(self, flat: Tensor) -> Tensor:
-        """Return the part of a flat bucket that this device updates."""
-        return flat[self.start : self.stop]
-
-    def sizes(self, how: ShardCollective) -> list[int]:
-        """Return the elements of the shard of each device that takes part with this one."""
-        key = (how.gives, how.gets)
-        if key not in self._sizes:
-            self._sizes[key] = self.bucket.sizes(how, self.device)
-        return self._sizes[key]
-
     def gather(self, group: Group, how: ShardCollective, shard: Tensor, out: Tensor) -> None:
         """Write every member's shard into a flat tensor."""
         if self.clones is not None and how.gets == "whole":
             self.clones.lend(group, shard, out)
         elif self.bucket.bounds:
-            group.all_gather_uneven(shard, out, self.sizes(how))
+            group.all_gather_uneven(shard, out, self.bucket.sizes(how, self.device))
         else:
             group.all_gather(shard, out)
 
@@ -107,12 +90,8 @@ class Layout:
         if self.clones is not None and how.gives == "whole":
             return self.clones.give_back(group, flat, self.bucket.elements(how.gets))
         if self.bucket.bounds:
-            return group.reduce_scatter_uneven(flat, self.sizes(how))
+            return group.reduce_scatter_uneven(flat, self.bucket.sizes(how, self.device))
         return group.reduce_scatter(flat, self.bucket.elements(how.gets))
-
-    def local(self, value: Tensor, index: int) -> Tensor:
-        """Return what this device holds of a full parameter: its own slice, where it is sharded."""
-        return own_slice(value, self.bucket.pieces[index].shardings, self.position)
 
 
 View = tuple[tuple[int, ...], tuple[int, ...], int]  # the shape, the strides and the offset of a piece
@@ -243,9 +222,7 @@ class Resharding:
         full = slices.new_empty(self.mine * len(self.sizes))
         for slice_of_all, runs in zip(given, self.runs, strict=True):
             for run in runs:
-                strided(full, run, run.there, run.there_step).copy_(
-                    strided(slice_of_all, run, run.here, run.here_step)
-                )
+                runs_of_whole(full, run).copy_(runs_of_slice(slice_of_all, run))
         return full
 
     def spread(self, group: Group, full: Tensor, slices: Tensor) -> None:
@@ -254,13 +231,18 @@ class Resharding:
         for runs in self.runs:
             parts.append(slices.new_empty(self.mine))
             for run in runs:
-                strided(parts[-1], run, run.here, run.here_step).copy_(
-                    strided(full, run, run.there, run.there_step)
-                )
+                runs_of_slice(parts[-1], run).copy_(runs_of_whole(full, run))
         for mine, given in zip(slices.split(self.sizes), group.swap(parts, self.sizes), strict=True):
             mine.copy_(given)
 
 
-def strided(flat: Tensor, runs: FlatRuns, start: int, step: int) -> Tensor:
-    """Return the runs of a flat tensor that begin at equal distances."""
-    return flat.as_strided((runs.count, runs.length), (step, 1), flat.storage_offset() + start)
+def runs_of_slice(slice_of: Tensor, runs: FlatRuns, begin: int = 0) -> Tensor:
+    """Return runs where they lie in a flat slice, of which a tensor begins at an element."""
+    start = slice_of.storage_offset() + runs.here - begin
+    return slice_of.as_strided((runs.count, runs.length), (runs.here_step, 1), start)
+
+
+def runs_of_whole(whole: Tensor, runs: FlatRuns, begin: int = 0) -> Tensor:
+    """Return runs where they lie in a flat whole, of which a tensor begins at an element."""
+    start = whole.storage_offset() + runs.there - begin
+    return whole.as_strided((runs.count, runs.length), (runs.there_step, 1), start)

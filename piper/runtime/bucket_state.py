@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from piper.plan.bucket import Bucket
-from piper.runtime.bucket_layout import Flat, Layout, TrainedPieces
+from piper.runtime.bucket_layout import Flat, Layout, TrainedPieces, own_slice
 from piper.runtime.host_state import HostMemory
 from piper.runtime.setup import Initial, Setup
 
@@ -30,9 +30,8 @@ class BucketState:
         device: int,
         initial: Initial,
         setup: Setup,
-        away: HostMemory | None = None,
+        away: HostMemory | None = None,  # memory of the host, if its state is there between steps
     ) -> None:
-        """Fill a device's part of a bucket. away: the memory of the host that its state is in, if it is."""
         self.bucket, self.layout = bucket, Layout(bucket, device)
         self.trains = TrainedPieces(bucket.update, device)
         layout, dtype = self.layout, getattr(torch, bucket.dtype)
@@ -49,8 +48,8 @@ class BucketState:
                 self.master = self.buffer.data.view(kind).zero_()
             else:
                 self.master = torch.zeros(self.trains.length, dtype=kind, device=setup.device)
-        for index, piece in enumerate(bucket.pieces):
-            value = layout.local(initial(piece.name), index).reshape(-1)
+        for piece in bucket.pieces:
+            value = own_slice(initial(piece.name), piece.shardings, layout.position).reshape(-1)
             low, high = max(piece.offset, begin), min(piece.offset + piece.numel, end)
             if low < high:  # the device is given no more than its part
                 self.write(value[low - piece.offset : high - piece.offset].to(setup.device), low)

@@ -11,6 +11,7 @@ from piper.ir.sharding import Sharding, flat_runs, whole_sizes
 from piper.plan.bucket import Bucket
 from piper.plan.plan import Plans, Slot
 from piper.plan.updates import Piece
+from piper.runtime.bucket_layout import runs_of_slice, runs_of_whole
 
 T = TypeVar("T")
 Owned = Callable[[str, int], Tensor]  # what a device owns of a bucket
@@ -40,9 +41,7 @@ def joined(shape: Sequence[int], shardings: Sequence[Sharding], parts: Mapping[i
     for position, part in parts.items():
         flat = part.reshape(-1)
         for runs in flat_runs(shape, shardings, position):
-            for run in range(runs.count):
-                here, there = runs.here + run * runs.here_step, runs.there + run * runs.there_step
-                full[there : there + runs.length] = flat[here : here + runs.length]
+            runs_of_whole(full, runs).copy_(runs_of_slice(flat, runs))
     return full.view(whole_sizes(shape, shardings))
 
 
