@@ -133,7 +133,6 @@ class Samples(Batches):
         self.dataset = dataset
 
     def collect(self, samples: Places) -> Batch:
-        """Return these samples as one batch."""
         return stacked([self.dataset[int(index)] for index in samples], "Samples")
 
 
@@ -170,27 +169,21 @@ class Stream:
 
 def stacked(samples: Sequence[Mapping[str, object]], by: str) -> Batch:
     """Stack samples into one batch, each field along a new first axis."""
-    if not all(isinstance(sample, Mapping) for sample in samples):
-        odd = next(type(sample).__name__ for sample in samples if not isinstance(sample, Mapping))
-        raise ConfigError(
-            f"a sample is {odd}, not a dict",
-            by=by,
-            hint='give samples such as {"tokens": ..., "labels": ...}',
-        )
-    return {field: joined([sample[field] for sample in samples], field, by) for field in samples[0]}
-
-
-def joined(values: Sequence[object], field: str, by: str) -> Tensor:
-    """Stack one field of several samples into a tensor."""
-    try:
-        return torch.stack([torch.as_tensor(value) for value in values])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"the samples' field {field!r} does not make a tensor",
-            by=by,
-            facts={"why": str(error).splitlines()[0]},
-            hint="keep fields of numbers only, of one length: leave out texts, cut or pad the rest",
-        ) from None
+    batch: Batch = {}
+    if odd := [type(sample).__name__ for sample in samples if not isinstance(sample, Mapping)]:
+        hint = 'give samples such as {"tokens": ..., "labels": ...}'
+        raise ConfigError(f"a sample is {odd[0]}, not a dict", by=by, hint=hint)
+    for field in samples[0]:
+        try:
+            batch[field] = torch.stack([torch.as_tensor(sample[field]) for sample in samples])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"the samples' field {field!r} does not make a tensor",
+                by=by,
+                facts={"why": str(error).splitlines()[0]},
+                hint="keep fields of numbers only, of one length: leave out texts, cut or pad the rest",
+            ) from None
+    return batch
 
 
 class Windows(Batches):
@@ -212,7 +205,6 @@ class Windows(Batches):
         self.tokens, self.length = tokens, length
 
     def collect(self, samples: Places) -> Batch:
-        """Return these windows as one batch."""
         starts = (int(index) * self.length for index in samples)
         rows = [np.asarray(self.tokens[start : start + self.length + 1], dtype=np.int64) for start in starts]
         windows = torch.from_numpy(np.stack(rows))

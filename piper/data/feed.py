@@ -65,16 +65,6 @@ def take(batches: Iterator[Given], step: int, make: Make) -> Given | None:
     return batch
 
 
-def batches_of(make: Make) -> Iterator[Given]:
-    """Yield the batches of one call of `data`, until they end."""
-    batches = begin(call_data(make), make)
-    for step in count(1):
-        batch = take(batches, step, make)
-        if batch is None:
-            return
-        yield batch
-
-
 def reads_the_same(one: object, other: object) -> bool:
     """Return whether two iterators are one, or read one: by `map`, `itertools`, generator expressions."""
     return not _sources(one).isdisjoint(_sources(other))

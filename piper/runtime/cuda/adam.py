@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from piper.runtime.device_state import hooked
+
 BLOCK = 2048  # elements
 ALIGNED = 16  # bytes, and elements a multiple of it, so that one form of the kernel does for most parameters
 READ = (torch.bfloat16, torch.float16, torch.float32)  # types of gradients
@@ -192,8 +194,7 @@ def suits(optimizer: Optimizer) -> bool:
     """Return whether an optimizer does what the kernel does, and nothing else at its steps."""
     return (
         type(optimizer) in (Adam, AdamW)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
+        and not hooked(optimizer)
         and all(
             group["fused"]
             and not group["amsgrad"]
