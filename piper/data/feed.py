@@ -180,10 +180,8 @@ class Feed:
         return batch
 
     def _made(self) -> Iterable[Given]:
-        """Make the data of this epoch. Give its number to samplers that shuffle by epoch.
-
-        Some samplers draw their order when they are made, so that draw depends on the seed alone too.
-        """
+        """Make the data of this epoch. Give its number to samplers that shuffle by epoch."""
+        # Some samplers draw their order when they are made, so that draw depends on the seed alone too.
         with dice(self.seed, self.epoch, MAKING):
             data = call_data(self.make)
         with naming(self.make, "set_epoch()"):

@@ -192,10 +192,8 @@ def divides(batch: Mapping[str, Tensor], plans: Plans) -> bool:
 
 
 def filled(batch: Mapping[str, Tensor], plans: Plans, outline: CapturedModel) -> dict[str, Tensor]:
-    """Return a batch whose rows divide into slices, and say of each row what its slice holds.
-
-    See [Note: uneven batches].
-    """
+    """Return a batch whose rows divide into slices, and say of each row what its slice holds."""
+    # See [Note: uneven batches].
     samples, chunk = len(next(iter(batch.values()))), outline.loss.chunk
     degree = next(outline.degree(one) for one in outline.chunks if one.name == chunk)
     places = len(plans.chunks[chunk].devices) // degree

@@ -113,11 +113,9 @@ def ends_with(env: Env, ins: Instr) -> list[int]:
 
 
 def seeded(env: Env, ins: Instr, chunk: Chunk, run: Bound) -> Bound:
-    """Draw the same numbers for the same region, microbatch and replica in a step, wherever it runs.
-
-    The pieces of a region draw from one generator, in order: each reads what the one before it made. So it
-    does not matter into how many pieces collectives cut it.
-    """
+    """Draw the same numbers for the same region, microbatch and replica in a step, wherever it runs."""
+    # The pieces of a region draw from one generator, in order: each reads what the one before it made. So it
+    # does not matter into how many pieces collectives cut it.
     place = env.setup.plans.chunks[chunk.name].devices_for(ins.part).index(env.device)
     where = draw_place(chunk.drawer, ins.part, place // env.setup.outline.degree(chunk))
     pieces = [piece.name for piece in env.chunks.values() if piece.random and piece.drawer == chunk.drawer]

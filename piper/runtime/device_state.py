@@ -190,10 +190,8 @@ class DeviceState:
             self.away[bucket].put_away(self.optimizer, wait=wait)
 
     def options(self) -> list[tuple[bool, dict[str, object]]]:
-        """Return of the optimizer's groups whether this device trains some of each, and the options.
-
-        Empty: it trains nothing.
-        """
+        """Return of the optimizer's groups whether this device trains some of each, and the options."""
+        # Empty: it trains nothing.
         if self.optimizer is None or not self.trains:
             return []
         return [

@@ -98,10 +98,8 @@ def swapped_counts(group: Group, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def field_of_tables(tables: Mapping[str, ExpertTable], cloned: Mapping[str, Bucket]) -> Tensor:
-    """Return tables of experts as a field of a batch: a step is repeated with those that it had.
-
-    cloned: a bucket of each region whose experts have clones. All regions are in it, one after the other.
-    """
+    """Return tables of experts as a field of a batch: a step is repeated with those that it had."""
+    # cloned: a bucket of each region whose experts have clones. All regions are in it, one after the other.
     chosen = [tables.get(region) or first_table(*bucket.table_sizes) for region, bucket in cloned.items()]
     return torch.cat([torch.tensor([table.experts, table.shares]).view(-1) for table in chosen])
 
@@ -152,10 +150,8 @@ class Division:
         )
 
     def rows(self, counts: Tensor) -> Tensor:
-        """Return how many rows each sender gives to each slot, given how many it has for each expert.
-
-        Where they do not divide evenly, senders begin at different copies.
-        """
+        """Return how many rows each sender gives to each slot, given how many it has for each expert."""
+        # Where they do not divide evenly, senders begin at different copies.
         rows = counts[:, self.experts]
         senders = torch.arange(len(counts), device=counts.device).view(-1, 1)
         first = senders * self.whole // len(counts)
@@ -172,10 +168,8 @@ def count_divided(group: Group, counts: Tensor, division: Division) -> tuple[Spl
 
 
 def on_its_way(value: Tensor) -> tuple[Tensor, torch.Event | None]:
-    """Start the copy of a value to the host; return it, and the event after which it can be read.
-
-    The host does not wait. None: the value can be read at once.
-    """
+    """Start the copy of a value to the host; return it, and the event after which it can be read."""
+    # The host does not wait. None: the value can be read at once.
     if not is_accelerator(value.device):
         return value, None
     here = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)

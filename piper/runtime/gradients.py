@@ -175,10 +175,8 @@ def squares(gradient: list[Tensor]) -> Tensor:
 
 
 def squares_on_host(flat: Tensor) -> Tensor:
-    """Return the sum of squares of one flat tensor: short blocks in its own type, then float64.
-
-    Reading a float32 gradient as float64 takes several times as long as this.
-    """
+    """Return the sum of squares of one flat tensor: short blocks in its own type, then float64."""
+    # Reading a float32 gradient as float64 takes several times as long as this.
     even = len(flat) - len(flat) % BLOCK
     blocks = torch.linalg.vector_norm(flat[:even].view(-1, BLOCK), dim=1, dtype=at_least_single(flat.dtype))
     rest = torch.linalg.vector_norm(flat[even:], dtype=torch.float64)

@@ -96,11 +96,9 @@ def over(data: Tensor, like: Tensor) -> Tensor:
 
 
 def allocator(env: Env, maker: str) -> Callable[[int], Tensor]:
-    """Return a function that allocates bytes on the device, of the memory of another stream.
-
-    What that stream has freed may still be in use by work that it was given before, so the current stream
-    waits for that work.
-    """
+    """Return a function that allocates bytes on the device, of the memory of another stream."""
+    # What that stream has freed may still be in use by work that it was given before, so the current stream
+    # waits for that work.
     device = env.setup.device
     if not is_accelerator(device):
         return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)

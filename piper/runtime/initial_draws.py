@@ -67,10 +67,8 @@ class DrawnOn(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy(self, drawn: Tensor, target: Tensor) -> Tensor:
-        """Copy what was drawn to the host: piece by piece, and there by several cores.
-
-        The host's memory is new. To write it for the first time takes one core a second for each GB.
-        """
+        """Copy what was drawn to the host: piece by piece, and there by several cores."""
+        # The host's memory is new. To write it for the first time takes one core a second for each GB.
         if not is_accelerator(drawn.device) or drawn.nbytes <= SMALL or not target.is_contiguous():
             return target.copy_(drawn)
         self.buffers = self.buffers or [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in "ab"]

@@ -103,10 +103,8 @@ class Releases:
 
 
 def releases(plan: Plan) -> list[Handling]:
-    """Return what each instruction of a plan does so that memory is freed only when no stream uses it.
-
-    Slots that are still parked at the end are freed after the step.
-    """
+    """Return what each instruction of a plan does so that memory is freed only when no stream uses it."""
+    # Slots that are still parked at the end are freed after the step.
     walk = Releases(plan)
     return [walk.handle(place, ins) for place, ins in enumerate(plan.instrs)]
 

@@ -84,10 +84,8 @@ def view_of(device: int, buckets: Iterable[BucketUpdate], sizes: Sizes) -> View:
 
 
 def small_views(device: int, buckets: Sequence[BucketUpdate], sizes: Sizes) -> Iterator[View]:
-    """Yield what devices like this one are given in miniature: one view for each rank among few shards.
-
-    Every parameter of a sharded bucket is cut, so that a shard's border lies inside each of them.
-    """
+    """Yield what devices like this one are given in miniature: one view for each rank among few shards."""
+    # Every parameter of a sharded bucket is cut, so that a shard's border lies inside each of them.
 
     def cuts(bucket: BucketUpdate) -> tuple[int, int]:
         slices = max(MOST_WAYS ** len(piece.shardings) for piece in bucket.pieces)

@@ -46,10 +46,8 @@ class AloneGroup(Group):
     """A group of which only one member runs."""
 
     def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
-        """Return the parts themselves: a network needs no processor, so nothing is copied here.
-
-        Zeros stand for what other members give where that has another length.
-        """
+        """Return the parts themselves: a network needs no processor, so nothing is copied here."""
+        # Zeros stand for what other members give where that has another length.
         return [
             part if len(part) == length else part.new_zeros((length, *part.shape[1:]))
             for part, length in zip(parts, lengths, strict=True)

@@ -229,11 +229,9 @@ class GraphExecutor:
         return self.taken > WARM
 
     def reset(self) -> None:
-        """Discard the graph, because the state lies elsewhere now or changes in another way.
-
-        The next steps are issued one by one again: an optimizer that makes its state while it is captured
-        would make it again in every replay.
-        """
+        """Discard the graph, because the state lies elsewhere now or changes in another way."""
+        # The next steps are issued one by one again: an optimizer that makes its state while it is captured
+        # would make it again in every replay.
         self.graph, self.taken = None, 0
 
     def replay(self) -> None:
