@@ -82,6 +82,7 @@ def replaying(
         env.slots,
         env.index,
         device=device,
+        outro=worker._fetch,
         accelerator=worker.setup.device,
         home=torch.cuda.Stream(),
     )
