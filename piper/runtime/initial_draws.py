@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from piper.runtime.accelerator import forked_generators, is_accelerator, module
+from piper.runtime.accelerator import KINDS, is_accelerator, module
 
 _aten = torch.ops.aten
 _FILLS = {  # operations that fill a tensor with random numbers
@@ -112,9 +112,16 @@ def _made_on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 @contextmanager
 def seeded_draws(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators inside, draw initial values on a device, and restore the generators."""
-    with forked_generators(device):
+    there = is_accelerator(device)
+    kind, numbers = device.type if there else next(iter(KINDS)), {device.index or 0} if there else set()
+    accelerator = torch.get_device_module(kind)
+    if there:
+        accelerator.init()
+    if accelerator.is_initialized():
+        numbers.add(accelerator.current_device())
+    with torch.random.fork_rng(devices=numbers, device_type=kind):
         torch.manual_seed(seed)
-        with DrawnOn(device) if is_accelerator(device) else nullcontext():
+        with DrawnOn(device) if there else nullcontext():
             yield
-    if is_accelerator(device):
-        module(device).empty_cache()  # the workers may be other processes, which need the memory
+    if there:
+        accelerator.empty_cache()  # the workers may be other processes, which need the memory

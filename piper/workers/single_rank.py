@@ -12,7 +12,7 @@ from piper.errors import LaunchError
 from piper.ir.chunk import CapturedModel
 from piper.job import Job
 from piper.plan.ops import COMMUNICATION
-from piper.runtime.accelerator import is_accelerator, module, usual_cluster
+from piper.runtime.accelerator import KINDS, is_accelerator, module
 from piper.runtime.comm.synthetic import AloneComms, CopyEngine, Sleeper, arriving, occupied, totalled
 from piper.runtime.kernels import KERNELS
 from piper.runtime.setup import Initial, ProgramLike, Setup, build_model, setup_of
@@ -40,7 +40,9 @@ class SingleRankGroup(WorkerGroup):
     def __init__(self, program: ProgramLike, device: int, options: Options, cluster: str | None) -> None:
         super().__init__(program, options)
         self.device, self.devices, self.setup = device, (device,), setup_of(program)
-        self.network = load_cluster(cluster or usual_cluster(program.device))
+        self.network = load_cluster(
+            cluster or (KINDS[program.device].cluster if program.device in KINDS else "cpu")
+        )
         self.engine = CopyEngine(self.setup.device) if is_accelerator(self.setup.device) else None
         self.seconds: list[float] = []  # of each step
         self.threads_before = torch.get_num_threads()

@@ -6,26 +6,16 @@ sum is taken by `Group`.
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Work
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from piper.ir.devices import Devices
 from piper.plan.plan import Comm, Plans
 from piper.runtime.comm.base import CommError, Comms, Form, Group, joined
-
-
-class GlooMethods(Protocol):
-    """The methods of a process group that are used; torch does not annotate them."""
-
-    def alltoall_base(self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int]) -> Work: ...
-    def _allgather_base(self, out: Tensor, shard: Tensor) -> Work: ...
-    def broadcast(self, value: Tensor, root: int) -> Work: ...
-    def send(self, values: list[Tensor], to: int, tag: int) -> Work: ...
-    def recv(self, values: list[Tensor], source: int, tag: int) -> Work: ...
 
 
 class GlooTransport:
@@ -48,23 +38,18 @@ class GlooComms(Comms):
         plans: Plans,
         device: int,
         store: Store,
-        host: "str | GlooTransport",
+        host: "str | GlooTransport",  # the address to listen on, or what other programs listen with already
         timeout: float,
         *,
-        patience: timedelta | None = None,
+        patience: timedelta | None = None,  # how long to wait for the others here: some may start late
     ) -> None:
-        """Meet the others.
-
-        host: the address to listen on, or what the communicators of another program listen with already.
-        patience: how long to wait for the others here, where some may start late.
-        """
         super().__init__(plans.comms, device)
         self.timeout = timedelta(seconds=timeout)
         self.patience = patience or self.timeout
         self.transport = host if isinstance(host, GlooTransport) else GlooTransport(host)
         self.tags = {name: number for number, name in enumerate(plans.comms)}
-        self.groups: dict[tuple[str, Devices], GlooMethods] = {}
-        self.links: dict[Devices, GlooMethods] = {}  # of pipes, by the two devices
+        self.groups: dict[tuple[str, Devices], ProcessGroup] = {}
+        self.links: dict[Devices, ProcessGroup] = {}  # of pipes, by the two devices
         for comm in plans.comms.values():
             for number, members in enumerate(comm.groups):
                 if device in members:
@@ -79,12 +64,13 @@ class GlooComms(Comms):
         else:  # a stream waits for each collective before it begins the next
             self.groups[comm.name, members] = self._process_group(store, members, 1)
 
-    def _process_group(self, store: Store, members: Devices, threads: int) -> GlooMethods:
+    def _process_group(self, store: Store, members: Devices, threads: int) -> ProcessGroup:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self.transport.device]
         options._threads = threads
         options._timeout = self.patience
-        return cast(GlooMethods, ProcessGroupGloo(store, members.index(self.device), len(members), options))
+        # It has the methods of `ProcessGroup`, which torch annotates.
+        return cast(ProcessGroup, ProcessGroupGloo(store, members.index(self.device), len(members), options))
 
     def group_of(self, name: str, members: Devices) -> "GlooGroup":
         return GlooGroup(
@@ -108,7 +94,7 @@ def finish(work: Work, name: str, timeout: timedelta) -> None:
 class GlooGroup(Group):
     """A group of processes."""
 
-    def __init__(self, methods: GlooMethods, name: str, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, methods: ProcessGroup, name: str, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(name, rank, size)
         self.methods, self.timeout = methods, timeout
 
@@ -133,7 +119,7 @@ class GlooGroup(Group):
 class GlooPipe:
     """A connection from one process to another."""
 
-    def __init__(self, methods: GlooMethods, name: str, peer: int, tag: int, timeout: timedelta) -> None:
+    def __init__(self, methods: ProcessGroup, name: str, peer: int, tag: int, timeout: timedelta) -> None:
         self.methods, self.name, self.peer, self.tag, self.timeout = methods, name, peer, tag, timeout
 
     def send(self, value: Tensor) -> None:

@@ -10,7 +10,7 @@ then end.
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     ReduceScatterOptions,
 )
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from piper.ir.devices import Devices
@@ -32,20 +32,6 @@ OptionsT = TypeVar(
     "OptionsT", AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions
 )
 GRACE = timedelta(seconds=60)  # after our own clock has run out, before NCCL ends the process
-
-
-class NcclMethods(Protocol):
-    """The methods of a process group that are used; torch does not annotate them."""
-
-    def allreduce(self, values: list[Tensor], options: AllreduceOptions) -> Work: ...
-    def _reduce_scatter_base(self, out: Tensor, whole: Tensor, options: ReduceScatterOptions) -> Work: ...
-    def _allgather_base(self, out: Tensor, shard: Tensor, options: AllgatherOptions) -> Work: ...
-    def alltoall_base(
-        self, out: Tensor, rows: Tensor, gets: list[int], gives: list[int], options: AllToAllOptions
-    ) -> Work: ...
-    def broadcast(self, values: list[Tensor], options: BroadcastOptions) -> Work: ...
-    def eager_connect_single_device(self, device: torch.device) -> None: ...
-    def abort(self) -> None: ...
 
 
 class NcclComms(Comms):
@@ -63,21 +49,21 @@ class NcclComms(Comms):
     ) -> None:
         super().__init__(plans.comms, device)
         self.accelerator, self.timeout = accelerator, timedelta(seconds=timeout)
-        self.made: dict[tuple[str, Devices], NcclMethods] = {}
+        self.made: dict[tuple[str, Devices], ProcessGroup] = {}
         for comm in plans.comms.values():
             for number, members in enumerate(comm.groups):
                 if device in members:
                     prefix = PrefixStore(f"nccl/{comm.name}/{number}", store)
                     self.made[comm.name, members] = self._make(prefix, members)
 
-    def _make(self, store: Store, members: Devices) -> NcclMethods:
+    def _make(self, store: Store, members: Devices) -> ProcessGroup:
         from torch.distributed import ProcessGroupNCCL  # only where torch is built with it
 
         options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = self.timeout + GRACE
-        made = cast(NcclMethods, ProcessGroupNCCL(store, members.index(self.device), len(members), options))
+        made = ProcessGroupNCCL(store, members.index(self.device), len(members), options)
         made.eager_connect_single_device(self.accelerator)
-        return made
+        return cast(ProcessGroup, made)  # which torch annotates, and has the same methods
 
     def group_of(self, name: str, members: Devices) -> "NcclGroup":
         return NcclGroup(self.made[name, members], name, members.index(self.device), len(members))
@@ -109,7 +95,7 @@ def now(options: OptionsT) -> OptionsT:
 class NcclGroup(Group):
     """A group of processes with an accelerator each."""
 
-    def __init__(self, made: NcclMethods, name: str, rank: int, size: int) -> None:
+    def __init__(self, made: ProcessGroup, name: str, rank: int, size: int) -> None:
         super().__init__(name, rank, size)
         self.made = made
 
@@ -155,7 +141,7 @@ class NcclPipe:
     current stream, while torch issues NCCL's sends and receives on a stream of their own.
     """
 
-    def __init__(self, made: NcclMethods, name: str, accelerator: torch.device) -> None:
+    def __init__(self, made: ProcessGroup, name: str, accelerator: torch.device) -> None:
         self.made, self.name, self.accelerator = made, name, accelerator
 
     def send(self, value: Tensor) -> None:

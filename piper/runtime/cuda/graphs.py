@@ -49,10 +49,13 @@ class Intake:
         def fill() -> None:
             nonlocal room, spans
             value = env.batch[field]
-            if room is None:  # every batch is like the first one
-                spans = rows(env, ins, len(value))
-                room = room_for([value[low:high] for low, high in spans], device)
-            put(room, [value[low:high] for low, high in spans])
+            spans = spans or rows(env, ins, len(value))  # every batch is like the first one
+            parts = [value[low:high] for low, high in spans]
+            if room is None:
+                pinned = parts[0].device.type == "cpu" and device.type == "cuda"
+                shape = (sum(map(len, parts)), *parts[0].shape[1:])
+                room = torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device, pin_memory=pinned)
+            torch.cat(parts, out=room)
 
         def run() -> None:
             assert room is not None, "it is filled before the step"
@@ -121,8 +124,12 @@ class Rates:
         count, on_device = len(optimizer.param_groups), device.type == "cuda"
         self.host = torch.zeros(count, pin_memory=on_device)
         self.here = torch.zeros(count, device=device)
-        if on_device:
-            make_capturable(optimizer)
+        if on_device:  # it keeps its step counts there, before it has counted anything
+            for group in optimizer.param_groups:
+                if "capturable" in group:
+                    group["capturable"] = True
+            # torch warns of a step that is not captured; the first ones are not.
+            optimizer._warned_capturable_if_run_uncaptured = True
 
     def fill(self) -> None:
         """Take the rates that the optimizer has now."""
@@ -143,29 +150,6 @@ class Rates:
                 group["lr"] = rate
 
 
-def make_capturable(optimizer: Optimizer) -> None:
-    """Let an optimizer keep its step counts on the device, before it has counted anything."""
-    for group in optimizer.param_groups:
-        if "capturable" in group:
-            group["capturable"] = True
-    # torch warns of a step that is not captured; the first ones are not.
-    optimizer._warned_capturable_if_run_uncaptured = True
-
-
-def room_for(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return memory for rows like these, one part after the other, where a graph can read it."""
-    first = parts[0]
-    count = sum(len(part) for part in parts)
-    pinned = first.device.type == "cpu" and device.type == "cuda"
-    return torch.empty((count, *first.shape[1:]), dtype=first.dtype, device=first.device, pin_memory=pinned)
-
-
-def put(room: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy rows one part after the other."""
-    for place, part in zip(room.split([len(part) for part in parts]), parts, strict=True):
-        place.copy_(part)
-
-
 class GraphExecutor:
     """Runs a plan as `StreamExecutor` does in its first steps, and as one graph afterwards.
 
@@ -181,13 +165,9 @@ class GraphExecutor:
         self,
         inner: StreamExecutor,
         intake: Intake,
-        residents: Sequence[int],
-        undone: Undone | None = None,
+        residents: Sequence[int],  # the slots that outlive a step
+        undone: Undone | None = None,  # says in a replay whether the others of these stay as they were
     ) -> None:
-        """Wrap `inner`, whose first stream can be captured; `residents`: the slots that outlive a step.
-
-        undone: says in a replay whether the others of these stay as they were. None: they never do.
-        """
         self.inner, self.intake, self.residents, self.undone = inner, intake, residents, undone
         self.graph: torch.cuda.CUDAGraph | None = None
         self.settings: list[object] = []  # that the steps since the last reset were run with
