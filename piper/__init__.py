@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from piper.experts import grouped_mm as grouped_mm
     from piper.experts import route as route
     from piper.experts import unroute as unroute
-    from piper.models.tensor_plan import tensor_plan as tensor_plan
+    from piper.models.huggingface import tensor_plan as tensor_plan
     from piper.run.launch import launch as launch
     from piper.run.run import Run as Run
     from piper.tuning.tune import tune as tune
@@ -55,7 +55,7 @@ NEEDS_TORCH = {
     "launch": "piper.run.launch",
     "route": "piper.experts",
     "sharding_rule": "piper.capture.shard.rules",
-    "tensor_plan": "piper.models.tensor_plan",
+    "tensor_plan": "piper.models.huggingface",
     "tune": "piper.tuning.tune",
     "unroute": "piper.experts",
 }

@@ -36,7 +36,7 @@ from piper.run.optimizer_groups import OptimizerGroups
 from piper.run.session import Session
 from piper.run.sessions import Sessions, asking
 from piper.runtime.batch import BatchSpec, check_batch, wanted_batch
-from piper.runtime.full_values import by_bucket, holders, whole_buffers, whole_parameters, whole_state
+from piper.runtime.bucket_layout import by_bucket, holders, whole_buffers, whole_parameters, whole_state
 from piper.runtime.recorders import ClockOffset, DeviceProfile, OutputKey
 from piper.runtime.setup import ProgramLike, setup_of
 from piper.runtime.worker import Options

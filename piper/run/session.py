@@ -30,9 +30,9 @@ from piper.runtime.batch import (
     wanted_batch,
     with_strategy_for,
 )
+from piper.runtime.bucket_layout import whole_buffers
 from piper.runtime.compute import slices_of
 from piper.runtime.expert_exchange import TABLES
-from piper.runtime.full_values import whole_buffers
 from piper.runtime.recorders import predicted_rows
 from piper.runtime.setup import Forward, ProgramLike, Shapes, initial_tensors, setup_of
 from piper.runtime.worker import Sums

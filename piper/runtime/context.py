@@ -18,10 +18,10 @@ from piper.plan.memory_timeline import allocations
 from piper.plan.plan import Plan
 from piper.runtime.accelerator import generator
 from piper.runtime.bucket_layout import Clones, Layout, own_slice
+from piper.runtime.bucket_state import HostMemory
 from piper.runtime.comm.base import Comms, Group
 from piper.runtime.device_state import DeviceState
 from piper.runtime.expert_exchange import Division
-from piper.runtime.host_state import HostMemory
 from piper.runtime.setup import Initial, Setup
 
 Bound = Callable[[], None]  # an instruction with everything it needs resolved

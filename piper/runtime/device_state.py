@@ -11,8 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from piper.plan.plan import Slot
 from piper.runtime.accelerator import is_accelerator, runs_triton
-from piper.runtime.bucket_state import BucketState, join, split
-from piper.runtime.host_state import HostMemory, HostState
+from piper.runtime.bucket_state import BucketState, HostMemory, HostState, join, split
 from piper.runtime.setup import Initial, Setup
 from piper.runtime.trainers import build_optimizer, is_ours
 

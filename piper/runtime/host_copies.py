@@ -10,8 +10,8 @@ from torch import Tensor
 from piper.plan.instr import Instr
 from piper.plan.protected import MIRRORED
 from piper.runtime.accelerator import is_accelerator, module, wait_for_stream
+from piper.runtime.bucket_state import HostBuffer
 from piper.runtime.context import Bound, Env
-from piper.runtime.host_state import HostBuffer
 
 
 @dataclass(slots=True)

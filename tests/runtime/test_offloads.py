@@ -19,8 +19,8 @@ from piper.ir.select import at
 from piper.job import Job
 from piper.plan.memory_timeline import host_peak, timeline
 from piper.run.launch import launch_inline
+from piper.runtime.bucket_state import HostMemory
 from piper.runtime.host_copies import TensorCopy
-from piper.runtime.host_state import HostMemory
 from piper.runtime.worker import Options, Worker
 from piper.schedules import gpipe, zbv
 from piper.workers.transport.versions import Versions
