@@ -51,10 +51,12 @@ def offload(env: Env, ins: Instr) -> Bound:
 
 def fetch(env: Env, ins: Instr) -> Bound:
     """Bring values, or the state of a bucket, back from the host, into memory of the stream that reads it."""
+    if ins.reads[0].kind == "state":
+        return fetch_state(env, ins)
     slots, device, memory = env.slots, env.setup.device, env.host_memory
+    maker = env.makers[ins.writes[0]]
     pairs = [(env.at(read), env.at(made)) for read, made in zip(ins.reads, ins.writes, strict=True)]
     ending = {env.at(slot) for slot in ins.frees}
-    maker = env.makers[ins.writes[0]]
 
     def run() -> None:
         empty = allocator(env, maker)
@@ -78,10 +80,18 @@ def fetch(env: Env, ins: Instr) -> Bound:
             if not buffer.users:
                 memory.give(buffer, device)
 
-    def fetch_state() -> None:
-        slots[pairs[0][1]] = env.state.bring(ins.reads[0].owner, allocator(env, maker))
+    return run
 
-    return fetch_state if ins.reads[0].kind == "state" else run
+
+def fetch_state(env: Env, ins: Instr) -> Bound:
+    """Bring the optimizer's state for a bucket to the device."""
+    bucket, slots, target = ins.reads[0].owner, env.slots, env.at(ins.writes[0])
+    maker = env.makers[ins.writes[0]]
+
+    def run() -> None:
+        slots[target] = env.state.bring(bucket, allocator(env, maker))
+
+    return run
 
 
 def each_in(value: object, act: Callable[[object], object]) -> object:
